@@ -1,0 +1,10 @@
+"""Workers that react to data notifications on NATS JetStream, in the format of ECMWF's Aviso."""
+
+from aviso_workers.agents import Agent, Router
+from aviso_workers.app import App
+from aviso_workers.backends import KeyValue
+from aviso_workers.errors import AvisoWorkersError
+from aviso_workers.notifications import Notification, Notify, Receipt
+from aviso_workers.verdicts import Backoff
+
+__all__ = ["Agent", "App", "AvisoWorkersError", "Backoff", "KeyValue", "Notification", "Notify", "Receipt", "Router"]

@@ -1,0 +1,246 @@
+"""The app: what authors declare, and what they call.
+
+Making one does no I/O, so that a module of agents imports anywhere. `async with app:` connects it, for scripts and
+tests; `app.work` then runs its agents and tasks, for a worker process (`serve`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import AsyncExitStack, aclosing
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import anyio
+import msgspec
+
+from aviso_workers import positions, schema
+from aviso_workers.agents import Router
+from aviso_workers.backends import KeyValue
+from aviso_workers.config import Config, load
+from aviso_workers.engine.publishing import encode
+from aviso_workers.engine.pulling import AgentRun
+from aviso_workers.engine.session import Session, open_session
+from aviso_workers.engine.supervising import supervise_task
+from aviso_workers.errors import (
+    BackendError,
+    ConfigError,
+    DeclarationError,
+    InvalidIdentifierError,
+    UnknownEventTypeError,
+)
+from aviso_workers.events import Events
+from aviso_workers.notifications import Notification, Notify, Receipt
+
+__all__ = ["App"]
+
+
+class App(Router):
+    """Routers and a configuration.
+
+    `name` is part of every agent's durable consumer: two apps of the same name share the work. `config` is a path,
+    a loaded `Config`, or None for the file that the environment names (see `config.load`).
+    """
+
+    def __init__(self, name: str, *, config: Config | str | Path | None = None) -> None:
+        super().__init__(name)
+        self.events = Events()
+        self._config = config
+        self._routers: list[Router] = []
+        self._session: Session | None = None
+        self._stack = AsyncExitStack()
+
+    def configure(self, config: Config | str | Path) -> None:
+        """Use this configuration instead of the one it was made with. Before the first use of `config`."""
+        self._config = config
+        self.__dict__.pop("config", None)
+
+    @cached_property
+    def config(self) -> Config:
+        """The configuration, loaded at first use. Raises `ConfigError`."""
+        return self._config if isinstance(self._config, Config) else load(self._config)
+
+    @property
+    def session(self) -> Session:
+        """What works on the open backend. Raises `DeclarationError` outside of `async with app:`."""
+        if self._session is None:
+            raise DeclarationError(f"app {self.name!r} is not connected: use it inside `async with app:`")
+        return self._session
+
+    @property
+    def runs(self) -> Mapping[str, AgentRun]:
+        """The agents at work in this process, by name."""
+        return self._session.runs if self._session else {}
+
+    def include(self, router: Router) -> None:
+        """Add a router's agents and tasks. Raises `DeclarationError` where a name is taken."""
+        for agent in router.agents:
+            self._add_agent(agent)
+        for task in router.tasks:
+            self._add_task(task)
+        self._routers.append(router)
+
+    def settings(self, router: Router) -> Any:
+        """What the configuration tells a router under `workers.agents.<name>`, as the router's settings Struct.
+
+        Raises `ConfigError`.
+        """
+        path = f"workers.agents.{router.name}"
+        found = self.config.workers.agents.get(router.name, {})
+        if router.settings_type is None:
+            return found
+        known = [field.encode_name for field in msgspec.structs.fields(router.settings_type)]
+        unknown = [f"{path}.{key}: unknown key{_suggestion(key, known)}" for key in found if key not in known]
+        if unknown:
+            raise ConfigError(unknown)
+        try:
+            return msgspec.convert(found, router.settings_type)
+        except msgspec.ValidationError as error:
+            raise ConfigError([f"{path}: {error}"]) from error
+
+    def mistakes(self) -> list[str]:
+        """Every mistake that shows without connecting: in the configuration, the agents and the routers."""
+        try:
+            event_types = self.config.notification_schema
+        except ConfigError as error:
+            return list(error.mistakes)
+        found: list[str] = []
+        for agent in self.agents:
+            if agent.event_type not in event_types:
+                found.append(f"agent {agent.name!r}: {UnknownEventTypeError(agent.event_type, event_types)}")
+                continue
+            try:
+                schema.parse_where(agent.event_type, event_types[agent.event_type], agent.where)
+            except InvalidIdentifierError as error:
+                found.append(f"agent {agent.name!r}: where: {error}")
+        for router in self._routers:
+            try:
+                self.settings(router)
+            except ConfigError as error:
+                found += error.mistakes
+        return found
+
+    async def notify(
+        self,
+        event_type: str,
+        identifier: Mapping[str, Any],
+        payload: Any = None,
+        *,
+        message_id: str | None = None,
+    ) -> Receipt:
+        """Publish one notification and wait until it is stored.
+
+        With a `message_id` of your own, a repeat within the stream's duplicate window (2 minutes unless configured)
+        is recognised and stored once. Raises `InvalidNotificationError` before anything is sent, `BackendError` when
+        it could not be stored.
+        """
+        return await self.session.publisher.notify(Notify(event_type, identifier, payload, message_id))
+
+    async def notify_many(self, notifications: Iterable[Notify]) -> int:
+        """Publish many, some hundred at a time, and wait until all are stored; returns how many there were.
+
+        They are taken from the iterable as they can be sent. Raises as `notify` does, at the first that fails.
+        """
+        return await self.session.publisher.notify_many(notifications)
+
+    def check(self, notification: Notify) -> None:
+        """Raise `InvalidNotificationError` if `notify` would refuse it before sending. Needs no connection."""
+        encode(self.config, notification)
+
+    async def watch(
+        self,
+        event_type: str,
+        where: Mapping[str, Any] | None = None,
+        *,
+        from_id: int | str | None = None,
+        from_date: datetime | str | None = None,
+    ) -> AsyncGenerator[Notification[Any], None]:
+        """Notifications as they come, without end; first the stored ones from an id or a date on, if one is given.
+
+        Nothing is acknowledged and nothing remembered: for work that must not be lost, declare an agent. Raises
+        `InvalidPositionError`, `UnknownEventTypeError`, `InvalidIdentifierError`.
+        """
+        start = positions.position(from_id, from_date)
+        replayer = await self.session.replayer(event_type, where or {})
+        async with aclosing(replayer.watch(start)) as notifications:
+            async for notification in notifications:
+                yield notification
+
+    async def replay(
+        self,
+        event_type: str,
+        where: Mapping[str, Any] | None = None,
+        *,
+        from_id: int | str | None = None,
+        from_date: datetime | str | None = None,
+        to_id: int | str | None = None,
+        to_date: datetime | str | None = None,
+    ) -> AsyncGenerator[Notification[Any], None]:
+        """Stored notifications from an id or a date (default: the first) to another (default: the last), inclusive.
+
+        Raises as `watch` does.
+        """
+        start = positions.position(from_id, from_date)
+        end = positions.position(to_id, to_date, names=("to_id", "to_date"))
+        replayer = await self.session.replayer(event_type, where or {})
+        async with aclosing(replayer.replay(start, end)) as notifications:
+            async for notification in notifications:
+                yield notification
+
+    async def key_value(self, bucket: str) -> KeyValue:
+        """A bucket of JetStream KV, created where it is missing. Raises `BackendError`."""
+        return await self.session.backend.key_value(bucket)
+
+    async def __aenter__(self) -> App:
+        if self._session is not None:
+            raise DeclarationError(f"app {self.name!r} is connected already")
+        session = open_session(app=self.name, config=self.config, events=self.events)
+        self._session = await self._stack.enter_async_context(session)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._session = None
+        await self._stack.aclose()
+
+    async def work(self, stop: anyio.Event) -> None:
+        """Run all agents and tasks until `stop`, then let them finish. Inside of `async with app:`.
+
+        Raises `BackendError` when the connection is lost for good.
+        """
+        session = self.session
+        failure: BackendError | None = None
+
+        async def watch_backend(work: anyio.CancelScope) -> None:
+            nonlocal failure
+            try:
+                await session.backend.failed()
+            except BackendError as error:
+                failure = error  # raised below, outside of the group, so that it arrives as itself
+                work.cancel()
+
+        async with anyio.create_task_group() as watching:
+            async with anyio.create_task_group() as work:
+                watching.start_soon(watch_backend, work.cancel_scope)
+                for agent in self.agents:
+                    work.start_soon(session.run_agent, agent, stop)
+                for task in self.tasks:
+                    work.start_soon(_run_task, task, self, stop)
+                await stop.wait()
+            watching.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+
+async def _run_task(task: Any, app: App, stop: anyio.Event) -> None:
+    await supervise_task(task, app, events=app.events, stop=stop)
+
+
+def _suggestion(key: str, known: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(key, list(known), n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else f"; known are {', '.join(sorted(known))}"

@@ -1,0 +1,227 @@
+"""THE CONTRACT between the engine and whatever stores notifications.
+
+The engine knows these names and nothing of a backend behind them. `in_memory` and `jetstream` fulfil them with the
+same semantics, and tests/contract holds both to it.
+
+What a backend promises:
+
+* Names, fields and defaults are JetStream's. Stream and consumer configurations travel as JetStream's own JSON, so
+  that a field which is newer than this code survives a read and an update.
+* A request that fails raises one of three errors: `UnavailableError` (not done, try again), `OutcomeUnknownError`
+  (perhaps done, try again with the same message id), `RefusedError` (not done, do not repeat). A backend never
+  retries and never sleeps between attempts: that is the engine's.
+* A delivery is given to exactly one reader at a time and comes back when it was not settled within `ack_wait`.
+* `deliver` is called on the event loop's thread, one delivery at a time; it must not block and must not raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from datetime import datetime
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from aviso_workers.codec import Message
+from aviso_workers.config import Config
+from aviso_workers.streams import ConsumerSpec, StreamSpec
+
+__all__ = [
+    "Backend",
+    "ConnectionListener",
+    "Consumer",
+    "ConsumerInfo",
+    "Delivery",
+    "Entry",
+    "KeyValue",
+    "Message",
+    "PubAck",
+    "StreamInfo",
+    "open_backend",
+]
+
+
+class PubAck(Struct, frozen=True, kw_only=True):
+    stream: str
+    sequence: int
+    duplicate: bool = False
+
+
+class StreamInfo(Struct, frozen=True, kw_only=True):
+    config: Mapping[str, Any]
+    """JetStream's stream configuration, whole."""
+    messages: int = 0
+    bytes: int = 0
+    first_sequence: int = 0
+    last_sequence: int = 0
+    created: datetime | None = None
+
+
+class ConsumerInfo(Struct, frozen=True, kw_only=True):
+    config: Mapping[str, Any]
+    """JetStream's consumer configuration, whole."""
+    num_pending: int = 0
+    """Messages that match and were never delivered."""
+    num_ack_pending: int = 0
+    """Messages delivered and not settled."""
+    num_redelivered: int = 0
+    ack_floor: int = 0
+    """The stream sequence up to which everything is settled."""
+
+
+class Delivery(Protocol):
+    """One message handed to one reader, which settles it once. Settling hands over to the wire and returns."""
+
+    @property
+    def message(self) -> Message: ...
+    @property
+    def num_delivered(self) -> int: ...
+    @property
+    def num_pending(self) -> int:
+        """How many messages waited behind this one when it was sent."""
+
+    def ack(self) -> None:
+        """It is done."""
+
+    def nak(self, *, delay_seconds: float = 0.0) -> None:
+        """Deliver it again, not before the delay is over."""
+
+    def term(self, reason: str) -> None:
+        """Never deliver it again."""
+
+    def in_progress(self) -> None:
+        """Start `ack_wait` anew."""
+
+
+class Consumer(Protocol):
+    """An open reader of a durable consumer. It asks for as much as its `room` says and no more."""
+
+    def refill(self) -> None:
+        """Say that there is room again."""
+
+    async def lost(self) -> None:
+        """Wait until reading cannot go on, then raise the `BackendError` that says why."""
+
+    async def settled(self) -> None:
+        """Return when every settlement so far has reached the backend. Raises `UnavailableError`."""
+
+    async def stop(self) -> None:
+        """Ask for no more; return when nothing more can arrive. What arrives meanwhile is still delivered."""
+
+
+class Entry(Struct, frozen=True, kw_only=True):
+    key: str
+    value: bytes
+    revision: int
+
+
+class KeyValue(Protocol):
+    """A bucket of keys in JetStream KV. Keys are made of letters, digits and `-_=./`."""
+
+    async def get(self, key: str) -> Entry | None: ...
+
+    async def put(self, key: str, value: bytes, *, revision: int | None = None) -> int:
+        """Store a value and return its revision.
+
+        With `revision`, only if the key's newest revision is that one (0: the key must not exist); `RefusedError`
+        otherwise.
+        """
+
+    async def delete(self, key: str) -> None: ...
+
+    async def keys(self) -> list[str]: ...
+
+
+class ConnectionListener(Protocol):
+    """Called on every change of the connection; `reason` is empty on the way up."""
+
+    def __call__(self, *, connected: bool, reason: str) -> None: ...
+
+
+class Backend(Protocol):
+    """Where notifications are stored. Opened by `open_backend`, closed by leaving it."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def connected(self) -> bool: ...
+    @property
+    def max_payload(self) -> int:
+        """The largest message (headers and body) that it takes, in bytes."""
+
+    async def failed(self) -> None:
+        """Wait until the backend is lost for good, then raise the `BackendError` that says why."""
+
+    async def stream_info(self, stream: str) -> StreamInfo:
+        """Raises `NotFoundError`."""
+
+    async def create_stream(self, spec: StreamSpec) -> StreamInfo:
+        """Raises `RefusedError` with JetStream's code; 10058 where a peer created it differently."""
+
+    async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
+        """Replace a stream's configuration by this whole one."""
+
+    async def purge_stream(self, stream: str) -> int:
+        """Remove all messages, keep the configuration; returns how many went. Raises `NotFoundError`."""
+
+    async def delete_message(self, stream: str, sequence: int) -> None:
+        """Erase one message. Raises `NotFoundError` where stream or message is missing."""
+
+    async def stream_names(self) -> list[str]: ...
+
+    async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
+        """Create the durable consumer, or update it where it differs in what can be updated."""
+
+    async def consumer_info(self, stream: str, consumer: str) -> ConsumerInfo:
+        """Raises `NotFoundError`."""
+
+    def consume(
+        self,
+        stream: str,
+        consumer: str,
+        *,
+        deliver: Callable[[Delivery], None],
+        room: Callable[[], int],
+    ) -> AbstractAsyncContextManager[Consumer]:
+        """Read a durable consumer: `room()` tells how many deliveries could be taken now."""
+
+    def read(
+        self,
+        stream: str,
+        *,
+        filter_subjects: Sequence[str],
+        start_sequence: int = 1,
+        start_time: datetime | None = None,
+        last_sequence: int | None = None,
+    ) -> AsyncGenerator[Message, None]:
+        """Stored messages in sequence order, without acks: up to `last_sequence`, else on and on as they come.
+
+        A `start_time` wins over `start_sequence`; both are inclusive. Raises `UnavailableError` where reading was
+        interrupted (read on after the last sequence that came), `NotFoundError` where the stream is gone.
+        """
+
+    async def publish(
+        self, message: Message, *, message_id: str, stream: str, timeout_seconds: float
+    ) -> PubAck:
+        """Store one message in `stream`; one of the same id within the duplicate window is stored once."""
+
+    async def key_value(self, bucket: str) -> KeyValue:
+        """The bucket of that name, created where it is missing."""
+
+
+def open_backend(
+    config: Config, *, on_connection: ConnectionListener | None = None
+) -> AbstractAsyncContextManager[Backend]:
+    """The backend that the configuration names, connected while the `async with` block runs.
+
+    Raises `UnavailableError` where no server is reached, `RefusedError` where one turns us away.
+    """
+    settings = config.notification_backend
+    if settings.kind == "in_memory":
+        from aviso_workers.backends.in_memory import InMemoryBackend
+
+        return InMemoryBackend(settings.in_memory, on_connection=on_connection)
+    from aviso_workers.backends.jetstream import JetStreamBackend
+
+    return JetStreamBackend(settings.jetstream, on_connection=on_connection)

@@ -1,0 +1,165 @@
+"""The in-memory backend: JetStream's semantics without a server, for development and tests.
+
+A real queue: messages are stored, limits bite, acks count, and what is not settled comes back. `stream` and
+`durable` hold the rules and know no event loop, `account` holds the streams, `consuming`, `reading` and
+`key_value` are the contract's face, `clock` is whose time it is. What it does not do: outlive its process,
+replicate, or keep messages by anything but limits. `num_replicas`, `storage` and `compression` are noted
+and mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from types import TracebackType
+from typing import Any
+
+import anyio
+
+from aviso_workers import config
+from aviso_workers.backends import ConnectionListener, ConsumerInfo, Delivery, KeyValue, PubAck, StreamInfo
+from aviso_workers.backends.in_memory import reading
+from aviso_workers.backends.in_memory.account import MAX_PAYLOAD, Account
+from aviso_workers.backends.in_memory.clock import Clock, LoopClock, VirtualClock
+from aviso_workers.backends.in_memory.connection import Connection
+from aviso_workers.backends.in_memory.consuming import Dispatcher, InMemoryConsumer
+from aviso_workers.backends.in_memory.key_value import InMemoryKeyValue
+from aviso_workers.codec import Message
+from aviso_workers.streams import ConsumerSpec, StreamSpec
+
+__all__ = ["InMemoryBackend", "VirtualClock"]
+
+
+class InMemoryBackend:
+    """See `backends.Backend`. Connected while its `async with` block runs; it may be entered again, and then
+    holds what it held.
+    """
+
+    def __init__(
+        self,
+        settings: config.InMemory,
+        *,
+        clock: Clock | None = None,
+        on_connection: ConnectionListener | None = None,
+    ) -> None:
+        self._clock = clock or LoopClock()
+        self._account = Account(settings, self._clock)
+        self._connection = Connection(on_connection)
+        self._dispatchers: dict[tuple[str, str], Dispatcher] = {}
+
+    async def __aenter__(self) -> InMemoryBackend:
+        self._connection.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._connection.close("it is closed")
+
+    def disconnect(self, reason: str = "the test took it away") -> None:
+        """Play a lost connection: requests fail, nothing is delivered, settlements are lost, readings end."""
+        self._connection.close(reason)
+
+    def reconnect(self) -> None:
+        self._connection.open()
+
+    @property
+    def kind(self) -> str:
+        return "in_memory"
+
+    @property
+    def connected(self) -> bool:
+        return self._connection.up
+
+    @property
+    def max_payload(self) -> int:
+        return MAX_PAYLOAD
+
+    async def failed(self) -> None:
+        await anyio.sleep_forever()  # there is no server to lose
+
+    async def stream_info(self, stream: str) -> StreamInfo:
+        await self._connection.reach()
+        return self._account.stream(stream).info
+
+    async def create_stream(self, spec: StreamSpec) -> StreamInfo:
+        await self._connection.reach()
+        return self._account.create(spec).info
+
+    async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
+        await self._connection.reach()
+        return self._account.update(config).info
+
+    async def purge_stream(self, stream: str) -> int:
+        await self._connection.reach()
+        return self._account.stream(stream).purge()
+
+    async def delete_message(self, stream: str, sequence: int) -> None:
+        await self._connection.reach()
+        self._account.stream(stream).delete(sequence)
+
+    async def stream_names(self) -> list[str]:
+        await self._connection.reach()
+        return self._account.names()
+
+    async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
+        await self._connection.reach()
+        return self._account.ensure_durable(stream, spec).info
+
+    async def consumer_info(self, stream: str, consumer: str) -> ConsumerInfo:
+        await self._connection.reach()
+        return self._account.durable(stream, consumer).info
+
+    @asynccontextmanager
+    async def consume(
+        self, stream: str, consumer: str, *, deliver: Callable[[Delivery], None], room: Callable[[], int]
+    ) -> AsyncIterator[InMemoryConsumer]:
+        await self._connection.reach()
+        dispatcher = self._dispatcher(stream, consumer)
+        reader = dispatcher.join(deliver=deliver, room=room)
+        try:
+            yield reader
+        finally:
+            dispatcher.leave(reader)
+
+    def read(
+        self,
+        stream: str,
+        *,
+        filter_subjects: Sequence[str],
+        start_sequence: int = 1,
+        start_time: datetime | None = None,
+        last_sequence: int | None = None,
+    ) -> AsyncGenerator[Message, None]:
+        return reading.read(
+            self._account,
+            self._connection,
+            stream,
+            filter_subjects=filter_subjects,
+            start_sequence=start_sequence,
+            start_time=start_time,
+            last_sequence=last_sequence,
+        )
+
+    async def publish(
+        self, message: Message, *, message_id: str, stream: str, timeout_seconds: float
+    ) -> PubAck:
+        await self._connection.reach()
+        return self._account.publish(message, message_id=message_id, stream=stream)
+
+    async def key_value(self, bucket: str) -> KeyValue:
+        await self._connection.reach()
+        return InMemoryKeyValue(bucket, self._account, self._connection)
+
+    def _dispatcher(self, stream: str, consumer: str) -> Dispatcher:
+        dispatcher = self._dispatchers.get((stream, consumer))
+        if dispatcher is None:
+            dispatcher = Dispatcher(
+                self._account.stream(stream),
+                self._account.durable(stream, consumer),
+                connection=self._connection,
+                clock=self._clock,
+            )
+            self._dispatchers[stream, consumer] = dispatcher
+        return dispatcher

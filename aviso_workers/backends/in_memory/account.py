@@ -1,0 +1,126 @@
+"""All streams of one in-memory backend, and the rules between them: names, subjects, topics.
+
+Pure but for the clock. What `NotFoundError` and `RefusedError` carry are JetStream's codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from aviso_workers import config
+from aviso_workers.backends import PubAck
+from aviso_workers.backends.in_memory.clock import Clock
+from aviso_workers.backends.in_memory.durable import Durable
+from aviso_workers.backends.in_memory.stream import Stream, complete, payload_size
+from aviso_workers.backends.in_memory.subjects import overlap
+from aviso_workers.codec import Message
+from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
+from aviso_workers.streams import ConsumerSpec, StreamSpec
+
+__all__ = ["MAX_PAYLOAD", "Account"]
+
+MAX_PAYLOAD = 1024 * 1024
+"""A nats-server's own default."""
+
+
+class Account:
+    def __init__(self, settings: config.InMemory, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._streams: dict[str, Stream] = {}
+        self._last_ns = 0
+
+    def names(self) -> list[str]:
+        return list(self._streams)
+
+    def stream(self, name: str) -> Stream:
+        """The stream as it is now. Raises `NotFoundError`."""
+        stream = self._streams.get(name)
+        if stream is None:
+            raise NotFoundError(f"stream {name}: not found", code=10059)
+        stream.expire(self._clock.time_ns())
+        return stream
+
+    def durable(self, stream: str, name: str) -> Durable:
+        """Raises `NotFoundError`."""
+        durable = self.stream(stream).durables.get(name)
+        if durable is None:
+            raise NotFoundError(f"consumer {name} of stream {stream}: not found", code=10014)
+        return durable
+
+    def create(self, spec: StreamSpec) -> Stream:
+        """The new stream, or the one that was created with the same configuration."""
+        wanted = complete(msgspec.to_builtins(spec))
+        found = self._streams.get(spec.name)
+        if found is None:
+            self._refuse_overlap(wanted)
+            self._streams[spec.name] = Stream(
+                wanted, history=self._settings.max_history_per_topic, created_ns=self._clock.time_ns()
+            )
+        elif found.config != wanted:
+            raise RefusedError(f"stream {spec.name}: in use with a different configuration", code=10058)
+        return self.stream(spec.name)
+
+    def update(self, config: Mapping[str, Any]) -> Stream:
+        stream = self.stream(config["name"])
+        wanted = complete(config)
+        self._refuse_overlap(wanted)
+        if wanted["storage"] != stream.config["storage"]:
+            raise RefusedError(f"stream {config['name']}: its storage cannot be changed", code=10052)
+        stream.configure(wanted)
+        return stream
+
+    def ensure_durable(self, stream: str, spec: ConsumerSpec) -> Durable:
+        found = self.stream(stream)
+        durable = found.durables.get(spec.durable_name)
+        if durable is None:
+            durable = Durable(spec, found.messages, last_sequence=found.last_sequence)
+            found.durables[spec.durable_name] = durable
+        else:
+            durable.update(spec)
+        return durable
+
+    def publish(self, message: Message, *, message_id: str, stream: str) -> PubAck:
+        """Store a message where its subject belongs, if that is `stream`."""
+        taker = next((found for found in self._streams.values() if found.takes(message.subject)), None)
+        if taker is None:
+            raise UnavailableError(f"publish {message.subject}: no stream takes this subject")
+        if taker.config["name"] != stream:
+            raise RefusedError(
+                f"publish {message.subject}: it does not belong to stream {stream}", code=10060
+            )
+        # A server stores these two beside the publisher's headers.
+        headers = {**(message.headers or {}), "Nats-Msg-Id": message_id, "Nats-Expected-Stream": stream}
+        whole = msgspec.structs.replace(message, headers=headers)
+        if payload_size(whole) > MAX_PAYLOAD:
+            raise RefusedError(
+                f"publish {message.subject}: headers and body are larger than {MAX_PAYLOAD} bytes"
+            )
+        sequence, duplicate = self.store(taker, whole, message_id=message_id)
+        return PubAck(stream=stream, sequence=sequence, duplicate=duplicate)
+
+    def store(self, stream: Stream, message: Message, *, message_id: str | None = None) -> tuple[int, bool]:
+        # No two messages have the same time, so that one of two topics is always the older.
+        self._last_ns = max(self._clock.time_ns(), self._last_ns + 1)
+        stored = stream.store(message, message_id=message_id, now_ns=self._last_ns)
+        self._evict_topics()
+        return stored
+
+    def _evict_topics(self) -> None:
+        streams = [stream for stream in self._streams.values() if stream.keeps_topics and stream.subjects]
+        while sum(len(stream.subjects) for stream in streams) > self._settings.max_topics:
+            min(streams, key=lambda stream: stream.stalest_ns).evict_topic()
+
+    def _refuse_overlap(self, wanted: Mapping[str, Any]) -> None:
+        for other in self._streams.values():
+            if other.config["name"] == wanted["name"]:
+                continue
+            for subject in wanted["subjects"]:
+                if any(overlap(subject, taken) for taken in other.config["subjects"]):
+                    raise RefusedError(
+                        f"stream {wanted['name']}: {subject} overlaps with stream {other.config['name']}",
+                        code=10065,
+                    )

@@ -1,0 +1,143 @@
+"""What a stream knows of one durable consumer: which messages wait, which are out, which are due again.
+
+Pure: the stream tells it of every message that comes and goes, `consuming` takes messages from it and tells
+it what became of them. Who gets them, and when, is decided there. The rules are JetStream's for explicit
+acks; `now` is always the clock's `monotonic`, in seconds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from aviso_workers.backends import ConsumerInfo
+from aviso_workers.backends.in_memory.subjects import overlap, pattern
+from aviso_workers.codec import Message
+from aviso_workers.errors import RefusedError
+from aviso_workers.streams import ConsumerSpec
+
+__all__ = ["Durable"]
+
+SECOND = 1_000_000_000
+UPDATABLE = ("filter_subjects", "ack_wait", "max_deliver", "max_ack_pending", "description", "metadata")
+
+
+class Outstanding(Struct):
+    """A message that was delivered and not settled."""
+
+    deadline: float
+    num_delivered: int = 1
+
+
+class Durable:
+    """A consumer over `messages`, the stream's own mapping of what it holds, in sequence order."""
+
+    def __init__(self, spec: ConsumerSpec, messages: Mapping[int, Message], *, last_sequence: int) -> None:
+        if spec.ack_policy != "explicit" or spec.deliver_policy not in ("all", "new"):
+            raise RefusedError(
+                f"consumer {spec.durable_name}: in memory there are ack_policy explicit and deliver_policy "
+                f"all and new, found {spec.ack_policy} and {spec.deliver_policy}",
+                code=10012,
+            )
+        self.config: dict[str, Any] = {"name": spec.durable_name}
+        self._messages = messages
+        self._cursor = last_sequence if spec.deliver_policy == "new" else 0
+        self._waiting: OrderedDict[int, None] = OrderedDict()
+        self._outstanding: dict[int, Outstanding] = {}
+        self._due: OrderedDict[int, None] = OrderedDict()
+        self._configure(msgspec.to_builtins(spec))
+
+    @property
+    def info(self) -> ConsumerInfo:
+        return ConsumerInfo(
+            config=dict(self.config),
+            num_pending=self.num_pending,
+            num_ack_pending=len(self._outstanding),
+            num_redelivered=sum(1 for message in self._outstanding.values() if message.num_delivered > 1),
+            ack_floor=min(self._outstanding) - 1 if self._outstanding else self._cursor,
+        )
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._waiting)
+
+    def update(self, spec: ConsumerSpec) -> None:
+        """Take over what can be updated; the rest stays as it was created."""
+        stated = msgspec.to_builtins(spec)
+        self._configure({name: stated[name] for name in UPDATABLE if name in stated})
+
+    def offer(self, message: Message) -> None:
+        """The stream has stored a message."""
+        if self._wanted.fullmatch(message.subject):
+            self._waiting[message.sequence] = None
+
+    def forget(self, sequence: int) -> None:
+        """The stream has lost a message; it is not delivered any more, nor again."""
+        self._waiting.pop(sequence, None)
+        self.settle(sequence)
+
+    def take(self, now: float) -> tuple[Message, int] | None:
+        """The next message to deliver and how often that makes, now in the hands of the caller."""
+        while self._due:
+            sequence, _ = self._due.popitem(last=False)
+            outstanding = self._outstanding[sequence]
+            if outstanding.num_delivered < self.config["max_deliver"] or self.config["max_deliver"] < 1:
+                outstanding.num_delivered += 1
+                outstanding.deadline = now + self.ack_wait_seconds
+                return self._messages[sequence], outstanding.num_delivered
+            del self._outstanding[sequence]
+        if not self._waiting or len(self._outstanding) >= self.config["max_ack_pending"] > 0:
+            return None
+        self._cursor, _ = self._waiting.popitem(last=False)
+        self._outstanding[self._cursor] = Outstanding(deadline=now + self.ack_wait_seconds)
+        return self._messages[self._cursor], 1
+
+    def settle(self, sequence: int) -> None:
+        """Acked or terminated. It does not matter by which of several deliveries."""
+        self._outstanding.pop(sequence, None)
+        self._due.pop(sequence, None)
+
+    def give_back(self, sequence: int, *, not_before: float, now: float) -> None:
+        if sequence not in self._outstanding:
+            return
+        self._outstanding[sequence].deadline = not_before
+        self._due.pop(sequence, None)
+        if not_before <= now:
+            self._due[sequence] = None
+
+    def in_progress(self, sequence: int, now: float) -> None:
+        if sequence in self._outstanding:
+            self._outstanding[sequence].deadline = now + self.ack_wait_seconds
+
+    def collect_overdue(self, now: float) -> float | None:
+        """Make due what was not settled in time; returns when to look again, None where nothing is out."""
+        deadlines = {
+            sequence: message.deadline
+            for sequence, message in self._outstanding.items()
+            if sequence not in self._due
+        }
+        overdue = sorted(sequence for sequence, deadline in deadlines.items() if deadline <= now)
+        self._due.update(dict.fromkeys(overdue))
+        return min((deadline for deadline in deadlines.values() if deadline > now), default=None)
+
+    @property
+    def ack_wait_seconds(self) -> float:
+        return float(self.config["ack_wait"] / SECOND)
+
+    def _configure(self, stated: Mapping[str, Any]) -> None:
+        filters = stated["filter_subjects"]
+        if any(overlap(a, b) for index, a in enumerate(filters) for b in filters[:index]):
+            raise RefusedError(
+                f"consumer {self.config['name']}: its filters {', '.join(filters)} overlap", code=10138
+            )
+        self.config |= {**stated, "filter_subjects": list(filters)}
+        self._wanted = pattern(filters)
+        self._waiting = OrderedDict.fromkeys(
+            sequence
+            for sequence, message in self._messages.items()
+            if sequence > self._cursor and self._wanted.fullmatch(message.subject)
+        )

@@ -1,0 +1,72 @@
+"""Buckets of keys, kept in a stream each as JetStream KV keeps them: a revision is a sequence."""
+
+from __future__ import annotations
+
+import re
+
+from aviso_workers.backends import Entry
+from aviso_workers.backends.in_memory.account import Account
+from aviso_workers.backends.in_memory.connection import Connection
+from aviso_workers.codec import Message
+from aviso_workers.errors import RefusedError
+from aviso_workers.streams import StreamSpec
+
+__all__ = ["InMemoryKeyValue", "bucket_stream"]
+
+KEY = re.compile(r"[-/_=.a-zA-Z0-9]+")
+DELETED = {"KV-Operation": "DEL"}
+
+
+def bucket_stream(bucket: str) -> StreamSpec:
+    return StreamSpec(
+        name=f"KV_{bucket}", subjects=(f"$KV.{bucket}.>",), max_msgs_per_subject=1, discard="new"
+    )
+
+
+class InMemoryKeyValue:
+    """See `backends.KeyValue`."""
+
+    def __init__(self, bucket: str, account: Account, connection: Connection) -> None:
+        self._bucket = bucket
+        self._account = account
+        self._connection = connection
+        self._stream = account.create(bucket_stream(bucket))
+
+    async def get(self, key: str) -> Entry | None:
+        await self._connection.reach()
+        message = self._stream.newest(self._subject(key))
+        if message is None or message.headers == DELETED:
+            return None
+        return Entry(key=key, value=message.data, revision=message.sequence)
+
+    async def put(self, key: str, value: bytes, *, revision: int | None = None) -> int:
+        entry = await self.get(key)
+        if revision is not None and revision != (entry.revision if entry else 0):
+            raise RefusedError(
+                f"bucket {self._bucket}, key {key}: its newest revision is not {revision}", code=10071
+            )
+        return self._store(Message(subject=self._subject(key), data=value))
+
+    async def delete(self, key: str) -> None:
+        await self._connection.reach()
+        self._store(Message(subject=self._subject(key), data=b"", headers=DELETED))
+
+    async def keys(self) -> list[str]:
+        await self._connection.reach()
+        start = len(f"$KV.{self._bucket}.")
+        return sorted(
+            message.subject[start:]
+            for message in self._stream.messages.values()
+            if message.headers != DELETED
+        )
+
+    def _store(self, message: Message) -> int:
+        sequence, _ = self._account.store(self._stream, message)
+        return sequence
+
+    def _subject(self, key: str) -> str:
+        if not KEY.fullmatch(key):
+            raise RefusedError(
+                f"bucket {self._bucket}, key {key!r}: keys are made of letters, digits and -_=./"
+            )
+        return f"$KV.{self._bucket}.{key}"

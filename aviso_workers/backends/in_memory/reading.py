@@ -1,0 +1,62 @@
+"""Reading a stream without acks, in order: for replay and watch."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from datetime import UTC, datetime, timedelta
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from aviso_workers.backends.in_memory.account import Account
+from aviso_workers.backends.in_memory.connection import Connection
+from aviso_workers.backends.in_memory.subjects import pattern
+from aviso_workers.codec import Message
+from aviso_workers.errors import UnavailableError
+
+__all__ = ["read"]
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+async def read(
+    account: Account,
+    connection: Connection,
+    stream: str,
+    *,
+    filter_subjects: Sequence[str],
+    start_sequence: int,
+    start_time: datetime | None,
+    last_sequence: int | None,
+) -> AsyncGenerator[Message, None]:
+    """See `backends.Backend.read`. Raises `UnavailableError` where the connection was lost meanwhile."""
+    await connection.reach()
+    watchers, losses = account.stream(stream).watchers, connection.losses
+    wanted = pattern(filter_subjects)
+    position = start_sequence if start_time is None else 1
+    start_ns = 0 if start_time is None else (start_time - EPOCH) // timedelta(microseconds=1) * 1000
+    changed = anyio.Event()
+
+    def wake() -> None:
+        changed.set()
+
+    watchers.add(wake)
+    connection.watchers.add(wake)
+    try:
+        while True:
+            changed = anyio.Event()
+            if connection.losses > losses:
+                raise UnavailableError(f"in_memory: the connection was lost while reading {stream}")
+            message = account.stream(stream).next_message(position, wanted)
+            if message is None and last_sequence is None:
+                await changed.wait()
+                continue
+            if message is None or (last_sequence is not None and message.sequence > last_sequence):
+                return
+            position = message.sequence + 1
+            if message.timestamp_ns >= start_ns:
+                await checkpoint()
+                yield message
+    finally:
+        watchers.discard(wake)
+        connection.watchers.discard(wake)

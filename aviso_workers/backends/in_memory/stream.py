@@ -1,0 +1,249 @@
+"""A stream and its limits: what it takes, what it drops for it, what it refuses.
+
+Pure: `Account` gives it the time, `consuming` and `reading` watch it. The rules are JetStream's; where two
+of its limits meet (a full stream with `discard: new`, and a message that replaces an older one of its
+subject), they are what a nats-server was seen to do.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from aviso_workers import topics
+from aviso_workers.backends import StreamInfo
+from aviso_workers.backends.in_memory.durable import Durable
+from aviso_workers.backends.in_memory.subjects import pattern
+from aviso_workers.codec import Message
+from aviso_workers.errors import NotFoundError, RefusedError
+
+__all__ = ["Stream", "complete", "payload_size"]
+
+DEFAULTS = {
+    "retention": "limits",
+    "max_consumers": -1,
+    "max_msgs": -1,
+    "max_bytes": -1,
+    "max_age": 0,
+    "max_msgs_per_subject": -1,
+    "max_msg_size": -1,
+    "discard": "old",
+    "storage": "file",
+    "num_replicas": 1,
+    "compression": "none",
+    "allow_direct": False,
+}
+DEFAULT_DUPLICATE_WINDOW = 120_000_000_000
+INVALID_CONFIGURATION = 10052
+MESSAGE_OVERHEAD = 16
+
+
+def complete(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A stream's configuration as a server reports it. Raises `RefusedError` where one would not take it."""
+    name, max_age = config["name"], config.get("max_age") or math.inf
+    defaults = {**DEFAULTS, "duplicate_window": min(DEFAULT_DUPLICATE_WINDOW, max_age)}
+    # Nought and nothing mean the default.
+    whole = {**config, **{field: config.get(field) or value for field, value in defaults.items()}}
+    whole["subjects"] = list(config["subjects"])
+    if whole["retention"] != "limits":
+        raise RefusedError(
+            f"stream {name}: in memory there is retention limits, found {whole['retention']}",
+            code=INVALID_CONFIGURATION,
+        )
+    if whole["duplicate_window"] > max_age:
+        raise RefusedError(
+            f"stream {name}: duplicate_window is longer than max_age", code=INVALID_CONFIGURATION
+        )
+    return whole
+
+
+class Stream:
+    """`history` is how many messages per subject an Aviso stream that limits them keeps at least."""
+
+    def __init__(self, config: dict[str, Any], *, history: int, created_ns: int) -> None:
+        self.messages: OrderedDict[int, Message] = OrderedDict()
+        self.subjects: OrderedDict[str, deque[int]] = OrderedDict()
+        """The sequences of each subject; the subject whose newest message is oldest comes first."""
+        self.durables: dict[str, Durable] = {}
+        self.watchers: set[Callable[[], None]] = set()
+        """Called after every change."""
+        self.last_sequence = 0
+        self._history = history
+        self._created = datetime.fromtimestamp(created_ns / 1e9, UTC)
+        self._bytes = 0
+        self._message_ids: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self.configure(config)
+
+    @property
+    def info(self) -> StreamInfo:
+        return StreamInfo(
+            config=dict(self.config),
+            messages=len(self.messages),
+            bytes=self._bytes,
+            first_sequence=self.first_sequence,
+            last_sequence=self.last_sequence,
+            created=self._created,
+        )
+
+    @property
+    def first_sequence(self) -> int:
+        return next(iter(self.messages), self.last_sequence and self.last_sequence + 1)
+
+    @property
+    def stalest_ns(self) -> int:
+        """When the newest message of the first of `subjects` was stored."""
+        return self.messages[next(iter(self.subjects.values()))[-1]].timestamp_ns
+
+    def takes(self, subject: str) -> bool:
+        return self._bound.fullmatch(subject) is not None
+
+    def configure(self, config: dict[str, Any]) -> None:
+        """Replace the configuration, at once and for what is stored as well."""
+        self.config = config
+        self.keeps_topics = config["max_msgs_per_subject"] > 0 and _is_aviso(config)
+        """Whether it is an Aviso stream with a limit per topic: what in_memory's own settings are about."""
+        self._bound = pattern(config["subjects"])
+        for sequences in tuple(self.subjects.values()):
+            self._enforce_subject_limit(sequences)
+        self._enforce_limits()
+        self._changed()
+
+    def store(self, message: Message, *, message_id: str | None, now_ns: int) -> tuple[int, bool]:
+        """Returns the sequence, and whether it is that of an earlier message of the same id."""
+        self.expire(now_ns)
+        if message_id is not None and message_id in self._message_ids:
+            sequence, _ = self._message_ids[message_id]
+            return sequence, True
+        self._refuse_when_full(message)
+        self.last_sequence += 1
+        stored = msgspec.structs.replace(message, sequence=self.last_sequence, timestamp_ns=now_ns)
+        self._add(stored)
+        if message_id is not None:
+            self._message_ids[message_id] = (stored.sequence, now_ns)
+        self._changed()
+        return stored.sequence, False
+
+    def delete(self, sequence: int) -> None:
+        if sequence not in self.messages:
+            raise NotFoundError(f"stream {self.config['name']}: no message {sequence}", code=10057)
+        self._remove(sequence)
+        self._changed()
+
+    def purge(self) -> int:
+        """Remove everything; message ids are remembered and sequences go on, as in JetStream."""
+        count = len(self.messages)
+        for sequence in tuple(self.messages):
+            self._remove(sequence)
+        self._changed()
+        return count
+
+    def expire(self, now_ns: int) -> None:
+        """Drop what is too old: messages beyond max_age, message ids beyond the duplicate window."""
+        max_age = self.config["max_age"] or math.inf
+        while self.messages and now_ns - self._first().timestamp_ns >= max_age:
+            self._remove(self._first().sequence)
+        while self._message_ids:
+            message_id, (_, stored_ns) = next(iter(self._message_ids.items()))
+            if now_ns - stored_ns < self.config["duplicate_window"]:
+                return
+            del self._message_ids[message_id]
+
+    def evict_topic(self) -> None:
+        """Drop the subject whose newest message is oldest."""
+        for sequence in tuple(next(iter(self.subjects.values()))):
+            self._remove(sequence)
+        self._changed()
+
+    def newest(self, subject: str) -> Message | None:
+        sequences = self.subjects.get(subject)
+        return self.messages[sequences[-1]] if sequences else None
+
+    def next_message(self, sequence: int, wanted: re.Pattern[str]) -> Message | None:
+        """The first message from `sequence` on whose subject is wanted."""
+        for position in range(max(sequence, self.first_sequence), self.last_sequence + 1):
+            message = self.messages.get(position)
+            if message is not None and wanted.fullmatch(message.subject):
+                return message
+        return None
+
+    def _limit(self, name: str) -> float:
+        return self.config[name] if self.config[name] > 0 else math.inf
+
+    @property
+    def _subject_limit(self) -> float:
+        limit = self._limit("max_msgs_per_subject")
+        return max(limit, self._history) if self.keeps_topics else limit
+
+    def _refuse_when_full(self, message: Message) -> None:
+        if self.config["discard"] != "new":
+            return
+        sequences: Sequence[int] = self.subjects.get(message.subject, ())
+        # A message that replaces one of its own subject needs no more room than that one leaves.
+        leaving = [self.messages[sequences[0]]] if len(sequences) >= self._subject_limit else []
+        if len(self.messages) - len(leaving) >= self._limit("max_msgs"):
+            raise RefusedError(f"stream {self.config['name']} is full: maximum messages exceeded", code=10077)
+        if self._bytes - sum(map(_size, leaving)) + _size(message) > self._limit("max_bytes"):
+            raise RefusedError(f"stream {self.config['name']} is full: maximum bytes exceeded", code=10077)
+
+    def _add(self, message: Message) -> None:
+        self.messages[message.sequence] = message
+        self._bytes += _size(message)
+        sequences = self.subjects.setdefault(message.subject, deque())
+        sequences.append(message.sequence)
+        self.subjects.move_to_end(message.subject)
+        for durable in self.durables.values():
+            durable.offer(message)
+        self._enforce_subject_limit(sequences)
+        self._enforce_limits()
+
+    def _remove(self, sequence: int) -> None:
+        message = self.messages.pop(sequence)
+        self._bytes -= _size(message)
+        self.subjects[message.subject].remove(sequence)
+        if not self.subjects[message.subject]:
+            del self.subjects[message.subject]
+        for durable in self.durables.values():
+            durable.forget(sequence)
+
+    def _enforce_subject_limit(self, sequences: deque[int]) -> None:
+        while len(sequences) > self._subject_limit:
+            self._remove(sequences[0])
+
+    def _enforce_limits(self) -> None:
+        if self.config["discard"] == "new":
+            return
+        while len(self.messages) > self._limit("max_msgs") or self._bytes > self._limit("max_bytes"):
+            self._remove(self._first().sequence)
+
+    def _first(self) -> Message:
+        return next(iter(self.messages.values()))
+
+    def _changed(self) -> None:
+        for watch in tuple(self.watchers):
+            watch()
+
+
+def payload_size(message: Message) -> int:
+    """The bytes of headers and body, as they go over the wire."""
+    size = len(message.data)
+    if message.headers:
+        size += len("NATS/1.0\r\n\r\n")
+        size += sum(len(f"{name}: {value}\r\n".encode()) for name, value in message.headers.items())
+    return size
+
+
+def _size(message: Message) -> int:
+    """The bytes that count against max_bytes, as a server counts them for storage memory."""
+    return MESSAGE_OVERHEAD + len(message.subject.encode()) + payload_size(message)
+
+
+def _is_aviso(config: Mapping[str, Any]) -> bool:
+    bases = [subject.removesuffix(".>") for subject in config["subjects"]]
+    bound = [topics.binding(base) for base in bases] == config["subjects"]
+    return bound and [topics.stream_name(base) for base in bases] == [config["name"]]

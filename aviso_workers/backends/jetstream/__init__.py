@@ -1,0 +1,201 @@
+"""The JetStream backend: the only folder that knows nats-py.
+
+`connection` owns the connection, `publishing`, `consuming`, `reading` and `key_value` use it, `pulling` asks for
+messages, `faults` says what an error means. Streams and consumers are managed over JetStream's raw JSON, because
+nats-py's classes drop the fields that they do not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from types import TracebackType
+from typing import Any
+
+import anyio
+import msgspec
+from anyio.abc import TaskGroup
+
+from aviso_workers import config
+from aviso_workers.backends import ConnectionListener, ConsumerInfo, Delivery, KeyValue, PubAck, StreamInfo
+from aviso_workers.backends.jetstream import key_value, reading
+from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.consuming import Outbox, PullConsumer
+from aviso_workers.backends.jetstream.publishing import Publisher
+from aviso_workers.codec import Message
+from aviso_workers.errors import NotFoundError, UnavailableError
+from aviso_workers.streams import ConsumerSpec, StreamSpec
+
+__all__ = ["JetStreamBackend"]
+
+UPDATABLE = ("filter_subjects", "ack_wait", "max_deliver", "max_ack_pending")
+"""The consumer fields that we state and that a server lets change."""
+
+
+class JetStreamBackend:
+    """See `backends.Backend`. Connected while its `async with` block runs."""
+
+    def __init__(
+        self, settings: config.JetStream, *, on_connection: ConnectionListener | None = None
+    ) -> None:
+        self._settings = settings
+        self._connection = Connection(settings, on_connection=on_connection)
+        self._publisher = Publisher(self._connection)
+        self._outbox = Outbox(self._connection)
+        self._tasks: TaskGroup
+
+    async def __aenter__(self) -> JetStreamBackend:
+        await self._connection.open()
+        await self._publisher.open()
+        self._tasks = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        self._tasks.start_soon(self._outbox.run)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # The body's own exception is not the tasks' business: it must leave as it is, not in an ExceptionGroup.
+        self._tasks.cancel_scope.cancel()
+        await self._tasks.__aexit__(None, None, None)
+        await self._connection.close()
+
+    @property
+    def kind(self) -> str:
+        return "jetstream"
+
+    @property
+    def connected(self) -> bool:
+        return self._connection.ready
+
+    @property
+    def max_payload(self) -> int:
+        return self._connection.nc.max_payload
+
+    async def failed(self) -> None:
+        await self._connection.closed.wait()
+        raise UnavailableError(
+            f"the connection to {', '.join(self._settings.masked_servers)} is lost for good: "
+            f"{self._connection.closed_reason}"
+        )
+
+    async def stream_info(self, stream: str) -> StreamInfo:
+        return _stream_info(await self._connection.api(f"STREAM.INFO.{stream}"))
+
+    async def create_stream(self, spec: StreamSpec) -> StreamInfo:
+        return _stream_info(
+            await self._connection.api(f"STREAM.CREATE.{spec.name}", msgspec.to_builtins(spec))
+        )
+
+    async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
+        return _stream_info(await self._connection.api(f"STREAM.UPDATE.{config['name']}", config))
+
+    async def purge_stream(self, stream: str) -> int:
+        return int((await self._connection.api(f"STREAM.PURGE.{stream}"))["purged"])
+
+    async def delete_message(self, stream: str, sequence: int) -> None:
+        await self._connection.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
+
+    async def stream_names(self) -> list[str]:
+        names: list[str] = []
+        while True:
+            page = await self._connection.api("STREAM.NAMES", {"offset": len(names)})
+            names += page["streams"] or []
+            if len(names) >= page["total"] or not page["streams"]:
+                return names
+
+    async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
+        stated = msgspec.to_builtins(spec)
+        subject = f"CONSUMER.CREATE.{stream}.{spec.durable_name}"
+        try:
+            found = await self._connection.api(f"CONSUMER.INFO.{stream}.{spec.durable_name}")
+        except NotFoundError:
+            created = {"stream_name": stream, "config": stated, "action": "create"}
+            return _consumer_info(await self._connection.api(subject, created))
+        config = {**found["config"]}
+        # A single filter is reported under another name than several.
+        if single := config.pop("filter_subject", None):
+            config["filter_subjects"] = [single]
+        wanted = {**config, **{name: stated[name] for name in UPDATABLE if name in stated}}
+        if wanted == config:
+            return _consumer_info(found)
+        return _consumer_info(
+            await self._connection.api(subject, {"stream_name": stream, "config": wanted, "action": "update"})
+        )
+
+    async def consumer_info(self, stream: str, consumer: str) -> ConsumerInfo:
+        return _consumer_info(await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}"))
+
+    @asynccontextmanager
+    async def consume(
+        self, stream: str, consumer: str, *, deliver: Callable[[Delivery], None], room: Callable[[], int]
+    ) -> AsyncIterator[PullConsumer]:
+        reader = PullConsumer(
+            self._connection, self._outbox, stream=stream, consumer=consumer, deliver=deliver, room=room
+        )
+        await reader.open()
+        scope = anyio.CancelScope()
+        self._tasks.start_soon(_within, scope, reader)
+        try:
+            yield reader
+        finally:
+            scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await reader.stop()
+
+    def read(
+        self,
+        stream: str,
+        *,
+        filter_subjects: Sequence[str],
+        start_sequence: int = 1,
+        start_time: datetime | None = None,
+        last_sequence: int | None = None,
+    ) -> AsyncGenerator[Message, None]:
+        return reading.read(
+            self._connection,
+            stream,
+            filter_subjects=filter_subjects,
+            start_sequence=start_sequence,
+            start_time=start_time,
+            last_sequence=last_sequence,
+        )
+
+    async def publish(
+        self, message: Message, *, message_id: str, stream: str, timeout_seconds: float
+    ) -> PubAck:
+        return await self._publisher.publish(
+            message, message_id=message_id, stream=stream, timeout_seconds=timeout_seconds
+        )
+
+    async def key_value(self, bucket: str) -> KeyValue:
+        context = self._connection.nc.jetstream(domain=self._settings.domain)
+        return await key_value.open_bucket(context, bucket, replicas=self._settings.replicas or 1)
+
+
+async def _within(scope: anyio.CancelScope, reader: PullConsumer) -> None:
+    with scope:
+        await reader.run()
+
+
+def _stream_info(answer: Mapping[str, Any]) -> StreamInfo:
+    state = answer["state"]
+    return StreamInfo(
+        config=answer["config"],
+        messages=state["messages"],
+        bytes=state["bytes"],
+        first_sequence=state["first_seq"],
+        last_sequence=state["last_seq"],
+        created=msgspec.convert(answer["created"], datetime),
+    )
+
+
+def _consumer_info(answer: Mapping[str, Any]) -> ConsumerInfo:
+    return ConsumerInfo(
+        config=answer["config"],
+        num_pending=answer["num_pending"],
+        num_ack_pending=answer["num_ack_pending"],
+        num_redelivered=answer["num_redelivered"],
+        ack_floor=answer["ack_floor"]["stream_seq"],
+    )

@@ -1,0 +1,129 @@
+"""Reading a stream without acks, in order: for replay and watch.
+
+An ephemeral consumer of our own, read ahead of the caller by a bounded buffer. When it cannot go on it raises; the
+engine opens the next one after the last sequence that was seen.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+import anyio
+
+from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription, Received
+from aviso_workers.codec import Message
+from aviso_workers.errors import BackendError, UnavailableError
+
+__all__ = ["read"]
+
+BUFFER = 1000
+INACTIVE_SECONDS = 60
+"""After this long without a pull the server removes the consumer: longer than any heartbeat, short for a crash."""
+SECOND = 1_000_000_000
+
+
+async def read(
+    connection: Connection,
+    stream: str,
+    *,
+    filter_subjects: Sequence[str],
+    start_sequence: int,
+    start_time: datetime | None,
+    last_sequence: int | None,
+) -> AsyncGenerator[Message, None]:
+    """See `backends.Backend.read`."""
+    start: dict[str, Any] = {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, start_sequence)}
+    if start_time is not None:
+        start = {"deliver_policy": "by_start_time", "opt_start_time": start_time.isoformat()}
+    created = await connection.api(
+        f"CONSUMER.CREATE.{stream}",
+        {
+            "stream_name": stream,
+            "config": {
+                **start,
+                "ack_policy": "none",
+                "max_deliver": 1,
+                "replay_policy": "instant",
+                "filter_subjects": list(filter_subjects),
+                "inactive_threshold": INACTIVE_SECONDS * SECOND,
+                "mem_storage": True,
+                "num_replicas": 1,
+            },
+        },
+    )
+    reader = _Reader(connection, stream=stream, consumer=created["name"], bounded=last_sequence is not None)
+    await reader.open()
+    try:
+        while (message := await reader.next()) is not None:
+            if last_sequence is not None and message.sequence > last_sequence:
+                return
+            yield message
+            if message.sequence == last_sequence:
+                return
+    finally:
+        with anyio.CancelScope(shield=True):
+            await reader.close()
+
+
+class _Reader:
+    """A buffer that is kept filled from one ephemeral consumer."""
+
+    def __init__(self, connection: Connection, *, stream: str, consumer: str, bounded: bool) -> None:
+        self._connection = connection
+        self._stream = stream
+        self._consumer = consumer
+        self._bounded = bounded
+        self._buffer: deque[Message] = deque()
+        self._changed = anyio.Event()
+        self._lost: BackendError | None = None
+        self._pulls = PullSubscription(
+            connection, stream=stream, consumer=consumer, on_message=self._on_message, on_change=self._change
+        )
+
+    async def open(self) -> None:
+        await self._pulls.open()
+        self._connection.on_disconnect.add(self._on_disconnect)
+
+    async def close(self) -> None:
+        self._connection.on_disconnect.discard(self._on_disconnect)
+        await self._pulls.close()
+        with suppress(BackendError):  # the server removes it when it was inactive for long enough
+            await self._connection.api(f"CONSUMER.DELETE.{self._stream}.{self._consumer}")
+
+    async def next(self) -> Message | None:
+        """The next message; None where a bounded reading has seen everything there is."""
+        while True:
+            self._changed = anyio.Event()
+            if len(self._buffer) + self._pulls.outstanding <= BUFFER // 2 and not self._pulls.exhausted:
+                await self._pulls.ask(BUFFER // 2, wait=not self._bounded)
+            if self._buffer:
+                return self._buffer.popleft()
+            if self._pulls.error or self._lost:
+                raise self._pulls.error or self._lost or UnavailableError("unreachable")
+            if self._pulls.exhausted and self._bounded:
+                return None
+            self._pulls.exhausted = False
+            with anyio.move_on_after(HEARTBEAT_SECONDS):
+                await self._changed.wait()
+            if self._pulls.silent():
+                raise UnavailableError(
+                    f"the server is silent about consumer {self._consumer} of {self._stream}"
+                )
+
+    def _on_message(self, received: Received) -> None:
+        self._buffer.append(received.message)
+        self._change()
+
+    def _on_disconnect(self) -> None:
+        # What was on its way is lost to this consumer: there are no acks, and so no redelivery.
+        self._lost = UnavailableError(f"the connection was lost while reading {self._stream}")
+        self._change()
+
+    def _change(self) -> None:
+        if not self._changed.is_set():
+            self._changed.set()

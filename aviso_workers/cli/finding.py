@@ -1,0 +1,75 @@
+"""From what was typed to an app: MODULE:APP, the name of a built-in agent, a configuration file."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aviso_workers.agents import Router
+from aviso_workers.app import App
+from aviso_workers.errors import DeclarationError
+
+__all__ = ["ConfigOption", "connected_app", "find_app"]
+
+ENTRY_POINTS = "aviso_workers.agents"
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        "-c",
+        help="Configuration file; default: AVISO_WORKERS_CONFIG_FILE, then an aviso-server's.",
+    ),
+]
+
+
+def find_app(target: str | None, *, agent: str | None, config: Path | None) -> App:
+    """The app that MODULE:APP names, or one that runs the installed router `agent`. Raises `DeclarationError`."""
+    if (target is None) == (agent is None):
+        raise DeclarationError("say what to run: MODULE:APP, or --agent NAME")
+    if target is not None:
+        app = _import(target)
+        if config is not None:
+            app.configure(config)
+        return app
+    assert agent is not None
+    app = App(agent, config=config)
+    app.include(_router(agent))
+    return app
+
+
+def connected_app(config: Path | None) -> App:
+    """An app without agents, for a command that publishes or reads."""
+    return App("aviso-workers-cli", config=config)
+
+
+def _import(target: str) -> App:
+    module_name, _, name = target.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and not module_name.startswith(error.name):
+            raise
+        raise DeclarationError(f"no module {module_name!r} here or installed; say MODULE:APP") from error
+    found = getattr(module, name or "app", None)
+    if not isinstance(found, App):
+        raise DeclarationError(f"{module_name!r} has no App named {name or 'app'!r}; say MODULE:APP")
+    return found
+
+
+def _router(name: str) -> Router:
+    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    if name not in found:
+        raise DeclarationError(
+            f"no agent {name!r} is installed; there are: {', '.join(sorted(found)) or 'none'}"
+        )
+    router = found[name].load()
+    if not isinstance(router, Router):
+        raise DeclarationError(f"the entry point {name!r} of {ENTRY_POINTS} is no Router")
+    return router

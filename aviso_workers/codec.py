@@ -1,0 +1,178 @@
+"""A notification on the wire: subject, headers and body of its message, and back.
+
+The only knowledge of Aviso's wire format (aviso-server's JetStream messages). The identifier is in the subject, the
+payload alone is the body: JSON, compact, keys sorted. A spatial field travels in headers. Nothing here sends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from aviso_workers import spatial, topics
+from aviso_workers.errors import InvalidPayloadError, UndecodableError
+from aviso_workers.notifications import Notification
+from aviso_workers.schema import EventType, PointCloudHandler, PolygonHandler, Where, parse_where
+
+__all__ = ["Message", "NotificationReader", "encode"]
+
+BBOX_HEADER = "spatial_bbox"
+GEOMETRY_HEADER = "spatial_geometry"
+POINT_CLOUD_HEADER = "spatial_point_cloud"
+POLYGON = "polygon"
+"""The one field name whose polygon an aviso-server carries in a header."""
+POINT_CLOUD = "point_cloud"
+
+_encoder = msgspec.json.Encoder(order="sorted")
+
+
+class Message(Struct, frozen=True, kw_only=True):
+    """A message as a stream holds it."""
+
+    subject: str
+    data: bytes
+    headers: Mapping[str, str] | None = None
+    """Multiple values of one header are joined with a comma."""
+    sequence: int = 0
+    timestamp_ns: int = 0
+    """Store time, nanoseconds since 1970 UTC."""
+
+
+def encode(name: str, event_type: EventType, identifier: Mapping[str, str], payload: Any) -> Message:
+    """The message for a canonical identifier (see `schema.canonical_identifier`) and a payload.
+
+    The payload is any JSON value, or anything that msgspec turns into one; None counts as absent. Raises
+    `InvalidPayloadError`, or `InvalidNotificationError` where a value cannot stand in a subject.
+    """
+    if payload is None and event_type.payload is not None and event_type.payload.required:
+        raise InvalidPayloadError(f"{name}: a payload is required")
+    return Message(
+        subject=topics.topic(name, event_type, identifier),
+        data=_encode_payload(name, payload),
+        headers=_spatial_headers(event_type, identifier),
+    )
+
+
+def _encode_payload(name: str, payload: Any) -> bytes:
+    try:
+        data = _encoder.encode(payload)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidPayloadError(f"{name}: the payload is not JSON: {error}") from error
+    # The encoder writes NaN and infinity as null; JSON has neither, and silence would change the value.
+    if b"null" in data and _holds_non_finite(msgspec.to_builtins(payload)):
+        raise InvalidPayloadError(f"{name}: the payload holds NaN or an infinity, which JSON cannot carry")
+    return data
+
+
+def _holds_non_finite(value: Any) -> bool:
+    match value:
+        case float():
+            return not math.isfinite(value)
+        case dict():
+            return any(_holds_non_finite(item) for item in value.values())
+        case list() | tuple() | set() | frozenset():
+            return any(_holds_non_finite(item) for item in value)
+        case _:
+            return False
+
+
+def _spatial_headers(event_type: EventType, identifier: Mapping[str, str]) -> dict[str, str] | None:
+    """Where a notification lies; None where its event type says no place."""
+    for field, rule in event_type.identifier.items():
+        match rule:
+            case PolygonHandler():
+                box = spatial.Box.around(spatial.parse_polygon(identifier[field]).ring)
+                headers = {BBOX_HEADER: box.header()}
+                return headers | {GEOMETRY_HEADER: identifier[field]} if field == POLYGON else headers
+            case PointCloudHandler():
+                box = spatial.Box.around(spatial.parse_cloud(identifier[field]))
+                return {BBOX_HEADER: box.header(), POINT_CLOUD_HEADER: identifier[field]}
+    return None
+
+
+class NotificationReader:
+    """Turns the stored messages of one event type into notifications of one payload type, and leaves out what a
+    filter does not let through. Made once, used for many."""
+
+    def __init__(
+        self, name: str, event_type: EventType, *, where: Where | None = None, payload_type: Any = Any
+    ) -> None:
+        self._name = name
+        self._where = where or parse_where(name, event_type, {})
+        self._keys = self._where.topic.key_order
+        self._decode_payload = _payload_decoder(payload_type)
+
+    def notification(self, message: Message, *, num_delivered: int = 1) -> Notification[Any] | None:
+        """The notification; None where the filter does not let it through.
+
+        Raises `UndecodableError`, with the path of the mistake where the payload does not fit its type.
+        """
+        tokens = topics.decode_subject(message.subject)
+        if len(tokens) != len(self._keys) + 1:
+            raise UndecodableError(
+                f"{message.subject!r} has {len(tokens) - 1} identifier values, {self._name} has {len(self._keys)}"
+            )
+        if not self._where.matches(tokens, _footprint(message) if self._where.place else None):
+            return None
+        headers = message.headers or {}
+        # A decoded "*" or an empty token means that the publisher left the field out.
+        identifier = {
+            key: value for key, value in zip(self._keys, tokens[1:], strict=True) if value not in ("", "*")
+        }
+        for field, header in ((POLYGON, GEOMETRY_HEADER), (POINT_CLOUD, POINT_CLOUD_HEADER)):
+            if header in headers:
+                identifier.setdefault(field, headers[header])
+        return Notification(
+            event_type=self._name,
+            identifier=identifier,
+            payload=self._decode_payload(message.data),
+            sequence=message.sequence,
+            time=datetime.fromtimestamp(message.timestamp_ns / 1e9, UTC),
+            topic=message.subject,
+            headers=headers,
+            num_delivered=num_delivered,
+        )
+
+
+def _footprint(message: Message) -> spatial.Footprint:
+    headers = message.headers or {}
+    geometry: object = headers.get(GEOMETRY_HEADER)
+    if geometry is None:
+        body = _decode_raw(message.data)
+        geometry = body.get(GEOMETRY_HEADER) if isinstance(body, dict) else None
+    return spatial.Footprint(
+        bbox=headers.get(BBOX_HEADER), geometry=geometry, point_cloud=headers.get(POINT_CLOUD_HEADER)
+    )
+
+
+def _payload_decoder(payload_type: Any) -> Callable[[bytes], Any]:
+    """An empty body is null, JSON is its value, anything else is its text, as an aviso-server reads it."""
+    decoder = msgspec.json.Decoder(payload_type)
+
+    def decode(data: bytes) -> Any:
+        try:
+            return decoder.decode(data or b"null")
+        except msgspec.ValidationError as error:
+            raise UndecodableError(f"the payload does not fit: {error}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return decode_text(data.decode("utf-8", "replace"))
+
+    def decode_text(text: str) -> Any:
+        try:
+            value = msgspec.json.decode(text)
+        except (msgspec.DecodeError, RecursionError):
+            value = text
+        try:
+            return msgspec.convert(value, payload_type)
+        except msgspec.ValidationError as error:
+            raise UndecodableError(f"the payload does not fit: {error}") from error
+
+    return decode
+
+
+_decode_raw = _payload_decoder(Any)

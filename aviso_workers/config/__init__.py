@@ -1,0 +1,41 @@
+"""The configuration: YAML files and environment variables become frozen Structs, or one error that lists all mistakes.
+
+Whoever starts a process calls `load`; the engine and the backends are handed the sections that concern them. The keys
+are those of aviso-server, whose own file loads unchanged, and a section `workers` of ours; `settings.py` explains each
+of them. The way of a value is `documents` (YAML with lines), `environment` (variables over files), `reading` (types),
+`loading` (sources and what types cannot say); `showing` prints it.
+"""
+
+from aviso_workers.config.loading import load
+from aviso_workers.config.secrets import Secret, ServerUrls
+from aviso_workers.config.settings import (
+    Application,
+    Config,
+    DeadLetters,
+    InMemory,
+    JetStream,
+    Logging,
+    NotificationBackend,
+    Status,
+    Tls,
+    Workers,
+)
+from aviso_workers.config.showing import effective, json_schema
+
+__all__ = [
+    "Application",
+    "Config",
+    "DeadLetters",
+    "InMemory",
+    "JetStream",
+    "Logging",
+    "NotificationBackend",
+    "Secret",
+    "ServerUrls",
+    "Status",
+    "Tls",
+    "Workers",
+    "effective",
+    "json_schema",
+    "load",
+]

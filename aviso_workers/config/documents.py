@@ -1,0 +1,242 @@
+"""YAML text -> nodes that know their line, without deciding yet what a scalar means.
+
+`loading` and `environment` call `parse`. A scalar stays the text that was written, because only the type of its field
+can say how to read it: `0001` is a number to YAML and an experiment version to Aviso. Where a type leaves it open,
+`Node.resolved` reads by YAML 1.2's core schema, as aviso-server does: `on` and `2026-01-01` are text, and only `true`
+and `false` are booleans.
+
+Nodes are built from PyYAML's events and not by its constructors, so that duplicate keys are seen, and text that is
+nested without end, or unfolds from aliases without end, is refused before it costs anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from msgspec import Struct, structs
+
+__all__ = ["Node", "Place", "is_text", "overlay", "parse", "resolved"]
+
+DEEPEST = 50
+MOST_NODES = 100_000
+"""Counted with aliases unfolded."""
+
+_NAMED: dict[str, bool | None] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
+_INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_LONGEST_NUMBER = 400
+
+
+class Place(Struct, frozen=True, order=True):
+    """Where something was written. Places sort in the order in which their sources are read, line by line."""
+
+    rank: int
+    line: int
+    """0 in an environment variable."""
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}" if self.line else self.source
+
+
+class Node(Struct, frozen=True, kw_only=True):
+    """A mapping, a list, or the text of a scalar."""
+
+    value: dict[str, Node] | list[Node] | str
+    place: Place
+    """Of the key, where there is one."""
+    plain: bool = False
+    """A scalar without quotes, which may be more than text."""
+
+    @property
+    def resolved(self) -> Any:
+        """A scalar read by YAML's core schema; a list or mapping with all that is in it."""
+        match self.value:
+            case dict():
+                return {key: node.resolved for key, node in self.value.items()}
+            case list():
+                return [node.resolved for node in self.value]
+            case text:
+                return resolved(text) if self.plain else text
+
+    @property
+    def is_null(self) -> bool:
+        return isinstance(self.value, str) and self.plain and _NAMED.get(self.value, self) is None
+
+
+def parse(text: str, place: Place) -> tuple[Node, list[tuple[Place, str]]]:
+    """Read a YAML document that starts at `place`: the node, and the mistakes as (place, what is wrong).
+
+    No content is an empty mapping, and so is what cannot be read at all.
+    """
+    builder = _Builder(text, place)
+    try:
+        return builder.document(), builder.mistakes
+    except UnreadableError:
+        pass
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position)
+        builder.refuse(line, f"not valid YAML: a character that must not be in it, U+{error.character:04X}")
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        builder.refuse(mark.line if mark else 0, f"not valid YAML: {_reason(error)}")
+    except (ValueError, OverflowError):
+        # PyYAML lets them through for escapes such as "\UFFFFFFFF".
+        builder.refuse(0, "not valid YAML: an escape or a number in it is out of range")
+    return Node(value={}, place=place), builder.mistakes
+
+
+def overlay(below: Node, above: Node) -> Node:
+    """Two nodes as one: mappings key by key, and of everything else the one above."""
+    if not isinstance(below.value, dict) or not isinstance(above.value, dict):
+        return above
+    merged = dict(below.value)
+    for key, node in above.value.items():
+        merged[key] = overlay(merged[key], node) if key in merged else node
+    return structs.replace(below, value=merged)
+
+
+def resolved(text: str) -> Any:
+    """None, a boolean, a number or the text itself, as YAML's core schema reads a scalar without quotes."""
+    if text in _NAMED:
+        return _NAMED[text]
+    if len(text) > _LONGEST_NUMBER:
+        return text
+    if _INTEGER.fullmatch(text):
+        return int(text, 0) if text[1:2].isalpha() else int(text)
+    return float(text) if _FLOAT.fullmatch(text) else text
+
+
+def is_text(text: str) -> bool:
+    """Whether all of it are characters: text from an escape, or from the environment, may hold half of one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _reason(error: yaml.MarkedYAMLError) -> str:
+    """What PyYAML found, without the piece of text that it offers to show: that may hold a password."""
+    if "tag handle" in str(error.problem):
+        return "a tag that nobody declared; put quotes around text that starts with '!'"
+    return " ".join(str(part) for part in (error.context, error.problem) if part)
+
+
+def _line(event: yaml.Event) -> int:
+    return event.start_mark.line if event.start_mark else 0
+
+
+class UnreadableError(Exception):
+    """What follows cannot be made sense of; the mistake is noted."""
+
+
+class _Builder:
+    """Builds the nodes of one document, and notes what is wrong on the way."""
+
+    def __init__(self, text: str, start: Place) -> None:
+        self.mistakes: list[tuple[Place, str]] = []
+        self._start = start
+        self._events: Iterator[yaml.Event] = yaml.parse(text, Loader=yaml.SafeLoader)
+        self._anchored: dict[str, tuple[Node, int]] = {}
+        self._count = 0
+
+    def document(self) -> Node:
+        node = Node(value={}, place=self._start)
+        for event in self._events:
+            if not isinstance(event, yaml.DocumentStartEvent):
+                continue
+            if self._count:
+                raise self._unreadable(event, "a second document starts here: one file holds one")
+            root = self._node(next(self._events), depth=0)
+            node = node if root.is_null else root
+        return node
+
+    def refuse(self, line: int, problem: str) -> None:
+        self.mistakes.append((self._place(line), problem))
+
+    def _node(self, event: yaml.Event, *, depth: int) -> Node:
+        if isinstance(event, yaml.AliasEvent):
+            return self._alias(event)
+        if depth > DEEPEST:
+            raise self._unreadable(event, f"nested more than {DEEPEST} levels deep")
+        tag, anchor = getattr(event, "tag", None), getattr(event, "anchor", None)
+        if tag not in (None, "!", "tag:yaml.org,2002:str"):
+            # The tag is not shown: it may be a password that lacks its quotes.
+            self.refuse(_line(event), "YAML tags are not read; put quotes around text that starts with '!'")
+        before = self._count
+        self._add(event, 1)
+        node = Node(
+            value=self._value(event, depth=depth),
+            place=self._place(_line(event)),
+            plain=isinstance(event, yaml.ScalarEvent) and event.style is None and tag is None,
+        )
+        if anchor is not None:
+            self._anchored[anchor] = node, self._count - before
+        return node
+
+    def _alias(self, event: yaml.AliasEvent) -> Node:
+        if event.anchor not in self._anchored:
+            # The name is not shown, for the same reason as a tag.
+            raise self._unreadable(event, "an alias of nothing; put quotes around text that starts with '*'")
+        node, size = self._anchored[event.anchor]
+        self._add(event, size)
+        return node
+
+    def _value(self, event: yaml.Event, *, depth: int) -> dict[str, Node] | list[Node] | str:
+        if isinstance(event, yaml.ScalarEvent):
+            return self._text(event)
+        if isinstance(event, yaml.MappingStartEvent):
+            return self._mapping(depth=depth + 1)
+        items = []
+        while not isinstance(item := next(self._events), yaml.SequenceEndEvent):
+            items.append(self._node(item, depth=depth + 1))
+        return items
+
+    def _mapping(self, *, depth: int) -> dict[str, Node]:
+        nodes: dict[str, Node] = {}
+        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
+            key = self._node(event, depth=depth).value
+            node = self._node(next(self._events), depth=depth)
+            line = _line(event)
+            if not isinstance(key, str):
+                self.refuse(line, "a key must be text")
+            elif key == "<<":
+                self.refuse(line, "merge keys (<<) are not read: repeat the keys here")
+            elif key in nodes:
+                self.refuse(line, f"duplicate key {key!r}, which is first on line {nodes[key].place.line}")
+            else:
+                nodes[key] = structs.replace(node, place=self._place(line))
+        return nodes
+
+    def _text(self, event: yaml.ScalarEvent) -> str:
+        text: str = event.value
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                self.refuse(
+                    _line(event),
+                    "an escape in it is half of a surrogate pair, which is no character",
+                )
+        return text
+
+    def _add(self, event: yaml.Event, size: int) -> None:
+        self._count += size
+        if self._count > MOST_NODES:
+            raise self._unreadable(event, f"holds more than {MOST_NODES} values, aliases unfolded")
+
+    def _unreadable(self, event: yaml.Event, problem: str) -> UnreadableError:
+        self.refuse(_line(event), problem)
+        return UnreadableError()
+
+    def _place(self, line: int) -> Place:
+        """A line of the text, counted from 0 as PyYAML does."""
+        return structs.replace(self._start, line=self._start.line + line) if self._start.line else self._start

@@ -1,0 +1,109 @@
+"""Environment variables -> nodes, laid over what the files say.
+
+`loading` calls `overrides`. A variable names a key by its path, with `__` between the levels:
+`AVISOSERVER_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL` as aviso-server reads it, and the same with `AVISO_WORKERS_`,
+which wins. Names have no case, and `_` stands for `-` as well, so those of event types and routers are matched with
+what the files have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import inspect
+
+from aviso_workers.config.documents import Node, Place, is_text, overlay, parse
+from aviso_workers.config.reading import near, without_none
+
+__all__ = ["SERVER_FILE", "WORKERS_FILE", "overrides"]
+
+SERVER, WORKERS = "AVISOSERVER_", "AVISO_WORKERS_"
+SERVER_FILE, WORKERS_FILE = f"{SERVER}CONFIG_FILE", f"{WORKERS}CONFIG_FILE"
+_NOT_KEYS = (SERVER_FILE, WORKERS_FILE, f"{WORKERS}NATS_SERVER")
+
+
+def overrides(
+    root: Node, environ: Mapping[str, str], *, wanted: inspect.Type, rank: int
+) -> tuple[Node, list[str], list[tuple[Place, str]]]:
+    """`root` with the environment laid over it, the variables that were used, and the mistakes.
+
+    `wanted` is the root's type, `rank` where the environment sorts among the sources. A variable that names no key is
+    a mistake if it is one of ours; one of aviso-server's is left to the server.
+    """
+    used: list[str] = []
+    mistakes: list[tuple[Place, str]] = []
+    for prefix in (SERVER, WORKERS):
+        for name in sorted(environ):
+            if not name.startswith(prefix) or name in _NOT_KEYS:
+                continue
+            place = Place(rank=rank, line=0, source=name)
+            try:
+                keys, type_ = _find(name.removeprefix(prefix).lower().split("__"), root, wanted)
+            except LookupError as problem:
+                if prefix == WORKERS:
+                    mistakes.append((place, f"names no known key: {problem}"))
+                continue
+            if not is_text(environ[name]):
+                mistakes.append((place, "is not UTF-8 text"))
+                continue
+            node, wrong = _value(environ[name], type_, place)
+            for key in reversed(keys):
+                node = Node(value={key: node}, place=place)
+            root = overlay(root, node)
+            used.append(name)
+            mistakes += wrong
+    return root, used, mistakes
+
+
+def _find(parts: list[str], root: Node, wanted: inspect.Type) -> tuple[list[str], inspect.Type]:
+    """The keys that the parts of a variable's name stand for, and the type of what is there."""
+    keys: list[str] = []
+    node: Node | None = root
+    for part in parts:
+        known, others = _inside(without_none(wanted))
+        given = node.value if node is not None and isinstance(node.value, dict) else {}
+        names = (*known, *given) if others else tuple(known)
+        key = next((name for name in names if _folded(name) == _folded(part)), part)
+        found = known.get(key, others)
+        if found is None:
+            where = ".".join(keys) or "a configuration"
+            raise LookupError(f"there is no {part!r} in {where}; {near(part, known, among=True)}")
+        keys.append(key)
+        wanted, node = found, given.get(key)
+    return keys, wanted
+
+
+def _inside(wanted: inspect.Type) -> tuple[dict[str, inspect.Type], inspect.Type | None]:
+    """The known keys below a type, and the type of all other keys, if there may be others."""
+    match wanted:
+        case inspect.StructType(fields=fields, tag_field=tag_field):
+            tag: dict[str, inspect.Type] = {tag_field: inspect.StrType()} if tag_field else {}
+            return tag | {field.name: field.type for field in fields}, None
+        case inspect.UnionType(types=types):
+            return {key: type_ for each in types for key, type_ in _inside(each)[0].items()}, None
+        case inspect.DictType(value_type=inside):
+            return {}, inside
+        case inspect.AnyType():
+            return {}, wanted
+        case _:
+            return {}, None
+
+
+def _value(text: str, wanted: inspect.Type, place: Place) -> tuple[Node, list[tuple[Place, str]]]:
+    """The text of a variable as a node: text for a scalar, and for what holds several values also YAML's flow style."""
+    wanted = without_none(wanted)
+    is_list = isinstance(wanted, inspect.VarTupleType | inspect.TupleType)
+    holds_several = is_list or isinstance(
+        wanted, inspect.StructType | inspect.UnionType | inspect.DictType | inspect.AnyType
+    )
+    if holds_several and text.lstrip().startswith(("[", "{")):
+        return parse(text, place)
+    if is_list:
+        parts: list[Any] = [Node(value=part.strip(), place=place) for part in text.split(",")]
+        return Node(value=parts, place=place), []
+    return Node(value=text, place=place, plain=isinstance(wanted, inspect.AnyType)), []
+
+
+def _folded(name: str) -> str:
+    return name.lower().replace("-", "_")

@@ -1,0 +1,197 @@
+"""Where the configuration comes from, and every mistake that is in it.
+
+`load` is called once by whoever starts a process: the files, the environment over them, one conversion, then what
+types cannot say. Conversion and checks go on after a mistake, so that one run shows all of them, in the order in which
+they are written. Nothing is connected to and nothing is created here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from os.path import isfile
+from pathlib import Path
+from typing import Any
+
+from msgspec import inspect, structs
+
+from aviso_workers import schema
+from aviso_workers.config.documents import Node, Place, overlay, parse
+from aviso_workers.config.environment import SERVER_FILE, WORKERS_FILE, overrides
+from aviso_workers.config.reading import Reader
+from aviso_workers.config.secrets import Secret
+from aviso_workers.config.settings import Config, Document, JetStream, NotificationBackend
+from aviso_workers.errors import ConfigError
+from aviso_workers.schema import EventType
+
+__all__ = ["load"]
+
+TOKEN = "NATS_TOKEN"
+
+_JETSTREAM = "notification_backend.jetstream"
+_UNUSED = {"jetstream": "notification_backend.in_memory", "in_memory": _JETSTREAM}
+
+
+def load(path: str | Path | None = None, *, environ: Mapping[str, str] = os.environ) -> Config:
+    """Read the configuration from its files and the environment.
+
+    The file is `path`, else the one that AVISO_WORKERS_CONFIG_FILE names, else AVISOSERVER_CONFIG_FILE. With none of
+    them, the files are aviso-server's: `./configuration/config.yaml`, `/etc/aviso_server/config.yaml` and
+    `$HOME/.aviso_server/config.yaml`, of which the later win.
+
+    Raises ConfigError with all mistakes.
+    """
+    files = _files(path, environ)
+    root = _read(files)
+    wanted = inspect.type_info(Document)
+    assert isinstance(wanted, inspect.StructType)
+    root, variables, mistakes = overrides(root, environ, wanted=wanted, rank=len(files))
+    reader = Reader(unused=_unused(root))
+    values = reader.fields(root, wanted, "")
+    if (backend := values.get("notification_backend")) and backend.kind == "jetstream":
+        if token := _token(backend.jetstream, environ):
+            values["notification_backend"] = _with_token(backend, token)
+            reader.places[f"{_JETSTREAM}.token"] = Place(rank=len(files), line=0, source=TOKEN)
+            variables.append(TOKEN)
+        _refuse_all(reader, _jetstream_mistakes(backend.jetstream, reader))
+    _refuse_all(reader, _schema_mistakes(values, reader))
+    if mistakes := mistakes + reader.mistakes:
+        raise _error(mistakes)
+    del reader.places[""]
+    return Config(
+        **values,
+        sources=(*map(str, files), *variables),
+        warnings=tuple(_sentences(reader.warnings)),
+        origins={key: str(place) for key, place in reader.places.items()},
+    )
+
+
+def _files(path: str | Path | None, environ: Mapping[str, str]) -> Sequence[Path]:
+    if path is not None:
+        return [_file("configuration", path)]
+    for variable in (WORKERS_FILE, SERVER_FILE):
+        if variable in environ:
+            return [_file(variable, environ[variable])]
+    places = [Path("configuration/config.yaml"), Path("/etc/aviso_server/config.yaml")]
+    if home := environ.get("HOME"):
+        places.append(Path(home, ".aviso_server/config.yaml"))
+    found = [place for place in places if isfile(place)]
+    if not found:
+        looked = ", ".join(map(str, places))
+        raise ConfigError(
+            [f"no configuration file: looked for {looked}; give one, or name it in {WORKERS_FILE}"]
+        )
+    return found
+
+
+def _file(named_by: str, path: str | Path) -> Path:
+    if not str(path).strip():
+        raise ConfigError([f"{named_by}: must name a file, but is empty"])
+    if not isfile(path):
+        raise ConfigError([f"{named_by}: {str(path)!r} is not a file"])
+    return Path(path)
+
+
+def _read(files: Sequence[Path]) -> Node:
+    """The files as one mapping. Raises ConfigError."""
+    root = Node(value={}, place=Place(rank=0, line=1, source=str(files[0])))
+    mistakes: list[tuple[Place, str]] = []
+    for rank, file in enumerate(files):
+        start = Place(rank=rank, line=1, source=str(file))
+        try:
+            content = file.read_bytes()
+            text = content.decode("utf-8-sig")
+        except OSError as error:
+            mistakes.append((structs.replace(start, line=0), f"cannot be read: {error.strerror}"))
+            continue
+        except UnicodeDecodeError as error:
+            line = content.count(b"\n", 0, error.start) + 1
+            mistakes.append((structs.replace(start, line=line), "is not UTF-8 text"))
+            continue
+        node, wrong = parse(text, start)
+        if not isinstance(node.value, dict):
+            wrong.append((node.place, "expected keys and values at the top, such as 'notification_backend:'"))
+        root = overlay(root, node)
+        mistakes += wrong
+    if mistakes:
+        raise _error(mistakes)
+    return root
+
+
+def _unused(root: Node) -> str:
+    """The key path of the backend that is not used."""
+    node: Any = root
+    for key in ("notification_backend", "kind"):
+        node = node.value.get(key) if node and isinstance(node.value, dict) else None
+    return _UNUSED.get(node.value, "") if node and isinstance(node.value, str) else ""
+
+
+def _ways_to_authenticate(jetstream: JetStream) -> list[str]:
+    keys = ("token", "user", "nkey_seed_file", "credentials_file")
+    ways = [key for key in keys if getattr(jetstream, key) is not None]
+    return ["nats_url", *ways] if jetstream.nats_url.have_user else ways
+
+
+def _token(jetstream: JetStream, environ: Mapping[str, str]) -> str:
+    """The token of the environment, where no other way to authenticate is configured."""
+    return "" if _ways_to_authenticate(jetstream) else environ.get(TOKEN, "").strip()
+
+
+def _with_token(backend: NotificationBackend, token: str) -> NotificationBackend:
+    return structs.replace(backend, jetstream=structs.replace(backend.jetstream, token=Secret(token)))
+
+
+def _jetstream_mistakes(jetstream: JetStream, reader: Reader) -> Iterator[tuple[str, str]]:
+    if jetstream.retention_time == 0:
+        yield f"{_JETSTREAM}.retention_time", "must be > 0"
+    first, *more = _ways_to_authenticate(jetstream) or [""]
+    for way in more:
+        yield f"{_JETSTREAM}.{way}", f"must not be combined with {first}: keep one way to authenticate"
+    has_user, has_password = (f"{_JETSTREAM}.{key}" in reader.places for key in ("user", "password"))
+    if has_user and not has_password:
+        yield f"{_JETSTREAM}.user", "needs a password, which may stand in the environment"
+    if has_password and not has_user:
+        yield f"{_JETSTREAM}.password", "needs a user"
+    tls = jetstream.tls
+    if tls and tls.key_file and f"{_JETSTREAM}.tls.cert_file" not in reader.places:
+        yield f"{_JETSTREAM}.tls.key_file", "needs a cert_file"
+    files = {key: getattr(jetstream, key) for key in ("nkey_seed_file", "credentials_file")}
+    files |= {f"tls.{key}": getattr(tls, key, None) for key in ("ca_file", "cert_file", "key_file")}
+    for key, file in files.items():
+        if file is not None and not isfile(file):
+            # The name is not repeated: a seed may stand where its file should.
+            yield f"{_JETSTREAM}.{key}", f"must name a file that exists, as seen from {os.getcwd()}"
+
+
+def _schema_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tuple[str, str]]:
+    """What is wrong with event types, as far as they could be read: no mistake is told twice."""
+    event_types: dict[str, EventType] = values.get("notification_schema", {})
+    whole = {
+        name: event_type
+        for name, event_type in event_types.items()
+        if not any(reader.is_wrong(f"notification_schema.{name}.{part}") for part in ("topic", "identifier"))
+    }
+    for name, event_type in whole.items():
+        yield from schema.mistakes(name, event_type)
+    yield from schema.check_bases_unique(whole)
+    backend = values.get("notification_backend")
+    if backend is None or backend.kind == "jetstream":
+        return
+    for name, event_type in event_types.items():
+        for option in structs.asdict(event_type.storage_policy) if event_type.storage_policy else ():
+            path = f"notification_schema.{name}.storage_policy.{option}"
+            if path in reader.places:
+                yield path, f"is not supported by backend {backend.kind!r}"
+
+
+def _refuse_all(reader: Reader, mistakes: Iterator[tuple[str, str]]) -> None:
+    for path, problem in mistakes:
+        reader.refuse(path, problem)
+
+
+def _error(mistakes: list[tuple[Place, str]]) -> ConfigError:
+    return ConfigError(_sentences(mistakes))
+
+
+def _sentences(found: list[tuple[Place, str]]) -> list[str]:
+    return [f"{place}: {text}" for place, text in sorted(found, key=lambda each: each[0])]

@@ -1,0 +1,93 @@
+"""Values that are never shown: not by repr(), not in an f-string, not in a message.
+
+`reveal()` is the only way to the value; it is called where a connection is made and nowhere else.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+__all__ = ["HIDDEN", "Secret", "ServerUrls"]
+
+HIDDEN = "***"
+
+_SCHEMES = ("nats", "tls", "ws", "wss")
+
+
+class Secret:
+    """A password or a token."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: str) -> None:
+        """Raises ValueError where it is blank."""
+        if not value.strip():
+            raise ValueError("must not be empty")
+        self._value = value
+
+    def reveal(self) -> str:
+        return self._value
+
+    def __repr__(self) -> str:
+        return HIDDEN
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and other._value == self._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+
+class ServerUrls:
+    """The URLs of NATS servers, shown without the user and the password that may be in them."""
+
+    __slots__ = ("_urls",)
+
+    def __init__(self, *urls: str) -> None:
+        """Raises ValueError for a URL that no NATS client can use, without repeating it."""
+        self._urls = tuple(url.strip() for url in urls)
+        if not any(self._urls):
+            raise ValueError("must not be empty")
+        for position, url in enumerate(self._urls, start=1):
+            if not _is_server_url(url):
+                which = f": number {position} of {len(self._urls)} is not" if len(self._urls) > 1 else ""
+                raise ValueError(
+                    f"must be a URL such as nats://host:4222 (or {', '.join(_SCHEMES[1:])}){which}"
+                )
+
+    @property
+    def have_user(self) -> bool:
+        return any("@" in url for url in self._urls)
+
+    def reveal(self) -> tuple[str, ...]:
+        return self._urls
+
+    def masked(self) -> tuple[str, ...]:
+        return tuple(_masked(url) for url in self._urls)
+
+    def __repr__(self) -> str:
+        return ", ".join(self.masked())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ServerUrls) and other._urls == self._urls
+
+    def __hash__(self) -> int:
+        return hash(self._urls)
+
+
+def _is_server_url(url: str) -> bool:
+    if not url.isprintable() or " " in url:
+        return False
+    try:
+        parts = urlsplit(url if "://" in url else f"nats://{url}")
+        return parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _masked(url: str) -> str:
+    before, at, host = url.rpartition("@")
+    if not at:
+        return url
+    scheme, separator, _ = before.partition("://")
+    return f"{scheme}{separator}{HIDDEN}@{host}" if separator else f"{HIDDEN}@{host}"

@@ -1,0 +1,97 @@
+"""Streams as configured: looked at once per stream and process, created or updated where that is needed."""
+
+from __future__ import annotations
+
+import anyio
+
+from aviso_workers import streams
+from aviso_workers.backends import Backend, StreamInfo
+from aviso_workers.errors import NotFoundError, RefusedError
+from aviso_workers.events import Events, StreamProvisioned
+from aviso_workers.streams import Plan, StreamSpec
+
+__all__ = ["Provisioner"]
+
+NAME_IN_USE = 10058
+"""JetStream: a stream of this name exists with another configuration."""
+
+
+class Provisioner:
+    """Sees to it that a stream exists before it is used.
+
+    `management` says what may be done to streams, which others share: `reconcile` them with the configuration,
+    only `create` what is missing, or `observe` and touch nothing.
+    """
+
+    def __init__(self, backend: Backend, *, management: str, events: Events) -> None:
+        self._backend = backend
+        self._management = management
+        self._events = events
+        self._known: set[str] = set()
+        self._lock = anyio.Lock()
+
+    async def ensure(self, spec: StreamSpec) -> None:
+        """Raises `NotFoundError` where only observing is allowed, `RefusedError` where the stream cannot be used."""
+        if spec.name in self._known:
+            return
+        async with self._lock:
+            if spec.name not in self._known:
+                await self._reconcile(spec)
+                self._known.add(spec.name)
+
+    def forget(self, stream: str) -> None:
+        """Look at the stream anew before its next use: it may have been deleted."""
+        self._known.discard(stream)
+
+    async def plan(self, spec: StreamSpec) -> Plan:
+        """What `ensure` would do."""
+        try:
+            found: StreamInfo | None = await self._backend.stream_info(spec.name)
+        except NotFoundError:
+            found = None
+        return streams.plan(spec, found.config if found else None)
+
+    async def _reconcile(self, spec: StreamSpec) -> None:
+        plan = await self.plan(spec)
+        if not plan.exists and self._management == "observe":
+            raise NotFoundError(
+                f"stream {spec.name} does not exist, and stream_management: observe creates none; "
+                "create it, or set stream_management to create or reconcile"
+            )
+        if not plan.exists:
+            plan = await self._create(spec)
+        if plan.storage_mismatch:
+            raise RefusedError(
+                f"stream {spec.name} storage mismatch: "
+                + next(str(difference) for difference in plan.differences if difference.field == "storage")
+                + "; storage cannot be changed: set storage_type to what the stream has, or delete the stream"
+            )
+        if plan.differences and self._management == "reconcile":
+            await self._update(plan)
+
+    async def _create(self, spec: StreamSpec) -> Plan:
+        """The plan that is left after creating: none, unless somebody else was faster."""
+        try:
+            await self._backend.create_stream(spec)
+        except RefusedError as error:
+            if error.code != NAME_IN_USE:
+                raise
+        else:
+            self._events.emit(StreamProvisioned(stream=spec.name, action="created"))
+        return await self.plan(spec)
+
+    async def _update(self, plan: Plan) -> None:
+        """Aviso's rule: where the server refuses, warn and use the stream as it is."""
+        differences = tuple(str(difference) for difference in plan.differences)
+        try:
+            await self._backend.update_stream(plan.config)
+        except RefusedError as error:
+            self._events.emit(
+                StreamProvisioned(
+                    stream=plan.stream, action="kept", differences=differences, refused=str(error)
+                )
+            )
+        else:
+            self._events.emit(
+                StreamProvisioned(stream=plan.stream, action="updated", differences=differences)
+            )

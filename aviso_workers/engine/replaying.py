@@ -1,0 +1,92 @@
+"""Replay and watch: a stream read in order, outside of any agent.
+
+One reading serves both: it starts where the caller says, goes through what is stored and, for a watch, on into what
+comes. So there is no hand-over from history to live, and nothing can fall between them or come twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from datetime import datetime
+from typing import Any
+
+import anyio
+
+from aviso_workers import topics
+from aviso_workers.backends import Backend, Message
+from aviso_workers.codec import NotificationReader
+from aviso_workers.errors import UnavailableError, UndecodableError
+from aviso_workers.events import Events, Skipped
+from aviso_workers.notifications import Notification
+from aviso_workers.positions import Position
+from aviso_workers.schema import EventType, Where
+
+__all__ = ["Replayer"]
+
+AGAIN_AFTER_SECONDS = 1.0
+
+
+class Replayer:
+    """Reads the notifications of one event type that match `where`."""
+
+    def __init__(
+        self, backend: Backend, *, name: str, event_type: EventType, where: Where, stream: str, events: Events
+    ) -> None:
+        self._backend = backend
+        self._name = name
+        self._stream = stream
+        self._filters = topics.filter_subjects(where)
+        self._reader = NotificationReader(name, event_type, where=where)
+        self._events = events
+
+    async def replay(self, start: Position, end: Position) -> AsyncGenerator[Notification[Any], None]:
+        """What is stored now between the two ends, both inclusive."""
+        last = (await self._backend.stream_info(self._stream)).last_sequence
+        if end.sequence is not None:
+            last = min(last, end.sequence)
+        async with aclosing(self._messages(start, last)) as messages:
+            async for message in messages:
+                if end.time is not None and message.timestamp_ns > _nanoseconds(end.time):
+                    return
+                if (notification := self._matching(message)) is not None:
+                    yield notification
+
+    async def watch(self, start: Position) -> AsyncGenerator[Notification[Any], None]:
+        """What is stored from `start` on (a position of neither: from now on), and what comes, without end."""
+        if start == Position():
+            start = Position(sequence=(await self._backend.stream_info(self._stream)).last_sequence + 1)
+        async with aclosing(self._messages(start, None)) as messages:
+            async for message in messages:
+                if (notification := self._matching(message)) is not None:
+                    yield notification
+
+    async def _messages(self, start: Position, last: int | None) -> AsyncGenerator[Message, None]:
+        """In order, once each, also where reading was interrupted in between."""
+        while last is None or (start.sequence or 0) <= last:
+            reading = self._backend.read(
+                self._stream,
+                filter_subjects=self._filters,
+                start_sequence=start.sequence or 1,
+                start_time=start.time,
+                last_sequence=last,
+            )
+            try:
+                async with aclosing(reading):
+                    async for message in reading:
+                        start = Position(sequence=message.sequence + 1)
+                        yield message
+                return
+            except UnavailableError:
+                await anyio.sleep(AGAIN_AFTER_SECONDS)
+
+    def _matching(self, message: Message) -> Notification[Any] | None:
+        try:
+            return self._reader.notification(message)
+        except UndecodableError as error:
+            self._events.emit(Skipped(event_type=self._name, sequence=message.sequence, error=error))
+            return None
+
+
+def _nanoseconds(time: datetime) -> int:
+    return int(time.timestamp() * 1_000_000) * 1000

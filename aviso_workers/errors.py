@@ -1,0 +1,129 @@
+"""Every exception that this package raises.
+
+::
+
+    AvisoWorkersError
+    ├── ConfigError                 the configuration holds mistakes; all of them are listed
+    ├── DeclarationError            an app, agent, router or task is declared wrongly
+    ├── InvalidNotificationError    refused before anything was sent
+    │   ├── UnknownEventTypeError   no such entry in `notification_schema`
+    │   ├── InvalidIdentifierError  a field is missing, unknown or has an illegal value
+    │   └── InvalidPayloadError     missing though required, not JSON, or larger than the server takes
+    ├── InvalidPositionError        a `from_id`, `from_date`, `to_id` or `to_date` that means nothing
+    ├── UndecodableError            a stored message that is no notification of its event type
+    ├── BackendError                what a backend answered
+    │   ├── UnavailableError        nothing was done; try again
+    │   ├── OutcomeUnknownError     it may have been done; try again with the same message id
+    │   └── RefusedError            not done and not worth repeating
+    │       └── NotFoundError       no such stream, consumer, key or message
+    └── ServerProcessError          a nats-server of our own could not be found or started
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "AvisoWorkersError",
+    "BackendError",
+    "ConfigError",
+    "DeclarationError",
+    "InvalidIdentifierError",
+    "InvalidNotificationError",
+    "InvalidPayloadError",
+    "InvalidPositionError",
+    "NotFoundError",
+    "OutcomeUnknownError",
+    "RefusedError",
+    "ServerProcessError",
+    "UnavailableError",
+    "UndecodableError",
+    "UnknownEventTypeError",
+]
+
+
+class AvisoWorkersError(Exception):
+    """The root: catch it to catch everything that is ours."""
+
+
+class ConfigError(AvisoWorkersError):
+    """The configuration cannot be used.
+
+    `mistakes` holds one sentence per mistake, each with its source (file and line, or environment
+    variable), its key path and what was expected there.
+    """
+
+    def __init__(self, mistakes: Iterable[str]) -> None:
+        self.mistakes = tuple(mistakes)
+        super().__init__("\n".join(self.mistakes))
+
+
+class DeclarationError(AvisoWorkersError):
+    """An app, agent, router or task is declared in a way that cannot work."""
+
+
+class InvalidNotificationError(AvisoWorkersError):
+    """A notification was refused before a byte of it was sent."""
+
+
+class UnknownEventTypeError(InvalidNotificationError):
+    """The event type has no entry in `notification_schema`."""
+
+    def __init__(self, event_type: str, known: Iterable[str]) -> None:
+        self.event_type = event_type
+        self.known = tuple(known)
+        super().__init__(
+            f"unknown event type {event_type!r}; notification_schema has: {', '.join(self.known) or 'none'}"
+        )
+
+
+class InvalidIdentifierError(InvalidNotificationError):
+    """One field of an identifier is missing, unknown, or has a value that its rule does not allow."""
+
+    def __init__(self, event_type: str, field: str, problem: str) -> None:
+        self.event_type = event_type
+        self.field = field
+        super().__init__(f"{event_type}: identifier field {field!r} {problem}")
+
+
+class InvalidPayloadError(InvalidNotificationError):
+    """The payload is missing though required, is not JSON, or is larger than the server takes."""
+
+
+class InvalidPositionError(AvisoWorkersError):
+    """A start or end of a replay that cannot be read, or two that exclude each other."""
+
+
+class UndecodableError(AvisoWorkersError):
+    """A stored message is no notification of its event type, or its payload does not fit the agent's type."""
+
+
+class BackendError(AvisoWorkersError):
+    """A backend did not do what it was asked for.
+
+    `code` is JetStream's `err_code` where the server gave one, else None.
+    """
+
+    def __init__(self, message: str, *, code: int | None = None) -> None:
+        self.code = code
+        super().__init__(message)
+
+
+class UnavailableError(BackendError):
+    """Nothing was done, and the same request may succeed later."""
+
+
+class OutcomeUnknownError(BackendError):
+    """The answer is missing: the request may have been carried out. Repeat it with the same message id."""
+
+
+class RefusedError(BackendError):
+    """Nothing was done, and repeating the request will not help."""
+
+
+class NotFoundError(RefusedError):
+    """The stream, consumer, key or message that was named does not exist."""
+
+
+class ServerProcessError(AvisoWorkersError):
+    """A nats-server of our own could not be found, started or reached."""

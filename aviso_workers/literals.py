@@ -1,0 +1,141 @@
+"""Durations, sizes and numbers, as text and back.
+
+`config` and `schema` read `retention_time: 7d` and `max_size: 2Gi` through `decode_hook`; `schema` and
+`spatial` read and write coordinates and float identifiers, which must be spelled one way only because
+their text becomes part of a NATS subject. The grammars are those of aviso-server's configuration. What a
+value is used for, and whether zero makes sense there, is decided by the caller.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Self
+
+__all__ = ["Duration", "Size", "decode_hook", "float_text", "parse_float"]
+
+_FLOAT = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_LARGEST_U64 = 2**64 - 1
+_LARGEST_I64 = 2**63 - 1
+_NANOSECONDS = 10**9
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_BYTES = {
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+}
+
+
+class Duration(int):
+    """A span of time in whole seconds, written as a number and one unit: `30s`, `10m`, `1h`, `7d`, `2w`."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a literal; the unit may be of either case, and zero is allowed.
+
+        Raises ValueError for every other text, and for more than `9223372036s`: JetStream counts
+        nanoseconds in 64 signed bits.
+        """
+        number, unit = _split(text, _SECONDS, "duration")
+        seconds = number * _factor(unit.lower(), _SECONDS, "duration")
+        if seconds * _NANOSECONDS > _LARGEST_I64:
+            raise ValueError(f"duration overflow: {text!r} is longer than {_LARGEST_I64 // _NANOSECONDS}s")
+        return cls(seconds)
+
+    def literal(self) -> str:
+        """The shortest text that `parse` reads back as this duration, such as `7d`."""
+        return _shortest(self, _SECONDS)
+
+    __str__ = literal
+
+
+class Size(int):
+    """A number of bytes, written as a number and one unit: `100K`, `2Gi`; `Ki` is 1024, `K` is 1000."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a literal; case counts. Raises ValueError for zero, plain bytes, and 2^63 bytes or more."""
+        number, unit = _split(text, _BYTES, "size")
+        if number == 0:
+            raise ValueError(f"size value must be greater than zero, not {text!r}")
+        size = number * _factor(unit, _BYTES, "size")
+        if size > _LARGEST_I64:
+            raise ValueError(f"size overflow: {text!r} is more than {_LARGEST_I64} bytes")
+        return cls(size)
+
+    def literal(self) -> str:
+        """The shortest text that `parse` reads back as this size, such as `2Gi`.
+
+        A size that is no multiple of 1000 or 1024 has no literal and is given as plain digits.
+        """
+        return _shortest(self, _BYTES)
+
+    __str__ = literal
+
+
+def decode_hook(wanted: type, value: object) -> object:
+    """Turn literals into `Duration` and `Size` fields: `msgspec.convert(..., dec_hook=decode_hook)`.
+
+    Raises ValueError or TypeError, to both of which msgspec adds the path of the field.
+    """
+    if not issubclass(wanted, (Duration, Size)):
+        raise NotImplementedError(f"{wanted.__name__} is no literal")
+    if isinstance(value, wanted):
+        return value
+    if not isinstance(value, str):
+        example = "7d" if wanted is Duration else "2Gi"
+        raise TypeError(f"must be text with a unit, such as {example}, not {value!r}")
+    return wanted.parse(value)
+
+
+def parse_float(text: str) -> float:
+    """Read a finite float in Rust's syntax: `1`, `1.`, `.5`, `+2.5`, `1e3`; no blanks, no `_`.
+
+    Raises ValueError.
+    """
+    if not _FLOAT.fullmatch(text) or not math.isfinite(number := float(text)):
+        raise ValueError(f"{reprlib.repr(text)} is not a finite number")
+    return number
+
+
+def float_text(number: float) -> str:
+    """The shortest digits that give `number` back, without exponent and without a trailing `.0`."""
+    text = repr(number)
+    if "e" in text:
+        text = format(Decimal(text), "f")
+    return text.removesuffix(".0")
+
+
+def _split(text: str, units: Mapping[str, int], kind: str) -> tuple[int, str]:
+    """The number and the unit of a literal, in the order in which an aviso-server finds fault with them."""
+    stripped = text.strip()
+    if not stripped:
+        raise ValueError(f"{kind} must not be empty")
+    unit = stripped.lstrip("0123456789")
+    digits = stripped.removesuffix(unit)
+    if digits and not unit:
+        raise ValueError(f"{kind} must include a unit suffix ({', '.join(units)}), unlike {text!r}")
+    significant = digits.lstrip("0") or digits[-1:]
+    if not significant or len(significant) > 20 or int(significant) > _LARGEST_U64:
+        raise ValueError(f"{kind} value must be an integer followed by a unit, not {text!r}")
+    return int(significant), unit
+
+
+def _factor(unit: str, units: Mapping[str, int], kind: str) -> int:
+    if unit not in units:
+        raise ValueError(f"{kind} unit must be one of: {', '.join(units)}; not {unit!r}")
+    return units[unit]
+
+
+def _shortest(value: int, units: Mapping[str, int]) -> str:
+    whole = [f"{value // factor}{unit}" for unit, factor in units.items() if value % factor == 0]
+    return min(whole, key=len, default=int.__repr__(value))

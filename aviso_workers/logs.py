@@ -1,0 +1,110 @@
+"""Logs: how they are written, and what the engine's facts look like in them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+
+from aviso_workers.config import Logging
+from aviso_workers.errors import AvisoWorkersError
+from aviso_workers.events import (
+    AgentDisturbed,
+    AgentStarted,
+    AgentStopped,
+    ConnectionChanged,
+    Event,
+    Settled,
+    Skipped,
+    StreamProvisioned,
+    TaskFailed,
+)
+
+__all__ = ["configure", "observe"]
+
+log = structlog.get_logger("aviso_workers")
+
+
+def configure(settings: Logging) -> None:
+    """Write to standard error, as lines for people or as JSON for collectors."""
+    render: structlog.typing.Processor
+    if settings.format == "json":
+        render = structlog.processors.JSONRenderer()
+    else:
+        render = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            render,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, settings.level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def observe(event: Event) -> None:
+    """An observer of the engine's facts."""
+    match event:
+        case Settled(outcome="acked"):
+            pass
+        case Settled(outcome="retried"):
+            log.warning("notification.retried", **_of(event))
+        case Settled():
+            log.error("notification.dead_lettered", **_of(event))
+        case AgentStarted():
+            log.info("agent.started", agent=event.agent, stream=event.stream, consumer=event.consumer)
+        case AgentDisturbed():
+            log.warning(
+                "agent.disturbed",
+                agent=event.agent,
+                error=str(event.error),
+                again_in_seconds=round(event.again_in_seconds, 1),
+            )
+        case AgentStopped():
+            log.info("agent.stopped", agent=event.agent, finished=event.finished, returned=event.returned)
+        case TaskFailed():
+            log.error(
+                "task.failed",
+                task=event.task,
+                again_in_seconds=round(event.again_in_seconds, 1),
+                exc_info=event.error,
+            )
+        case Skipped():
+            log.warning(
+                "notification.skipped",
+                notification=f"{event.event_type}@{event.sequence}",
+                error=str(event.error),
+            )
+        case StreamProvisioned(refused=""):
+            log.info(f"stream.{event.action}", stream=event.stream, differences=list(event.differences))
+        case StreamProvisioned():
+            log.warning(
+                "stream.update_refused",
+                stream=event.stream,
+                differences=list(event.differences),
+                error=event.refused,
+            )
+        case ConnectionChanged(connected=True):
+            log.info("connection.up")
+        case ConnectionChanged():
+            log.warning("connection.down", reason=event.reason)
+
+
+def _of(event: Settled) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "agent": event.agent,
+        "notification": event.notification,
+        "reason": event.reason,
+        "num_delivered": event.num_delivered,
+        "seconds": round(event.seconds, 3),
+    }
+    error = event.error
+    if error is None or isinstance(error, AvisoWorkersError):
+        return fields | {"error": str(error)}
+    # The author's frames are what helps: the first one is ours.
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    return fields | {"exc_info": (type(error), error, frames)}

@@ -1,0 +1,76 @@
+"""What authors receive and what publishers get back.
+
+A notification is an identifier and a payload, with the sequence and the time at which its stream stored it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Generic, TypeVar
+
+from msgspec import Struct, field
+
+__all__ = ["Notification", "Notify", "Receipt"]
+
+T = TypeVar("T")
+
+
+class Notification(Struct, Generic[T], frozen=True, kw_only=True):
+    """One notification as an agent, a watch or a replay sees it.
+
+    Only `event_type`, `identifier` and `payload` are needed to make one by hand, as a unit test does.
+    """
+
+    event_type: str
+    identifier: Mapping[str, str]
+    """Canonical values by field name: those in the event type's `key_order`, and its spatial field if any."""
+    payload: T
+    """The payload, as the type that the agent asked for, or as the plain JSON value."""
+    sequence: int = 0
+    """The stream sequence: grows with every notification stored, may have holes."""
+    time: datetime = datetime(1970, 1, 1, tzinfo=UTC)
+    """When the stream stored it, UTC."""
+    topic: str = ""
+    """The NATS subject it was stored under, as on the wire."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    num_delivered: int = 1
+    """How often it was handed to this agent, this time included. Crashes and deploys count as well."""
+
+    @property
+    def id(self) -> str:
+        """`<event type>@<sequence>`, the id of its CloudEvent."""
+        return f"{self.event_type}@{self.sequence}"
+
+    def cloud_event(self, base_url: str) -> dict[str, Any]:
+        """The CloudEvent 1.0 that an aviso-server with this `application.base_url` sends for it."""
+        base_url = base_url.rstrip("/")
+        return {
+            "specversion": "1.0",
+            "id": self.id,
+            "source": base_url,
+            "type": f"int.ecmwf.aviso.{self.event_type}",
+            "time": self.time.isoformat().replace("+00:00", "Z"),
+            "datacontenttype": "application/json",
+            "dataschema": f"{base_url}/schema/{self.event_type}",
+            "data": {"identifier": dict(self.identifier), "payload": self.payload},
+        }
+
+
+class Notify(Struct, frozen=True):
+    """A notification to be published."""
+
+    event_type: str
+    identifier: Mapping[str, Any]
+    payload: Any = None
+    message_id: str | None = None
+    """With one of your own, a repeat within the stream's duplicate window is recognised and stored once."""
+
+
+class Receipt(Struct, frozen=True, kw_only=True):
+    """The server's word that a notification is stored."""
+
+    stream: str
+    sequence: int
+    duplicate: bool = False
+    """True where the stream already held a message of the same id: nothing new was stored."""

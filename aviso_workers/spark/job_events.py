@@ -1,0 +1,298 @@
+"""What a Spark listener event says, as a notification of event type `spark_job`.
+
+Called by whatever hears of events as JSON: today the agent that tails event logs (`aviso_agents.spark_events`). Spark
+writes the same JSON for a listener inside of the driver, so that whoever reads it there gets the same ids, and a
+stream that heard both ways holds each event once.
+
+Pure. Each event is projected by one function below: a few fields that people ask for, under names of ours, times in
+milliseconds since 1970. Never a task's events (most of every log), and never Spark's properties as a whole: they are
+long and may hold secrets. An idle streaming query says nothing here either.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from aviso_workers.errors import UndecodableError
+
+__all__ = ["EVENT_TYPE", "Application", "JobEvent", "decode"]
+
+EVENT_TYPE = "spark_job"
+
+TEXT_LIMIT = 2000
+"""Characters kept of an error message or a description; Spark puts whole stack traces and queries there."""
+
+HEAD = b'{"Event":"'
+YARN_ATTEMPT = re.compile(r"(application_\d+_\d+)_(\d+)")
+
+Json = Mapping[str, Any]
+
+
+class Application(Struct, frozen=True, kw_only=True):
+    """A run of a Spark application, as its event log names it.
+
+    `id` is Spark's application id in the spelling of file names: lower case, blanks, ':' and '/' as '-', and
+    dots, quotes, braces and '$' as '_'. The ids that Spark's own cluster managers give are spelled so already.
+    """
+
+    id: str
+    attempt: str = "0"
+    """Only YARN makes more than one."""
+
+    @classmethod
+    def of_log(cls, name: str) -> Application:
+        """The application whose event log has this name (without prefix and suffixes)."""
+        if match := YARN_ATTEMPT.fullmatch(name):
+            return cls(id=match[1], attempt=match[2])
+        return cls(id=name)
+
+
+class JobEvent(Struct, frozen=True, kw_only=True):
+    """One thing that happened in a Spark application."""
+
+    application: Application
+    kind: str
+    """`application`, `job`, `stage`, `sql`, `query` (a streaming one) or `executor`."""
+    event: str
+    """`start` or `end`; of a query also `progress`; of an executor `added` or `removed`."""
+    id: str
+    """Of what it happened to: application id, job id, `stage.attempt`, SQL execution id, query id, executor id."""
+    occurrence: str
+    """What tells it from the others of the same kind, event and application."""
+    payload: Mapping[str, Any]
+
+    def identifier(self, cluster: str) -> dict[str, str]:
+        return {
+            "cluster": cluster,
+            "application": self.application.id,
+            "kind": self.kind,
+            "event": self.event,
+            "id": self.id,
+        }
+
+    def message_id(self, cluster: str) -> str:
+        """What the event is: the same for everybody who hears of it, and on every repeat."""
+        application = f"{self.application.id}:{self.application.attempt}"
+        return f"spark:{cluster}:{application}:{self.kind}.{self.event}:{self.occurrence}"
+
+
+def decode(line: bytes | str, application: Application) -> JobEvent | None:
+    """The event in one line of an event log; None where it says nothing here. Raises `UndecodableError`."""
+    line = line.encode() if isinstance(line, str) else line
+    name = _name(line)
+    project = PROJECTIONS.get(name)
+    if project is None:
+        return None
+    try:
+        fact = project(msgspec.json.decode(line))
+    except (msgspec.DecodeError, LookupError, TypeError, AttributeError, ValueError) as error:
+        raise UndecodableError(f"no {name.decode()} as Spark writes it: {error!r}") from error
+    id = application.id if fact.id is None else str(fact.id)
+    return JobEvent(
+        application=application,
+        kind=fact.kind,
+        event=fact.event,
+        id=id,
+        occurrence=id if fact.occurrence is None else fact.occurrence,
+        payload={field: value for field, value in fact.payload.items() if value is not None},
+    )
+
+
+def _name(line: bytes) -> bytes:
+    """The event's name, seen without parsing: Spark writes it first."""
+    return line[len(HEAD) : line.find(b'"', len(HEAD))] if line.startswith(HEAD) else b""
+
+
+class _Fact(Struct, frozen=True):
+    """What one of Spark's events says, apart from the application it happened in."""
+
+    kind: str
+    event: str
+    id: str | int | None
+    """None: the application itself."""
+    payload: Json
+    """Without the fields that are None."""
+    occurrence: str | None = None
+    """None: the id, where a thing starts and ends but once."""
+
+
+def _application_start(spark: Json) -> _Fact:
+    payload = {
+        "time": spark["Timestamp"],
+        "name": spark["App Name"],
+        "application_id": spark.get("App ID"),
+        "attempt": spark.get("App Attempt ID"),
+    }
+    return _Fact("application", "start", None, payload)
+
+
+def _application_end(spark: Json) -> _Fact:
+    return _Fact("application", "end", None, {"time": spark["Timestamp"], "exit_code": spark.get("ExitCode")})
+
+
+def _job_start(spark: Json) -> _Fact:
+    properties = spark.get("Properties") or {}
+    batch = properties.get("streaming.sql.batchId")
+    payload = {
+        "time": spark["Submission Time"],
+        "description": _short(properties.get("spark.job.description")),
+        "group": _short(properties.get("spark.jobGroup.id")),
+        "sql_execution": properties.get("spark.sql.execution.id"),
+        "query": properties.get("sql.streaming.queryId"),
+        "batch_id": None if batch is None else int(batch),
+        "stages": len(spark["Stage Infos"]),
+        "tasks": sum(stage["Number of Tasks"] for stage in spark["Stage Infos"]),
+    }
+    return _Fact("job", "start", spark["Job ID"], payload)
+
+
+def _job_end(spark: Json) -> _Fact:
+    result = spark["Job Result"]
+    payload = {
+        "time": spark["Completion Time"],
+        "status": "succeeded" if result["Result"] == "JobSucceeded" else "failed",
+        "error": _short(result.get("Exception", {}).get("Message")),
+    }
+    return _Fact("job", "end", spark["Job ID"], payload)
+
+
+def _stage_start(spark: Json) -> _Fact:
+    stage = spark["Stage Info"]
+    payload = {
+        "time": stage.get("Submission Time"),
+        "name": _short(stage["Stage Name"]),
+        "tasks": stage["Number of Tasks"],
+    }
+    return _Fact("stage", "start", _stage_id(stage), payload)
+
+
+def _stage_end(spark: Json) -> _Fact:
+    stage = spark["Stage Info"]
+    submitted, completed = stage.get("Submission Time"), stage.get("Completion Time")
+    payload = {
+        "time": completed,
+        "name": _short(stage["Stage Name"]),
+        "tasks": stage["Number of Tasks"],
+        "duration_ms": completed - submitted if completed and submitted else None,
+        **_outcome(stage.get("Failure Reason")),
+    }
+    return _Fact("stage", "end", _stage_id(stage), payload)
+
+
+def _stage_id(stage: Json) -> str:
+    return f"{stage['Stage ID']}.{stage['Stage Attempt ID']}"
+
+
+def _sql_start(spark: Json) -> _Fact:
+    payload = {
+        "time": spark["time"],
+        "description": _short(spark["description"]),
+        "group": _short(spark.get("jobGroupId")),
+        "root": str(spark.get("rootExecutionId", spark["executionId"])),
+    }
+    return _Fact("sql", "start", spark["executionId"], payload)
+
+
+def _sql_end(spark: Json) -> _Fact:
+    payload = {"time": spark["time"], **_outcome(spark.get("errorMessage"))}
+    return _Fact("sql", "end", spark["executionId"], payload)
+
+
+def _query_start(spark: Json) -> _Fact:
+    payload = {
+        "time": _milliseconds(spark["timestamp"]),
+        "name": _short(spark.get("name")),
+        "run_id": spark["runId"],
+    }
+    return _Fact("query", "start", spark["id"], payload, _run(spark))
+
+
+def _query_progress(spark: Json) -> _Fact:
+    progress = spark["progress"]
+    payload = {
+        "time": _milliseconds(progress["timestamp"]),
+        "name": _short(progress.get("name")),
+        "run_id": progress["runId"],
+        "batch_id": progress["batchId"],
+        "duration_ms": progress.get("batchDuration"),
+        "rows": sum(source["numInputRows"] for source in progress["sources"]),
+        "watermark": _milliseconds((progress.get("eventTime") or {}).get("watermark")),
+        "sources": [
+            {
+                "description": _short(source["description"]),
+                "start_offset": source.get("startOffset"),
+                "end_offset": source.get("endOffset"),
+                "latest_offset": source.get("latestOffset"),
+                "rows": source["numInputRows"],
+            }
+            for source in progress["sources"]
+        ],
+        "sink": {
+            "description": _short(progress["sink"]["description"]),
+            # -1 is Spark's word for a sink that does not count.
+            "rows": progress["sink"].get("numOutputRows", -1),
+        },
+    }
+    # A query without data repeats its batch id: only the timestamp tells such reports apart.
+    occurrence = f"{_run(progress)}/{progress['batchId']}/{progress['timestamp']}"
+    return _Fact("query", "progress", progress["id"], payload, occurrence)
+
+
+def _query_end(spark: Json) -> _Fact:
+    payload = {
+        "run_id": spark["runId"],
+        **_outcome(spark.get("exception")),
+        "error_class": spark.get("errorClassOnException"),
+    }
+    return _Fact("query", "end", spark["id"], payload, _run(spark))
+
+
+def _run(query: Json) -> str:
+    """A query restarted from its checkpoint keeps its id and gets a new run id."""
+    return f"{query['id']}/{query['runId']}"
+
+
+def _executor_added(spark: Json) -> _Fact:
+    executor = spark["Executor Info"]
+    payload = {"time": spark["Timestamp"], "host": executor["Host"], "cores": executor["Total Cores"]}
+    return _Fact("executor", "added", spark["Executor ID"], payload)
+
+
+def _executor_removed(spark: Json) -> _Fact:
+    payload = {"time": spark["Timestamp"], "reason": _short(spark.get("Removed Reason"))}
+    return _Fact("executor", "removed", spark["Executor ID"], payload)
+
+
+def _outcome(error: str | None) -> Json:
+    return {"status": "failed", "error": _short(error)} if error else {"status": "succeeded"}
+
+
+def _short(text: str | None) -> str | None:
+    return text if text is None or len(text) <= TEXT_LIMIT else text[: TEXT_LIMIT - 1] + "…"
+
+
+def _milliseconds(timestamp: str | None) -> int | None:
+    return None if timestamp is None else round(datetime.fromisoformat(timestamp).timestamp() * 1000)
+
+
+PROJECTIONS: Mapping[bytes, Callable[[Json], _Fact]] = {
+    b"SparkListenerApplicationStart": _application_start,
+    b"SparkListenerApplicationEnd": _application_end,
+    b"SparkListenerJobStart": _job_start,
+    b"SparkListenerJobEnd": _job_end,
+    b"SparkListenerStageSubmitted": _stage_start,
+    b"SparkListenerStageCompleted": _stage_end,
+    b"SparkListenerExecutorAdded": _executor_added,
+    b"SparkListenerExecutorRemoved": _executor_removed,
+    b"org.apache.spark.sql.execution.ui.SparkListenerSQLExecutionStart": _sql_start,
+    b"org.apache.spark.sql.execution.ui.SparkListenerSQLExecutionEnd": _sql_end,
+    b"org.apache.spark.sql.streaming.StreamingQueryListener$QueryStartedEvent": _query_start,
+    b"org.apache.spark.sql.streaming.StreamingQueryListener$QueryProgressEvent": _query_progress,
+    b"org.apache.spark.sql.streaming.StreamingQueryListener$QueryTerminatedEvent": _query_end,
+}

@@ -1,0 +1,99 @@
+"""The status port: `/livez`, `/readyz` and `/metrics`.
+
+It answers from a thread of its own, so that a stuck event loop is seen and not hidden.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+
+from aviso_workers.errors import ConfigError
+
+__all__ = ["Health", "StatusServer"]
+
+STUCK_SECONDS = 10.0
+"""An event loop that has not turned for so long is not alive."""
+
+
+class Health:
+    """What the event loop last said of itself. Written by the loop, read by the port's threads."""
+
+    def __init__(self) -> None:
+        self.unready: list[str] = ["starting"]
+        """Why the worker is not ready; empty when it is."""
+        self._last_turn = time.monotonic()
+
+    def turned(self) -> None:
+        self._last_turn = time.monotonic()
+
+    def stuck_seconds(self) -> float:
+        return time.monotonic() - self._last_turn
+
+
+class StatusServer:
+    """Serves while its `with` block runs. Raises `ConfigError` where the port is taken."""
+
+    def __init__(self, *, host: str, port: int, health: Health, metrics: Callable[[], bytes]) -> None:
+        try:
+            self._server = ThreadingHTTPServer((host, port), _handler(health, metrics))
+        except OSError as error:
+            raise ConfigError(
+                [
+                    f"workers.status.port: cannot listen on {host}:{port} ({error.strerror}); "
+                    "choose another, or 0 for any free one"
+                ]
+            ) from error
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, name="status", daemon=True)
+
+    @property
+    def url(self) -> str:
+        host, port = self._server.server_address[:2]
+        return f"http://{host!s}:{port}"
+
+    def __enter__(self) -> StatusServer:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _handler(health: Health, metrics: Callable[[], bytes]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            match self.path.partition("?")[0]:
+                case "/livez":
+                    stuck = health.stuck_seconds()
+                    self._answer(
+                        [f"the event loop has not turned for {stuck:.0f} s"] if stuck > STUCK_SECONDS else []
+                    )
+                case "/readyz":
+                    self._answer(health.unready)
+                case "/metrics":
+                    self._send(200, metrics(), "text/plain; version=0.0.4; charset=utf-8")
+                case _:
+                    self._send(404, b"/livez /readyz /metrics\n")
+
+        def _answer(self, problems: list[str]) -> None:
+            body = "".join(f"{problem}\n" for problem in problems) or "ok\n"
+            self._send(503 if problems else 200, body.encode())
+
+        def _send(self, status: int, body: bytes, content_type: str = "text/plain; charset=utf-8") -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Scrapes are not worth a line."""
+
+    return Handler

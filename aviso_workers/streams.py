@@ -1,0 +1,168 @@
+"""Streams and consumers as we want them, and the plan that leads there from what a server has.
+
+Pure: `engine.provisioning` carries a plan out. Field names, units (nanoseconds) and values are those of JetStream's
+own JSON. A field that is `UNSET` is not ours to say: it is left out when a stream is created, never compared, and
+never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from aviso_workers.config import Config
+from aviso_workers.schema import EventType
+from aviso_workers.topics import binding, stream_name
+
+__all__ = ["ConsumerSpec", "Difference", "Plan", "StreamSpec", "event_stream", "plan"]
+
+SECOND = 1_000_000_000
+DEFAULT_DUPLICATE_WINDOW = 120 * SECOND
+
+
+class StreamSpec(Struct, frozen=True, kw_only=True):
+    """What we state about a stream."""
+
+    name: str
+    subjects: tuple[str, ...]
+    description: str | UnsetType = UNSET
+    storage: str | UnsetType = UNSET
+    retention: str | UnsetType = UNSET
+    discard: str | UnsetType = UNSET
+    max_msgs: int | UnsetType = UNSET
+    max_bytes: int | UnsetType = UNSET
+    max_age: int | UnsetType = UNSET
+    """Nanoseconds."""
+    max_msgs_per_subject: int | UnsetType = UNSET
+    num_replicas: int | UnsetType = UNSET
+    compression: str | UnsetType = UNSET
+    duplicate_window: int | UnsetType = UNSET
+    """Nanoseconds."""
+    allow_direct: bool | UnsetType = UNSET
+
+
+class ConsumerSpec(Struct, frozen=True, kw_only=True):
+    """What we state about a durable pull consumer."""
+
+    durable_name: str
+    filter_subjects: tuple[str, ...]
+    ack_wait: int
+    """Nanoseconds."""
+    max_ack_pending: int
+    max_deliver: int = -1
+    ack_policy: str = "explicit"
+    deliver_policy: str = "all"
+
+
+class Difference(Struct, frozen=True, kw_only=True):
+    field: str
+    found: Any
+    wanted: Any
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.found} -> {self.wanted}"
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """What has to be done: create, update to `config`, or nothing where there is no difference."""
+
+    stream: str
+    exists: bool
+    config: Mapping[str, Any]
+    """The whole configuration to send; unknown fields of the server's are in it unchanged."""
+    differences: tuple[Difference, ...] = ()
+    storage_mismatch: bool = False
+    """Storage cannot be changed: nothing else is applied, and using the stream is an error."""
+
+    @property
+    def needed(self) -> bool:
+        return not self.exists or bool(self.differences)
+
+
+def event_stream(name: str, event_type: EventType, config: Config) -> StreamSpec:
+    """The stream of an event type's base, as the configuration states it.
+
+    Precedence: the schema's storage policy, then the backend's default, then the server's (contract: Aviso's
+    JetStream backend, "Precedence"). `allow_duplicates` unset means one message per subject, as Aviso creates it.
+    """
+    base = event_type.topic.base if event_type.topic else name
+    jetstream = config.notification_backend.jetstream
+    policy = event_type.storage_policy
+    retention_time = (policy and policy.retention_time) or jetstream.retention_time
+    max_messages = (policy and policy.max_messages) or jetstream.max_messages
+    max_bytes = (policy and policy.max_size) or jetstream.max_bytes
+    compression = policy.compression if policy else None
+    allow_duplicates = bool(policy and policy.allow_duplicates)
+    return StreamSpec(
+        name=stream_name(base),
+        subjects=(binding(base),),
+        storage=jetstream.storage_type,
+        retention=jetstream.retention_policy,
+        discard=jetstream.discard_policy,
+        max_msgs=UNSET if max_messages is None else max_messages,
+        max_bytes=UNSET if max_bytes is None else int(max_bytes),
+        max_age=UNSET if retention_time is None else int(retention_time) * SECOND,
+        max_msgs_per_subject=-1 if allow_duplicates else 1,
+        num_replicas=UNSET if jetstream.replicas is None else jetstream.replicas,
+        compression=UNSET if compression is None else ("s2" if compression else "none"),
+    )
+
+
+def plan(wanted: StreamSpec, found: Mapping[str, Any] | None) -> Plan:
+    """The way from the configuration that a server reports (None: no such stream) to the wanted one."""
+    stated = {name: _normalised(name, value) for name, value in msgspec.to_builtins(wanted).items()}
+    if found is None:
+        return Plan(stream=wanted.name, exists=False, config=stated)
+    current = {name: _normalised(name, found.get(name)) for name in stated}
+    differences = [
+        Difference(field=name, found=current[name], wanted=value)
+        for name, value in stated.items()
+        if current[name] != value
+    ]
+    config = {**found, **{difference.field: difference.wanted for difference in differences}}
+    shrunk = _shrunk_duplicate_window(config, stated)
+    if shrunk is not None:
+        differences.append(shrunk)
+        config[shrunk.field] = shrunk.wanted
+    return Plan(
+        stream=wanted.name,
+        exists=True,
+        config=config,
+        differences=tuple(differences),
+        storage_mismatch=any(difference.field == "storage" for difference in differences),
+    )
+
+
+def _normalised(name: str, value: Any) -> Any:
+    """A value as the server reports it: it turns what is missing, and what means unlimited, into one form."""
+    match name:
+        case "max_msgs" | "max_bytes" | "max_msgs_per_subject":
+            return value if value and value > 0 else -1
+        case "num_replicas":
+            return value or 1
+        case "compression":
+            return value or "none"
+        case "storage":
+            return value or "file"
+        case "retention":
+            return value or "limits"
+        case "discard":
+            return value or "old"
+        case "max_age" | "duplicate_window":
+            return value or 0
+        case "subjects":
+            return list(value or ())
+        case _:
+            return value
+
+
+def _shrunk_duplicate_window(config: Mapping[str, Any], stated: Mapping[str, Any]) -> Difference | None:
+    """A server refuses a duplicate window above max_age: shrink it with the age."""
+    max_age = config.get("max_age") or 0
+    window = config.get("duplicate_window") or DEFAULT_DUPLICATE_WINDOW
+    if "max_age" not in stated or not max_age or window <= max_age:
+        return None
+    return Difference(field="duplicate_window", found=window, wanted=max_age)
