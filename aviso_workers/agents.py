@@ -54,9 +54,7 @@ class Agent(Generic[P, R]):
         if concurrency < 1:
             raise DeclarationError(f"agent {self.name!r}: concurrency must be 1 or more, found {concurrency}")
         if ack_wait_seconds <= 0:
-            raise DeclarationError(
-                f"agent {self.name!r}: ack_wait_seconds must be > 0, found {ack_wait_seconds}"
-            )
+            raise DeclarationError(f"agent {self.name!r}: ack_wait_seconds must be > 0, found {ack_wait_seconds}")
         self.__doc__ = function.__doc__
 
     def durable_name(self, app: str) -> str:
@@ -124,9 +122,7 @@ class Router:
 
         return declare
 
-    def task(
-        self, function: Callable[[Any], Coroutine[Any, Any, None]]
-    ) -> Callable[[Any], Coroutine[Any, Any, None]]:
+    def task(self, function: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], Coroutine[Any, Any, None]]:
         """Declare a task: an async function of one argument, the app, that runs as long as the worker does."""
         name = check_name("task", getattr(function, "__name__", ""))
         if not inspect.iscoroutinefunction(function):
@@ -144,9 +140,7 @@ class Router:
 
     def _refuse_twice(self, kind: str, name: str, known: Sequence[str]) -> None:
         if name in known:
-            raise DeclarationError(
-                f"{kind} {name!r} is declared twice in {self.name!r}: give one another name"
-            )
+            raise DeclarationError(f"{kind} {name!r} is declared twice in {self.name!r}: give one another name")
 
 
 def check_name(kind: str, name: str) -> str:

@@ -121,9 +121,7 @@ class NotificationReader:
             return None
         headers = message.headers or {}
         # A decoded "*" or an empty token means that the publisher left the field out.
-        identifier = {
-            key: value for key, value in zip(self._keys, tokens[1:], strict=True) if value not in ("", "*")
-        }
+        identifier = {key: value for key, value in zip(self._keys, tokens[1:], strict=True) if value not in ("", "*")}
         for field, header in ((POLYGON, GEOMETRY_HEADER), (POINT_CLOUD, POINT_CLOUD_HEADER)):
             if header in headers:
                 identifier.setdefault(field, headers[header])

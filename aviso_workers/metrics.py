@@ -98,9 +98,7 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         yield _gauge("build_info", "The package that runs.", {("version",): {(version("aviso-workers"),): 1}})
-        yield _gauge(
-            "connected", "Whether the backend is connected.", {("app",): {(self._app,): self._connected}}
-        )
+        yield _gauge("connected", "Whether the backend is connected.", {("app",): {(self._app,): self._connected}})
         yield _counter(
             "reconnects",
             "Connections made after the first.",
@@ -137,11 +135,7 @@ class Metrics:
         yield _counter(
             "publish_retries",
             "Publish attempts after the first.",
-            {
-                labels: {
-                    (self._app, event_type): self._publish_retries[event_type] for event_type in event_types
-                }
-            },
+            {labels: {(self._app, event_type): self._publish_retries[event_type] for event_type in event_types}},
         )
 
     def _agent_metrics(self) -> Iterator[Metric]:
@@ -150,20 +144,12 @@ class Metrics:
         yield _counter(
             "notifications",
             "Deliveries settled, by outcome.",
-            {
-                (*labels, "outcome"): {
-                    (*key, o): counts.outcomes[o] for key, counts in agents.items() for o in OUTCOMES
-                }
-            },
+            {(*labels, "outcome"): {(*key, o): counts.outcomes[o] for key, counts in agents.items() for o in OUTCOMES}},
         )
         yield _counter(
             "retries",
             "Deliveries given back to be tried again, by reason.",
-            {
-                (*labels, "reason"): {
-                    (*key, r): n for key, counts in agents.items() for r, n in counts.retries.items()
-                }
-            },
+            {(*labels, "reason"): {(*key, r): n for key, counts in agents.items() for r, n in counts.retries.items()}},
         )
         yield _counter(
             "dead_letters",

@@ -67,9 +67,7 @@ def parse_date(value: datetime | str, *, name: str = "from_date") -> datetime:
     try:
         if re.fullmatch(r"\+?[0-9]+", text, re.ASCII):
             return _unix_time(text.lstrip("+0") or "0")
-        if re.fullmatch(
-            r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})?", text, re.ASCII | re.I
-        ):
+        if re.fullmatch(r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})?", text, re.ASCII | re.I):
             time = datetime.fromisoformat(_microseconds(text.upper()))
             return (time if time.tzinfo else time.replace(tzinfo=UTC)).astimezone(UTC)
     except (ValueError, OverflowError, OSError) as error:

@@ -44,13 +44,9 @@ async def serve(app: App, *, status_port: int | None = None) -> None:
     for observer in (logs.observe, metrics.observe, readiness.observe):
         app.events.listen(observer)
     port = settings.status.port if status_port is None else status_port
-    status = StatusServer(
-        host=settings.status.host, port=port, health=readiness.health, metrics=metrics.render
-    )
+    status = StatusServer(host=settings.status.host, port=port, health=readiness.health, metrics=metrics.render)
     with status:
-        log.info(
-            "worker.started", app=app.name, agents=[agent.name for agent in app.agents], status=status.url
-        )
+        log.info("worker.started", app=app.name, agents=[agent.name for agent in app.agents], status=status.url)
         await _work(app, readiness.health, metrics)
     log.info("worker.stopped", app=app.name)
 
@@ -137,10 +133,7 @@ class _Readiness:
 
 def _bases(app: App) -> dict[str, str]:
     event_types = app.config.notification_schema
-    return {
-        agent.name: schema.topic_of(agent.event_type, event_types[agent.event_type]).base
-        for agent in app.agents
-    }
+    return {agent.name: schema.topic_of(agent.event_type, event_types[agent.event_type]).base for agent in app.agents}
 
 
 def _held(app: App, agent: str) -> int:

@@ -14,10 +14,11 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from aviso_workers.config import Config
+from aviso_workers.literals import Duration
 from aviso_workers.schema import EventType
 from aviso_workers.topics import binding, stream_name
 
-__all__ = ["ConsumerSpec", "Difference", "Plan", "StreamSpec", "event_stream", "plan"]
+__all__ = ["ConsumerSpec", "Difference", "Plan", "StreamSpec", "event_stream", "plan", "readable"]
 
 SECOND = 1_000_000_000
 DEFAULT_DUPLICATE_WINDOW = 120 * SECOND
@@ -63,19 +64,23 @@ class Difference(Struct, frozen=True, kw_only=True):
     wanted: Any
 
     def __str__(self) -> str:
-        return f"{self.field}: {self.found} -> {self.wanted}"
+        return f"{self.field}: {readable(self.field, self.found)} -> {readable(self.field, self.wanted)}"
 
 
 class Plan(Struct, frozen=True, kw_only=True):
     """What has to be done: create, update to `config`, or nothing where there is no difference."""
 
-    stream: str
+    wanted: StreamSpec
     exists: bool
     config: Mapping[str, Any]
     """The whole configuration to send; unknown fields of the server's are in it unchanged."""
     differences: tuple[Difference, ...] = ()
     storage_mismatch: bool = False
     """Storage cannot be changed: nothing else is applied, and using the stream is an error."""
+
+    @property
+    def stream(self) -> str:
+        return self.wanted.name
 
     @property
     def needed(self) -> bool:
@@ -115,7 +120,7 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None) -> Plan:
     """The way from the configuration that a server reports (None: no such stream) to the wanted one."""
     stated = {name: _normalised(name, value) for name, value in msgspec.to_builtins(wanted).items()}
     if found is None:
-        return Plan(stream=wanted.name, exists=False, config=stated)
+        return Plan(wanted=wanted, exists=False, config=stated)
     current = {name: _normalised(name, found.get(name)) for name in stated}
     differences = [
         Difference(field=name, found=current[name], wanted=value)
@@ -128,12 +133,26 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None) -> Plan:
         differences.append(shrunk)
         config[shrunk.field] = shrunk.wanted
     return Plan(
-        stream=wanted.name,
+        wanted=wanted,
         exists=True,
         config=config,
         differences=tuple(differences),
         storage_mismatch=any(difference.field == "storage" for difference in differences),
     )
+
+
+def readable(name: str, value: Any) -> str:
+    """The value of a field as people write it."""
+    value = _normalised(name, value)
+    match name:
+        case "subjects":
+            return ", ".join(value)
+        case "max_age":
+            return Duration(value // SECOND).literal() if value else "unlimited"
+        case "duplicate_window":
+            return Duration(value // SECOND).literal()
+        case _:
+            return "unlimited" if value == -1 else str(value)
 
 
 def _normalised(name: str, value: Any) -> Any:

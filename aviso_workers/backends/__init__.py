@@ -201,9 +201,7 @@ class Backend(Protocol):
         interrupted (read on after the last sequence that came), `NotFoundError` where the stream is gone.
         """
 
-    async def publish(
-        self, message: Message, *, message_id: str, stream: str, timeout_seconds: float
-    ) -> PubAck:
+    async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
         """Store one message in `stream`; one of the same id within the duplicate window is stored once."""
 
     async def key_value(self, bucket: str) -> KeyValue:

@@ -10,7 +10,7 @@ import sys
 import typer
 from rich.console import Console
 
-from aviso_workers.cli import checking, notifying, reading, working
+from aviso_workers.cli import administering, checking, configuring, notifying, reading, working
 from aviso_workers.errors import (
     AvisoWorkersError,
     ConfigError,
@@ -34,6 +34,9 @@ command.command()(notifying.notify)
 command.command()(reading.watch)
 command.command()(reading.replay)
 command.command()(checking.check)
+command.command()(administering.delete)
+command.add_typer(administering.streams, name="streams")
+command.add_typer(configuring.config, name="config")
 
 
 def main() -> None:

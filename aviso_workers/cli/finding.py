@@ -66,9 +66,7 @@ def _import(target: str) -> App:
 def _router(name: str) -> Router:
     found = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     if name not in found:
-        raise DeclarationError(
-            f"no agent {name!r} is installed; there are: {', '.join(sorted(found)) or 'none'}"
-        )
+        raise DeclarationError(f"no agent {name!r} is installed; there are: {', '.join(sorted(found)) or 'none'}")
     router = found[name].load()
     if not isinstance(router, Router):
         raise DeclarationError(f"the entry point {name!r} of {ENTRY_POINTS} is no Router")

@@ -39,9 +39,7 @@ def parse_pairs(pairs: Sequence[str]) -> dict[str, str]:
 
 def parse_where(pairs: Sequence[str]) -> dict[str, Any]:
     """Like `parse_pairs`; a value in JSON brackets is a list or a constraint: `stream=["oper","wave"]`."""
-    return {
-        key: _json(value) if value[:1] in ("[", "{") else value for key, value in parse_pairs(pairs).items()
-    }
+    return {key: _json(value) if value[:1] in ("[", "{") else value for key, value in parse_pairs(pairs).items()}
 
 
 def parse_payload(text: str | None) -> Any:
@@ -55,9 +53,7 @@ def parse_payload(text: str | None) -> Any:
         try:
             return _json(path.read_text())
         except OSError as error:
-            raise InvalidNotificationError(
-                f"cannot read the payload from {path}: {error.strerror}"
-            ) from error
+            raise InvalidNotificationError(f"cannot read the payload from {path}: {error.strerror}") from error
     return _json(text)
 
 

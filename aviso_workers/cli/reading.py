@@ -19,13 +19,9 @@ from aviso_workers.cli.parsing import parse_where
 __all__ = ["replay", "watch"]
 
 Event = Annotated[str, typer.Argument(metavar="EVENT")]
-Filter = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE...", help='A value, or JSON: step={"gte":24}')
-]
+Filter = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help='A value, or JSON: step={"gte":24}')]
 FromId = Annotated[str | None, typer.Option("--from-id", help="First sequence, inclusive.")]
-FromDate = Annotated[
-    str | None, typer.Option("--from-date", help="First time, inclusive, e.g. 2026-11-20T06:00:00Z.")
-]
+FromDate = Annotated[str | None, typer.Option("--from-date", help="First time, inclusive, e.g. 2026-11-20T06:00:00Z.")]
 ToId = Annotated[str | None, typer.Option("--to-id", help="Last sequence, inclusive.")]
 ToDate = Annotated[str | None, typer.Option("--to-date", help="Last time, inclusive.")]
 
@@ -56,9 +52,7 @@ def replay(
     anyio.run(
         _print,
         config,
-        lambda app: app.replay(
-            event, wanted, from_id=from_id, from_date=from_date, to_id=to_id, to_date=to_date
-        ),
+        lambda app: app.replay(event, wanted, from_id=from_id, from_date=from_date, to_id=to_id, to_date=to_date),
     )
 
 

@@ -19,12 +19,8 @@ __all__ = ["dev", "worker"]
 
 STORE_DIR = Path(".aviso-workers/nats")
 
-Target = Annotated[
-    str | None, typer.Argument(metavar="MODULE:APP", help="Where the app is, e.g. mine.agents:app.")
-]
-AgentOption = Annotated[
-    str | None, typer.Option("--agent", metavar="NAME", help="Run an installed agent instead.")
-]
+Target = Annotated[str | None, typer.Argument(metavar="MODULE:APP", help="Where the app is, e.g. mine.agents:app.")]
+AgentOption = Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Run an installed agent instead.")]
 StatusPort = Annotated[
     int | None, typer.Option("--status-port", help="Port of /metrics, /livez and /readyz; 0 is any free one.")
 ]
@@ -51,9 +47,7 @@ def dev(
     app = find_app(target, agent=agent, config=config)
     (server_url, *_) = app.config.notification_backend.jetstream.servers
     if (host := urlsplit(server_url).hostname) not in ("localhost", "127.0.0.1"):
-        raise ConfigError(
-            [f"notification_backend.jetstream.nats_url: dev serves 127.0.0.1 only, found {host}"]
-        )
+        raise ConfigError([f"notification_backend.jetstream.nats_url: dev serves 127.0.0.1 only, found {host}"])
     with tempfile.TemporaryDirectory() as forgotten:
         store_dir = Path(forgotten) if ephemeral else Path.cwd() / STORE_DIR
         store_dir.mkdir(parents=True, exist_ok=True)

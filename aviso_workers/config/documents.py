@@ -31,7 +31,7 @@ _NAMED: dict[str, bool | None] = {
 }
 _INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_LONGEST_NUMBER = 400
+_LONGEST_NUMBER = 300
 
 
 class Place(Struct, frozen=True, order=True):
@@ -68,13 +68,13 @@ class Node(Struct, frozen=True, kw_only=True):
 
     @property
     def is_null(self) -> bool:
-        return isinstance(self.value, str) and self.plain and _NAMED.get(self.value, self) is None
+        return isinstance(self.value, str) and self.plain and resolved(self.value) is None
 
 
-def parse(text: str, place: Place) -> tuple[Node, list[tuple[Place, str]]]:
+def parse(text: str, place: Place) -> tuple[Node | None, list[tuple[Place, str]]]:
     """Read a YAML document that starts at `place`: the node, and the mistakes as (place, what is wrong).
 
-    No content is an empty mapping, and so is what cannot be read at all.
+    No content is an empty mapping; None is what cannot be made sense of.
     """
     builder = _Builder(text, place)
     try:
@@ -90,7 +90,7 @@ def parse(text: str, place: Place) -> tuple[Node, list[tuple[Place, str]]]:
     except (ValueError, OverflowError):
         # PyYAML lets them through for escapes such as "\UFFFFFFFF".
         builder.refuse(0, "not valid YAML: an escape or a number in it is out of range")
-    return Node(value={}, place=place), builder.mistakes
+    return None, builder.mistakes
 
 
 def overlay(below: Node, above: Node) -> Node:
@@ -155,17 +155,17 @@ class _Builder:
                 continue
             if self._count:
                 raise self._unreadable(event, "a second document starts here: one file holds one")
-            root = self._node(next(self._events), depth=0)
+            root = self._node(next(self._events), ())
             node = node if root.is_null else root
         return node
 
     def refuse(self, line: int, problem: str) -> None:
         self.mistakes.append((self._place(line), problem))
 
-    def _node(self, event: yaml.Event, *, depth: int) -> Node:
+    def _node(self, event: yaml.Event, path: tuple[str, ...]) -> Node:
         if isinstance(event, yaml.AliasEvent):
             return self._alias(event)
-        if depth > DEEPEST:
+        if len(path) > DEEPEST:
             raise self._unreadable(event, f"nested more than {DEEPEST} levels deep")
         tag, anchor = getattr(event, "tag", None), getattr(event, "anchor", None)
         if tag not in (None, "!", "tag:yaml.org,2002:str"):
@@ -174,7 +174,7 @@ class _Builder:
         before = self._count
         self._add(event, 1)
         node = Node(
-            value=self._value(event, depth=depth),
+            value=self._value(event, path),
             place=self._place(_line(event)),
             plain=isinstance(event, yaml.ScalarEvent) and event.style is None and tag is None,
         )
@@ -190,28 +190,30 @@ class _Builder:
         self._add(event, size)
         return node
 
-    def _value(self, event: yaml.Event, *, depth: int) -> dict[str, Node] | list[Node] | str:
+    def _value(self, event: yaml.Event, path: tuple[str, ...]) -> dict[str, Node] | list[Node] | str:
         if isinstance(event, yaml.ScalarEvent):
             return self._text(event)
         if isinstance(event, yaml.MappingStartEvent):
-            return self._mapping(depth=depth + 1)
-        items = []
+            return self._mapping(path)
+        items: list[Node] = []
         while not isinstance(item := next(self._events), yaml.SequenceEndEvent):
-            items.append(self._node(item, depth=depth + 1))
+            items.append(self._node(item, (*path, str(len(items)))))
         return items
 
-    def _mapping(self, *, depth: int) -> dict[str, Node]:
+    def _mapping(self, path: tuple[str, ...]) -> dict[str, Node]:
         nodes: dict[str, Node] = {}
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
-            key = self._node(event, depth=depth).value
-            node = self._node(next(self._events), depth=depth)
             line = _line(event)
+            key = self._node(event, (*path, "")).value
+            inside = (*path, key if isinstance(key, str) else "")
+            node = self._node(next(self._events), inside)
             if not isinstance(key, str):
                 self.refuse(line, "a key must be text")
             elif key == "<<":
                 self.refuse(line, "merge keys (<<) are not read: repeat the keys here")
             elif key in nodes:
-                self.refuse(line, f"duplicate key {key!r}, which is first on line {nodes[key].place.line}")
+                first = nodes[key].place
+                self.refuse(line, f"{'.'.join(inside)}: duplicate key, which is already at {first}")
             else:
                 nodes[key] = structs.replace(node, place=self._place(line))
         return nodes

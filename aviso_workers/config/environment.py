@@ -25,13 +25,12 @@ _NOT_KEYS = (SERVER_FILE, WORKERS_FILE, f"{WORKERS}NATS_SERVER")
 
 def overrides(
     root: Node, environ: Mapping[str, str], *, wanted: inspect.Type, rank: int
-) -> tuple[Node, list[str], list[tuple[Place, str]]]:
-    """`root` with the environment laid over it, the variables that were used, and the mistakes.
+) -> tuple[Node, list[tuple[Place, str]]]:
+    """`root` with the environment laid over it, and the mistakes as (place, what is wrong).
 
     `wanted` is the root's type, `rank` where the environment sorts among the sources. A variable that names no key is
     a mistake if it is one of ours; one of aviso-server's is left to the server.
     """
-    used: list[str] = []
     mistakes: list[tuple[Place, str]] = []
     for prefix in (SERVER, WORKERS):
         for name in sorted(environ):
@@ -48,12 +47,13 @@ def overrides(
                 mistakes.append((place, "is not UTF-8 text"))
                 continue
             node, wrong = _value(environ[name], type_, place)
+            mistakes += wrong
+            if node is None:
+                continue
             for key in reversed(keys):
                 node = Node(value={key: node}, place=place)
             root = overlay(root, node)
-            used.append(name)
-            mistakes += wrong
-    return root, used, mistakes
+    return root, mistakes
 
 
 def _find(parts: list[str], root: Node, wanted: inspect.Type) -> tuple[list[str], inspect.Type]:
@@ -68,7 +68,8 @@ def _find(parts: list[str], root: Node, wanted: inspect.Type) -> tuple[list[str]
         found = known.get(key, others)
         if found is None:
             where = ".".join(keys) or "a configuration"
-            raise LookupError(f"there is no {part!r} in {where}; {near(part, known, among=True)}")
+            hint = near(part, known, among=True) if known else "it holds no keys"
+            raise LookupError(f"there is no {part!r} in {where}; {hint}")
         keys.append(key)
         wanted, node = found, given.get(key)
     return keys, wanted
@@ -90,7 +91,7 @@ def _inside(wanted: inspect.Type) -> tuple[dict[str, inspect.Type], inspect.Type
             return {}, None
 
 
-def _value(text: str, wanted: inspect.Type, place: Place) -> tuple[Node, list[tuple[Place, str]]]:
+def _value(text: str, wanted: inspect.Type, place: Place) -> tuple[Node | None, list[tuple[Place, str]]]:
     """The text of a variable as a node: text for a scalar, and for what holds several values also YAML's flow style."""
     wanted = without_none(wanted)
     is_list = isinstance(wanted, inspect.VarTupleType | inspect.TupleType)

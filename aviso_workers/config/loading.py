@@ -42,27 +42,27 @@ def load(path: str | Path | None = None, *, environ: Mapping[str, str] = os.envi
     Raises ConfigError with all mistakes.
     """
     files = _files(path, environ)
-    root = _read(files)
+    root, mistakes = _read(files)
     wanted = inspect.type_info(Document)
     assert isinstance(wanted, inspect.StructType)
-    root, variables, mistakes = overrides(root, environ, wanted=wanted, rank=len(files))
+    environment = len(files)
+    root, wrong = overrides(root, environ, wanted=wanted, rank=environment)
     reader = Reader(unused=_unused(root))
     values = reader.fields(root, wanted, "")
     if (backend := values.get("notification_backend")) and backend.kind == "jetstream":
         if token := _token(backend.jetstream, environ):
             values["notification_backend"] = _with_token(backend, token)
-            reader.places[f"{_JETSTREAM}.token"] = Place(rank=len(files), line=0, source=TOKEN)
-            variables.append(TOKEN)
+            reader.places[f"{_JETSTREAM}.token"] = Place(rank=environment, line=0, source=TOKEN)
         _refuse_all(reader, _jetstream_mistakes(backend.jetstream, reader))
     _refuse_all(reader, _schema_mistakes(values, reader))
-    if mistakes := mistakes + reader.mistakes:
-        raise _error(mistakes)
-    del reader.places[""]
+    if found := mistakes + wrong + reader.mistakes:
+        raise _error(found)
+    variables = {place.source for place in reader.places.values() if place.rank == environment}
     return Config(
         **values,
-        sources=(*map(str, files), *variables),
+        sources=(*map(str, files), *sorted(variables)),
         warnings=tuple(_sentences(reader.warnings)),
-        origins={key: str(place) for key, place in reader.places.items()},
+        origins={key: str(place) for key, place in reader.places.items() if key},
     )
 
 
@@ -78,9 +78,7 @@ def _files(path: str | Path | None, environ: Mapping[str, str]) -> Sequence[Path
     found = [place for place in places if isfile(place)]
     if not found:
         looked = ", ".join(map(str, places))
-        raise ConfigError(
-            [f"no configuration file: looked for {looked}; give one, or name it in {WORKERS_FILE}"]
-        )
+        raise ConfigError([f"no configuration file: looked for {looked}; give one, or name it in {WORKERS_FILE}"])
     return found
 
 
@@ -92,30 +90,38 @@ def _file(named_by: str, path: str | Path) -> Path:
     return Path(path)
 
 
-def _read(files: Sequence[Path]) -> Node:
-    """The files as one mapping. Raises ConfigError."""
+def _read(files: Sequence[Path]) -> tuple[Node, list[tuple[Place, str]]]:
+    """The files as one mapping, and the mistakes as (place, what is wrong).
+
+    Raises ConfigError where a file cannot be made sense of.
+    """
     root = Node(value={}, place=Place(rank=0, line=1, source=str(files[0])))
     mistakes: list[tuple[Place, str]] = []
+    unreadable = False
     for rank, file in enumerate(files):
-        start = Place(rank=rank, line=1, source=str(file))
-        try:
-            content = file.read_bytes()
-            text = content.decode("utf-8-sig")
-        except OSError as error:
-            mistakes.append((structs.replace(start, line=0), f"cannot be read: {error.strerror}"))
-            continue
-        except UnicodeDecodeError as error:
-            line = content.count(b"\n", 0, error.start) + 1
-            mistakes.append((structs.replace(start, line=line), "is not UTF-8 text"))
-            continue
-        node, wrong = parse(text, start)
-        if not isinstance(node.value, dict):
-            wrong.append((node.place, "expected keys and values at the top, such as 'notification_backend:'"))
-        root = overlay(root, node)
+        node, wrong = _read_one(file, Place(rank=rank, line=1, source=str(file)))
         mistakes += wrong
-    if mistakes:
+        if node is None:
+            unreadable = True
+        elif isinstance(node.value, dict):
+            root = overlay(root, node)
+        else:
+            mistakes.append((node.place, "expected keys and values at the top, such as 'notification_backend:'"))
+            unreadable = True
+    if unreadable:
         raise _error(mistakes)
-    return root
+    return root, mistakes
+
+
+def _read_one(file: Path, start: Place) -> tuple[Node | None, list[tuple[Place, str]]]:
+    try:
+        content = file.read_bytes()
+        return parse(content.decode("utf-8-sig"), start)
+    except OSError as error:
+        return None, [(structs.replace(start, line=0), f"cannot be read: {error.strerror}")]
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        return None, [(structs.replace(start, line=line), "is not UTF-8 text")]
 
 
 def _unused(root: Node) -> str:
@@ -166,13 +172,14 @@ def _jetstream_mistakes(jetstream: JetStream, reader: Reader) -> Iterator[tuple[
 def _schema_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tuple[str, str]]:
     """What is wrong with event types, as far as they could be read: no mistake is told twice."""
     event_types: dict[str, EventType] = values.get("notification_schema", {})
-    whole = {
-        name: event_type
-        for name, event_type in event_types.items()
-        if not any(reader.is_wrong(f"notification_schema.{name}.{part}") for part in ("topic", "identifier"))
-    }
-    for name, event_type in whole.items():
-        yield from schema.mistakes(name, event_type)
+    whole = {}
+    for name, event_type in event_types.items():
+        prefix = f"notification_schema.{name}"
+        if not reader.is_wrong(f"{prefix}.topic") and not reader.is_wrong(f"{prefix}.identifier"):
+            whole[name] = event_type
+        for path, problem in schema.mistakes(name, event_type):
+            if name in whole or path.startswith(f"{prefix}.storage_policy."):
+                yield path, problem
     yield from schema.check_bases_unique(whole)
     backend = values.get("notification_backend")
     if backend is None or backend.kind == "jetstream":

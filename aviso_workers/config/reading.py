@@ -23,7 +23,7 @@ from aviso_workers import literals
 from aviso_workers.config.documents import Node, Place, resolved
 from aviso_workers.config.secrets import Secret, ServerUrls
 
-__all__ = ["Reader", "near", "sentence", "without_none"]
+__all__ = ["Reader", "near", "without_none"]
 
 _BOOLEANS = {
     "true": True,
@@ -60,9 +60,9 @@ class Reader:
             path = path.rpartition(".")[0]
         return self.places[path]
 
-    def refuse(self, path: str, problem: str, *, place: Place | None = None) -> None:
-        """Note a mistake; `problem` follows the key path in a sentence, `place` is the key path's if not given."""
-        self.mistakes.append((place or self.place(path), sentence(path, problem)))
+    def refuse(self, path: str, problem: str) -> None:
+        """Note a mistake; `problem` follows the key path in a sentence."""
+        self.mistakes.append((self.place(path), _sentence(path, problem)))
         self._wrong.append(path)
 
     def is_wrong(self, path: str) -> bool:
@@ -94,13 +94,9 @@ class Reader:
             if key in known or key == wanted.tag_field:
                 continue
             if wanted.forbid_unknown_fields:
-                self.mistakes.append(
-                    (node.place, f"{path}: unknown field(s): {key}; {near(key, known, among=True)}")
-                )
+                self.mistakes.append((node.place, f"{path}: unknown field(s): {key}; {near(key, known, among=True)}"))
             elif hint := near(key, known, cutoff=0.8):
-                self.warnings.append(
-                    (node.place, f"{_join(path, key)}: this key is not known and is ignored; {hint}")
-                )
+                self.warnings.append((node.place, f"{_join(path, key)}: this key is not known and is ignored; {hint}"))
 
     def _read(self, node: Node, wanted: inspect.Type, path: str) -> Any:
         self.places[path] = node.place
@@ -165,8 +161,7 @@ class Reader:
         if len(items) != len(types):
             raise ValueError(f"expected a list of {len(types)}, found {len(items)}")
         values = tuple(
-            self._read(item, inside, f"{path}[{i}]")
-            for i, (item, inside) in enumerate(zip(items, types, strict=True))
+            self._read(item, inside, f"{path}[{i}]") for i, (item, inside) in enumerate(zip(items, types, strict=True))
         )
         return _BAD if any(value is _BAD for value in values) else values
 
@@ -182,9 +177,9 @@ class Reader:
         return number
 
 
-def sentence(path: str, problem: str) -> str:
+def _sentence(path: str, problem: str) -> str:
     """A key path and what is wrong with it, in the words that aviso-server's documentation has for it."""
-    if problem.startswith(("expected", "unknown", "Unknown", "Schema")):
+    if problem.startswith(("expected", "Unknown", "Schema")):
         return f"{path}: {problem}"
     if policy := _POLICY.fullmatch(path):
         return f"{path}: Schema {policy[1]!r} storage_policy.{policy[2]} {problem}"
@@ -194,7 +189,7 @@ def sentence(path: str, problem: str) -> str:
 def near(name: str, known: Iterable[str], *, cutoff: float = 0.6, among: bool = False) -> str:
     """A question for the nearest known name; where none is near, all of them (`among`) or nothing."""
     names = list(known)
-    if found := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
+    if found := difflib.get_close_matches(name.lower(), names, n=1, cutoff=cutoff):
         return f"did you mean {found[0]!r}?"
     return f"known are: {', '.join(names)}" if among else ""
 
@@ -255,8 +250,6 @@ def _integer(node: Node) -> int:
 
 def _float(node: Node) -> float:
     number = _number(node, "a number")
-    if isinstance(number, int) and abs(number) >= _I64:
-        raise ValueError(f"expected a number of a sensible size, found {_shown(node)}")
     if not math.isfinite(number):
         raise ValueError(f"expected a finite number, found {_shown(node)}")
     return float(number)
@@ -278,7 +271,7 @@ def _boolean(node: Node) -> bool:
 
 
 def _choice(node: Node, choices: Iterable[Any], reasons: dict[str, str]) -> str:
-    expected = f"one of {', '.join(map(repr, choices))}"
+    expected = " or ".join(map(repr, choices))
     text = _scalar(node, expected)
     if text in choices:
         return text
@@ -286,7 +279,7 @@ def _choice(node: Node, choices: Iterable[Any], reasons: dict[str, str]) -> str:
         raise ValueError(f"is invalid: {reasons[text]}")
     if "otherwise" in reasons:
         raise ValueError(f"{reasons['otherwise'].format(found=_cut(text))}; expected {expected}")
-    raise ValueError(f"expected {expected}; found {_shown(node)}")
+    raise ValueError(f"expected {expected}, found {_shown(node)}")
 
 
 def _custom(node: Node, wanted: type) -> object:

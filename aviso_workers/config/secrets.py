@@ -51,9 +51,7 @@ class ServerUrls:
         for position, url in enumerate(self._urls, start=1):
             if not _is_server_url(url):
                 which = f": number {position} of {len(self._urls)} is not" if len(self._urls) > 1 else ""
-                raise ValueError(
-                    f"must be a URL such as nats://host:4222 (or {', '.join(_SCHEMES[1:])}){which}"
-                )
+                raise ValueError(f"must be a URL such as nats://host:4222 (or {', '.join(_SCHEMES[1:])}){which}")
 
     @property
     def have_user(self) -> bool:

@@ -61,9 +61,7 @@ class Tls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ca_file: Annotated[str | None, about("Certificates to trust. Default: the system's.")] = None
     cert_file: Annotated[str | None, about("Our certificate, where the server asks for one.")] = None
     key_file: Annotated[str | None, about("Its private key. Default: it is in cert_file.")] = None
-    server_hostname: Annotated[str | None, about("Name in the server's certificate. Default: the URL's.")] = (
-        None
-    )
+    server_hostname: Annotated[str | None, about("Name in the server's certificate. Default: the URL's.")] = None
 
 
 class JetStream(Struct, frozen=True, kw_only=True):
@@ -73,21 +71,15 @@ class JetStream(Struct, frozen=True, kw_only=True):
         ServerUrls,
         about(f"Server URLs: a list, or text with commas between them. Default: {DEFAULT_URL}."),
     ] = field(default_factory=lambda: ServerUrls(DEFAULT_URL))
-    token: Annotated[
-        Secret | None, about("Token to authenticate with. Default: NATS_TOKEN of the environment.")
-    ] = None
+    token: Annotated[Secret | None, about("Token to authenticate with. Default: NATS_TOKEN of the environment.")] = None
     timeout_seconds: Annotated[Positive, about("Seconds for one attempt to connect.")] = 30
     retry_attempts: Annotated[Positive, about("Attempts to connect at startup before giving up.")] = 3
 
-    enable_auto_reconnect: Annotated[
-        bool, about("Connect again when a connection is lost after startup.")
-    ] = True
+    enable_auto_reconnect: Annotated[bool, about("Connect again when a connection is lost after startup.")] = True
     max_reconnect_attempts: Annotated[
         Count, about("Attempts to reconnect before giving up for good; 0 is without end.")
     ] = 5
-    reconnect_delay_ms: Annotated[
-        Positive, about("Milliseconds between two attempts, at startup as later.")
-    ] = 2000
+    reconnect_delay_ms: Annotated[Positive, about("Milliseconds between two attempts, at startup as later.")] = 2000
 
     publish_retry_attempts: Annotated[
         Positive, about("Attempts in all to publish a notification while the connection's channel is closed.")
@@ -97,17 +89,13 @@ class JetStream(Struct, frozen=True, kw_only=True):
     ] = 150
 
     max_messages: Annotated[int | None, about("Messages a stream keeps; 0 and below: no limit.")] = None
-    max_bytes: Annotated[
-        int | None, about("Bytes a stream keeps, a plain number; 0 and below: no limit.")
-    ] = None
+    max_bytes: Annotated[int | None, about("Bytes a stream keeps, a plain number; 0 and below: no limit.")] = None
     retention_time: Annotated[
         Duration | None,
         about("How long a stream keeps a message: a number and s, m, h, d or w, such as 30d."),
     ] = None
     storage_type: Annotated[Literal["file", "memory"], about("Where streams are stored.")] = "file"
-    replicas: Annotated[Count | None, about("Copies of a stream in the cluster. Default: the server's.")] = (
-        None
-    )
+    replicas: Annotated[Count | None, about("Copies of a stream in the cluster. Default: the server's.")] = None
     retention_policy: Annotated[
         Literal["limits", "interest"],
         about(
@@ -153,9 +141,7 @@ class InMemory(Struct, frozen=True, kw_only=True):
     """The backend without a server: everything is gone when the process ends."""
 
     max_history_per_topic: Annotated[Positive, about("Notifications kept per topic.")] = 1
-    max_topics: Annotated[Positive, about("Topics kept; the one that was quiet for longest gives way.")] = (
-        10_000
-    )
+    max_topics: Annotated[Positive, about("Topics kept; the one that was quiet for longest gives way.")] = 10_000
     enable_metrics: Annotated[bool, about("Read by aviso-server only; our metrics are always there.")] = False
 
 
@@ -166,9 +152,7 @@ class NotificationBackend(Struct, frozen=True, kw_only=True):
         Literal["jetstream", "in_memory"],
         about("The backend to use.", otherwise="Unknown notification_backend kind: {found}"),
     ]
-    jetstream: Annotated[JetStream, about("Settings of the backend 'jetstream'.")] = field(
-        default_factory=JetStream
-    )
+    jetstream: Annotated[JetStream, about("Settings of the backend 'jetstream'.")] = field(default_factory=JetStream)
     in_memory: Annotated[InMemory, about("Settings of the backend 'in_memory'.")] = InMemory()
 
 
@@ -182,20 +166,14 @@ class Status(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Logging(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a worker writes to stderr."""
 
-    format: Annotated[Literal["console", "json"], about("For people, or one JSON object per line.")] = (
-        "console"
-    )
-    level: Annotated[Literal["debug", "info", "warning", "error"], about("The least that is written.")] = (
-        "info"
-    )
+    format: Annotated[Literal["console", "json"], about("For people, or one JSON object per line.")] = "console"
+    level: Annotated[Literal["debug", "info", "warning", "error"], about("The least that is written.")] = "info"
 
 
 class DeadLetters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The stream of notifications that could not be handled."""
 
-    replicas: Annotated[Positive | None, about("Copies in the cluster. Default: those of the backend.")] = (
-        None
-    )
+    replicas: Annotated[Positive | None, about("Copies in the cluster. Default: those of the backend.")] = None
     max_bytes: Annotated[
         Size | None,
         about("What it may hold: a number and K, M, G, T, Ki, Mi, Gi or Ti, such as 1Gi. Default: all."),
@@ -211,9 +189,7 @@ class Workers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Annotated[float, Meta(ge=0)],
         about("Seconds that running agents get to finish when a worker is told to stop."),
     ] = 30.0
-    dead_letters: Annotated[DeadLetters, about("Where notifications go that could not be handled.")] = (
-        DeadLetters()
-    )
+    dead_letters: Annotated[DeadLetters, about("Where notifications go that could not be handled.")] = DeadLetters()
     agents: Annotated[
         dict[str, dict[str, Any]],
         about("Settings of agents that come with the package or with others', by the name of their router."),
@@ -228,9 +204,7 @@ class Document(Struct, frozen=True, kw_only=True):
     notification_schema_strict: Annotated[
         bool | None, about("Refuse unknown event types. Default: where there is a known one.")
     ] = None
-    application: Annotated[Application, about("aviso-server's section; only base_url is read.")] = (
-        Application()
-    )
+    application: Annotated[Application, about("aviso-server's section; only base_url is read.")] = Application()
     workers: Annotated[Workers, about("The worker processes.")] = Workers()
 
 

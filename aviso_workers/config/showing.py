@@ -19,9 +19,7 @@ _LITERALS: dict[type, dict[str, Any]] = {
     Duration: {"type": "string", "pattern": r"^\s*[0-9]+[smhdwSMHDW]\s*$"},
     Size: {"type": "string", "pattern": r"^\s*[0-9]+[KMGT]i?\s*$"},
     Secret: {"type": "string", "minLength": 1},
-    ServerUrls: {
-        "anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string"}}]
-    },
+    ServerUrls: {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string"}}]},
 }
 _AGENTS = "workers.agents."
 _TELLTALE = re.compile(r"password|passwd|secret|token|credential|api_?key", re.IGNORECASE)

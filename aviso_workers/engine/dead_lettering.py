@@ -32,9 +32,7 @@ class DeadLetters:
         self._provisioner = provisioner
         self._spec = stream_spec(config)
 
-    async def bury(
-        self, delivery: Delivery, *, agent: str, stream: str, reason: str, error: Exception | None
-    ) -> None:
+    async def bury(self, delivery: Delivery, *, agent: str, stream: str, reason: str, error: Exception | None) -> None:
         """Store a copy, acknowledged. Raises `BackendError`: then the original must not be given up."""
         await self._provisioner.ensure(self._spec)
         message = delivery.message
@@ -49,9 +47,7 @@ class DeadLetters:
             "Aviso-Reason": reason,
             "Aviso-Error": _one_line(f"{type(error).__name__}: {error}" if error else ""),
         }
-        kept = {
-            name: value for name, value in (message.headers or {}).items() if not name.startswith("Nats-")
-        }
+        kept = {name: value for name, value in (message.headers or {}).items() if not name.startswith("Nats-")}
         await self._backend.publish(
             Message(subject=f"{SUBJECT}.{self._app}.{agent}", data=message.data, headers={**kept, **headers}),
             message_id=f"{self._app}.{agent}.{stream}.{message.sequence}",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import anyio
 
 from aviso_workers import streams
 from aviso_workers.backends import Backend, StreamInfo
 from aviso_workers.errors import NotFoundError, RefusedError
 from aviso_workers.events import Events, StreamProvisioned
-from aviso_workers.streams import Plan, StreamSpec
+from aviso_workers.streams import Difference, Plan, StreamSpec
 
 __all__ = ["Provisioner"]
 
@@ -51,47 +53,61 @@ class Provisioner:
             found = None
         return streams.plan(spec, found.config if found else None)
 
+    async def carry_out(self, plan: Plan) -> None:
+        """Create or update as planned. Raises `RefusedError` where the server refuses, or storage would change."""
+        if plan.storage_mismatch:
+            raise _storage_mismatch(plan)
+        if not plan.exists:
+            await self._backend.create_stream(plan.wanted)
+            self._events.emit(StreamProvisioned(stream=plan.stream, action="created"))
+        elif plan.differences:
+            await self._backend.update_stream(plan.config)
+            self._events.emit(
+                StreamProvisioned(stream=plan.stream, action="updated", differences=_texts(plan.differences))
+            )
+
     async def _reconcile(self, spec: StreamSpec) -> None:
         plan = await self.plan(spec)
-        if not plan.exists and self._management == "observe":
-            raise NotFoundError(
-                f"stream {spec.name} does not exist, and stream_management: observe creates none; "
-                "create it, or set stream_management to create or reconcile"
-            )
         if not plan.exists:
-            plan = await self._create(spec)
+            if self._management == "observe":
+                raise NotFoundError(
+                    f"stream {spec.name} does not exist, and stream_management: observe creates none; "
+                    "create it, or set stream_management to create or reconcile"
+                )
+            plan = await self._create(plan)
         if plan.storage_mismatch:
-            raise RefusedError(
-                f"stream {spec.name} storage mismatch: "
-                + next(str(difference) for difference in plan.differences if difference.field == "storage")
-                + "; storage cannot be changed: set storage_type to what the stream has, or delete the stream"
-            )
+            raise _storage_mismatch(plan)
         if plan.differences and self._management == "reconcile":
             await self._update(plan)
 
-    async def _create(self, spec: StreamSpec) -> Plan:
+    async def _create(self, plan: Plan) -> Plan:
         """The plan that is left after creating: none, unless somebody else was faster."""
         try:
-            await self._backend.create_stream(spec)
+            await self.carry_out(plan)
         except RefusedError as error:
             if error.code != NAME_IN_USE:
                 raise
-        else:
-            self._events.emit(StreamProvisioned(stream=spec.name, action="created"))
-        return await self.plan(spec)
+        return await self.plan(plan.wanted)
 
     async def _update(self, plan: Plan) -> None:
         """Aviso's rule: where the server refuses, warn and use the stream as it is."""
-        differences = tuple(str(difference) for difference in plan.differences)
         try:
-            await self._backend.update_stream(plan.config)
+            await self.carry_out(plan)
         except RefusedError as error:
             self._events.emit(
                 StreamProvisioned(
-                    stream=plan.stream, action="kept", differences=differences, refused=str(error)
+                    stream=plan.stream, action="kept", differences=_texts(plan.differences), refused=str(error)
                 )
             )
-        else:
-            self._events.emit(
-                StreamProvisioned(stream=plan.stream, action="updated", differences=differences)
-            )
+
+
+def _texts(differences: Iterable[Difference]) -> tuple[str, ...]:
+    return tuple(str(difference) for difference in differences)
+
+
+def _storage_mismatch(plan: Plan) -> RefusedError:
+    (storage,) = (difference for difference in plan.differences if difference.field == "storage")
+    return RefusedError(
+        f"stream {plan.stream} storage mismatch: it has {storage.found}, the configuration says {storage.wanted}; "
+        "storage cannot be changed: set storage_type to what the stream has, or delete the stream"
+    )

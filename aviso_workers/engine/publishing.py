@@ -67,9 +67,7 @@ class Publisher:
         `publish_deadline_seconds` are over, `RefusedError` where trying again would not help.
         """
         message = encode(self._config, wanted)
-        size = len(message.data) + sum(
-            len(key) + len(value) for key, value in (message.headers or {}).items()
-        )
+        size = len(message.data) + sum(len(key) + len(value) for key, value in (message.headers or {}).items())
         if size + HEADER_ALLOWANCE > self._backend.max_payload:
             raise InvalidPayloadError(
                 f"{wanted.event_type}: the notification has {size} bytes, the server takes {self._backend.max_payload}"
@@ -77,9 +75,7 @@ class Publisher:
         spec = streams.event_stream(
             wanted.event_type, self._config.notification_schema[wanted.event_type], self._config
         )
-        ack = await self._until_acknowledged(
-            wanted.event_type, message, spec, wanted.message_id or uuid.uuid4().hex
-        )
+        ack = await self._until_acknowledged(wanted.event_type, message, spec, wanted.message_id or uuid.uuid4().hex)
         return Receipt(stream=ack.stream, sequence=ack.sequence, duplicate=ack.duplicate)
 
     async def notify_many(self, wanted: Iterable[Notify]) -> int:
@@ -97,9 +93,7 @@ class Publisher:
                 try:
                     await self.notify(notification)
                 except AvisoWorkersError as error:
-                    failure = (
-                        failure or error
-                    )  # raised below, outside of the group, so that it arrives as itself
+                    failure = failure or error  # raised below, outside of the group, so that it arrives as itself
                     sending.cancel_scope.cancel()
                     return
                 count += 1
@@ -111,9 +105,7 @@ class Publisher:
             raise failure
         return count
 
-    async def _until_acknowledged(
-        self, event_type: str, message: Message, spec: StreamSpec, message_id: str
-    ) -> PubAck:
+    async def _until_acknowledged(self, event_type: str, message: Message, spec: StreamSpec, message_id: str) -> PubAck:
         deadline = anyio.current_time() + self._settings.publish_deadline_seconds
         attempt = 1
         while True:
@@ -127,9 +119,7 @@ class Publisher:
                 in_time = anyio.current_time() + delay < deadline
                 if not in_time and attempt >= self._settings.publish_retry_attempts:
                     self._emit(event_type, "failed", attempt)
-                    raise type(error)(
-                        f"{error}; given up after {attempt} attempts", code=error.code
-                    ) from error
+                    raise type(error)(f"{error}; given up after {attempt} attempts", code=error.code) from error
                 if isinstance(error, UnavailableError):
                     self._provisioner.forget(spec.name)
                 await anyio.sleep(delay)

@@ -40,9 +40,7 @@ async def supervise_agent(
     async def read(delays: _Delays) -> None:
         await provisioner.ensure(stream)
         await backend.ensure_consumer(stream.name, consumer)
-        async with backend.consume(
-            stream.name, consumer.durable_name, deliver=run.deliver, room=run.room
-        ) as opened:
+        async with backend.consume(stream.name, consumer.durable_name, deliver=run.deliver, room=run.room) as opened:
             run.attach(opened)
             events.emit(AgentStarted(agent=agent.name, stream=stream.name, consumer=consumer.durable_name))
             delays.started()

@@ -54,15 +54,11 @@ class NatsServer:
         """
         binary = find_binary()
         if port and _answers(port):
-            raise ServerProcessError(
-                f"port {port} on 127.0.0.1 is in use: stop what listens there, or choose another"
-            )
+            raise ServerProcessError(f"port {port} on 127.0.0.1 is in use: stop what listens there, or choose another")
         name = f"aviso-workers-{uuid.uuid4().hex[:12]}"
         run_dir = Path(tempfile.mkdtemp(prefix="aviso-workers-nats-"))
         config_file = run_dir / "nats-server.conf"
-        config_file.write_text(
-            _config_text(name=name, port=port, store_dir=store_dir, run_dir=run_dir) + config
-        )
+        config_file.write_text(_config_text(name=name, port=port, store_dir=store_dir, run_dir=run_dir) + config)
         log = (run_dir / "nats-server.log").open("wb")
         with log:
             process = subprocess.Popen(
@@ -125,9 +121,7 @@ class NatsServer:
                     raise ServerProcessError(f"port {port} on 127.0.0.1 is another server's ({found})")
                 return port
             time.sleep(0.02)
-        raise ServerProcessError(
-            f"nats-server was not ready within {READY_SECONDS:.0f} s: {self._last_error()}"
-        )
+        raise ServerProcessError(f"nats-server was not ready within {READY_SECONDS:.0f} s: {self._last_error()}")
 
     def _port_from_file(self) -> int | None:
         for ports_file in self._run_dir.glob("*.ports"):
@@ -140,9 +134,7 @@ class NatsServer:
 
     def _last_error(self) -> str:
         lines = [
-            line
-            for line in self.log.splitlines()
-            if "[FTL]" in line or "[ERR]" in line or "error" in line.lower()
+            line for line in self.log.splitlines() if "[FTL]" in line or "[ERR]" in line or "error" in line.lower()
         ]
         return lines[-1] if lines else "it logged no error"
 

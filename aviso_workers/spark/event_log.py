@@ -39,7 +39,7 @@ READ_BYTES = 4 << 20
 """Decompressed bytes after which a read comes back: it bounds memory, and how long a shutdown waits for the thread."""
 LINE_BYTES = 64 << 20
 """What one line has beyond this is dropped, which makes it undecodable: no event is so long by good intention."""
-ZSTD_CHUNK = 4 << 10
+ZSTD_CHUNK = 1 << 10
 """Compressed bytes per step: few, because repetitive JSON grows a hundredfold."""
 PLAIN_CHUNK = 256 << 10
 
@@ -106,13 +106,14 @@ class Batch(Struct, Generic[T], frozen=True, kw_only=True):
 def find(directory: str) -> list[str]:
     """The paths of what may be event logs, without `.inprogress`. Raises `OSError`."""
     with os.scandir(directory) as entries:
-        # Hadoop leaves a hidden checksum file beside each file that it writes.
-        visible = [entry for entry in entries if not entry.name.startswith(".")]
-        return [
-            entry.path.removesuffix(IN_PROGRESS)
-            for entry in visible
-            if not entry.is_dir() or entry.name.startswith(ROLLING)
-        ]
+        return [entry.path.removesuffix(IN_PROGRESS) for entry in entries if _may_be_log(entry)]
+
+
+def _may_be_log(entry: os.DirEntry[str]) -> bool:
+    # Hadoop leaves a hidden checksum file beside each file that it writes. Spark writes no names but printable ones.
+    if entry.name.startswith(".") or not entry.name.isprintable():
+        return False
+    return entry.name.startswith(ROLLING) or entry.is_file()
 
 
 def look(path: str) -> EventLog | None:
@@ -162,6 +163,10 @@ class EventLogReader(Generic[T]):
         self._lines: _Lines | None = None
         self._given_up: int | None = None
 
+    @property
+    def open(self) -> bool:
+        return self._lines is not None
+
     def read(self, log: EventLog) -> Batch[T]:
         """The next events, no further than `log` says that its files reach. Raises `OSError`; then try again."""
         events: list[T] = []
@@ -205,11 +210,7 @@ class EventLogReader(Generic[T]):
 
     def _missing(self, log: EventLog, file: LogFile) -> list[str]:
         first, last = self._reached.index + 1, file.index - 1
-        return (
-            [f"{log.path}: events_{first} to events_{last} went before they were read"]
-            if first <= last
-            else []
-        )
+        return [f"{log.path}: events_{first} to events_{last} went before they were read"] if first <= last else []
 
     def _read_file(self, file: LogFile, limit: int, events: list[T], problems: list[str]) -> int:
         """Take what is new in one file, and return how many bytes that was, decompressed."""
@@ -231,9 +232,7 @@ class EventLogReader(Generic[T]):
                     else:
                         events += [] if event is None else [event]
         finally:
-            self._reached = Position(
-                index=file.index, offset=max(lines.offset, self._reached.offset), size=lines.size
-            )
+            self._reached = Position(index=file.index, offset=max(lines.offset, self._reached.offset), size=lines.size)
             if bad:
                 problems.append(f"{file.path}: left out {bad} lines, the first {reason}")
         return lines.decompressed - begin

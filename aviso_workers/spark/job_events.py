@@ -93,13 +93,13 @@ def decode(line: bytes | str, application: Application) -> JobEvent | None:
         fact = project(msgspec.json.decode(line))
     except (msgspec.DecodeError, LookupError, TypeError, AttributeError, ValueError) as error:
         raise UndecodableError(f"no {name.decode()} as Spark writes it: {error!r}") from error
-    id = application.id if fact.id is None else str(fact.id)
+    subject = application.id if fact.id is None else str(fact.id)
     return JobEvent(
         application=application,
         kind=fact.kind,
         event=fact.event,
-        id=id,
-        occurrence=id if fact.occurrence is None else fact.occurrence,
+        id=subject,
+        occurrence=subject if fact.occurrence is None else fact.occurrence,
         payload={field: value for field, value in fact.payload.items() if value is not None},
     )
 

@@ -72,9 +72,7 @@ def _handler(health: Health, metrics: Callable[[], bytes]) -> type[BaseHTTPReque
             match self.path.partition("?")[0]:
                 case "/livez":
                     stuck = health.stuck_seconds()
-                    self._answer(
-                        [f"the event loop has not turned for {stuck:.0f} s"] if stuck > STUCK_SECONDS else []
-                    )
+                    self._answer([f"the event loop has not turned for {stuck:.0f} s"] if stuck > STUCK_SECONDS else [])
                 case "/readyz":
                     self._answer(health.unready)
                 case "/metrics":

@@ -142,9 +142,7 @@ class InMemoryBackend:
             last_sequence=last_sequence,
         )
 
-    async def publish(
-        self, message: Message, *, message_id: str, stream: str, timeout_seconds: float
-    ) -> PubAck:
+    async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
         await self._connection.reach()
         return self._account.publish(message, message_id=message_id, stream=stream)
 

@@ -89,16 +89,12 @@ class Account:
         if taker is None:
             raise UnavailableError(f"publish {message.subject}: no stream takes this subject")
         if taker.config["name"] != stream:
-            raise RefusedError(
-                f"publish {message.subject}: it does not belong to stream {stream}", code=10060
-            )
+            raise RefusedError(f"publish {message.subject}: it does not belong to stream {stream}", code=10060)
         # A server stores these two beside the publisher's headers.
         headers = {**(message.headers or {}), "Nats-Msg-Id": message_id, "Nats-Expected-Stream": stream}
         whole = msgspec.structs.replace(message, headers=headers)
         if payload_size(whole) > MAX_PAYLOAD:
-            raise RefusedError(
-                f"publish {message.subject}: headers and body are larger than {MAX_PAYLOAD} bytes"
-            )
+            raise RefusedError(f"publish {message.subject}: headers and body are larger than {MAX_PAYLOAD} bytes")
         sequence, duplicate = self.store(taker, whole, message_id=message_id)
         return PubAck(stream=stream, sequence=sequence, duplicate=duplicate)
 

@@ -28,9 +28,7 @@ __all__ = ["Dispatcher", "InMemoryConsumer"]
 class InMemoryConsumer:
     """An open reader of a durable consumer; see `backends.Consumer`."""
 
-    def __init__(
-        self, dispatcher: Dispatcher, *, deliver: Callable[[Delivery], None], room: Callable[[], int]
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, *, deliver: Callable[[Delivery], None], room: Callable[[], int]) -> None:
         self.deliver = deliver
         self.room = room
         self.settlements_lost = 0
@@ -45,9 +43,7 @@ class InMemoryConsumer:
     async def settled(self) -> None:
         await self._dispatcher.connection.reach()
         if self.settlements_lost:
-            raise UnavailableError(
-                f"in_memory: {self.settlements_lost} settlements were lost with the connection"
-            )
+            raise UnavailableError(f"in_memory: {self.settlements_lost} settlements were lost with the connection")
 
     async def stop(self) -> None:
         self._dispatcher.leave(self)
@@ -59,9 +55,7 @@ class InMemoryDelivery:
 
     __slots__ = ("_dispatcher", "_reader", "message", "num_delivered", "num_pending")
 
-    def __init__(
-        self, dispatcher: Dispatcher, reader: InMemoryConsumer, message: Message, num_delivered: int
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, reader: InMemoryConsumer, message: Message, num_delivered: int) -> None:
         self.message = message
         self.num_delivered = num_delivered
         self.num_pending = dispatcher.durable.num_pending

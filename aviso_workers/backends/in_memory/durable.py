@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from itertools import permutations
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from aviso_workers.backends import ConsumerInfo
-from aviso_workers.backends.in_memory.subjects import overlap, pattern
+from aviso_workers.backends.in_memory.subjects import pattern
 from aviso_workers.codec import Message
 from aviso_workers.errors import RefusedError
 from aviso_workers.streams import ConsumerSpec
@@ -23,7 +24,7 @@ from aviso_workers.streams import ConsumerSpec
 __all__ = ["Durable"]
 
 SECOND = 1_000_000_000
-UPDATABLE = ("filter_subjects", "ack_wait", "max_deliver", "max_ack_pending", "description", "metadata")
+UPDATABLE = ("filter_subjects", "ack_wait", "max_deliver", "max_ack_pending")
 
 
 class Outstanding(Struct):
@@ -68,7 +69,7 @@ class Durable:
     def update(self, spec: ConsumerSpec) -> None:
         """Take over what can be updated; the rest stays as it was created."""
         stated = msgspec.to_builtins(spec)
-        self._configure({name: stated[name] for name in UPDATABLE if name in stated})
+        self._configure({name: stated[name] for name in UPDATABLE})
 
     def offer(self, message: Message) -> None:
         """The stream has stored a message."""
@@ -116,9 +117,7 @@ class Durable:
     def collect_overdue(self, now: float) -> float | None:
         """Make due what was not settled in time; returns when to look again, None where nothing is out."""
         deadlines = {
-            sequence: message.deadline
-            for sequence, message in self._outstanding.items()
-            if sequence not in self._due
+            sequence: message.deadline for sequence, message in self._outstanding.items() if sequence not in self._due
         }
         overdue = sorted(sequence for sequence, deadline in deadlines.items() if deadline <= now)
         self._due.update(dict.fromkeys(overdue))
@@ -130,10 +129,9 @@ class Durable:
 
     def _configure(self, stated: Mapping[str, Any]) -> None:
         filters = stated["filter_subjects"]
-        if any(overlap(a, b) for index, a in enumerate(filters) for b in filters[:index]):
-            raise RefusedError(
-                f"consumer {self.config['name']}: its filters {', '.join(filters)} overlap", code=10138
-            )
+        # As a server sees it: one lies within another. Two that only cross are taken.
+        if any(pattern([wide]).fullmatch(narrow) for wide, narrow in permutations(filters, 2)):
+            raise RefusedError(f"consumer {self.config['name']}: its filters {', '.join(filters)} overlap", code=10138)
         self.config |= {**stated, "filter_subjects": list(filters)}
         self._wanted = pattern(filters)
         self._waiting = OrderedDict.fromkeys(

@@ -18,9 +18,7 @@ DELETED = {"KV-Operation": "DEL"}
 
 
 def bucket_stream(bucket: str) -> StreamSpec:
-    return StreamSpec(
-        name=f"KV_{bucket}", subjects=(f"$KV.{bucket}.>",), max_msgs_per_subject=1, discard="new"
-    )
+    return StreamSpec(name=f"KV_{bucket}", subjects=(f"$KV.{bucket}.>",), max_msgs_per_subject=1, discard="new")
 
 
 class InMemoryKeyValue:
@@ -42,9 +40,7 @@ class InMemoryKeyValue:
     async def put(self, key: str, value: bytes, *, revision: int | None = None) -> int:
         entry = await self.get(key)
         if revision is not None and revision != (entry.revision if entry else 0):
-            raise RefusedError(
-                f"bucket {self._bucket}, key {key}: its newest revision is not {revision}", code=10071
-            )
+            raise RefusedError(f"bucket {self._bucket}, key {key}: its newest revision is not {revision}", code=10071)
         return self._store(Message(subject=self._subject(key), data=value))
 
     async def delete(self, key: str) -> None:
@@ -55,9 +51,7 @@ class InMemoryKeyValue:
         await self._connection.reach()
         start = len(f"$KV.{self._bucket}.")
         return sorted(
-            message.subject[start:]
-            for message in self._stream.messages.values()
-            if message.headers != DELETED
+            message.subject[start:] for message in self._stream.messages.values() if message.headers != DELETED
         )
 
     def _store(self, message: Message) -> int:
@@ -66,7 +60,5 @@ class InMemoryKeyValue:
 
     def _subject(self, key: str) -> str:
         if not KEY.fullmatch(key):
-            raise RefusedError(
-                f"bucket {self._bucket}, key {key!r}: keys are made of letters, digits and -_=./"
-            )
+            raise RefusedError(f"bucket {self._bucket}, key {key!r}: keys are made of letters, digits and -_=./")
         return f"$KV.{self._bucket}.{key}"

@@ -57,9 +57,7 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
             code=INVALID_CONFIGURATION,
         )
     if whole["duplicate_window"] > max_age:
-        raise RefusedError(
-            f"stream {name}: duplicate_window is longer than max_age", code=INVALID_CONFIGURATION
-        )
+        raise RefusedError(f"stream {name}: duplicate_window is longer than max_age", code=INVALID_CONFIGURATION)
     return whole
 
 

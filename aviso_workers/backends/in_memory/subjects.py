@@ -8,7 +8,8 @@ from itertools import zip_longest
 
 __all__ = ["overlap", "pattern"]
 
-_WILDCARDS = {"*": "[^.]+", ">": ".+"}
+# A filter matches a narrower filter as it matches a subject; but `*` is not as wide as `>`.
+_WILDCARDS = {"*": r"(?!>$)[^.]+", ">": ".+"}
 
 
 def pattern(filters: Sequence[str]) -> re.Pattern[str]:

@@ -24,11 +24,12 @@ from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.consuming import Outbox, PullConsumer
 from aviso_workers.backends.jetstream.publishing import Publisher
 from aviso_workers.codec import Message
-from aviso_workers.errors import NotFoundError, UnavailableError
+from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 
 __all__ = ["JetStreamBackend"]
 
+DELETE_FAILED = 10057
 UPDATABLE = ("filter_subjects", "ack_wait", "max_deliver", "max_ack_pending")
 """The consumer fields that we state and that a server lets change."""
 
@@ -36,9 +37,7 @@ UPDATABLE = ("filter_subjects", "ack_wait", "max_deliver", "max_ack_pending")
 class JetStreamBackend:
     """See `backends.Backend`. Connected while its `async with` block runs."""
 
-    def __init__(
-        self, settings: config.JetStream, *, on_connection: ConnectionListener | None = None
-    ) -> None:
+    def __init__(self, settings: config.JetStream, *, on_connection: ConnectionListener | None = None) -> None:
         self._settings = settings
         self._connection = Connection(settings, on_connection=on_connection)
         self._publisher = Publisher(self._connection)
@@ -84,9 +83,7 @@ class JetStreamBackend:
         return _stream_info(await self._connection.api(f"STREAM.INFO.{stream}"))
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:
-        return _stream_info(
-            await self._connection.api(f"STREAM.CREATE.{spec.name}", msgspec.to_builtins(spec))
-        )
+        return _stream_info(await self._connection.api(f"STREAM.CREATE.{spec.name}", msgspec.to_builtins(spec)))
 
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
         return _stream_info(await self._connection.api(f"STREAM.UPDATE.{config['name']}", config))
@@ -95,7 +92,14 @@ class JetStreamBackend:
         return int((await self._connection.api(f"STREAM.PURGE.{stream}"))["purged"])
 
     async def delete_message(self, stream: str, sequence: int) -> None:
-        await self._connection.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
+        try:
+            await self._connection.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
+        except RefusedError as error:
+            if error.code != DELETE_FAILED:
+                raise
+            # The server has one code for "no such message" and for what really failed: ask for the message itself.
+            await self._connection.api(f"STREAM.MSG.GET.{stream}", {"seq": sequence})
+            raise
 
     async def stream_names(self) -> list[str]:
         names: list[str] = []
@@ -162,9 +166,7 @@ class JetStreamBackend:
             last_sequence=last_sequence,
         )
 
-    async def publish(
-        self, message: Message, *, message_id: str, stream: str, timeout_seconds: float
-    ) -> PubAck:
+    async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
         return await self._publisher.publish(
             message, message_id=message_id, stream=stream, timeout_seconds=timeout_seconds
         )

@@ -70,9 +70,7 @@ class Connection:
                 return
             if "authorization violation" in self._last_error.lower():
                 raise RefusedError(f"{urls} refused the credentials: {self._last_error}")
-        raise UnavailableError(
-            f"no NATS server at {urls} after {settings.retry_attempts} attempts: {self._last_error}"
-        )
+        raise UnavailableError(f"no NATS server at {urls} after {settings.retry_attempts} attempts: {self._last_error}")
 
     async def close(self) -> None:
         self._closing = True
@@ -85,15 +83,14 @@ class Connection:
 
         `subject` is what follows `$JS.API.`. Raises `UnavailableError`, `RefusedError` or `NotFoundError`.
         """
-        what = f"{subject.split('.', 2)[0].lower()} {subject}"
         if not self.ready:
-            raise UnavailableError(f"{what}: not connected")
+            raise UnavailableError(f"{subject}: not connected")
         body = b"" if request is None else msgspec.json.encode(request)
-        with faults.translated(what):
+        with faults.translated(subject):
             answer = await self.nc.request(f"{self._api_prefix}.{subject}", body, timeout=API_TIMEOUT_SECONDS)
         decoded: dict[str, Any] = msgspec.json.decode(answer.data)
         if "error" in decoded:
-            raise faults.from_api(what, decoded["error"])
+            raise faults.from_api(subject, decoded["error"])
         return decoded
 
     async def post(self, subject: str, body: bytes, *, reply: str) -> None:

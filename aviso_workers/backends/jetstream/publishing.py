@@ -47,9 +47,7 @@ class Publisher:
         self._subscription = await self._connection.nc.subscribe(f"{self._inbox}.*", cb=self._on_answer)
         self._connection.on_disconnect.add(self._on_disconnect)
 
-    async def publish(
-        self, message: Message, *, message_id: str, stream: str, timeout_seconds: float
-    ) -> PubAck:
+    async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
         what = f"publish {message.subject}"
         if not self._connection.ready:
             # nats-py would buffer it and send it after the reconnect, when nobody waits for the answer any more.
@@ -85,9 +83,7 @@ class Publisher:
     def _on_disconnect(self) -> None:
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(
-                    ConnectionResetError("the connection was lost before the acknowledgement")
-                )
+                answer.set_exception(ConnectionResetError("the connection was lost before the acknowledgement"))
 
 
 def _pub_ack(what: str, message: Msg) -> PubAck:

@@ -115,9 +115,7 @@ class PullSubscription:
         if status == "100":
             return
         # A server that ends a request early says how much of it was left; one that rejects it, nothing.
-        self.outstanding = max(
-            0, self.outstanding - int(headers.get("Nats-Pending-Messages", self.outstanding))
-        )
+        self.outstanding = max(0, self.outstanding - int(headers.get("Nats-Pending-Messages", self.outstanding)))
         match status:
             case "404" | "408":
                 self.exhausted = True

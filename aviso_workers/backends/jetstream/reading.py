@@ -103,17 +103,16 @@ class _Reader:
                 await self._pulls.ask(BUFFER // 2, wait=not self._bounded)
             if self._buffer:
                 return self._buffer.popleft()
-            if self._pulls.error or self._lost:
-                raise self._pulls.error or self._lost or UnavailableError("unreachable")
+            if lost := self._pulls.error or self._lost:
+                # The consumer is ours alone: whatever became of it, another one can read on.
+                raise UnavailableError(f"reading {self._stream} was interrupted: {lost}") from lost
             if self._pulls.exhausted and self._bounded:
                 return None
             self._pulls.exhausted = False
             with anyio.move_on_after(HEARTBEAT_SECONDS):
                 await self._changed.wait()
             if self._pulls.silent():
-                raise UnavailableError(
-                    f"the server is silent about consumer {self._consumer} of {self._stream}"
-                )
+                raise UnavailableError(f"the server is silent about consumer {self._consumer} of {self._stream}")
 
     def _on_message(self, received: Received) -> None:
         self._buffer.append(received.message)

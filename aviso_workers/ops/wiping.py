@@ -1,0 +1,64 @@
+"""Emptying streams and deleting single notifications, as an aviso-server's admin interface does.
+
+Only streams of configured event types are touched: never KV buckets, dead letters or anybody else's. Configuration
+and consumers stay, and the sequence goes on counting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aviso_workers import schema, topics
+from aviso_workers.app import App
+from aviso_workers.errors import InvalidPositionError, NotFoundError, UnknownEventTypeError
+from aviso_workers.positions import parse_id
+
+__all__ = ["delete", "event_streams", "wipe"]
+
+
+async def event_streams(app: App) -> dict[str, int]:
+    """The existing streams of configured event types, with the number of messages in each."""
+    found: dict[str, int] = {}
+    for name in app.config.notification_schema:
+        stream = stream_of(app, name)
+        try:
+            found[stream] = (await app.session.backend.stream_info(stream)).messages
+        except NotFoundError:
+            continue
+    return found
+
+
+async def wipe(app: App, streams: Sequence[str]) -> dict[str, int]:
+    """Remove all messages of these streams; returns how many went from each. Raises `NotFoundError`."""
+    return {stream: await app.session.backend.purge_stream(stream) for stream in streams}
+
+
+async def delete(app: App, notification: str) -> None:
+    """Delete one notification, named `<event type>@<sequence>` (or by its base or stream).
+
+    Raises `InvalidPositionError` where the name says nothing, `UnknownEventTypeError`, and `NotFoundError` where the
+    stream or the notification does not exist.
+    """
+    event_type, at, sequence = notification.strip().partition("@")
+    if not (event_type and at and sequence):
+        raise InvalidPositionError(f"{notification!r} is not <event type>@<sequence>, such as mars@42")
+    number = parse_id(sequence, name="the sequence")
+    if number == 0:
+        raise InvalidPositionError("the sequence must be 1 or more, found 0")
+    await app.session.backend.delete_message(stream_of(app, event_type), number)
+
+
+def stream_of(app: App, name: str) -> str:
+    """The stream of an event type, which may also be called by its base or its stream's name, in any case.
+
+    Raises `UnknownEventTypeError`.
+    """
+    event_types = app.config.notification_schema
+    bases = {key: schema.topic_of(key, event_type).base for key, event_type in event_types.items()}
+    for key, base in bases.items():
+        if key == name:
+            return topics.stream_name(base)
+    for key, base in bases.items():
+        if name.lower() in (key.lower(), base.lower()):
+            return topics.stream_name(base)
+    raise UnknownEventTypeError(name, event_types)

@@ -1,0 +1,201 @@
+"""One suite for every backend: a backend joins by a branch in `backend`, `elapse` and nothing else.
+
+In memory time is virtual; on JetStream it is real, and the waits are short.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from typing import Any
+
+import anyio
+import nats
+import pytest
+
+from aviso_workers import config
+from aviso_workers.backends import Backend, ConsumerInfo, Delivery, Message, PubAck, StreamInfo
+from aviso_workers.backends.in_memory import InMemoryBackend, VirtualClock
+from aviso_workers.backends.jetstream import JetStreamBackend
+from aviso_workers.server import NatsServer
+from aviso_workers.streams import ConsumerSpec, StreamSpec
+
+SECOND = 1_000_000_000
+PATIENCE_SECONDS = 5.0
+
+
+@pytest.fixture(params=["in_memory", "jetstream"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with NatsServer.start(store_dir=tmp_path_factory.mktemp("jetstream")) as server:
+        yield server
+
+
+@pytest.fixture
+def nats_url(kind: str, request: pytest.FixtureRequest) -> str:
+    """Empty where no server is needed."""
+    return request.getfixturevalue("server").url if kind == "jetstream" else ""
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()
+
+
+@pytest.fixture
+async def backend(kind: str, nats_url: str, clock: VirtualClock) -> AsyncGenerator[Backend, None]:
+    if kind == "in_memory":
+        async with InMemoryBackend(config.InMemory(), clock=clock) as in_memory:
+            yield in_memory
+        return
+    await delete_all_streams(nats_url)
+    async with JetStreamBackend(config.JetStream(nats_url=config.ServerUrls(nats_url))) as jetstream:
+        yield jetstream
+
+
+@pytest.fixture
+def elapse(kind: str, clock: VirtualClock) -> Callable[[float], Awaitable[None]]:
+    """`await elapse(seconds)`: let time pass."""
+    return clock.advance if kind == "in_memory" else anyio.sleep
+
+
+@pytest.fixture
+def create(backend: Backend) -> Callable[..., Awaitable[StreamInfo]]:
+    """`await create(max_msgs=2)`: the stream MARS, or another."""
+
+    async def create(name: str = "MARS", subjects: tuple[str, ...] = ("mars.>",), **stated: Any) -> StreamInfo:
+        return await backend.create_stream(StreamSpec(name=name, subjects=subjects, **{"storage": "memory", **stated}))
+
+    return create
+
+
+@pytest.fixture
+def publish(backend: Backend) -> Callable[..., Awaitable[PubAck]]:
+    """`await publish("mars.od")`: a message of its own id, or of a given one."""
+    numbers = itertools.count(1)
+
+    async def publish(
+        subject: str,
+        data: bytes = b"null",
+        *,
+        message_id: str | None = None,
+        headers: dict[str, str] | None = None,
+        stream: str = "MARS",
+    ) -> PubAck:
+        return await backend.publish(
+            Message(subject=subject, data=data, headers=headers),
+            message_id=message_id or f"message-{next(numbers)}",
+            stream=stream,
+            timeout_seconds=PATIENCE_SECONDS,
+        )
+
+    return publish
+
+
+@pytest.fixture
+def stored(backend: Backend) -> Callable[..., Awaitable[list[Message]]]:
+    """`await stored()`: what the stream MARS holds now."""
+
+    async def stored(stream: str = "MARS") -> list[Message]:
+        last = (await backend.stream_info(stream)).last_sequence
+        return [message async for message in backend.read(stream, filter_subjects=(), last_sequence=last)]
+
+    return stored
+
+
+@pytest.fixture
+def ensure(backend: Backend) -> Callable[..., Awaitable[ConsumerInfo]]:
+    """`await ensure(ack_wait_seconds=0.5)`: the consumer `agent` of MARS, or another."""
+
+    async def ensure(
+        durable_name: str = "agent",
+        *,
+        stream: str = "MARS",
+        filter_subjects: tuple[str, ...] = ("mars.>",),
+        ack_wait_seconds: float = 30.0,
+        max_ack_pending: int = 100,
+        **stated: Any,
+    ) -> ConsumerInfo:
+        spec = ConsumerSpec(
+            durable_name=durable_name,
+            filter_subjects=filter_subjects,
+            ack_wait=int(ack_wait_seconds * SECOND),
+            max_ack_pending=max_ack_pending,
+            **stated,
+        )
+        return await backend.ensure_consumer(stream, spec)
+
+    return ensure
+
+
+@pytest.fixture
+def eventually(backend: Backend) -> Callable[..., Awaitable[None]]:
+    """`await eventually(ack_floor=3)`: wait until the consumer reports it. A server counts a little later."""
+
+    async def eventually(consumer: str = "agent", *, stream: str = "MARS", **expected: int) -> None:
+        found: dict[str, int] = {}
+        with anyio.move_on_after(PATIENCE_SECONDS):
+            while found != expected:
+                info = await backend.consumer_info(stream, consumer)
+                found = {name: getattr(info, name) for name in expected}
+                if found != expected:
+                    await anyio.sleep(0.01)
+        assert found == expected
+
+    return eventually
+
+
+class Inbox:
+    """A reader's end: takes as many deliveries as it has room for and hands them to the test one by one."""
+
+    def __init__(self, capacity: int = 100) -> None:
+        self.capacity = capacity
+        self.waiting: deque[Delivery] = deque()
+        self._arrived = anyio.Event()
+
+    def deliver(self, delivery: Delivery) -> None:
+        self.waiting.append(delivery)
+        self._arrived.set()
+
+    def room(self) -> int:
+        return self.capacity - len(self.waiting)
+
+    async def next(self, timeout_seconds: float = PATIENCE_SECONDS) -> Delivery:
+        with anyio.move_on_after(timeout_seconds):
+            while not self.waiting:
+                self._arrived = anyio.Event()
+                await self._arrived.wait()
+        assert self.waiting, f"nothing was delivered within {timeout_seconds} s"
+        return self.waiting.popleft()
+
+    async def take(self, count: int) -> list[Delivery]:
+        return [await self.next() for _ in range(count)]
+
+    @property
+    def subjects(self) -> list[str]:
+        """Of what was delivered and not yet taken."""
+        return [delivery.message.subject for delivery in self.waiting]
+
+
+@pytest.fixture
+def inbox() -> Inbox:
+    return Inbox()
+
+
+@pytest.fixture
+def inbox_of() -> Callable[[int], Inbox]:
+    """`inbox_of(2)`: an inbox with room for two."""
+    return Inbox
+
+
+async def delete_all_streams(url: str) -> None:
+    client = await nats.connect(url)
+    context = client.jetstream()
+    for stream in await context.streams_info():
+        await context.delete_stream(stream.config.name)
+    await client.close()

@@ -1,0 +1,242 @@
+"""What an app promises, on either backend: the document's behaviour as an author sees it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import App, Notification, Notify
+from aviso_workers.errors import (
+    InvalidIdentifierError,
+    InvalidPayloadError,
+    InvalidPositionError,
+    NotFoundError,
+    UnknownEventTypeError,
+)
+from aviso_workers.ops import wiping
+from tests.contract.conftest import delete_all_streams
+from tests.contract.settings import app_config, mars
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def app(kind: str, nats_url: str) -> AsyncGenerator[App, None]:
+    if nats_url:
+        await delete_all_streams(nats_url)
+    async with App("contract", config=app_config(kind, nats_url)) as app:
+        yield app
+
+
+async def steps(notifications: Any) -> list[str]:
+    with anyio.fail_after(10):
+        return [notification.identifier["step"] async for notification in notifications]
+
+
+async def test_a_notification_comes_back_as_it_was_published(app: App) -> None:
+    before = datetime.now(UTC) - timedelta(seconds=1)
+    receipt = await app.notify("mars", mars(expver=1, step="007"), {"b": [1, 2.0, None], "a": "é"})
+    (found,) = [notification async for notification in app.replay("mars")]
+    assert found.identifier == mars(step="7")
+    assert found.payload == {"a": "é", "b": [1, 2.0, None]}
+    assert (found.sequence, found.id) == (receipt.sequence, f"mars@{receipt.sequence}")
+    assert found.topic == "mars.od.0001.g.20261120.0000.oper.7"
+    assert before < found.time < datetime.now(UTC) + timedelta(seconds=1)
+
+
+async def test_two_spellings_of_one_value_are_one_topic_and_the_newer_one_stays(app: App) -> None:
+    await app.notify("mars", mars(date="2026-11-20", time="0"), {"n": 1})
+    await app.notify("mars", mars(date="20261120", time="00:00"), {"n": 2})
+    assert [notification.payload async for notification in app.replay("mars")] == [{"n": 2}]
+
+
+async def test_a_repeat_of_a_message_id_is_stored_once(app: App) -> None:
+    first = await app.notify("mars", mars(), {}, message_id="one")
+    second = await app.notify("mars", mars(step=8), {}, message_id="one")
+    assert (second.duplicate, second.sequence) == (True, first.sequence)
+    assert await steps(app.replay("mars")) == ["12"]
+
+
+async def test_an_agent_sees_what_it_asked_for_and_nothing_else(app: App) -> None:
+    seen: list[str] = []
+    stop = anyio.Event()
+
+    @app.agent("mars", where={"stream": ["oper", "wave"], "step": {"gte": 6}})
+    async def collect(notification: Notification[dict[str, int]]) -> None:
+        seen.append(f"{notification.identifier['stream']}-{notification.identifier['step']}")
+        if notification.payload["n"] == 0:
+            stop.set()
+
+    wanted = [("oper", 0), ("oper", 6), ("wave", 12), ("enfo", 12)]
+    await app.notify_many(Notify("mars", mars(stream=stream, step=step), {"n": 1}) for stream, step in wanted)
+    await app.notify("mars", mars(stream="oper", step=99), {"n": 0})
+    with anyio.fail_after(10):
+        await app.work(stop)
+    assert sorted(seen) == ["oper-6", "oper-99", "wave-12"]
+
+
+async def test_a_failed_notification_comes_again(app: App) -> None:
+    tries: list[int] = []
+    stop = anyio.Event()
+
+    @app.agent("mars")
+    async def flaky(notification: Notification[Any]) -> None:
+        tries.append(notification.num_delivered)
+        if len(tries) == 1:
+            raise ConnectionError("not now")
+        stop.set()
+
+    await app.notify("mars", mars(), {})
+    with anyio.fail_after(10):
+        await app.work(stop)
+    assert tries == [1, 2]
+
+
+async def test_a_replay_goes_from_one_id_to_another_both_inclusive(app: App) -> None:
+    sequences = [(await app.notify("mars", mars(step=step), {})).sequence for step in range(5)]
+    assert await steps(app.replay("mars", from_id=sequences[1], to_id=str(sequences[3]))) == ["1", "2", "3"]
+
+
+async def test_a_replay_goes_from_one_date_to_another(app: App) -> None:
+    await app.notify("mars", mars(step=1), {})
+    (first,) = [notification async for notification in app.replay("mars")]
+    await anyio.sleep(0.01)
+    await app.notify("mars", mars(step=2), {})
+    later = first.time + timedelta(milliseconds=5)
+    assert await steps(app.replay("mars", from_date=later)) == ["2"]
+    assert await steps(app.replay("mars", to_date=later.isoformat())) == ["1"]
+
+
+@pytest.mark.parametrize(
+    "ends", [{"from_id": 1, "from_date": "2026-01-01T00:00:00Z"}, {"to_id": "x"}, {"to_date": "x"}]
+)
+async def test_a_position_that_means_nothing_is_refused(app: App, ends: dict[str, Any]) -> None:
+    with pytest.raises(InvalidPositionError):
+        await steps(app.replay("mars", **ends))
+
+
+async def test_an_empty_stream_replays_nothing(app: App) -> None:
+    assert await steps(app.replay("mars", from_id=1)) == []
+
+
+async def test_a_watch_goes_from_history_to_what_comes(app: App) -> None:
+    await app.notify("mars", mars(step=1), {})
+    seen: list[str] = []
+    with anyio.fail_after(10):
+        async with aclosing(app.watch("mars", from_id=0)) as notifications:
+            async for notification in notifications:
+                seen.append(notification.identifier["step"])
+                if len(seen) == 3:
+                    break
+                await app.notify("mars", mars(step=len(seen) + 1), {})
+    assert seen == ["1", "2", "3"]
+
+
+async def test_a_watch_without_a_start_shows_only_what_comes(app: App) -> None:
+    await app.notify("mars", mars(step=1), {})
+    watching = app.watch("mars")
+
+    async def publish() -> None:
+        step = 2
+        while True:  # the watch does not say when it has begun
+            await app.notify("mars", mars(step=step), {})
+            step += 1
+            await anyio.sleep(0.05)
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks, aclosing(watching):
+            tasks.start_soon(publish)
+            first = await anext(watching)
+            tasks.cancel_scope.cancel()
+    assert int(first.identifier["step"]) >= 2
+
+
+@pytest.mark.parametrize(
+    ("event_type", "identifier", "payload", "error", "complaint"),
+    [
+        ("marsh", {}, {}, UnknownEventTypeError, "unknown event type 'marsh'; notification_schema has: mars"),
+        ("mars", {"class": "od"}, {}, InvalidIdentifierError, "'expver' is missing"),
+        ("mars", mars(step="x"), {}, InvalidIdentifierError, "'step'"),
+        ("mars", mars(stepp=1), {}, InvalidIdentifierError, "did you mean 'step'"),
+        ("mars", mars(), None, InvalidPayloadError, "a payload is required"),
+        ("mars", mars(), float("nan"), InvalidPayloadError, "NaN"),
+        ("mars", mars(), "x" * 2_000_000, InvalidPayloadError, "the server takes"),
+    ],
+)
+async def test_a_bad_notification_is_refused_before_anything_is_sent(
+    app: App, event_type: str, identifier: dict[str, Any], payload: Any, error: type[Exception], complaint: str
+) -> None:
+    with pytest.raises(error, match=complaint):
+        await app.notify(event_type, identifier, payload)
+    with pytest.raises(NotFoundError):
+        await app.session.backend.stream_info("MARS")
+
+
+async def test_wiping_empties_the_stream_and_keeps_what_it_is(app: App) -> None:
+    first = await app.notify("mars", mars(), {})
+    config_before = (await app.session.backend.stream_info("MARS")).config
+    assert await wiping.event_streams(app) == {"MARS": 1}
+    assert await wiping.wipe(app, ["MARS"]) == {"MARS": 1}
+    info = await app.session.backend.stream_info("MARS")
+    assert (info.messages, dict(info.config)) == (0, dict(config_before))
+    assert (await app.notify("mars", mars(), {})).sequence == first.sequence + 1
+
+
+async def test_wiping_a_stream_that_does_not_exist_says_so(app: App) -> None:
+    with pytest.raises(NotFoundError, match="MARS"):
+        await wiping.wipe(app, ["MARS"])
+
+
+async def test_wiping_all_knows_only_streams_of_event_types(app: App) -> None:
+    await app.notify("mars", mars(), {})
+    await (await app.key_value("tables")).put("key", b"value")
+    assert await wiping.event_streams(app) == {"MARS": 1}
+
+
+@pytest.mark.parametrize("name", ["mars@{}", "MARS@{}", " mars@{} "])
+async def test_a_notification_is_deleted_by_its_id(app: App, name: str) -> None:
+    first = await app.notify("mars", mars(step=1), {})
+    await app.notify("mars", mars(step=2), {})
+    await wiping.delete(app, name.format(first.sequence))
+    assert await steps(app.replay("mars")) == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("mars@99", NotFoundError),
+        ("mars@0", InvalidPositionError),
+        ("mars", InvalidPositionError),
+        ("@1", InvalidPositionError),
+        ("mars@x", InvalidPositionError),
+        ("marsh@1", UnknownEventTypeError),
+    ],
+)
+async def test_deleting_what_is_not_there_says_what_is_wrong(app: App, name: str, error: type[Exception]) -> None:
+    await app.notify("mars", mars(), {})
+    with pytest.raises(error):
+        await wiping.delete(app, name)
+
+
+async def test_a_point_finds_the_polygons_around_it(app: App) -> None:
+    square = "(52.5,13.4,52.6,13.4,52.6,13.5,52.5,13.5,52.5,13.4)"
+    await app.notify("area", {"date": "20261120", "polygon": square}, {})
+    (inside,) = [notification async for notification in app.replay("area", {"point": "52.55,13.45"})]
+    assert inside.identifier == {"date": "20261120", "polygon": square}
+    assert await app_list(app.replay("area", {"point": "52.7,13.45"})) == []
+    assert len(await app_list(app.replay("area", {"polygon": "(52.55,13.45,53,13.45,53,14,52.55,13.45)"}))) == 1
+
+
+async def app_list(notifications: Any) -> list[Notification[Any]]:
+    return [notification async for notification in notifications]
+
+
+async def test_an_event_type_without_a_topic_has_its_own_name_as_base(app: App) -> None:
+    await app.notify("plain", {"b": "2", "a": "1"}, {})
+    (found,) = [notification async for notification in app.replay("plain")]
+    assert (found.topic, found.identifier) == ("plain.1.2", {"a": "1", "b": "2"})

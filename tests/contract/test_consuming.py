@@ -1,0 +1,588 @@
+"""What a backend promises about durable consumers: who gets what, how often, and what settling does."""
+
+from __future__ import annotations
+
+import threading
+
+import anyio
+import pytest
+
+from aviso_workers.backends import Backend, Consumer
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError
+
+pytestmark = pytest.mark.anyio
+
+ACK_WAIT = 0.5
+
+
+@pytest.fixture
+def open_reader(backend: Backend):
+    """`async with open_reader(inbox) as reader`: one reader of the consumer `agent` of MARS, or another."""
+
+    def open_reader(inbox, consumer: str = "agent"):
+        return backend.consume("MARS", consumer, deliver=inbox.deliver, room=inbox.room)
+
+    return open_reader
+
+
+async def settle(reader: Consumer, deliveries) -> None:
+    for delivery in deliveries:
+        delivery.ack()
+    await reader.settled()
+
+
+class TestTheConsumer:
+    async def test_is_created_with_what_was_stated(self, create, publish, ensure):
+        await create()
+        await publish("mars.od")
+
+        info = await ensure(ack_wait_seconds=2.0, max_ack_pending=7)
+
+        assert info.config["ack_wait"] == 2_000_000_000
+        assert info.config["max_ack_pending"] == 7
+        assert (info.num_pending, info.num_ack_pending, info.num_redelivered, info.ack_floor) == (1, 0, 0, 0)
+
+    async def test_is_found_again(self, create, ensure, backend):
+        await create()
+        created = await ensure()
+
+        assert (await ensure()).config == created.config
+        assert (await backend.consumer_info("MARS", "agent")).config == created.config
+
+    async def test_is_updated_where_it_differs(self, create, publish, ensure, backend):
+        await create()
+        await publish("mars.od.an")
+        await publish("mars.rd.fc")
+        await ensure(ack_wait_seconds=1.0, max_ack_pending=5, max_deliver=3)
+
+        await ensure(ack_wait_seconds=2.0, max_ack_pending=6, max_deliver=4, filter_subjects=("mars.od.>", "mars.te.>"))
+
+        info = await backend.consumer_info("MARS", "agent")
+        assert {name: info.config[name] for name in ("ack_wait", "max_ack_pending", "max_deliver")} == {
+            "ack_wait": 2_000_000_000,
+            "max_ack_pending": 6,
+            "max_deliver": 4,
+        }
+        assert info.num_pending == 1
+
+    async def test_keeps_what_cannot_be_updated(self, create, ensure):
+        await create()
+        await ensure(deliver_policy="all")
+
+        assert (await ensure(deliver_policy="new")).config["deliver_policy"] == "all"
+
+    async def test_needs_its_stream(self, ensure, backend):
+        with pytest.raises(NotFoundError):
+            await ensure()
+        with pytest.raises(NotFoundError):
+            await backend.consumer_info("MARS", "agent")
+
+    async def test_must_exist_to_be_asked_about(self, create, backend):
+        await create()
+
+        with pytest.raises(NotFoundError) as missing:
+            await backend.consumer_info("MARS", "agent")
+        assert missing.value.code == 10014
+
+    async def test_must_exist_to_be_read(self, create, open_reader, inbox):
+        await create()
+
+        with pytest.raises(BackendError), anyio.fail_after(10):
+            async with open_reader(inbox) as reader:
+                await reader.lost()
+
+    @pytest.mark.parametrize(
+        "filters",
+        [
+            ("mars.od.an", "mars.od.>"),
+            ("mars.*.an", "mars.od.an"),
+            ("mars.*", "mars.>"),
+            ("mars.od", "mars.od"),
+        ],
+    )
+    async def test_cannot_have_a_filter_within_another(self, create, ensure, filters):
+        await create()
+
+        with pytest.raises(RefusedError) as refused:
+            await ensure(filter_subjects=filters)
+        assert refused.value.code == 10138
+
+
+class TestWhatIsDelivered:
+    async def test_is_what_was_stored_and_then_what_comes(self, create, publish, ensure, open_reader, inbox):
+        await create()
+        await ensure()
+        await publish("mars.0", b"0", headers={"traceparent": "00-1-2-03"})
+        await publish("mars.1")
+        async with open_reader(inbox):
+            first, second = await inbox.take(2)
+            await publish("mars.2")
+            third = await inbox.next()
+
+        assert [delivery.message.sequence for delivery in (first, second, third)] == [1, 2, 3]
+        assert (first.message.subject, first.message.data) == ("mars.0", b"0")
+        assert first.message.headers is not None
+        assert first.message.headers["traceparent"] == "00-1-2-03"
+        assert first.message.timestamp_ns > 0
+
+    async def test_says_how_often_and_how_many_wait_behind_it(self, create, publish, ensure, open_reader, inbox):
+        await create()
+        await ensure()
+        for number in range(3):
+            await publish(f"mars.{number}")
+        async with open_reader(inbox):
+            deliveries = await inbox.take(3)
+
+        assert [delivery.num_delivered for delivery in deliveries] == [1, 1, 1]
+        assert [delivery.num_pending for delivery in deliveries] == [2, 1, 0]
+
+    async def test_comes_on_the_thread_of_the_loop(self, create, publish, ensure, backend, inbox):
+        await create()
+        await ensure()
+        await publish("mars.od")
+        threads = []
+
+        def deliver(delivery) -> None:
+            threads.append(threading.get_ident())
+            inbox.deliver(delivery)
+
+        async with backend.consume("MARS", "agent", deliver=deliver, room=inbox.room):
+            await inbox.next()
+
+        assert threads == [threading.get_ident()]
+
+    @pytest.mark.parametrize(
+        ("filters", "expected"),
+        [
+            ((), ["mars.od", "mars.od.an", "mars.od.an.0", "mars.od.fc", "mars.rd.an"]),
+            (("mars.>",), ["mars.od", "mars.od.an", "mars.od.an.0", "mars.od.fc", "mars.rd.an"]),
+            (("mars.od.>",), ["mars.od.an", "mars.od.an.0", "mars.od.fc"]),
+            (("mars.*.an",), ["mars.od.an", "mars.rd.an"]),
+            (("mars.od",), ["mars.od"]),
+            (("mars.*",), ["mars.od"]),
+            (("mars.od.fc", "mars.rd.>"), ["mars.od.fc", "mars.rd.an"]),
+            (("mars.od.*", "mars.*.an"), ["mars.od.an", "mars.od.fc", "mars.rd.an"]),
+            (("mars.o.>",), []),
+        ],
+    )
+    async def test_matches_the_filters(self, create, publish, ensure, open_reader, inbox, elapse, filters, expected):
+        await create()
+        info = await ensure(filter_subjects=filters)
+        assert info.num_pending == 0
+        for subject in ("mars.od", "mars.od.an", "mars.od.an.0", "mars.od.fc", "mars.rd.an"):
+            await publish(subject)
+
+        async with open_reader(inbox):
+            await elapse(0.1)
+
+        assert inbox.subjects == expected
+
+    async def test_goes_to_every_consumer(self, create, publish, ensure, open_reader, inbox, inbox_of):
+        await create()
+        await ensure("agent")
+        await ensure("other")
+        other = inbox_of(10)
+        async with open_reader(inbox, "agent"), open_reader(other, "other"):
+            await publish("mars.od")
+
+            assert (await inbox.next()).message.sequence == 1
+            assert (await other.next()).message.sequence == 1
+
+    async def test_is_only_what_comes_where_the_policy_is_new(self, create, publish, ensure, open_reader, inbox):
+        await create()
+        await publish("mars.0")
+        info = await ensure(deliver_policy="new")
+        assert info.num_pending == 0
+        async with open_reader(inbox):
+            await publish("mars.1")
+
+            assert (await inbox.next()).message.subject == "mars.1"
+
+    async def test_is_no_more_than_there_is_room_for(self, create, publish, ensure, open_reader, inbox_of, elapse):
+        await create()
+        await ensure()
+        for number in range(5):
+            await publish(f"mars.{number}")
+        inbox = inbox_of(2)
+        async with open_reader(inbox) as reader:
+            await elapse(0.2)
+            assert inbox.subjects == ["mars.0", "mars.1"]
+
+            inbox.capacity = 4
+            reader.refill()
+            await elapse(0.2)
+            assert inbox.subjects == ["mars.0", "mars.1", "mars.2", "mars.3"]
+
+    async def test_may_be_nothing_until_there_is_room(self, create, publish, ensure, open_reader, inbox_of, elapse):
+        await create()
+        await ensure()
+        await publish("mars.od")
+        inbox = inbox_of(0)
+        async with open_reader(inbox) as reader:
+            await elapse(0.2)
+            assert inbox.subjects == []
+
+            inbox.capacity = 1
+            reader.refill()
+            assert (await inbox.next()).message.sequence == 1
+
+    async def test_is_no_more_than_may_be_unsettled(
+        self, create, publish, ensure, open_reader, inbox, elapse, eventually
+    ):
+        await create()
+        await ensure(max_ack_pending=2)
+        for number in range(5):
+            await publish(f"mars.{number}")
+        async with open_reader(inbox):
+            first, _ = await inbox.take(2)
+            await elapse(0.2)
+            assert inbox.subjects == []
+            await eventually(num_pending=3, num_ack_pending=2)
+
+            first.ack()
+            assert (await inbox.next()).message.subject == "mars.2"
+
+    async def test_is_shared_by_the_readers_of_one_consumer(
+        self, create, publish, ensure, open_reader, inbox, eventually
+    ):
+        await create()
+        await ensure()
+        async with open_reader(inbox) as reader, open_reader(inbox):
+            for number in range(50):
+                await publish(f"mars.{number}")
+            deliveries = await inbox.take(50)
+            await settle(reader, deliveries)
+            await eventually(num_pending=0, num_ack_pending=0, ack_floor=50)
+
+        assert sorted(delivery.message.sequence for delivery in deliveries) == list(range(1, 51))
+        assert inbox.subjects == []
+
+    async def test_goes_to_the_reader_that_has_room(self, create, publish, ensure, open_reader, inbox, inbox_of):
+        await create()
+        await ensure()
+        full = inbox_of(0)
+        async with open_reader(full), open_reader(inbox):
+            for number in range(5):
+                await publish(f"mars.{number}")
+
+            assert len(await inbox.take(5)) == 5
+            assert full.subjects == []
+
+
+class TestSettling:
+    async def test_an_acked_message_does_not_come_again(
+        self, create, publish, ensure, open_reader, inbox, elapse, eventually
+    ):
+        await create()
+        await ensure(ack_wait_seconds=ACK_WAIT)
+        for number in range(3):
+            await publish(f"mars.{number}")
+        async with open_reader(inbox) as reader:
+            await settle(reader, await inbox.take(3))
+            await eventually(num_pending=0, num_ack_pending=0, num_redelivered=0, ack_floor=3)
+
+            await elapse(ACK_WAIT * 2)
+            assert inbox.subjects == []
+
+    async def test_acks_may_come_in_any_order(self, create, publish, ensure, open_reader, inbox, eventually):
+        await create()
+        await ensure()
+        for number in range(3):
+            await publish(f"mars.{number}")
+        async with open_reader(inbox) as reader:
+            first, second, third = await inbox.take(3)
+            await settle(reader, [third])
+            await eventually(num_ack_pending=2, ack_floor=0)
+            await settle(reader, [first])
+            await eventually(num_ack_pending=1, ack_floor=1)
+            await settle(reader, [second])
+            await eventually(num_ack_pending=0, ack_floor=3)
+
+    async def test_what_is_not_settled_in_time_comes_again(
+        self, create, publish, ensure, open_reader, inbox, elapse, eventually
+    ):
+        await create()
+        await ensure(ack_wait_seconds=ACK_WAIT)
+        await publish("mars.0")
+        await publish("mars.1")
+        async with open_reader(inbox) as reader:
+            first, second = await inbox.take(2)
+            await settle(reader, [second])
+            await elapse(ACK_WAIT / 2)
+            assert inbox.subjects == []
+
+            await elapse(ACK_WAIT)
+            again = await inbox.next()
+            assert (again.message.sequence, again.num_delivered) == (first.message.sequence, 2)
+            assert again.message == first.message
+            await eventually(num_pending=0, num_ack_pending=1, num_redelivered=1)
+
+            await settle(reader, [again])
+            await eventually(num_ack_pending=0, num_redelivered=0, ack_floor=2)
+
+    async def test_it_comes_again_and_again(self, create, publish, ensure, open_reader, inbox, elapse):
+        await create()
+        await ensure(ack_wait_seconds=0.2)
+        await publish("mars.od")
+        counts = []
+        async with open_reader(inbox):
+            for _ in range(4):
+                counts.append((await inbox.next()).num_delivered)
+                await elapse(0.2)
+
+        assert counts == [1, 2, 3, 4]
+
+    async def test_a_late_ack_counts(self, create, publish, ensure, open_reader, inbox, elapse, eventually):
+        await create()
+        await ensure(ack_wait_seconds=ACK_WAIT)
+        await publish("mars.od")
+        async with open_reader(inbox) as reader:
+            first = await inbox.next()
+            await elapse(ACK_WAIT)
+            await inbox.next()
+
+            await settle(reader, [first])
+            await eventually(num_ack_pending=0)
+            await elapse(ACK_WAIT * 2)
+            assert inbox.subjects == []
+
+    async def test_progress_postpones_the_redelivery(self, create, publish, ensure, open_reader, inbox, elapse):
+        await create()
+        await ensure(ack_wait_seconds=1.0)
+        await publish("mars.od")
+        async with open_reader(inbox) as reader:
+            delivery = await inbox.next()
+            await elapse(0.6)
+            delivery.in_progress()
+            await reader.settled()
+            await elapse(0.6)
+            assert inbox.subjects == []
+
+            await elapse(0.6)
+            assert (await inbox.next()).num_delivered == 2
+
+    async def test_a_naked_message_comes_again_at_once(self, create, publish, ensure, open_reader, inbox, eventually):
+        await create()
+        await ensure()
+        await publish("mars.od")
+        async with open_reader(inbox) as reader:
+            (await inbox.next()).nak()
+            again = await inbox.next()
+            assert (again.message.sequence, again.num_delivered) == (1, 2)
+
+            await settle(reader, [again])
+            await eventually(num_ack_pending=0)
+
+    async def test_a_naked_message_does_not_come_before_its_delay(
+        self, create, publish, ensure, open_reader, inbox, elapse, eventually
+    ):
+        await create()
+        await ensure()
+        await publish("mars.0")
+        async with open_reader(inbox) as reader:
+            (await inbox.next()).nak(delay_seconds=1.0)
+            await publish("mars.1")
+            await settle(reader, [await inbox.next()])
+            await elapse(0.5)
+            assert inbox.subjects == []
+            await eventually(num_ack_pending=1)
+
+            await elapse(0.6)
+            again = await inbox.next()
+            assert (again.message.subject, again.num_delivered) == ("mars.0", 2)
+
+    async def test_a_delay_may_be_longer_than_ack_wait(self, create, publish, ensure, open_reader, inbox, elapse):
+        await create()
+        await ensure(ack_wait_seconds=0.2)
+        await publish("mars.od")
+        async with open_reader(inbox):
+            (await inbox.next()).nak(delay_seconds=1.0)
+            await elapse(0.6)
+            assert inbox.subjects == []
+
+            await elapse(0.6)
+            assert (await inbox.next()).num_delivered == 2
+
+    async def test_a_terminated_message_never_comes_again(
+        self, create, publish, ensure, open_reader, inbox, elapse, eventually, stored
+    ):
+        await create()
+        await ensure(ack_wait_seconds=ACK_WAIT)
+        await publish("mars.od")
+        async with open_reader(inbox) as reader:
+            (await inbox.next()).term("it is no notification")
+            await reader.settled()
+            await eventually(num_ack_pending=0, ack_floor=1)
+
+            await elapse(ACK_WAIT * 2)
+            assert inbox.subjects == []
+        assert [message.sequence for message in await stored()] == [1]
+
+    async def test_a_message_comes_as_often_as_allowed(
+        self, create, publish, ensure, open_reader, inbox, elapse, eventually
+    ):
+        await create()
+        await ensure(ack_wait_seconds=0.2, max_deliver=2)
+        await publish("mars.od")
+        async with open_reader(inbox):
+            await inbox.next()
+            await elapse(0.2)
+            assert (await inbox.next()).num_delivered == 2
+
+            await elapse(1.0)
+            assert inbox.subjects == []
+            await eventually(num_pending=0, num_ack_pending=0)
+
+    async def test_what_is_due_again_comes_before_what_is_new(
+        self, create, publish, ensure, open_reader, inbox_of, elapse
+    ):
+        await create()
+        await ensure()
+        for number in range(3):
+            await publish(f"mars.{number}")
+        inbox = inbox_of(1)
+        async with open_reader(inbox) as reader:
+            (await inbox.next()).nak()
+            await reader.settled()
+            await elapse(0.1)
+            reader.refill()
+
+            assert (await inbox.next()).message.subject == "mars.0"
+
+
+class TestAReaderThatLeaves:
+    async def test_gets_nothing_more(self, create, publish, ensure, open_reader, inbox, elapse, eventually):
+        await create()
+        await ensure()
+        async with open_reader(inbox) as reader:
+            await publish("mars.0")
+            await settle(reader, [await inbox.next()])
+            await reader.stop()
+            await publish("mars.1")
+            reader.refill()
+            await elapse(0.2)
+        await publish("mars.2")
+        await elapse(0.2)
+
+        assert inbox.subjects == []
+        await eventually(num_ack_pending=0)
+
+    async def test_may_settle_what_it_has(self, create, publish, ensure, open_reader, inbox, eventually):
+        await create()
+        await ensure()
+        await publish("mars.0")
+        await publish("mars.1")
+        async with open_reader(inbox) as reader:
+            deliveries = await inbox.take(2)
+            await reader.stop()
+            await settle(reader, deliveries)
+
+        await eventually(num_ack_pending=0, ack_floor=2)
+
+    async def test_may_give_back_what_it_has(self, create, publish, ensure, open_reader, inbox, inbox_of):
+        await create()
+        await ensure()
+        await publish("mars.od")
+        async with open_reader(inbox) as reader:
+            delivery = await inbox.next()
+            await reader.stop()
+            delivery.nak()
+            await reader.settled()
+
+        other = inbox_of(10)
+        async with open_reader(other):
+            assert (await other.next()).num_delivered == 2
+
+    async def test_leaves_what_it_did_not_settle_to_others(
+        self, create, publish, ensure, open_reader, inbox, inbox_of, elapse
+    ):
+        await create()
+        await ensure(ack_wait_seconds=ACK_WAIT)
+        await publish("mars.od")
+        async with open_reader(inbox):
+            await inbox.next()
+
+        other = inbox_of(10)
+        async with open_reader(other):
+            await elapse(ACK_WAIT / 4)
+            assert other.subjects == []
+
+            await elapse(ACK_WAIT)
+            assert (await other.next()).num_delivered == 2
+
+    async def test_is_followed_by_one_that_goes_on(self, create, publish, ensure, open_reader, inbox_of):
+        await create()
+        await ensure()
+        for number in range(4):
+            await publish(f"mars.{number}")
+        seen = []
+        for _ in range(2):
+            inbox = inbox_of(2)
+            async with open_reader(inbox) as reader:
+                deliveries = await inbox.take(2)
+                await reader.stop()
+                await settle(reader, deliveries)
+            seen += [delivery.message.sequence for delivery in deliveries]
+
+        assert seen == [1, 2, 3, 4]
+
+    async def test_may_stop_twice(self, create, ensure, open_reader, inbox):
+        await create()
+        await ensure()
+        async with open_reader(inbox) as reader:
+            await reader.stop()
+            await reader.stop()
+
+
+class TestWhatIsGone:
+    async def test_before_it_was_delivered_is_not_delivered(
+        self, create, publish, ensure, open_reader, inbox, backend, eventually
+    ):
+        await create(max_msgs_per_subject=1)
+        await ensure()
+        for subject in ("mars.0", "mars.1", "mars.0", "mars.2"):
+            await publish(subject)
+        await backend.delete_message("MARS", 4)
+        await eventually(num_pending=2)
+        async with open_reader(inbox):
+            deliveries = await inbox.take(2)
+
+        assert [delivery.message.sequence for delivery in deliveries] == [2, 3]
+        assert inbox.subjects == []
+
+    @pytest.mark.parametrize("how", ["replaced", "erased", "purged"])
+    async def test_while_it_was_unsettled_is_not_delivered_again(
+        self, create, publish, ensure, open_reader, inbox, backend, elapse, eventually, how
+    ):
+        await create(max_msgs_per_subject=1)
+        await ensure(ack_wait_seconds=ACK_WAIT)
+        await publish("mars.od")
+        async with open_reader(inbox) as reader:
+            delivery = await inbox.next()
+            match how:
+                case "replaced":
+                    await publish("mars.od")
+                    await settle(reader, [await inbox.next()])
+                case "erased":
+                    await backend.delete_message("MARS", 1)
+                case "purged":
+                    await backend.purge_stream("MARS")
+            await eventually(num_pending=0, num_ack_pending=0)
+            await elapse(ACK_WAIT * 2)
+            assert inbox.subjects == []
+
+            delivery.ack()
+            await reader.settled()
+            await publish("mars.rd")
+            assert (await inbox.next()).message.subject == "mars.rd"
+
+    async def test_makes_room_for_what_may_be_unsettled(self, create, publish, ensure, open_reader, inbox, backend):
+        await create()
+        await ensure(max_ack_pending=1)
+        await publish("mars.0")
+        await publish("mars.1")
+        async with open_reader(inbox):
+            await inbox.next()
+            await backend.delete_message("MARS", 1)
+
+            assert (await inbox.next()).message.subject == "mars.1"

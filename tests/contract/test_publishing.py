@@ -1,0 +1,279 @@
+"""What a backend promises about publishing: stored once, in one place, within the limits, or an error that says."""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+import pytest
+
+from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
+
+pytestmark = pytest.mark.anyio
+
+SECOND = 1_000_000_000
+
+
+async def test_sequences_count_from_one_in_every_stream(create, publish):
+    await create()
+    await create(name="DISS", subjects=("diss.>",))
+
+    acks = [await publish("mars.od"), await publish("mars.od"), await publish("diss.de", stream="DISS")]
+
+    assert [(ack.stream, ack.sequence, ack.duplicate) for ack in acks] == [
+        ("MARS", 1, False),
+        ("MARS", 2, False),
+        ("DISS", 1, False),
+    ]
+
+
+async def test_what_was_published_is_what_is_stored(create, publish, stored):
+    await create()
+    body = '{"größe":1.5}'.encode()
+    await publish("mars.a%2Eb.größe", body, headers={"spatial_bbox": "52.5,13.4,52.6,13.5"})
+
+    (message,) = await stored()
+
+    assert (message.subject, message.data, message.sequence) == ("mars.a%2Eb.größe", body, 1)
+    assert message.headers is not None
+    assert message.headers["spatial_bbox"] == "52.5,13.4,52.6,13.5"
+
+
+async def test_the_message_id_is_stored_as_a_header(create, publish, stored):
+    await create()
+    await publish("mars.od", message_id="once")
+
+    (message,) = await stored()
+
+    assert message.headers is not None
+    assert message.headers["Nats-Msg-Id"] == "once"
+
+
+async def test_a_body_may_be_empty(create, publish, stored):
+    await create()
+    await publish("mars.od", b"")
+
+    assert [message.data for message in await stored()] == [b""]
+
+
+async def test_a_message_bears_the_time_at_which_it_was_stored(create, publish, stored, kind, clock):
+    await create()
+    now_ns = clock.time_ns() if kind == "in_memory" else time.time_ns()
+    await publish("mars.od")
+    await publish("mars.od")
+
+    first, second = await stored()
+
+    assert abs(first.timestamp_ns - now_ns) < 5 * SECOND
+    assert first.timestamp_ns < second.timestamp_ns
+
+
+async def test_the_same_message_id_is_stored_once(create, publish, stored):
+    await create()
+    await publish("mars.od", b"1", message_id="once")
+    await publish("mars.od", b"2", message_id="other")
+
+    again = await publish("mars.od", b"3", message_id="once")
+
+    assert (again.sequence, again.duplicate) == (1, True)
+    assert [message.data for message in await stored()] == [b"1", b"2"]
+
+
+async def test_a_message_id_is_known_for_the_duplicate_window(create, publish, elapse):
+    await create(duplicate_window=SECOND // 5)
+    await publish("mars.od", message_id="once")
+
+    await elapse(1.0)  # a server looks through its ids now and then, not at the moment
+
+    again = await publish("mars.od", message_id="once")
+    assert (again.sequence, again.duplicate) == (2, False)
+
+
+async def test_a_message_id_outlives_its_message(create, publish, backend):
+    await create()
+    await publish("mars.od", message_id="erased")
+    await publish("mars.od", message_id="purged")
+    await backend.delete_message("MARS", 1)
+    await backend.purge_stream("MARS")
+
+    acks = [await publish("mars.od", message_id=message_id) for message_id in ("erased", "purged")]
+
+    assert [(ack.sequence, ack.duplicate) for ack in acks] == [(1, True), (2, True)]
+
+
+async def test_a_message_id_counts_within_its_stream(create, publish):
+    await create()
+    await create(name="DISS", subjects=("diss.>",))
+    await publish("mars.od", message_id="once")
+
+    assert not (await publish("diss.de", message_id="once", stream="DISS")).duplicate
+
+
+async def test_a_subject_that_no_stream_takes_may_be_taken_later(create, publish):
+    with pytest.raises(UnavailableError):
+        await publish("mars.od")
+
+    await create()
+
+    assert (await publish("mars.od")).sequence == 1
+
+
+async def test_a_subject_of_another_stream_is_refused(create, publish, backend):
+    await create()
+    await create(name="DISS", subjects=("diss.>",))
+
+    with pytest.raises(RefusedError) as refused:
+        await publish("mars.od", stream="DISS")
+
+    assert refused.value.code == 10060
+    assert not isinstance(refused.value, NotFoundError)
+    assert (await backend.stream_info("MARS")).messages == 0
+
+
+async def test_a_full_stream_drops_its_oldest_message(create, publish, stored):
+    await create(max_msgs=2)
+
+    for number in range(4):
+        await publish(f"mars.{number}")
+
+    assert [message.sequence for message in await stored()] == [3, 4]
+
+
+async def test_a_full_stream_drops_as_many_bytes_as_it_needs(create, publish, stored):
+    await create(max_bytes=3000)
+
+    for number in range(4):
+        await publish(f"mars.{number}", b"x" * 1200)
+
+    assert [message.sequence for message in await stored()] == [3, 4]
+
+
+async def test_a_full_stream_refuses_when_it_must_not_drop(create, publish, stored):
+    await create(max_msgs=2, discard="new")
+    await publish("mars.0")
+    await publish("mars.1")
+
+    with pytest.raises(RefusedError) as refused:
+        await publish("mars.2")
+
+    assert refused.value.code == 10077
+    assert [message.subject for message in await stored()] == ["mars.0", "mars.1"]
+
+
+async def test_a_stream_full_of_bytes_refuses_when_it_must_not_drop(create, publish):
+    await create(max_bytes=3000, discard="new")
+    await publish("mars.0", b"x" * 1200)
+    await publish("mars.1", b"x" * 1200)
+
+    with pytest.raises(RefusedError) as refused:
+        await publish("mars.2", b"x" * 1200)
+    assert refused.value.code == 10077
+
+
+async def test_a_full_stream_has_room_again_after_a_message_was_erased(create, publish, backend):
+    await create(max_msgs=1, discard="new")
+    await publish("mars.0")
+    await backend.delete_message("MARS", 1)
+
+    assert (await publish("mars.1")).sequence == 2
+
+
+async def test_a_full_stream_still_knows_what_it_stored(create, publish):
+    await create(max_msgs=1, discard="new")
+    await publish("mars.0", message_id="once")
+
+    assert (await publish("mars.0", message_id="once")).duplicate
+
+
+async def test_a_refused_message_id_may_be_stored_later(create, publish, backend):
+    await create(max_msgs=1, discard="new")
+    await publish("mars.0")
+    with pytest.raises(RefusedError):
+        await publish("mars.1", message_id="later")
+    await backend.purge_stream("MARS")
+
+    ack = await publish("mars.1", message_id="later")
+
+    assert (ack.sequence, ack.duplicate) == (2, False)
+
+
+async def test_a_stream_keeps_so_many_messages_of_each_subject(create, publish, stored):
+    await create(max_msgs_per_subject=2)
+
+    for subject in ("mars.od", "mars.od", "mars.rd", "mars.od"):
+        await publish(subject)
+
+    assert [(message.subject, message.sequence) for message in await stored()] == [
+        ("mars.od", 2),
+        ("mars.rd", 3),
+        ("mars.od", 4),
+    ]
+
+
+async def test_a_newer_message_replaces_the_one_of_its_subject_where_others_are_refused(create, publish, stored):
+    await create(max_msgs_per_subject=1, max_msgs=2, discard="new")
+    await publish("mars.od")
+    await publish("mars.rd")
+
+    with pytest.raises(RefusedError):
+        await publish("mars.new")
+    await publish("mars.od")
+
+    assert [(message.subject, message.sequence) for message in await stored()] == [
+        ("mars.rd", 2),
+        ("mars.od", 3),
+    ]
+
+
+async def test_messages_expire(create, publish, stored, backend, elapse):
+    await create(max_age=SECOND)
+    await publish("mars.old")
+    await elapse(0.7)
+    await publish("mars.new")
+
+    await elapse(0.6)
+
+    assert [message.subject for message in await stored()] == ["mars.new"]
+    info = await backend.stream_info("MARS")
+    assert (info.messages, info.first_sequence, info.last_sequence) == (1, 2, 2)
+
+
+async def test_a_message_that_is_too_large_is_refused(create, publish, backend):
+    await create()
+
+    with pytest.raises(RefusedError):
+        await publish("mars.od", b"x" * (backend.max_payload + 1))
+
+    assert (await publish("mars.od")).sequence == 1
+
+
+async def test_headers_count_as_well(create, publish, backend):
+    await create()
+
+    with pytest.raises(RefusedError):
+        await publish("mars.od", b"x" * backend.max_payload)
+
+    assert (await publish("mars.od")).sequence == 1
+
+
+async def test_a_large_message_is_stored_whole(create, publish, backend, stored):
+    await create()
+    body = bytes(range(256)) * 4 * 1000
+    assert len(body) < backend.max_payload
+    await publish("mars.od", body)
+
+    assert [message.data == body for message in await stored()] == [True]
+
+
+async def test_many_at_once_are_stored_one_by_one(create, publish):
+    await create()
+    sequences = []
+
+    async def one(number: int) -> None:
+        sequences.append((await publish(f"mars.{number}")).sequence)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(200):
+            tasks.start_soon(one, number)
+
+    assert sorted(sequences) == list(range(1, 201))

@@ -1,0 +1,214 @@
+"""What a backend promises about reading a stream: every message once, in order, from where to where one wants."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from datetime import UTC, datetime, timedelta, timezone
+
+import anyio
+import pytest
+
+from aviso_workers.backends import Backend, Message
+from aviso_workers.errors import NotFoundError
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def sequences(backend: Backend):
+    """`await sequences(last_sequence=9)`: those that a bounded reading of MARS yields."""
+
+    async def sequences(*, filter_subjects=("mars.>",), **bounds) -> list[int]:
+        with anyio.fail_after(10):
+            return [
+                message.sequence async for message in backend.read("MARS", filter_subjects=filter_subjects, **bounds)
+            ]
+
+    return sequences
+
+
+@pytest.fixture
+async def five(create, publish) -> None:
+    """MARS with mars.0 to mars.4."""
+    await create()
+    for number in range(5):
+        await publish(f"mars.{number}", str(number).encode())
+
+
+def time_of(message: Message) -> datetime:
+    """When it was stored, or less than a microsecond before."""
+    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=message.timestamp_ns // 1000)
+
+
+async def following(messages, count: int) -> list[Message]:
+    with anyio.fail_after(10):
+        return [await anext(messages) for _ in range(count)]
+
+
+async def test_all_that_is_stored_comes_in_order(five, backend):
+    messages = [m async for m in backend.read("MARS", filter_subjects=("mars.>",), last_sequence=5)]
+
+    assert [(message.sequence, message.subject, message.data) for message in messages] == [
+        (number + 1, f"mars.{number}", str(number).encode()) for number in range(5)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ({"last_sequence": 5}, [1, 2, 3, 4, 5]),
+        ({"last_sequence": 3}, [1, 2, 3]),
+        ({"start_sequence": 0, "last_sequence": 2}, [1, 2]),
+        ({"start_sequence": 4, "last_sequence": 5}, [4, 5]),
+        ({"start_sequence": 3, "last_sequence": 3}, [3]),
+        ({"start_sequence": 4, "last_sequence": 3}, []),
+        ({"start_sequence": 9, "last_sequence": 5}, []),
+        ({"last_sequence": 0}, []),
+        ({"last_sequence": 99}, [1, 2, 3, 4, 5]),
+    ],
+)
+async def test_both_bounds_are_inclusive(five, sequences, bounds, expected):
+    assert await sequences(**bounds) == expected
+
+
+async def test_an_empty_stream_has_nothing_to_read(create, sequences):
+    await create()
+
+    assert await sequences(last_sequence=0) == []
+    assert await sequences(last_sequence=1) == []
+
+
+async def test_holes_are_passed_over(five, backend, sequences):
+    for sequence in (1, 3, 5):
+        await backend.delete_message("MARS", sequence)
+
+    assert await sequences(start_sequence=1, last_sequence=5) == [2, 4]
+    assert await sequences(start_sequence=3, last_sequence=3) == []
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ((), [1, 2, 3, 4, 5]),
+        (("mars.2",), [3]),
+        (("mars.*",), [1, 2, 3, 4, 5]),
+        (("mars.4", "mars.0"), [1, 5]),
+        (("mars.9",), []),
+    ],
+)
+async def test_only_what_the_filters_take_comes(five, sequences, filters, expected):
+    assert await sequences(filter_subjects=filters, last_sequence=5) == expected
+
+
+async def test_the_last_sequence_need_not_match_the_filters(five, publish, backend):
+    messages = backend.read("MARS", filter_subjects=("mars.0",), last_sequence=4)
+    await publish("mars.0")
+
+    with anyio.fail_after(10):
+        assert [message.sequence async for message in messages] == [1]
+
+
+async def test_a_start_time_is_inclusive_and_wins(create, publish, stored, elapse, sequences):
+    await create()
+    for number in range(4):
+        await publish(f"mars.{number}")
+        await elapse(0.05)
+    start_time = time_of((await stored())[2])
+
+    assert await sequences(start_time=start_time, start_sequence=2, last_sequence=4) == [3, 4]
+    between = start_time + timedelta(milliseconds=10)
+    assert await sequences(start_time=between, last_sequence=4) == [4]
+    long_ago = datetime(2001, 1, 1, tzinfo=UTC)
+    assert await sequences(start_time=long_ago, start_sequence=4, last_sequence=4) == [1, 2, 3, 4]
+    never = datetime(2100, 1, 1, tzinfo=UTC)
+    assert await sequences(start_time=never, last_sequence=4) == []
+
+
+async def test_a_start_time_may_be_in_any_zone(create, publish, stored, elapse, sequences):
+    await create()
+    await publish("mars.0")
+    await elapse(0.05)
+    await publish("mars.1")
+    start_time = time_of((await stored())[1]).astimezone(timezone(timedelta(hours=5, minutes=30)))
+
+    assert await sequences(start_time=start_time, last_sequence=2) == [2]
+
+
+async def test_without_an_end_it_goes_on_as_messages_come(five, publish, backend):
+    async with aclosing(backend.read("MARS", filter_subjects=("mars.>",), start_sequence=4)) as messages:
+        assert [message.sequence for message in await following(messages, 2)] == [4, 5]
+        await publish("mars.5")
+        await publish("mars.6")
+        assert [message.subject for message in await following(messages, 2)] == ["mars.5", "mars.6"]
+
+
+async def test_it_waits_for_what_matches(five, publish, backend):
+    async with aclosing(backend.read("MARS", filter_subjects=("mars.new",))) as messages:
+        async with anyio.create_task_group() as tasks:
+
+            async def publish_later() -> None:
+                await publish("mars.old")
+                await publish("mars.new")
+
+            tasks.start_soon(publish_later)
+            (message,) = await following(messages, 1)
+        assert message.sequence == 7
+
+
+@pytest.mark.parametrize("start", [{"start_sequence": 8}, {"start_time": timedelta(seconds=1.0)}])
+async def test_a_start_beyond_the_end_is_waited_for(five, publish, stored, elapse, backend, start):
+    if "start_time" in start:
+        start = {"start_time": time_of((await stored())[-1]) + start["start_time"]}
+    got = []
+
+    async def read() -> None:
+        async with aclosing(backend.read("MARS", filter_subjects=("mars.>",), **start)) as messages:
+            got.extend(await following(messages, 1))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(read)
+        await elapse(0.3)
+        await publish("mars.5")
+        await publish("mars.6")
+        await elapse(1.0)
+        await publish("mars.7")
+
+    assert [message.sequence for message in got] == [8]
+
+
+async def test_what_is_purged_before_it_was_read_does_not_come(five, publish, backend):
+    await backend.purge_stream("MARS")
+    await publish("mars.new")
+
+    async with aclosing(backend.read("MARS", filter_subjects=("mars.>",))) as messages:
+        assert [message.sequence for message in await following(messages, 1)] == [6]
+
+
+async def test_many_messages_come_once_and_in_order(create, publish, sequences):
+    await create()
+    async with anyio.create_task_group() as tasks:
+        for number in range(2500):
+            tasks.start_soon(publish, f"mars.{number}")
+
+    assert await sequences(last_sequence=2500) == list(range(1, 2501))
+
+
+async def test_readings_do_not_know_of_each_other(five, sequences, backend):
+    async with aclosing(backend.read("MARS", filter_subjects=("mars.>",))) as messages:
+        await following(messages, 3)
+
+        assert await sequences(last_sequence=5) == [1, 2, 3, 4, 5]
+        assert [message.sequence for message in await following(messages, 2)] == [4, 5]
+
+
+async def test_a_reading_takes_nothing_from_a_consumer(five, sequences, ensure, eventually):
+    await ensure()
+
+    await sequences(last_sequence=5)
+
+    await eventually(num_pending=5, num_ack_pending=0)
+
+
+async def test_a_stream_that_is_missing_cannot_be_read(backend):
+    with pytest.raises(NotFoundError):
+        await following(backend.read("MARS", filter_subjects=("mars.>",)), 1)

@@ -1,0 +1,218 @@
+"""What a backend promises about streams: their configuration, their limits, and taking messages out of them."""
+
+from __future__ import annotations
+
+from datetime import UTC
+
+import pytest
+
+from aviso_workers.errors import NotFoundError, RefusedError
+
+pytestmark = pytest.mark.anyio
+
+SECOND = 1_000_000_000
+
+
+async def test_a_new_stream_has_what_was_stated_and_is_empty(create):
+    info = await create(description="for the suite", max_msgs=7, max_age=600 * SECOND, discard="new")
+
+    stated = {"name": "MARS", "subjects": ["mars.>"], "description": "for the suite"}
+    stated |= {"max_msgs": 7, "max_age": 600 * SECOND, "discard": "new", "storage": "memory"}
+    assert {name: info.config.get(name) for name in stated} == stated
+    assert (info.messages, info.bytes, info.first_sequence, info.last_sequence) == (0, 0, 0, 0)
+    assert info.created is not None
+    assert info.created.utcoffset() == UTC.utcoffset(None)
+
+
+async def test_what_was_not_stated_has_the_defaults_of_jetstream(create):
+    info = await create()
+
+    defaults = {"retention": "limits", "discard": "old", "num_replicas": 1, "compression": "none"}
+    defaults |= {"max_msgs": -1, "max_bytes": -1, "max_age": 0, "max_msgs_per_subject": -1}
+    defaults |= {"duplicate_window": 120 * SECOND}
+    assert {name: info.config.get(name) for name in defaults} == defaults
+
+
+async def test_the_duplicate_window_is_no_longer_than_messages_live(create):
+    assert (await create(max_age=10 * SECOND)).config["duplicate_window"] == 10 * SECOND
+
+
+async def test_a_stated_duplicate_window_beyond_max_age_is_refused(create):
+    with pytest.raises(RefusedError) as refused:
+        await create(max_age=10 * SECOND, duplicate_window=120 * SECOND)
+    assert refused.value.code == 10052
+
+
+async def test_creating_the_same_stream_again_changes_nothing(create, publish):
+    created = await create(max_msgs=5)
+    await publish("mars.od")
+
+    again = await create(max_msgs=5)
+
+    assert again.config == created.config
+    assert again.messages == 1
+
+
+async def test_creating_a_stream_that_a_peer_created_differently_is_refused(create):
+    await create(max_msgs=5)
+
+    with pytest.raises(RefusedError) as refused:
+        await create(max_msgs=6)
+    assert refused.value.code == 10058
+
+
+@pytest.mark.parametrize("subjects", [("mars.>",), ("mars.od.*",), ("mars.*.an",), ("diss.>", "mars.od.fc")])
+async def test_two_streams_cannot_take_the_same_subject(create, subjects):
+    await create(subjects=("mars.od.>",))
+
+    with pytest.raises(RefusedError) as refused:
+        await create(name="OTHER", subjects=subjects)
+    assert refused.value.code == 10065
+
+
+@pytest.mark.parametrize("subjects", [("mars",), ("Mars.>",), ("mars2.>", "diss.*.od")])
+async def test_subjects_that_only_look_alike_do_not_overlap(create, backend, subjects):
+    await create(subjects=("mars.>",))
+
+    await create(name="OTHER", subjects=subjects)
+
+    assert sorted(await backend.stream_names()) == ["MARS", "OTHER"]
+
+
+async def test_no_stream_has_no_info(backend):
+    with pytest.raises(NotFoundError) as missing:
+        await backend.stream_info("MARS")
+    assert missing.value.code == 10059
+    assert await backend.stream_names() == []
+
+
+async def test_info_counts_what_is_stored(create, publish, backend):
+    await create()
+    for number in range(3):
+        await publish(f"mars.{number}", b"12345")
+
+    info = await backend.stream_info("MARS")
+
+    assert (info.messages, info.first_sequence, info.last_sequence) == (3, 1, 3)
+    assert info.bytes >= 3 * len(b"12345")
+
+
+async def test_an_update_replaces_the_configuration_and_holds_for_what_is_stored(create, publish, backend, stored):
+    info = await create(description="before")
+    # A field that we do not state ourselves.
+    info = await backend.update_stream({**info.config, "metadata": {"owner": "suite"}})
+    for number in range(4):
+        await publish(f"mars.{number}")
+
+    updated = await backend.update_stream({**info.config, "max_msgs": 2, "description": "after"})
+
+    assert (updated.config["max_msgs"], updated.config["description"]) == (2, "after")
+    assert updated.config["metadata"]["owner"] == "suite"
+    assert [message.sequence for message in await stored()] == [3, 4]
+
+
+async def test_an_update_can_bind_other_subjects(create, publish, backend):
+    info = await create(subjects=("mars.od",))
+
+    await backend.update_stream({**info.config, "subjects": ["mars.>"]})
+
+    assert (await publish("mars.rd")).sequence == 1
+
+
+async def test_an_update_cannot_change_storage(create, backend):
+    info = await create(storage="memory", max_msgs=5)
+
+    with pytest.raises(RefusedError) as refused:
+        await backend.update_stream({**info.config, "storage": "file", "max_msgs": 6})
+
+    assert refused.value.code == 10052
+    assert (await backend.stream_info("MARS")).config["max_msgs"] == 5
+
+
+async def test_an_update_cannot_take_the_subjects_of_another_stream(create, backend):
+    await create()
+    other = await create(name="DISS", subjects=("diss.>",))
+
+    with pytest.raises(RefusedError) as refused:
+        await backend.update_stream({**other.config, "subjects": ["mars.od"]})
+    assert refused.value.code == 10065
+
+
+async def test_an_update_cannot_leave_a_duplicate_window_beyond_max_age(create, backend):
+    info = await create()
+
+    with pytest.raises(RefusedError) as refused:
+        await backend.update_stream({**info.config, "max_age": 10 * SECOND})
+    assert refused.value.code == 10052
+
+
+async def test_an_update_needs_a_stream(create, backend):
+    info = await create()
+
+    with pytest.raises(NotFoundError):
+        await backend.update_stream({**info.config, "name": "OTHER", "subjects": ["other.>"]})
+
+
+async def test_a_purge_removes_all_messages_and_sequences_go_on(create, publish, backend, stored):
+    created = await create(max_msgs=5)
+    for number in range(3):
+        await publish(f"mars.{number}")
+
+    assert await backend.purge_stream("MARS") == 3
+
+    info = await backend.stream_info("MARS")
+    assert info.config == created.config
+    assert (info.messages, info.bytes, info.last_sequence) == (0, 0, 3)
+    assert (await publish("mars.od")).sequence == 4
+    assert [message.sequence for message in await stored()] == [4]
+
+
+async def test_a_purge_of_an_empty_stream_removes_nothing(create, backend):
+    await create()
+
+    assert await backend.purge_stream("MARS") == 0
+
+
+async def test_a_purge_needs_a_stream(backend):
+    with pytest.raises(NotFoundError):
+        await backend.purge_stream("MARS")
+
+
+async def test_one_message_can_be_erased(create, publish, backend, stored):
+    await create()
+    for number in range(3):
+        await publish(f"mars.{number}")
+
+    await backend.delete_message("MARS", 2)
+
+    assert [message.sequence for message in await stored()] == [1, 3]
+    assert (await backend.stream_info("MARS")).last_sequence == 3
+
+
+async def test_a_message_is_erased_once(create, publish, backend):
+    await create()
+    await publish("mars.od")
+    await backend.delete_message("MARS", 1)
+
+    with pytest.raises(NotFoundError):
+        await backend.delete_message("MARS", 1)
+
+
+async def test_a_message_that_never_was_cannot_be_erased(create, publish, backend):
+    await create()
+    await publish("mars.od")
+
+    with pytest.raises(NotFoundError):
+        await backend.delete_message("MARS", 99)
+
+
+async def test_erasing_needs_a_stream(backend):
+    with pytest.raises(NotFoundError):
+        await backend.delete_message("MARS", 1)
+
+
+async def test_the_names_of_all_streams(create, backend):
+    await create()
+    await create(name="DISS", subjects=("diss.>",))
+
+    assert sorted(await backend.stream_names()) == ["DISS", "MARS"]

@@ -1,0 +1,133 @@
+"""The wire, byte for byte, against a plain NATS client that does what an aviso-server does."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import anyio
+import nats
+import pytest
+from nats.aio.client import Client
+from nats.js.api import StreamConfig
+
+from aviso_workers import App, Notification
+from aviso_workers.server import NatsServer
+from tests.contract.conftest import delete_all_streams
+from tests.contract.settings import app_config, mars
+
+pytestmark = pytest.mark.anyio
+
+SQUARE = "(52.5,13.4,52.6,13.4,52.6,13.5,52.5,13.5,52.5,13.4)"
+
+
+@pytest.fixture
+async def client(server: NatsServer) -> AsyncGenerator[Client, None]:
+    await delete_all_streams(server.url)
+    client = await nats.connect(server.url)
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def app(client: Client, server: NatsServer) -> AsyncGenerator[App, None]:
+    async with App("wire", config=app_config("jetstream", server.url)) as app:
+        yield app
+
+
+async def test_an_agent_sees_what_an_aviso_server_stores(app: App, client: Client) -> None:
+    """Created and published as aviso-server 0.7.1 does: no message id, no headers, the payload alone as body."""
+    context = client.jetstream()
+    await context.add_stream(StreamConfig(name="MARS", subjects=["mars.>"], max_msgs_per_subject=1))
+    await context.publish("mars.od.0001.g.20261120.0000.a%2Eb.12", b'{"location":"here","n":1.0}')
+    seen: list[Notification[Any]] = []
+    stop = anyio.Event()
+
+    @app.agent("mars", where={"stream": "a.b"})
+    async def collect(notification: Notification[Any]) -> None:
+        seen.append(notification)
+        stop.set()
+
+    with anyio.fail_after(10):
+        await app.work(stop)
+    assert seen[0].identifier == mars(stream="a.b")
+    assert seen[0].payload == {"location": "here", "n": 1.0}
+
+
+async def test_what_we_store_is_what_an_aviso_server_stores(app: App, client: Client) -> None:
+    await app.notify(
+        "mars", mars(stream="a.b%2Ec*>", step="0012"), {"z": [1, 2.5, None], "a": "é", "m": {"y": 1, "x": 2}}
+    )
+    stored = await client.jetstream().get_last_msg("MARS", "mars.>")
+    assert stored.subject == "mars.od.0001.g.20261120.0000.a%2Eb%252Ec%2A%3E.12"
+    assert stored.data == '{"a":"é","m":{"x":2,"y":1},"z":[1,2.5,null]}'.encode()
+    assert {name for name in stored.headers or {} if not name.startswith("Nats-")} == set()
+
+
+async def test_a_polygon_travels_in_its_two_headers(app: App, client: Client) -> None:
+    await app.notify("area", {"date": "2026-11-20", "polygon": SQUARE})
+    stored = await client.jetstream().get_last_msg("AREA", "area.>")
+    assert (stored.subject, stored.data) == ("area.20261120", b"null")
+    assert stored.headers is not None
+    assert stored.headers["spatial_bbox"] == "52.5,13.4,52.6,13.5"
+    assert stored.headers["spatial_geometry"] == SQUARE
+
+
+async def test_a_stored_polygon_of_an_aviso_server_is_read(app: App, client: Client) -> None:
+    context = client.jetstream()
+    await context.add_stream(StreamConfig(name="AREA", subjects=["area.>"], max_msgs_per_subject=1))
+    headers = {"spatial_bbox": "52.5,13.4,52.6,13.5", "spatial_geometry": SQUARE}
+    await context.publish("area.20261120", b"null", headers=headers)
+    (found,) = [notification async for notification in app.replay("area", {"point": "52.55,13.45"})]
+    assert found.identifier == {"date": "20261120", "polygon": SQUARE}
+
+
+async def test_the_stream_is_the_one_that_an_aviso_server_creates(app: App, client: Client) -> None:
+    await app.notify("mars", mars(), {})
+    found = (await client.jetstream().stream_info("MARS")).config
+    assert (found.subjects, found.max_msgs_per_subject) == (["mars.>"], 1)
+    assert (found.max_msgs, found.max_bytes, found.max_age) == (-1, -1, 0)
+    assert (found.storage, found.retention, found.discard, found.num_replicas) == ("file", "limits", "old", 1)
+
+
+async def test_an_unchanged_stream_gets_no_update_and_a_changed_one_gets_one(
+    server: NatsServer, client: Client
+) -> None:
+    updates: list[str] = []
+
+    async def count(message: Any) -> None:
+        updates.append(message.subject)
+
+    await client.subscribe("$JS.EVENT.ADVISORY.STREAM.UPDATED.MARS", cb=count)
+    for retention in (None, "1h", "1h", "1h"):
+        changed = {"retention_time": retention} if retention else {}
+        async with App("wire", config=app_config("jetstream", server.url, **changed)) as app:
+            await app.notify("mars", mars(), {})
+            await app.notify("mars", mars(), {})
+    await client.flush()
+    assert len(updates) == 1, updates
+
+
+async def test_a_payload_that_is_no_json_comes_as_its_text(app: App, client: Client) -> None:
+    context = client.jetstream()
+    await context.add_stream(StreamConfig(name="MARS", subjects=["mars.>"]))
+    for step, body in enumerate([b"", b"plain text", b"\xff\xfe"]):
+        await context.publish(f"mars.od.0001.g.20261120.0000.oper.{step}", body)
+    found = [notification.payload async for notification in app.replay("mars")]
+    assert found == [None, "plain text", "\ufffd\ufffd"]
+
+
+async def test_cloud_events_are_those_of_an_aviso_server(app: App) -> None:
+    receipt = await app.notify("mars", mars(), {"location": "here"})
+    (found,) = [notification async for notification in app.replay("mars")]
+    event = found.cloud_event("https://aviso.example")
+    assert event.pop("time").endswith("Z")
+    assert event == {
+        "specversion": "1.0",
+        "id": f"mars@{receipt.sequence}",
+        "source": "https://aviso.example",
+        "type": "int.ecmwf.aviso.mars",
+        "datacontenttype": "application/json",
+        "dataschema": "https://aviso.example/schema/mars",
+        "data": {"identifier": mars(), "payload": {"location": "here"}},
+    }
