@@ -113,14 +113,15 @@ class Polygon(msgspec.Struct, frozen=True):
         """
         if not self.box.intersects(other.box):
             return False
-        mine, theirs = self._edges_near(other.box), other._edges_near(self.box)
-        if any(_segments_meet(a, b, c, d) for a, b in mine for c, d in theirs):
+        # Where no edges meet, each ring lies wholly on one side of the other: any corner tells which.
+        if other.covers(self.ring[0]) or self.covers(other.ring[0]):
             return True
-        # No edges meet, so each ring lies wholly on one side of the other: any vertex tells which.
-        return other.covers(self.ring[0]) or self.covers(other.ring[0])
+        mine, theirs = self._edges_near(other.box), other._edges_near(self.box)
+        return any(near.intersects(far) and _segments_meet(a, b, c, d) for a, b, near in mine for c, d, far in theirs)
 
-    def _edges_near(self, box: Box) -> list[tuple[Point, Point]]:
-        return [edge for edge in pairwise(self.ring) if box.intersects(Box.around(edge))]
+    def _edges_near(self, box: Box) -> list[tuple[Point, Point, Box]]:
+        edges = ((a, b, Box.around((a, b))) for a, b in pairwise(self.ring))
+        return [edge for edge in edges if box.intersects(edge[2])]
 
 
 class Footprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -310,12 +311,8 @@ def _side(ring: tuple[Point, ...], point: Point) -> int:
 
 
 def _segments_meet(a: Point, b: Point, c: Point, d: Point) -> bool:
-    """Whether the segments ab and cd share at least a point."""
-    return (
-        Box.around((a, b)).intersects(Box.around((c, d)))
-        and _turn(a, b, c) * _turn(a, b, d) <= 0
-        and _turn(c, d, a) * _turn(c, d, b) <= 0
-    )
+    """Whether the segments ab and cd, whose boxes intersect, share at least a point."""
+    return _turn(a, b, c) * _turn(a, b, d) <= 0 and _turn(c, d, a) * _turn(c, d, b) <= 0
 
 
 def _turn(a: Point, b: Point, c: Point) -> int:

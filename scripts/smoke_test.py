@@ -39,11 +39,11 @@ SQUARE = "(52.5,13.4,52.6,13.4,52.6,13.6,52.5,13.6,52.5,13.4)"
 INSIDE, ELSEWHERE = "52.55,13.5", "10,10"
 
 
-class Failed(Exception):
+class CheckFailedError(Exception):
     """A check does not hold; its text says what was there instead."""
 
 
-class Skipped(Exception):
+class CheckSkippedError(Exception):
     """A check does not apply here."""
 
 
@@ -99,7 +99,7 @@ async def an_id_and_a_date_exclude_each_other(app: App) -> None:
         await sequences(app.replay("mars", from_id=1, from_date="2025-01-01T00:00:00Z"))
     except AvisoWorkersError:
         return
-    raise Failed("both were taken")
+    raise CheckFailedError("both were taken")
 
 
 async def a_reserved_character_is_carried(app: App) -> None:
@@ -134,9 +134,9 @@ async def a_point_finds_the_polygons_around_it(app: App) -> None:
 async def the_stream_policy_is_in_effect(app: App) -> None:
     wanted = {field: os.environ[name] for name, field in EXPECTATIONS.items() if name in os.environ}
     if app.session.backend.kind != "jetstream":
-        raise Skipped("the backend keeps no stream policy")
+        raise CheckSkippedError("the backend keeps no stream policy")
     if not wanted:
-        raise Skipped("no EXPECT_* is set")
+        raise CheckSkippedError("no EXPECT_* is set")
     config = (await app.session.backend.stream_info(POLICY_STREAM)).config
     for field, expected in wanted.items():
         found = str(config.get(field, "none"))
@@ -160,7 +160,7 @@ CHECKS: tuple[Callable[[App], Awaitable[None]], ...] = (
 
 def expect(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise Failed(otherwise)
+        raise CheckFailedError(otherwise)
 
 
 async def sequences(notifications: AsyncIterator[Notification[Any]]) -> list[int]:
@@ -177,9 +177,7 @@ async def publish_until_seen(app: App, target: str) -> Receipt:
         await anyio.sleep(0.1)
 
 
-async def first(
-    notifications: Any, *, after: Callable[[], Awaitable[object]]
-) -> Notification[Any]:
+async def first(notifications: Any, *, after: Callable[[], Awaitable[object]]) -> Notification[Any]:
     with anyio.fail_after(TIMEOUT_SECONDS):
         async with anyio.create_task_group() as tasks, aclosing(notifications):
             tasks.start_soon(after)
@@ -205,9 +203,9 @@ async def main() -> int:
             name = check.__name__.replace("_", " ")
             try:
                 await check(app)
-            except Skipped as reason:
+            except CheckSkippedError as reason:
                 print(f"skip  {name}: {reason}")
-            except (Failed, AvisoWorkersError, TimeoutError) as error:
+            except (CheckFailedError, AvisoWorkersError, TimeoutError) as error:
                 failures += 1
                 print(f"FAIL  {name}: {error or 'nothing came in time'}")
             else:

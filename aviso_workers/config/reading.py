@@ -213,7 +213,8 @@ def _mapping(node: Node) -> dict[str, Node]:
         return node.value
     if node.is_null:
         return {}
-    raise ValueError(f"expected a mapping, found {_shown(node)}")
+    # A scalar is not shown: it may be settings on one line, with a password among them.
+    raise ValueError(f"expected a mapping, found {'a list' if isinstance(node.value, list) else 'text'}")
 
 
 def _items(node: Node) -> list[Node]:

@@ -260,13 +260,13 @@ class TestWhatIsDelivered:
     async def test_goes_to_the_reader_that_has_room(self, create, publish, ensure, open_reader, inbox, inbox_of):
         await create()
         await ensure()
-        full = inbox_of(0)
-        async with open_reader(full), open_reader(inbox):
+        full, also_full = inbox_of(0), inbox_of(0)
+        async with open_reader(full), open_reader(inbox), open_reader(also_full):
             for number in range(5):
                 await publish(f"mars.{number}")
 
             assert len(await inbox.take(5)) == 5
-            assert full.subjects == []
+            assert full.subjects == also_full.subjects == []
 
 
 class TestSettling:

@@ -116,9 +116,7 @@ class Durable:
 
     def collect_overdue(self, now: float) -> float | None:
         """Make due what was not settled in time; returns when to look again, None where nothing is out."""
-        deadlines = {
-            sequence: message.deadline for sequence, message in self._outstanding.items() if sequence not in self._due
-        }
+        deadlines = {sequence: message.deadline for sequence, message in self._outstanding.items()}
         overdue = sorted(sequence for sequence, deadline in deadlines.items() if deadline <= now)
         self._due.update(dict.fromkeys(overdue))
         return min((deadline for deadline in deadlines.values() if deadline > now), default=None)

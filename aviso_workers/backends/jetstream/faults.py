@@ -77,8 +77,8 @@ def translated(what: str) -> Iterator[None]:
         raise UnavailableError(f"{what}: nobody answers; is JetStream enabled for this account?") from error
     except (nats.errors.TimeoutError, TimeoutError) as error:
         raise UnavailableError(f"{what}: no answer in time") from error
-    except nats.errors.MaxPayloadError as error:
-        raise RefusedError(f"{what}: larger than the server takes") from error
+    except nats.js.errors.InvalidKeyError as error:
+        raise RefusedError(f"{what}: a key is made of letters, digits and -_=./") from error
     except (nats.errors.Error, OSError) as error:
         raise UnavailableError(f"{what}: {error or type(error).__name__}") from error
 

@@ -17,9 +17,11 @@ from aviso_workers.backends import PubAck
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.codec import Message
-from aviso_workers.errors import UnavailableError
+from aviso_workers.errors import RefusedError, UnavailableError
 
 __all__ = ["Publisher"]
+
+HEADER_FRAME = len(b"NATS/1.0\r\n\r\n")
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -52,6 +54,11 @@ class Publisher:
         if not self._connection.ready:
             # nats-py would buffer it and send it after the reconnect, when nobody waits for the answer any more.
             raise UnavailableError(f"{what}: not connected")
+        headers = {**(message.headers or {}), "Nats-Msg-Id": message_id, "Nats-Expected-Stream": stream}
+        size = len(message.data) + HEADER_FRAME + sum(len(f"{k}: {v}\r\n".encode()) for k, v in headers.items())
+        if size > self._connection.nc.max_payload:
+            # A server closes the connection on which it comes.
+            raise RefusedError(f"{what}: {size} bytes, the server takes {self._connection.nc.max_payload}")
         self._count += 1
         token = str(self._count)
         answer = asyncio.get_running_loop().create_future()
@@ -62,11 +69,7 @@ class Publisher:
                     message.subject,
                     message.data,
                     reply=f"{self._inbox}.{token}",
-                    headers={
-                        **(message.headers or {}),
-                        "Nats-Msg-Id": message_id,
-                        "Nats-Expected-Stream": stream,
-                    },
+                    headers=headers,
                 )
             with anyio.fail_after(timeout_seconds):
                 return _pub_ack(what, await answer)

@@ -62,12 +62,20 @@ async def read(
         while (message := await reader.next()) is not None:
             if last_sequence is not None and message.sequence > last_sequence:
                 return
+            if _before_start(message, start_sequence, start_time):
+                continue  # a start beyond the end: the server begins with whatever comes next
             yield message
             if message.sequence == last_sequence:
                 return
     finally:
         with anyio.CancelScope(shield=True):
             await reader.close()
+
+
+def _before_start(message: Message, start_sequence: int, start_time: datetime | None) -> bool:
+    if start_time is None:
+        return message.sequence < start_sequence
+    return message.timestamp_ns < start_time.timestamp() * SECOND
 
 
 class _Reader:
