@@ -12,6 +12,7 @@ import typing
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from aviso_workers.errors import DeclarationError
@@ -44,7 +45,7 @@ class Agent(Generic[P, R]):
         ack_wait_seconds: float,
     ) -> None:
         self.function = function
-        self.name = check_name("agent", name or function.__name__)
+        self.name = check_name("agent", name or str(getattr(function, "__name__", "")))
         self.event_type = event_type
         self.where = dict(where)
         self.concurrency = concurrency
@@ -160,7 +161,7 @@ def _payload_type(name: str, function: Callable[..., Any]) -> Any:
         raise DeclarationError(f"agent {name!r}: must be {wanted}, found {len(parameters)} arguments")
     try:
         hint = typing.get_type_hints(function).get(parameters[0].name)
-    except NameError as error:
+    except (AttributeError, NameError, SyntaxError, TypeError) as error:
         raise DeclarationError(
             f"agent {name!r}: its annotation cannot be resolved ({error}); "
             "declare the payload type at module level, before the agent"
@@ -169,5 +170,19 @@ def _payload_type(name: str, function: Callable[..., Any]) -> Any:
         return Any
     if typing.get_origin(hint) is Notification:
         (payload_type,) = typing.get_args(hint)
+        _refuse_unreadable(name, payload_type)
         return payload_type
     raise DeclarationError(f"agent {name!r}: must be {wanted}, found {hint!r}")
+
+
+def _refuse_unreadable(name: str, payload_type: Any) -> None:
+    try:
+        readable = not isinstance(msgspec.inspect.type_info(payload_type), msgspec.inspect.CustomType)
+        msgspec.json.Decoder(payload_type)
+    except TypeError as error:
+        raise DeclarationError(f"agent {name!r}: its payload type cannot be read: {error}") from error
+    if not readable:
+        raise DeclarationError(
+            f"agent {name!r}: msgspec cannot read its payload type {payload_type!r}; "
+            "use a msgspec.Struct, a dataclass, a TypedDict or a plain JSON type"
+        )

@@ -19,7 +19,7 @@ from aviso_workers.errors import InvalidPayloadError, UndecodableError
 from aviso_workers.notifications import Notification
 from aviso_workers.schema import EventType, PointCloudHandler, PolygonHandler, Where, parse_where
 
-__all__ = ["Message", "NotificationReader", "encode"]
+__all__ = ["Message", "NotificationReader", "encode", "store_time"]
 
 BBOX_HEADER = "spatial_bbox"
 GEOMETRY_HEADER = "spatial_geometry"
@@ -41,6 +41,12 @@ class Message(Struct, frozen=True, kw_only=True):
     sequence: int = 0
     timestamp_ns: int = 0
     """Store time, nanoseconds since 1970 UTC."""
+
+
+def store_time(message: Message) -> datetime:
+    """When the stream stored it, UTC, cut to whole microseconds: a replay from this time begins with it."""
+    seconds, nanoseconds = divmod(message.timestamp_ns, 1_000_000_000)
+    return datetime.fromtimestamp(seconds, UTC).replace(microsecond=nanoseconds // 1000)
 
 
 def encode(name: str, event_type: EventType, identifier: Mapping[str, str], payload: Any) -> Message:
@@ -130,7 +136,7 @@ class NotificationReader:
             identifier=identifier,
             payload=self._decode_payload(message.data),
             sequence=message.sequence,
-            time=datetime.fromtimestamp(message.timestamp_ns / 1e9, UTC),
+            time=store_time(message),
             topic=message.subject,
             headers=headers,
             num_delivered=num_delivered,

@@ -28,18 +28,19 @@ log = structlog.get_logger("aviso_workers")
 
 def configure(settings: Logging) -> None:
     """Write to standard error, as lines for people or as JSON for collectors."""
-    render: structlog.typing.Processor
+    render: list[structlog.typing.Processor]
     if settings.format == "json":
-        render = structlog.processors.JSONRenderer()
+        render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        render = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        # Structlog's own choice of a traceback shows the values of local variables, which may be secrets.
+        plain = structlog.dev.plain_traceback
+        render = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            render,
+            *render,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, settings.level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),

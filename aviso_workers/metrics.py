@@ -120,13 +120,14 @@ class Metrics:
 
     def _publish_metrics(self) -> Iterator[Metric]:
         labels = ("app", "event_type")
-        event_types = {event_type for event_type, _ in self._published}
+        published = dict(self._published)  # the loop's thread may add to it meanwhile
+        event_types = {event_type for event_type, _ in published}
         yield _counter(
             "published",
             "Notifications published, by what came of it.",
             {
                 (*labels, "outcome"): {
-                    (self._app, event_type, outcome): self._published[event_type, outcome]
+                    (self._app, event_type, outcome): published.get((event_type, outcome), 0)
                     for event_type in event_types
                     for outcome in PUBLISH_OUTCOMES
                 }
@@ -149,14 +150,18 @@ class Metrics:
         yield _counter(
             "retries",
             "Deliveries given back to be tried again, by reason.",
-            {(*labels, "reason"): {(*key, r): n for key, counts in agents.items() for r, n in counts.retries.items()}},
+            {
+                (*labels, "reason"): {
+                    (*key, r): n for key, counts in agents.items() for r, n in dict(counts.retries).items()
+                }
+            },
         )
         yield _counter(
             "dead_letters",
             "Notifications moved to the dead letters, by reason.",
             {
                 (*labels, "reason"): {
-                    (*key, r): n for key, counts in agents.items() for r, n in counts.dead_letters.items()
+                    (*key, r): n for key, counts in agents.items() for r, n in dict(counts.dead_letters).items()
                 }
             },
         )

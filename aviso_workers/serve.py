@@ -30,6 +30,8 @@ LAG_SECONDS = 2.0
 async def serve(app: App, *, status_port: int | None = None) -> None:
     """Run the app's agents and tasks until SIGTERM or SIGINT; a second one cancels what still runs.
 
+    The first one is enough while nothing runs because the connection is still being made.
+
     Raises `ConfigError` with every mistake before anything connects, `BackendError` when the connection cannot be
     made or is lost for good.
     """
@@ -52,13 +54,14 @@ async def serve(app: App, *, status_port: int | None = None) -> None:
 
 
 async def _work(app: App, health: Health, metrics: Metrics) -> None:
-    stop = anyio.Event()
+    connected, stop = anyio.Event(), anyio.Event()
     failure: BackendError | None = None
     async with anyio.create_task_group() as watching:
-        await watching.start(_obey_signals, stop, watching.cancel_scope)
+        await watching.start(_obey_signals, connected, stop, watching.cancel_scope)
         watching.start_soon(_turn, health)
         try:
             async with app:
+                connected.set()
                 watching.start_soon(_measure_lag, app, metrics)
                 await app.work(stop)
         except BackendError as error:
@@ -69,6 +72,7 @@ async def _work(app: App, health: Health, metrics: Metrics) -> None:
 
 
 async def _obey_signals(
+    connected: anyio.Event,
     stop: anyio.Event,
     everything: anyio.CancelScope,
     *,
@@ -77,9 +81,10 @@ async def _obey_signals(
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         task_status.started()
         async for number in signals:
-            if stop.is_set():
+            if stop.is_set() or not connected.is_set():
                 log.warning("worker.cancelled", signal=number.name)
                 everything.cancel()
+                return
             log.info("worker.stopping", signal=number.name)
             stop.set()
 

@@ -32,6 +32,9 @@ __all__ = [
 
 _BYTES = {high + low: bytes.fromhex(high + low) for high, low in product(hexdigits, repeat=2)}
 
+_LONGEST_SUBJECT = 3900
+"""Bytes. A server takes 4096 for the line that a subject shares with an inbox, and closes the connection on more."""
+
 _MOST_FILTER_SUBJECTS = 8
 """A server checks every message against each of them, which soon costs more than a wider filter."""
 
@@ -88,7 +91,8 @@ def topic(event_type_name: str, event_type: EventType, identifier: Mapping[str, 
     """The subject of a notification, from its canonical identifier.
 
     Raises InvalidIdentifierError for a field that is missing or that NATS cannot carry, and
-    InvalidNotificationError for an event type without fields: no stream takes its bare base.
+    InvalidNotificationError for a subject that is too long, or an event type without fields: no stream takes its
+    bare base.
     """
     place = schema.topic_of(event_type_name, event_type)
     if not place.key_order:
@@ -102,7 +106,13 @@ def topic(event_type_name: str, event_type: EventType, identifier: Mapping[str, 
         except ValueError as problem:
             raise InvalidIdentifierError(event_type_name, field, str(problem)) from problem
         tokens.append(encode_token(identifier[field]))
-    return ".".join(tokens)
+    subject = ".".join(tokens)
+    if len(subject.encode()) > _LONGEST_SUBJECT:
+        raise InvalidNotificationError(
+            f"{event_type_name}: the identifier makes a subject of {len(subject.encode())} bytes, "
+            f"at most {_LONGEST_SUBJECT} can be sent"
+        )
+    return subject
 
 
 def filter_subjects(where: Where) -> tuple[str, ...]:

@@ -5,20 +5,30 @@ Pure. `engine.handling` runs the author's function, asks `decide` and carries th
 
 from __future__ import annotations
 
+import math
 import random
 
 from msgspec import Struct
 
-from aviso_workers.errors import UndecodableError
+from aviso_workers.errors import DeclarationError, UndecodableError
 
 __all__ = ["Ack", "Backoff", "DeadLetter", "Retry", "Verdict", "decide"]
+
+_SENSIBLE = {
+    "first_seconds": (0, math.inf),
+    "factor": (1, 1000),
+    "max_seconds": (0, math.inf),
+    "attempts": (1, math.inf),
+    "jitter": (0, 1),
+}
 
 
 class Backoff(Struct, frozen=True, kw_only=True):
     """How often and how fast a failed notification is tried again.
 
     The wait after the n-th failure is `first_seconds * factor ** (n - 1)`, at most `max_seconds`, varied by
-    plus or minus `jitter` of itself, so that what failed together does not come back together.
+    plus or minus `jitter` of itself, so that what failed together does not come back together. Raises
+    `DeclarationError` for numbers that make no sense.
     """
 
     first_seconds: float = 1.0
@@ -27,6 +37,11 @@ class Backoff(Struct, frozen=True, kw_only=True):
     attempts: int = 6
     """Tries in all; after the last one the notification becomes a dead letter."""
     jitter: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in _SENSIBLE.items():
+            if not least <= (found := getattr(self, name)) <= most:
+                raise DeclarationError(f"Backoff: {name} must be from {least} to {most}, found {found}")
 
     def delay_seconds(self, failures: int) -> float:
         """The wait after this many failures, jitter included."""

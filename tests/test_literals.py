@@ -125,9 +125,7 @@ def test_a_duration_reads_back(duration):
     assert Duration.parse(duration.literal()) == duration
 
 
-@given(
-    st.integers(min_value=1, max_value=2**20), st.sampled_from(["K", "M", "G", "T", "Ki", "Mi", "Gi", "Ti"])
-)
+@given(st.integers(min_value=1, max_value=2**20), st.sampled_from(["K", "M", "G", "T", "Ki", "Mi", "Gi", "Ti"]))
 def test_a_size_reads_back_no_longer_than_it_was(number, unit):
     size = Size.parse(f"{number}{unit}")
     assert Size.parse(size.literal()) == size
@@ -205,9 +203,7 @@ def test_floats_are_read_in_rust_syntax(text):
     assert literals.parse_float(text) == float(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["", ".", "e5", "1e", "1_000", " 1", "1 ", "nan", "inf", "-inf", "1e400", "٣"]
-)
+@pytest.mark.parametrize("text", ["", ".", "e5", "1e", "1_000", " 1", "1 ", "nan", "inf", "-inf", "1e400", "٣"])
 def test_everything_else_is_no_float(text):
     with pytest.raises(ValueError, match="is not a finite number"):
         literals.parse_float(text)

@@ -78,21 +78,15 @@ def test_a_bad_polygon_is_refused(written, complaint):
 
 
 def test_the_edges_of_the_world_are_allowed():
-    assert spatial.parse_polygon("(90,-180,89,-180,89,180,90,-180)").box == Box(
-        south=89, west=-180, north=90, east=180
-    )
+    assert spatial.parse_polygon("(90,-180,89,-180,89,180,90,-180)").box == Box(south=89, west=-180, north=90, east=180)
 
 
-@pytest.mark.parametrize(
-    "written", ["52.55,13.5", "(52.55,13.5)", " ( 52.55 , 13.5 ) ", [52.55, 13.5], "[52.55,13.5]"]
-)
+@pytest.mark.parametrize("written", ["52.55,13.5", "(52.55,13.5)", " ( 52.55 , 13.5 ) ", [52.55, 13.5], "[52.55,13.5]"])
 def test_a_point_is_read_from_text_and_from_arrays(written):
     assert spatial.parse_point(written) == (52.55, 13.5)
 
 
-@pytest.mark.parametrize(
-    "written", ["", "52.55", "1,2,3", "1,2,3,4", "91,0", "0,181", [1], [[1, 2]], None, "[1,2"]
-)
+@pytest.mark.parametrize("written", ["", "52.55", "1,2,3", "1,2,3,4", "91,0", "0,181", [1], [[1, 2]], None, "[1,2"])
 def test_a_bad_point_is_refused(written):
     with pytest.raises(ValueError, match=r"."):
         spatial.parse_point(written)
@@ -148,10 +142,7 @@ def test_the_text_of_a_polygon_stays_but_line_breaks_go():
 def test_a_polygon_given_as_an_array_is_written_as_text():
     assert spatial.canonical_polygon(BERLIN_PAIRS) == BERLIN
     assert spatial.canonical_polygon(json.dumps(BERLIN_PAIRS)) == BERLIN
-    assert (
-        spatial.canonical_polygon([[1.0, 1e-7], [2, 2], [3, 1], [1.0, 1e-7]])
-        == "(1,0.0000001,2,2,3,1,1,0.0000001)"
-    )
+    assert spatial.canonical_polygon([[1.0, 1e-7], [2, 2], [3, 1], [1.0, 1e-7]]) == "(1,0.0000001,2,2,3,1,1,0.0000001)"
 
 
 # Touching
@@ -182,6 +173,7 @@ def test_a_bay_is_outside():
     assert HORSESHOE.contains((5, 1))
     assert not HORSESHOE.intersects(rectangle(4, 4, 6, 6))
     assert HORSESHOE.intersects(rectangle(4, 4, 6, 8))
+    assert not HORSESHOE.intersects(polygon((10, 4), (10, 6), (14, 1))), "edges on one line, but apart"
 
 
 def test_what_a_ring_winds_around_twice_is_inside():
@@ -242,9 +234,7 @@ wild_rings = st.lists(anywhere, min_size=3, max_size=6).map(lambda corners: poly
 
 @st.composite
 def rectangles(draw):
-    (south, north), (west, east) = (
-        sorted(draw(st.lists(steps, min_size=2, max_size=2, unique=True))) for _ in "xy"
-    )
+    (south, north), (west, east) = (sorted(draw(st.lists(steps, min_size=2, max_size=2, unique=True))) for _ in "xy")
     return rectangle(south, west, north, east)
 
 
@@ -392,9 +382,7 @@ def test_a_polygon_filter_finds_clouds_with_a_point_in_it_or_on_its_boundary(clo
     assert found(SQUARE, bbox=box.header(), point_cloud=json.dumps(cloud)) is is_found
 
 
-@pytest.mark.parametrize(
-    ("point", "is_found"), [((5, 5), True), ((0, 5), False), ((10, 10), False), ((11, 5), False)]
-)
+@pytest.mark.parametrize(("point", "is_found"), [((5, 5), True), ((0, 5), False), ((10, 10), False), ((11, 5), False)])
 def test_a_point_filter_finds_polygons_that_contain_it(point, is_found):
     text = "(0,0,0,10,10,10,10,0,0,0)"
     assert Containing(point).matches(Footprint(bbox="0,0,10,10", geometry=text)) is is_found

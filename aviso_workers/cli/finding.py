@@ -50,12 +50,14 @@ def connected_app(config: Path | None) -> App:
 
 def _import(target: str) -> App:
     module_name, _, name = target.partition(":")
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise DeclarationError(f"{target!r} names no module; say MODULE:APP, e.g. mine.agents:app")
     sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name and not module_name.startswith(error.name):
-            raise
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # what is missing is something that it imports
         raise DeclarationError(f"no module {module_name!r} here or installed; say MODULE:APP") from error
     found = getattr(module, name or "app", None)
     if not isinstance(found, App):

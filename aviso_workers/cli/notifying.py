@@ -29,8 +29,8 @@ def notify(
     config: ConfigOption = None,
 ) -> None:
     """Publish a notification, or all those in a file, and wait until they are stored."""
-    if (event is None) == (file is None):
-        raise InvalidNotificationError("say what to publish: EVENT key=value..., or --file FILE")
+    if (event is None) == (file is None) or (file is not None and payload is not None):
+        raise InvalidNotificationError("say what to publish: EVENT key=value... [--payload ...], or --file FILE")
     if file is not None:
         anyio.run(_notify_file, file, config)
         return
@@ -39,7 +39,9 @@ def notify(
 
 
 async def _notify_one(event: str, identifier: dict[str, str], payload: Any, config: Path | None) -> None:
-    async with connected_app(config) as app:
+    app = connected_app(config)
+    app.check(Notify(event, identifier, payload))
+    async with app:
         receipt = await app.notify(event, identifier, payload)
     typer.echo(f"{event}@{receipt.sequence} stored in {receipt.stream}")
 

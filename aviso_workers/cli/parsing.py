@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -47,11 +48,11 @@ def parse_payload(text: str | None) -> Any:
     if text is None:
         return None
     if text == "-":
-        return _json(sys.stdin.read())
+        return _json(sys.stdin.buffer.read())
     if text.startswith("@"):
         path = Path(text[1:])
         try:
-            return _json(path.read_text())
+            return _json(path.read_bytes())
         except OSError as error:
             raise InvalidNotificationError(f"cannot read the payload from {path}: {error.strerror}") from error
     return _json(text)
@@ -59,6 +60,8 @@ def parse_payload(text: str | None) -> Any:
 
 def read_lines(path: Path) -> Iterator[tuple[int, Line]]:
     """The numbered lines of a notifications file. Raises `InvalidNotificationError` that names file and line."""
+    if path.is_fifo():
+        raise InvalidNotificationError(f"{path} is a pipe: give a file, because it is read twice")
     decoder = msgspec.json.Decoder(Line)
     try:
         with path.open("rb") as file:
@@ -67,14 +70,14 @@ def read_lines(path: Path) -> Iterator[tuple[int, Line]]:
                     continue
                 try:
                     yield number, decoder.decode(text)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     raise InvalidNotificationError(f"{path}:{number}: {error}") from error
     except OSError as error:
         raise InvalidNotificationError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _json(text: str) -> Any:
+def _json(text: str | bytes) -> Any:
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise InvalidNotificationError(f"not JSON: {error}: {text[:80]!r}") from error
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise InvalidNotificationError(f"not JSON: {error}: {reprlib.repr(text)}") from error

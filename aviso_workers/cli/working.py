@@ -45,12 +45,13 @@ def dev(
 ) -> None:
     """Run the agents of an app with a nats-server of their own, on the port that nats_url names."""
     app = find_app(target, agent=agent, config=config)
-    (server_url, *_) = app.config.notification_backend.jetstream.servers
-    if (host := urlsplit(server_url).hostname) not in ("localhost", "127.0.0.1"):
+    (first, *_) = app.config.notification_backend.jetstream.servers
+    url = urlsplit(first if "://" in first else f"nats://{first}")
+    if (host := url.hostname) not in ("localhost", "127.0.0.1"):
         raise ConfigError([f"notification_backend.jetstream.nats_url: dev serves 127.0.0.1 only, found {host}"])
     with tempfile.TemporaryDirectory() as forgotten:
         store_dir = Path(forgotten) if ephemeral else Path.cwd() / STORE_DIR
         store_dir.mkdir(parents=True, exist_ok=True)
-        with NatsServer.start(store_dir=store_dir, port=urlsplit(server_url).port or 4222) as server:
+        with NatsServer.start(store_dir=store_dir, port=url.port or 4222) as server:
             typer.echo(f"nats-server {server.url}, streams in {store_dir}", err=True)
             anyio.run(lambda: serve(app, status_port=status_port))

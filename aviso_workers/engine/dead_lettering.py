@@ -6,12 +6,11 @@ is in the headers below. The stream refuses when it is full, so that old evidenc
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
 from aviso_workers.backends import Backend, Delivery
-from aviso_workers.codec import Message
+from aviso_workers.codec import Message, store_time
 from aviso_workers.config import Config
 from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.errors import UnavailableError
 from aviso_workers.streams import StreamSpec
 
 __all__ = ["STREAM", "DeadLetters"]
@@ -40,7 +39,7 @@ class DeadLetters:
             "Aviso-Subject": message.subject,
             "Aviso-Stream": stream,
             "Aviso-Sequence": str(message.sequence),
-            "Aviso-Time": datetime.fromtimestamp(message.timestamp_ns / 1e9, UTC).isoformat(),
+            "Aviso-Time": store_time(message).isoformat(),
             "Aviso-App": self._app,
             "Aviso-Agent": agent,
             "Aviso-Deliveries": str(delivery.num_delivered),
@@ -48,12 +47,17 @@ class DeadLetters:
             "Aviso-Error": _one_line(f"{type(error).__name__}: {error}" if error else ""),
         }
         kept = {name: value for name, value in (message.headers or {}).items() if not name.startswith("Nats-")}
-        await self._backend.publish(
-            Message(subject=f"{SUBJECT}.{self._app}.{agent}", data=message.data, headers={**kept, **headers}),
-            message_id=f"{self._app}.{agent}.{stream}.{message.sequence}",
-            stream=STREAM,
-            timeout_seconds=TIMEOUT_SECONDS,
-        )
+        try:
+            await self._backend.publish(
+                Message(subject=f"{SUBJECT}.{self._app}.{agent}", data=message.data, headers={**kept, **headers}),
+                # With its time, because a stream that is made anew counts from 1 again.
+                message_id=f"{self._app}.{agent}.{stream}.{message.sequence}.{message.timestamp_ns}",
+                stream=STREAM,
+                timeout_seconds=TIMEOUT_SECONDS,
+            )
+        except UnavailableError:
+            self._provisioner.forget(STREAM)  # it may have been deleted
+            raise
 
 
 def stream_spec(config: Config) -> StreamSpec:
@@ -71,4 +75,5 @@ def stream_spec(config: Config) -> StreamSpec:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:LONGEST_ERROR]
+    """As a header can carry it: an error may quote a file name that is no text."""
+    return " ".join(text.split())[:LONGEST_ERROR].encode(errors="replace").decode()

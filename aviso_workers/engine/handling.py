@@ -12,6 +12,7 @@ from aviso_workers import verdicts
 from aviso_workers.agents import Agent
 from aviso_workers.backends import Delivery
 from aviso_workers.codec import NotificationReader
+from aviso_workers.engine import calling
 from aviso_workers.engine.dead_lettering import DeadLetters
 from aviso_workers.errors import BackendError
 from aviso_workers.events import Events, Settled
@@ -52,7 +53,7 @@ class Handler:
             if notification is None:
                 delivery.ack()  # the server's filter is wider than the agent's
                 return
-            await self._function(notification)
+            await calling.call(self._function, notification)
         except anyio.get_cancelled_exc_class():
             delivery.nak()
             raise

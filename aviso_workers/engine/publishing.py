@@ -18,7 +18,6 @@ from aviso_workers.codec import Message
 from aviso_workers.config import Config
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import (
-    AvisoWorkersError,
     BackendError,
     InvalidPayloadError,
     OutcomeUnknownError,
@@ -63,8 +62,9 @@ class Publisher:
     async def notify(self, wanted: Notify) -> Receipt:
         """Store one notification and return the receipt.
 
-        Raises `InvalidNotificationError` before anything is sent, `UnavailableError` or `OutcomeUnknownError` when
-        `publish_deadline_seconds` are over, `RefusedError` where trying again would not help.
+        Raises `InvalidNotificationError` before anything is sent, `RefusedError` where trying again would not help,
+        and when `publish_deadline_seconds` are over `UnavailableError`, or `OutcomeUnknownError` if any of the
+        attempts may have stored it.
         """
         message = encode(self._config, wanted)
         size = len(message.data) + sum(len(key) + len(value) for key, value in (message.headers or {}).items())
@@ -89,14 +89,13 @@ class Publisher:
 
         async def take() -> None:
             nonlocal count, failure
-            for notification in taking:
-                try:
+            try:
+                for notification in taking:
                     await self.notify(notification)
-                except AvisoWorkersError as error:
-                    failure = failure or error  # raised below, outside of the group, so that it arrives as itself
-                    sending.cancel_scope.cancel()
-                    return
-                count += 1
+                    count += 1
+            except Exception as error:  # ours, or whatever the iterable raises
+                failure = failure or error  # raised below, outside of the group, so that it arrives as itself
+                sending.cancel_scope.cancel()
 
         async with anyio.create_task_group() as sending:
             for _ in range(WINDOW):
@@ -108,6 +107,7 @@ class Publisher:
     async def _until_acknowledged(self, event_type: str, message: Message, spec: StreamSpec, message_id: str) -> PubAck:
         deadline = anyio.current_time() + self._settings.publish_deadline_seconds
         attempt = 1
+        outcome: type[BackendError] = UnavailableError
         while True:
             try:
                 await self._provisioner.ensure(spec)
@@ -115,13 +115,15 @@ class Publisher:
                     message, message_id=message_id, stream=spec.name, timeout_seconds=ACK_TIMEOUT_SECONDS
                 )
             except (UnavailableError, OutcomeUnknownError) as error:
+                if isinstance(error, OutcomeUnknownError):
+                    outcome = OutcomeUnknownError
+                else:
+                    self._provisioner.forget(spec.name)
                 delay = self._delay_seconds(attempt)
                 in_time = anyio.current_time() + delay < deadline
                 if not in_time and attempt >= self._settings.publish_retry_attempts:
                     self._emit(event_type, "failed", attempt)
-                    raise type(error)(f"{error}; given up after {attempt} attempts", code=error.code) from error
-                if isinstance(error, UnavailableError):
-                    self._provisioner.forget(spec.name)
+                    raise outcome(f"{error}; given up after {attempt} attempts", code=error.code) from error
                 await anyio.sleep(delay)
                 attempt += 1
             except BackendError:

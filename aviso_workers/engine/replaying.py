@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from datetime import datetime
 from typing import Any
 
 import anyio
 
 from aviso_workers import topics
 from aviso_workers.backends import Backend, Message
-from aviso_workers.codec import NotificationReader
+from aviso_workers.codec import NotificationReader, store_time
 from aviso_workers.errors import UnavailableError, UndecodableError
 from aviso_workers.events import Events, Skipped
 from aviso_workers.notifications import Notification
@@ -47,7 +46,7 @@ class Replayer:
             last = min(last, end.sequence)
         async with aclosing(self._messages(start, last)) as messages:
             async for message in messages:
-                if end.time is not None and message.timestamp_ns > _nanoseconds(end.time):
+                if end.time is not None and store_time(message) > end.time:
                     return
                 if (notification := self._matching(message)) is not None:
                     yield notification
@@ -62,7 +61,10 @@ class Replayer:
                     yield notification
 
     async def _messages(self, start: Position, last: int | None) -> AsyncGenerator[Message, None]:
-        """In order, once each, also where reading was interrupted in between."""
+        """In order, once each, also where reading was interrupted in between.
+
+        Raises `BackendError` when the connection is lost for good.
+        """
         while last is None or (start.sequence or 0) <= last:
             reading = self._backend.read(
                 self._stream,
@@ -78,7 +80,8 @@ class Replayer:
                         yield message
                 return
             except UnavailableError:
-                await anyio.sleep(AGAIN_AFTER_SECONDS)
+                with anyio.move_on_after(AGAIN_AFTER_SECONDS):
+                    await self._backend.failed()
 
     def _matching(self, message: Message) -> Notification[Any] | None:
         try:
@@ -86,7 +89,3 @@ class Replayer:
         except UndecodableError as error:
             self._events.emit(Skipped(event_type=self._name, sequence=message.sequence, error=error))
             return None
-
-
-def _nanoseconds(time: datetime) -> int:
-    return int(time.timestamp() * 1_000_000) * 1000

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import anyio
 
 from aviso_workers.agents import Agent, Task
 from aviso_workers.backends import Backend
+from aviso_workers.engine import calling
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.pulling import AgentRun
 from aviso_workers.errors import BackendError, NotFoundError
@@ -36,6 +39,7 @@ async def supervise_agent(
     drain_timeout_seconds: float,
 ) -> None:
     """Run the agent until `stop`, then let it finish. A lost consumer or stream is made anew."""
+    drained = anyio.Event()
 
     async def read(delays: _Delays) -> None:
         await provisioner.ensure(stream)
@@ -47,6 +51,10 @@ async def supervise_agent(
             try:
                 await _until(stop, opened.lost)
                 await opened.stop()
+                await drained.wait()
+                # What does not get through is delivered again: late, but not lost.
+                with anyio.move_on_after(SETTLE_TIMEOUT_SECONDS), suppress(BackendError):
+                    await opened.settled()
             finally:
                 run.attach(None)
 
@@ -66,6 +74,7 @@ async def supervise_agent(
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(keep_reading)
         await run.work(stop=stop, drain_timeout_seconds=drain_timeout_seconds)
+        drained.set()
     events.emit(AgentStopped(agent=agent.name, finished=run.finished, returned=run.returned))
 
 
@@ -75,7 +84,7 @@ async def supervise_task(task: Task, app: Any, *, events: Events, stop: anyio.Ev
     while not stop.is_set():
         delays.started()
         try:
-            await _until(stop, lambda: task.function(app))
+            await _until(stop, lambda: calling.call(task.function, app))
         except Exception as error:
             delay = delays.next()
             events.emit(TaskFailed(task=task.name, error=error, again_in_seconds=delay))
@@ -118,5 +127,6 @@ class _Delays:
     def next(self) -> float:
         if anyio.current_time() - self._started > HEALTHY_SECONDS:
             self._next = 0.1
+        self._started = math.inf
         delay, self._next = self._next, min(LONGEST_WAIT_SECONDS, self._next * 2)
         return delay

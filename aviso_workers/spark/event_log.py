@@ -31,7 +31,7 @@ except ImportError as error:
     cure = "reading Spark's event logs needs zstandard: pip install 'aviso-workers[spark]'"
     raise ImportError(cure) from error
 
-__all__ = ["Batch", "EventLog", "EventLogReader", "LogFile", "Position", "find", "look"]
+__all__ = ["Batch", "EventLog", "EventLogReader", "LogFile", "Position", "find", "look", "rests"]
 
 T = TypeVar("T")
 
@@ -126,14 +126,24 @@ def look(path: str) -> EventLog | None:
         return None
 
 
+def rests(log: EventLog) -> bool:
+    """A quick look, for one file only: whether the newest is as it was. A new one shows when you `look`."""
+    try:
+        return os.stat(log.files[-1].path).st_size == log.files[-1].size
+    except (IndexError, OSError):
+        return False
+
+
 def _look_at_rolling(path: str) -> EventLog:
+    # All names before any size: a file that they show to be closed then has its last size.
+    with os.scandir(path) as listing:
+        entries = list(listing)
     files, complete = [], False
-    with os.scandir(path) as entries:
-        for entry in entries:
-            if match := ROLLED_FILE.fullmatch(entry.name):
-                files.append(LogFile(path=entry.path, index=int(match[1]), size=entry.stat().st_size))
-            elif entry.name.startswith(APP_STATUS):
-                complete = not entry.name.endswith(IN_PROGRESS)
+    for entry in entries:
+        if match := ROLLED_FILE.fullmatch(entry.name):
+            files.append(LogFile(path=entry.path, index=int(match[1]), size=entry.stat().st_size))
+        elif entry.name.startswith(APP_STATUS):
+            complete = not entry.name.endswith(IN_PROGRESS)
     return EventLog(path=path, files=tuple(sorted(files, key=lambda file: file.index)), complete=complete)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 
@@ -17,6 +18,8 @@ __all__ = ["Health", "StatusServer"]
 
 STUCK_SECONDS = 10.0
 """An event loop that has not turned for so long is not alive."""
+STOP_SECONDS = 0.1
+"""The longest that ending the port may hold up the end of the worker."""
 
 
 class Health:
@@ -48,7 +51,8 @@ class StatusServer:
                 ]
             ) from error
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, name="status", daemon=True)
+        serve = partial(self._server.serve_forever, poll_interval=STOP_SECONDS)
+        self._thread = threading.Thread(target=serve, name="status", daemon=True)
 
     @property
     def url(self) -> str:

@@ -57,8 +57,10 @@ class JetStreamBackend:
     ) -> None:
         # The body's own exception is not the tasks' business: it must leave as it is, not in an ExceptionGroup.
         self._tasks.cancel_scope.cancel()
-        await self._tasks.__aexit__(None, None, None)
-        await self._connection.close()
+        try:
+            await self._tasks.__aexit__(None, None, None)
+        finally:
+            await self._connection.close()
 
     @property
     def kind(self) -> str:

@@ -1,0 +1,387 @@
+"""The tail in memory and on a real server: it follows, is killed, comes back, and nothing is there twice."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import yaml
+import zstandard
+from aviso_agents import spark_events
+
+from aviso_workers import App, KeyValue, Receipt
+from aviso_workers.errors import UnavailableError, UnknownEventTypeError
+from aviso_workers.events import Event, Published
+
+pytestmark = pytest.mark.anyio
+
+PATIENCE_SECONDS = 10.0
+KEYS = ("cluster", "application", "kind", "event", "id")
+
+
+class SparkLog:
+    """The single, compressed event log of an application that starts jobs and ends them."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        directory.mkdir(exist_ok=True)
+        self.name = name
+        self._path = directory / f"{name}.zstd.inprogress"
+        self._jobs = 0
+        self.write("SparkListenerLogStart")
+        self.write("SparkListenerApplicationStart", **{"App Name": name, "Timestamp": 1})
+
+    def jobs(self, count: int) -> None:
+        for job in range(self._jobs, self._jobs + count):
+            self.write("SparkListenerJobStart", **{"Job ID": job, "Submission Time": 1, "Stage Infos": []})
+            self.write("SparkListenerTaskEnd")
+            result = {"Result": "JobSucceeded"}
+            self.write("SparkListenerJobEnd", **{"Job ID": job, "Completion Time": 2, "Job Result": result})
+        self._jobs += count
+
+    def end(self) -> None:
+        self.write("SparkListenerApplicationEnd", Timestamp=9)
+        self._path.rename(self._path.with_suffix(""))
+
+    def write(self, event: str, /, **fields: Any) -> None:
+        text = json.dumps({"Event": event, **fields}, separators=(",", ":")) + "\n"
+        with self._path.open("ab") as out:
+            out.write(zstandard.ZstdCompressor().compress(text.encode()))
+
+    @property
+    def facts(self) -> list[str]:
+        """What the notifications of this log say, in order; before its end, without it."""
+        jobs = [f"job.{event} {job}" for job in range(self._jobs) for event in ("start", "end")]
+        end = [] if self._path.exists() else [f"application.end {self.name}"]
+        return [f"application.start {self.name}", *jobs, *end]
+
+
+class Signal:
+    """Something to wait for that happens more than once."""
+
+    def __init__(self) -> None:
+        self._next = anyio.Event()
+
+    def happens(self) -> None:
+        self._next.set()
+        self._next = anyio.Event()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not condition():
+                await self._next.wait()
+
+
+class Positions:
+    """The bucket, with an eye on it; while `lost`, it takes a position and its writer waits until it is killed."""
+
+    def __init__(self, bucket: KeyValue) -> None:
+        self.get = bucket.get
+        self.lost = False
+        self.put_to: list[str] = []
+        self.signal = Signal()
+        self._bucket = bucket
+
+    async def put(self, key: str, value: bytes) -> int:
+        if not self.lost:
+            await self._bucket.put(key, value)
+        self.put_to.append(key)
+        self.signal.happens()
+        if self.lost:
+            await anyio.sleep_forever()
+        return 0
+
+
+class Told:
+    """What the router logs."""
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, Any]] = []
+        self.signal = Signal()
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        self.entries.append({"event": event, **fields})
+        self.signal.happens()
+
+    info = warning = error = _tell
+
+
+class Story:
+    """An app that follows a directory, and what its stream holds."""
+
+    def __init__(self, app: App, directory: Path, positions: Positions) -> None:
+        self.app = app
+        self.directory = directory
+        self.positions = positions
+        self.outcomes: Counter[str] = Counter()
+        app.events.listen(self._count)
+
+    def log(self, name: str = "local-1") -> SparkLog:
+        return SparkLog(self.directory, name)
+
+    @asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """The tail at work; killed at the end of the block."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(spark_events.tail, self.app)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def arrived(self, count: int) -> None:
+        """Wait until the stream holds so many notifications."""
+        arrived: list[str] = []
+        with anyio.move_on_after(PATIENCE_SECONDS):
+            async for notification in self.app.watch("spark_job", from_id=1):
+                arrived.append(fact(notification.identifier))
+                if len(arrived) == count:
+                    return
+        raise AssertionError(f"{len(arrived)} of {count} notifications arrived: {arrived}")
+
+    async def stored(self, application: str = "local-1") -> list[str]:
+        where = {"application": application}
+        return [fact(found.identifier) async for found in self.app.replay("spark_job", where, from_id=1)]
+
+    def _count(self, event: Event) -> None:
+        if isinstance(event, Published):
+            self.outcomes[event.outcome] += 1
+
+
+def fact(identifier: Any) -> str:
+    return f"{identifier['kind']}.{identifier['event']} {identifier['id']}"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spark_events, "SEARCH_SECONDS", 0.05)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "spark-logs"
+
+
+@pytest.fixture(params=["in_memory", "jetstream"])
+def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
+    if request.param == "in_memory":
+        return {"kind": "in_memory"}
+    return {"kind": "jetstream", "jetstream": {"nats_url": request.getfixturevalue("server").url}}
+
+
+@pytest.fixture
+def make_app(tmp_path: Path, directory: Path, backend: dict[str, Any]) -> Callable[..., App]:
+    """An app with a stream and positions of its own; keywords are settings of the router."""
+    cluster = f"c{uuid.uuid4().hex[:8]}"
+
+    def make_app(*, event_type: str = "spark_job", **settings: Any) -> App:
+        declared = {
+            "topic": {"base": f"spark-{cluster}", "key_order": list(KEYS)},
+            "identifier": {key: {"type": "StringHandler", "required": True} for key in KEYS},
+        }
+        settings = {"event_log_dirs": [str(directory)], "cluster": cluster, "poll_seconds": 0.01} | settings
+        document = {
+            "notification_backend": backend,
+            "notification_schema": {event_type: declared},
+            "workers": {"agents": {"spark-events": settings}},
+        }
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump(document))
+        app = App("spark", config=file)
+        app.include(spark_events.router)
+        return app
+
+    return make_app
+
+
+@pytest.fixture
+async def story(make_app: Callable[..., App], directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Story]:
+    async with make_app() as app:
+        positions = Positions(await app.key_value(spark_events.BUCKET))
+        monkeypatch.setattr(app, "key_value", constantly(positions))
+        yield Story(app, directory, positions)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    told = Told()
+    monkeypatch.setattr(spark_events, "log", told)
+    return told
+
+
+async def test_what_happens_in_an_application_arrives_while_it_happens(story: Story) -> None:
+    log = story.log()
+    async with story.following():
+        await story.arrived(1)
+        log.jobs(3)
+        await story.arrived(7)
+        log.end()
+        await story.arrived(8)
+    assert await story.stored() == log.facts
+
+
+async def test_killed_after_publishing_and_before_storing_its_position_it_publishes_nothing_twice(
+    story: Story,
+) -> None:
+    log = story.log()
+    log.jobs(20)
+    story.positions.lost = True
+    async with story.following():
+        await story.positions.signal.until(lambda: story.positions.put_to != [])
+    assert await story.stored() == log.facts
+    assert story.outcomes == {"stored": 41}
+
+    log.jobs(5)
+    log.end()
+    story.positions.lost = False
+    story.positions.put_to.clear()
+    async with story.following():
+        await story.positions.signal.until(lambda: story.positions.put_to != [])
+    assert await story.stored() == log.facts, "each once, and in order"
+    assert story.outcomes == {"stored": 52, "duplicate": 41}
+
+    async with story.following():
+        later = story.log("local-2")
+        await story.arrived(53)
+    assert await story.stored("local-2") == later.facts
+    assert story.outcomes == {"stored": 53, "duplicate": 41}, "the first log is not read again"
+
+
+async def test_without_the_server_it_fails_and_comes_back_to_where_it_was(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = story.log()
+    log.jobs(10)
+    log.end()
+    notify = story.app.notify
+
+    async def notify_five_times(*args: Any, **keywords: Any) -> Receipt:
+        if story.outcomes["stored"] == 5:
+            raise UnavailableError("no server")
+        return await notify(*args, **keywords)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(story.app, "notify", notify_five_times)
+        with pytest.raises(UnavailableError, match="no server"):
+            await spark_events.tail(story.app)
+    async with story.following():
+        await story.arrived(22)
+    assert await story.stored() == log.facts
+    assert story.outcomes == {"stored": 22, "duplicate": 5}
+
+
+async def test_an_event_that_cannot_be_published_is_told_and_passed_over(story: Story, told: Told) -> None:
+    log = story.log()
+    progress = {"id": "q", "runId": "r", "timestamp": "2026-11-21T00:00:00Z", "batchId": 1}
+    source = {"description": "huge", "numInputRows": 1, "endOffset": "9" * 2_000_000}
+    log.write(
+        "org.apache.spark.sql.streaming.StreamingQueryListener$QueryProgressEvent",
+        progress={**progress, "sources": [source], "sink": {"description": "none"}},
+    )
+    log.jobs(1)
+    async with story.following():
+        await story.arrived(3)
+    assert await story.stored() == log.facts
+    (refused,) = told.entries
+    assert refused["event"] == "spark_events.refused"
+    assert "query.progress:q/r/1" in refused["event_id"]
+
+
+async def test_without_the_event_type_nothing_counts_as_read(make_app: Callable[..., App], directory: Path) -> None:
+    SparkLog(directory, "local-1")
+    async with make_app(event_type="other") as app:
+        with pytest.raises(UnknownEventTypeError, match="spark_job"):
+            await spark_events.tail(app)
+        assert await (await app.key_value(spark_events.BUCKET)).get(f"{cluster_of(app)}/local-1") is None
+
+
+async def test_applications_do_not_wait_for_each_other_and_each_keeps_its_order(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spark_events, "OPEN_LOGS", 2)
+    logs = [story.log(f"local-{number}") for number in range(10)]
+    async with story.following():
+        for _ in range(5):
+            for log in logs:
+                log.jobs(1)
+        await story.arrived(110)
+        for log in logs:
+            log.end()
+        await story.arrived(120)
+    for log in logs:
+        assert await story.stored(log.name) == log.facts
+
+
+async def test_a_directory_that_is_missing_is_waited_for(story: Story, told: Told) -> None:
+    async with story.following():
+        await told.signal.until(lambda: told.entries != [])
+        log = story.log()
+        await story.arrived(1)
+    assert await story.stored() == log.facts
+    assert [(entry["event"], entry["directory"]) for entry in told.entries] == [
+        ("spark_events.directory_missing", str(story.directory)),
+        ("spark_events.directory_found", str(story.directory)),
+    ]
+
+
+async def test_files_that_cannot_be_read_are_told_once_and_stop_nobody(story: Story, told: Told) -> None:
+    log = story.log()
+    (story.directory / "notes.txt").write_text("Dear all,")
+    (story.directory / "local-7.zstd").write_bytes(b"not compressed at all")
+    foreign = story.directory / "local-8.lz4.inprogress"
+    foreign.touch()
+    async with story.following():
+        await story.arrived(1)
+        log.jobs(5)
+        await story.arrived(11)
+        foreign.write_bytes(b"more")
+        log.end()
+        await story.arrived(12)
+    assert await story.stored() == log.facts
+    problems = {Path(entry["path"]).name: entry["problem"] for entry in told.entries}
+    assert len(problems) == len(told.entries) == 3, told.entries
+    assert problems["notes.txt"] == "not a Spark event log"
+    assert "damaged" in problems["local-7.zstd"]
+    assert "spark.eventLog.compression.codec=zstd" in problems["local-8.lz4"]
+
+
+async def test_a_log_that_is_removed_is_forgotten(story: Story) -> None:
+    story.log()
+    async with story.following():
+        await story.arrived(1)
+        (story.directory / "local-1.zstd.inprogress").unlink()
+        story.log("local-2")
+        await story.arrived(2)
+
+
+@pytest.mark.parametrize("backend", [{"kind": "in_memory"}])
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"event_log_dirs": []}, "event_log_dirs"),
+        ({"cluster": "my cluster"}, "cluster"),
+        ({"poll_seconds": 0}, "poll_seconds"),
+        ({"event_log_dir": "/tmp"}, "did you mean 'event_log_dirs'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(
+    make_app: Callable[..., App], settings: dict[str, Any], problem: str
+) -> None:
+    (mistake,) = make_app(**settings).mistakes()
+    assert mistake.startswith("workers.agents.spark-events")
+    assert problem in mistake
+
+
+def constantly(value: Any) -> Callable[..., Awaitable[Any]]:
+    async def answer(*_: Any) -> Any:
+        return value
+
+    return answer
+
+
+def cluster_of(app: App) -> str:
+    return str(app.settings(spark_events.router).cluster)

@@ -1,0 +1,47 @@
+"""One Spark for the whole test run: its JVM takes seconds to start, another application within it almost none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark import SparkContext
+from pyspark.sql import SparkSession
+
+QUICK_START = {
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+}
+
+
+@pytest.fixture(scope="session")
+def start_spark() -> Iterator[Callable[..., SparkSession]]:
+    """`start_spark(directory, {"spark.…": …})`: a new application whose event log is in `directory`; stop it."""
+
+    def start_spark(event_logs: Path, settings: dict[str, str]) -> SparkSession:
+        event_logs.mkdir(exist_ok=True)
+        builder = SparkSession.builder.master("local[2]").appName("aviso-workers tests")
+        logging = {"spark.eventLog.enabled": "true", "spark.eventLog.dir": event_logs.as_uri()}
+        for key, value in {**QUICK_START, **logging, **settings}.items():
+            builder = builder.config(key, value)
+        return builder.getOrCreate()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYSPARK_PYTHON", sys.executable)  # else Spark runs whatever `python3` is on PATH
+        patched.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+        yield start_spark
+        _end_jvm()
+
+
+def _end_jvm() -> None:
+    gateway: Any = SparkContext._gateway
+    if gateway is not None:
+        gateway.shutdown()
+        gateway.proc.stdin.close()  # by which the JVM knows that it is to end
+        gateway.proc.wait(10)
+        SparkContext._gateway = SparkContext._jvm = None

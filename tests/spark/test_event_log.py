@@ -1,0 +1,379 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aviso_workers.errors import UndecodableError
+from aviso_workers.spark import event_log
+from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
+
+CODECS = ["", ".zstd"]
+
+
+def line(number: int, name: str = "SparkListenerJobEnd") -> bytes:
+    return json.dumps({"Event": name, "Job ID": number}, separators=(",", ":")).encode()
+
+
+def on_disk(lines: list[bytes], codec: str = "") -> bytes:
+    """Lines as Spark writes them: with zstd, a frame for each flush."""
+    compress = zstandard.ZstdCompressor().compress if codec else bytes
+    return b"".join(compress(each + b"\n") for each in lines)
+
+
+def take(text: bytes) -> bytes:
+    """A decoder that wants everything as it is."""
+    if b"undecodable" in text:
+        raise UndecodableError("told to be undecodable")
+    return text
+
+
+def read_all(reader: EventLogReader[bytes], log: EventLog) -> tuple[list[bytes], list[str]]:
+    events, problems = [], []
+    while True:
+        batch = reader.read(log)
+        events += batch.events
+        problems += batch.problems
+        if not batch.more:
+            return events, problems
+
+
+def read_once(path: Path) -> tuple[list[bytes], list[str]]:
+    log = event_log.look(str(path))
+    assert log is not None
+    return read_all(EventLogReader(take, Position()), log)
+
+
+class RollingLog:
+    """A rolling log of one application, written as Spark writes it."""
+
+    def __init__(self, directory: Path, codec: str = "") -> None:
+        self.codec = codec
+        self.path = directory / "eventlog_v2_local-1"
+        self.path.mkdir()
+        (self.path / "appstatus_local-1.inprogress").touch()
+
+    def write(self, index: int, *lines: bytes) -> Path:
+        file = self.path / f"events_{index}_local-1{self.codec}"
+        with file.open("ab") as out:
+            out.write(on_disk(list(lines), self.codec))
+        return file
+
+    def close(self) -> None:
+        (self.path / "appstatus_local-1.inprogress").rename(self.path / "appstatus_local-1")
+
+    def look(self) -> EventLog:
+        log = event_log.look(str(self.path))
+        assert log is not None
+        return log
+
+
+@pytest.fixture(params=CODECS, ids=["plain", "zstd"])
+def rolling(request: pytest.FixtureRequest, tmp_path: Path) -> RollingLog:
+    return RollingLog(tmp_path, request.param)
+
+
+# Which logs there are
+
+
+def test_finds_rolling_and_single_logs_and_nothing_hidden(tmp_path: Path) -> None:
+    RollingLog(tmp_path)
+    for name in ["app-2.zstd.inprogress", "app-3", ".app-3.crc"]:
+        (tmp_path / name).touch()
+    (tmp_path / "somebody's directory").mkdir()
+    found = sorted(Path(path).name for path in event_log.find(str(tmp_path)))
+    assert found == ["app-2.zstd", "app-3", "eventlog_v2_local-1"]
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "complete"),
+    [
+        ("app-1.zstd.inprogress", "app-1", False),
+        ("app-1.zstd", "app-1", True),
+        ("application_17_0001_2.inprogress", "application_17_0001_2", False),
+    ],
+)
+def test_a_single_log_is_complete_when_spark_has_renamed_it(
+    tmp_path: Path, file: str, name: str, complete: bool
+) -> None:
+    (tmp_path / file).write_bytes(b"123")
+    (path,) = event_log.find(str(tmp_path))
+    log = event_log.look(path)
+    assert log is not None
+    assert (log.name, log.complete, log.files[0].size) == (name, complete, 3)
+
+
+def test_a_rolling_log_has_its_files_in_order_and_is_complete_by_its_status(tmp_path: Path) -> None:
+    rolling = RollingLog(tmp_path)
+    for index in [10, 9, 1]:
+        rolling.write(index, line(index))
+    log = rolling.look()
+    assert (log.name, [file.index for file in log.files], log.complete) == ("local-1", [1, 9, 10], False)
+    rolling.close()
+    assert rolling.look().complete
+
+
+def test_a_log_is_equal_to_itself_until_it_grows(rolling: RollingLog) -> None:
+    rolling.write(1, line(1))
+    before = rolling.look()
+    assert rolling.look() == before
+    rolling.write(1, line(2))
+    assert rolling.look() != before
+
+
+def test_a_log_that_is_gone_is_none(tmp_path: Path) -> None:
+    assert event_log.look(str(tmp_path / "app-1")) is None
+    assert event_log.look(str(tmp_path / "eventlog_v2_app-1")) is None
+
+
+@pytest.mark.parametrize("codec", ["lz4", "lzf", "snappy"])
+def test_another_codec_is_a_problem_with_a_cure(tmp_path: Path, codec: str) -> None:
+    (tmp_path / f"app-1.{codec}.inprogress").touch()
+    log = event_log.look(str(tmp_path / f"app-1.{codec}"))
+    assert log is not None
+    assert log.problem == f"{codec} is not supported: run the application with spark.eventLog.compression.codec=zstd"
+
+
+# What is new in them
+
+
+def test_what_is_written_is_read_once_in_order_and_live(rolling: RollingLog) -> None:
+    reader = EventLogReader(take, Position())
+    assert read_all(reader, rolling.look()) == ([], [])
+    for number in range(3):
+        rolling.write(1, line(number))
+        assert read_all(reader, rolling.look()) == ([line(number)], [])
+    rolling.write(2, line(3))
+    rolling.write(3, line(4))
+    rolling.close()
+    assert read_all(reader, rolling.look()) == ([line(3), line(4)], [])
+    assert read_all(reader, rolling.look()) == ([], [])
+
+
+def test_a_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
+    file = tmp_path / "app-1.inprogress"
+    file.write_bytes(line(1) + b"\n" + line(2)[:20])
+    reader = EventLogReader(take, Position())
+    for expected in ([line(1)], []):
+        log = event_log.look(str(tmp_path / "app-1"))
+        assert log is not None
+        assert read_all(reader, log) == (expected, [])
+    assert reader.position == Position(index=0, offset=len(line(1)) + 1, size=file.stat().st_size)
+    with file.open("ab") as out:
+        out.write(line(2)[20:] + b"\n")
+    log = event_log.look(str(tmp_path / "app-1"))
+    assert log is not None
+    assert read_all(reader, log) == ([line(2)], [])
+
+
+def test_the_rename_at_the_end_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "app-1.zstd.inprogress"
+    file.write_bytes(on_disk([line(1)], ".zstd"))
+    reader = EventLogReader(take, Position())
+    log = event_log.look(str(tmp_path / "app-1.zstd"))
+    assert log is not None
+    assert read_all(reader, log) == ([line(1)], [])
+    with file.open("ab") as out:
+        out.write(on_disk([line(2)], ".zstd"))
+    file.rename(tmp_path / "app-1.zstd")
+    log = event_log.look(str(tmp_path / "app-1.zstd"))
+    assert log is not None
+    assert read_all(reader, log) == ([line(2)], [])
+
+
+def test_reading_goes_on_at_a_position(rolling: RollingLog) -> None:
+    rolling.write(1, line(1), line(2))
+    first = EventLogReader(take, Position())
+    read_all(first, rolling.look())
+    rolling.write(1, line(3))
+    rolling.write(2, line(4))
+    assert read_all(EventLogReader(take, first.position), rolling.look()) == ([line(3), line(4)], [])
+
+
+def test_a_file_that_has_not_grown_is_not_opened(rolling: RollingLog) -> None:
+    file = rolling.write(1, line(1))
+    first = EventLogReader(take, Position())
+    read_all(first, rolling.look())
+    log = rolling.look()
+    file.unlink()
+    again = EventLogReader(take, first.position)
+    assert read_all(again, log) == ([], [])
+    assert not again.open
+
+
+def test_a_closed_reader_opens_again_when_there_is_more(rolling: RollingLog) -> None:
+    reader = EventLogReader(take, Position())
+    rolling.write(1, line(1))
+    read_all(reader, rolling.look())
+    reader.close()
+    rolling.write(1, line(2))
+    assert read_all(reader, rolling.look()) == ([line(2)], [])
+
+
+@settings(deadline=None)
+@given(
+    files=st.lists(st.lists(st.binary(max_size=200), max_size=8), min_size=1, max_size=3),
+    codec=st.sampled_from(CODECS),
+    cuts=st.lists(st.integers(1, 150), min_size=1, max_size=30),
+    restarts=st.lists(st.booleans(), min_size=1, max_size=10),
+)
+def test_however_a_log_grows_and_its_reader_restarts_each_line_comes_once(
+    tmp_path_factory: pytest.TempPathFactory,
+    files: list[list[bytes]],
+    codec: str,
+    cuts: list[int],
+    restarts: list[bool],
+) -> None:
+    lines = [[event_log.EVENT + text.hex().encode() for text in file] for file in files]
+    rolling = RollingLog(tmp_path_factory.mktemp("log"), codec)
+    reader = EventLogReader(take, Position())
+    events: list[bytes] = []
+    step = 0
+    for index, file in enumerate(lines, start=1):
+        data = on_disk(file, codec)
+        path = rolling.write(index)
+        while data:
+            cut = cuts[step % len(cuts)]
+            with path.open("ab") as out:
+                out.write(data[:cut])
+            data = data[cut:]
+            if restarts[step % len(restarts)]:
+                reader.close()
+                reader = EventLogReader(take, reader.position)
+            found, problems = read_all(reader, rolling.look())
+            assert problems == []
+            events += found
+            step += 1
+    rolling.close()
+    found, problems = read_all(reader, rolling.look())
+    reader.close()
+    assert problems == []
+    assert events + found == [each for file in lines for each in file]
+
+
+def test_a_large_log_comes_in_parts_and_is_never_held_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "READ_BYTES", 1 << 20)
+    file = tmp_path / "app-1.zstd"
+    part = b"".join(line(number, "SparkListenerTaskEnd") + b"\n" for number in range(20_000))
+    size = 20 * len(part)
+    with file.open("wb") as out:
+        for _ in range(20):
+            out.write(zstandard.ZstdCompressor().compress(part))
+    log = event_log.look(str(file))
+    assert log is not None
+    reader: EventLogReader[bytes] = EventLogReader(lambda _: None, Position())
+    tracemalloc.start()
+    read_all(reader, log)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert reader.position.offset == size
+    assert peak < size / 3, f"{peak} bytes of memory for a log of {size}"
+
+
+# What cannot be read
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("notes.txt", b"{}"),
+        ("notes", b"Dear all,\n"),
+        ("notes.zstd", b"not compressed at all"),
+        ("notes.zstd", on_disk([b"Dear all,"], ".zstd")),
+        ("image", bytes(range(256)) * 100),
+    ],
+)
+def test_a_file_that_is_not_sparks_is_told_apart(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    log = event_log.look(str(tmp_path / name))
+    assert log is not None
+    problems = [log.problem] if log.problem else read_all(EventLogReader(take, Position()), log)[1]
+    assert len(problems) == 1
+    assert "not a Spark event log" in problems[0] or "damaged" in problems[0]
+
+
+@pytest.mark.parametrize("cut", [1, 20])
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_complete_log_without_its_end_is_truncated(tmp_path: Path, codec: str, cut: int) -> None:
+    file = tmp_path / f"app-1{codec}"
+    file.write_bytes(on_disk([line(1), line(2)], codec)[:-cut])
+    events, problems = read_once(file)
+    assert events == [line(1)]
+    assert problems == [f"{file}: truncated in the middle of an event, at byte {len(line(1)) + 1}"]
+
+
+def test_damage_ends_a_file_and_the_next_one_is_read(tmp_path: Path) -> None:
+    rolling = RollingLog(tmp_path, ".zstd")
+    with rolling.write(1, line(1)).open("ab") as out:
+        out.write(b"damage" * 10)
+    rolling.write(1, line(2))
+    reader = EventLogReader(take, Position())
+    events, problems = read_all(reader, rolling.look())
+    assert events == [line(1)]
+    assert [problem.partition(": ")[2].partition(":")[0] for problem in problems] == ["damaged"]
+    rolling.write(1, line(3))
+    assert read_all(reader, rolling.look()) == ([], []), "reported once"
+    rolling.write(2, line(4))
+    assert read_all(reader, rolling.look()) == ([line(4)], [])
+
+
+def test_lines_that_are_no_events_are_left_out_and_counted(rolling: RollingLog) -> None:
+    rolling.write(1, line(1), b"garbage", b'{"Event":"undecodable', line(2))
+    events, problems = read_all(EventLogReader(take, Position()), rolling.look())
+    assert events == [line(1), line(2)]
+    assert len(problems) == 1
+    assert "left out 2 lines" in problems[0]
+    assert "not an event of Spark's" in problems[0]
+
+
+def test_an_endless_line_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "LINE_BYTES", 1000)
+    monkeypatch.setattr(event_log, "PLAIN_CHUNK", 100)
+    file = tmp_path / "app-1"
+    file.write_bytes(line(1) + b"\n" + event_log.EVENT + b"x" * 10_000 + b"\n" + line(2) + b"\n")
+    (first, endless, last), problems = read_once(file)
+    assert (first, last, problems) == (line(1), line(2), [])
+    assert len(endless) < 1200
+
+
+def test_a_file_that_shrinks_is_given_up(rolling: RollingLog) -> None:
+    file = rolling.write(1, line(1), line(2))
+    reader = EventLogReader(take, Position())
+    read_all(reader, rolling.look())
+    size = file.stat().st_size
+    os.truncate(file, 10)
+    assert read_all(reader, rolling.look()) == ([], [f"{file}: has shrunk from {size} to 10 bytes"])
+    assert read_all(reader, rolling.look()) == ([], [])
+
+
+def test_files_that_went_before_they_were_read_are_missed(rolling: RollingLog) -> None:
+    rolling.write(3, line(1))
+    events, problems = read_all(EventLogReader(take, Position()), rolling.look())
+    assert events == [line(1)]
+    assert problems == [f"{rolling.path}: events_1 to events_2 went before they were read"]
+
+
+def test_a_read_that_fails_is_repeated_without_loss(rolling: RollingLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    rolling.write(1, line(1))
+    second = rolling.write(2, line(2))
+    reader = EventLogReader(take, Position())
+    log = rolling.look()
+    aside = second.rename(second.with_suffix(".aside"))
+    with pytest.raises(FileNotFoundError):
+        reader.read(log)
+    aside.rename(second)
+    assert read_all(reader, log) == ([line(1), line(2)], [])
+
+
+def test_the_spark_wing_is_imported_without_pyspark() -> None:
+    program = "import sys, aviso_workers.spark.event_log; print('pyspark' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout == "False\n"

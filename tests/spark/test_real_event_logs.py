@@ -1,0 +1,158 @@
+"""What real Spark writes is what the reader and the projections expect."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from msgspec import Struct
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from aviso_workers.spark import event_log, job_events
+from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
+from aviso_workers.spark.job_events import Application, JobEvent
+
+MODES = {
+    "rolling": {},  # Spark's default: compressed, several files
+    "single": {"spark.eventLog.rolling.enabled": "false"},
+    "plain": {"spark.eventLog.rolling.enabled": "false", "spark.eventLog.compress": "false"},
+}
+NAMES = {
+    "SparkListenerApplicationStart": "application.start",
+    "SparkListenerApplicationEnd": "application.end",
+    "SparkListenerJobStart": "job.start",
+    "SparkListenerJobEnd": "job.end",
+    "SparkListenerStageSubmitted": "stage.start",
+    "SparkListenerStageCompleted": "stage.end",
+    "SparkListenerExecutorAdded": "executor.added",
+    "SparkListenerSQLExecutionStart": "sql.start",
+    "SparkListenerSQLExecutionEnd": "sql.end",
+    "StreamingQueryListener$QueryStartedEvent": "query.start",
+    "StreamingQueryListener$QueryProgressEvent": "query.progress",
+    "StreamingQueryListener$QueryTerminatedEvent": "query.end",
+}
+
+
+class Recorded(Struct, frozen=True, kw_only=True):
+    """An application that has run: it counted, failed once, and streamed a file of three lines."""
+
+    id: str
+    directory: Path
+    query_id: str
+
+
+@pytest.fixture(scope="module", params=MODES)
+def application(
+    request: pytest.FixtureRequest,
+    start_spark: Callable[..., SparkSession],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Recorded:
+    directory = tmp_path_factory.mktemp(request.param)
+    (directory / "lines").mkdir()
+    (directory / "lines" / "1.txt").write_text("one\ntwo\nthree\n")
+    spark = start_spark(directory / "logs", MODES[request.param])
+    try:
+        spark.sparkContext.setJobDescription("count by remainder")
+        spark.range(100).selectExpr("id % 3 AS remainder").groupBy("remainder").count().collect()
+        with pytest.raises(PySparkException, match="boom"):
+            spark.sql("SELECT raise_error('boom')").collect()
+        stream = spark.readStream.format("text").load(str(directory / "lines")).writeStream.format("noop")
+        stream = stream.option("checkpointLocation", str(directory / "checkpoint")).trigger(availableNow=True)
+        query = stream.start()
+        query.awaitTermination()
+        return Recorded(id=spark.sparkContext.applicationId, directory=directory / "logs", query_id=str(query.id))
+    finally:
+        spark.stop()
+
+
+@pytest.fixture
+def log(application: Recorded) -> EventLog:
+    (path,) = event_log.find(str(application.directory))
+    log = event_log.look(path)
+    assert log is not None
+    return log
+
+
+@pytest.fixture
+def events(log: EventLog) -> list[JobEvent]:
+    return read(log, Position())
+
+
+def read(log: EventLog, position: Position) -> list[JobEvent]:
+    decode = partial(job_events.decode, application=Application.of_log(log.name))
+    batch = EventLogReader(decode, position).read(log)
+    assert (batch.problems, batch.more) == ([], False)
+    return batch.events
+
+
+def raw(log: EventLog) -> list[dict[str, Any]]:
+    """The log, read in another way: the whole of it at once."""
+    lines: list[bytes] = []
+    for file in log.files:
+        with open(file.path, "rb") as opened:
+            if file.codec:
+                opened = zstandard.ZstdDecompressor().stream_reader(opened, read_across_frames=True)  # type: ignore[assignment]
+            lines += opened.read().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_the_log_is_complete_and_named_by_its_application(log: EventLog, application: Recorded) -> None:
+    assert (log.complete, log.problem) == (True, None)
+    assert Application.of_log(log.name) == Application(id=application.id)
+
+
+def test_each_event_but_those_of_tasks_is_there_once(log: EventLog, events: list[JobEvent]) -> None:
+    written = Counter(NAMES.get(event["Event"].rpartition(".")[2]) for event in raw(log))
+    del written[None]
+    assert Counter(f"{event.kind}.{event.event}" for event in events) == written
+    assert set(written) == set(NAMES.values()), "the recorded application does a bit of everything"
+    ids = Counter(event.message_id("c") for event in events)
+    repeated = {message_id: times for message_id, times in ids.items() if times > 1}
+    assert repeated == {}
+
+
+def test_what_started_ended(events: list[JobEvent]) -> None:
+    for kind in ("application", "job", "stage", "sql", "query"):
+        started, ended = (
+            {event.id for event in events if (event.kind, event.event) == (kind, which)} for which in ("start", "end")
+        )
+        assert started == ended != set(), kind
+
+
+def test_the_failure_is_told_with_its_reason(events: list[JobEvent]) -> None:
+    failed = [event for event in events if event.payload.get("status") == "failed"]
+    assert Counter(event.kind for event in failed) == {"stage": 1, "job": 1, "sql": 1}
+    assert all("boom" in event.payload["error"] for event in failed), failed
+
+
+def test_the_query_tells_what_it_read(events: list[JobEvent], application: Recorded) -> None:
+    reports = [event for event in events if (event.kind, event.event) == ("query", "progress")]
+    assert {event.id for event in reports} == {application.query_id}
+    assert sum(event.payload["rows"] for event in reports) == 3
+    jobs = [event.payload for event in events if (event.kind, event.event) == ("job", "start")]
+    assert application.query_id in {job.get("query") for job in jobs}
+    assert "count by remainder" in {job.get("description") for job in jobs}
+
+
+def test_payloads_are_small_and_carry_no_properties(log: EventLog, events: list[JobEvent]) -> None:
+    sizes = {event.message_id("c"): len(json.dumps(event.payload)) for event in events}
+    assert max(sizes.values()) < 5000, sizes
+    text = json.dumps([event.payload for event in events])
+    assert "spark.app.id" in json.dumps(raw(log))
+    assert "spark.app.id" not in text
+
+
+def test_reading_goes_on_anywhere(log: EventLog, events: list[JobEvent]) -> None:
+    (file,) = log.files
+    lines = [json.dumps(event, separators=(",", ":")) for event in raw(log)]
+    offset = len("".join(f"{line}\n" for line in lines[: len(lines) // 2]))
+    rest = read(log, Position(index=file.index, offset=offset, size=1))
+    assert 0 < len(rest) < len(events)
+    assert rest == events[-len(rest) :]

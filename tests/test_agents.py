@@ -1,0 +1,205 @@
+"""What a declaration may look like, and what is refused at the line that declares it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypedDict
+
+import pytest
+from msgspec import Struct
+
+from aviso_workers import Agent, App, Backoff, Notification, Router
+from aviso_workers.errors import DeclarationError
+
+
+class Field(Struct, frozen=True):
+    location: str
+
+
+@dataclass
+class Row:
+    location: str
+
+
+class Entry(TypedDict):
+    location: str
+
+
+class Ordinary:
+    """A class that msgspec knows nothing of."""
+
+
+class Left(Struct):
+    location: str
+
+
+class Right(Struct):
+    location: str
+
+
+@pytest.fixture
+def router() -> Router:
+    return Router("tests")
+
+
+async def index(notification: Notification[Field]) -> str:
+    """Index a field."""
+    return f"{notification.identifier['step']} {notification.payload.location}"
+
+
+class TestAnAgent:
+    def test_is_named_after_its_function(self, router: Router) -> None:
+        agent = router.agent("mars")(index)
+        assert (agent.name, agent.event_type, agent.__doc__) == ("index", "mars", "Index a field.")
+        assert router.agents == [agent]
+
+    def test_may_have_another_name(self, router: Router) -> None:
+        assert router.agent("mars", name="field-index")(index).name == "field-index"
+
+    def test_has_a_durable_consumer_per_app(self, router: Router) -> None:
+        assert router.agent("mars")(index).durable_name("field-index") == "field-index__index"
+
+    def test_has_defaults_that_anybody_can_live_with(self, router: Router) -> None:
+        agent = router.agent("mars")(index)
+        assert (agent.where, agent.concurrency, agent.retry, agent.ack_wait_seconds) == ({}, 1, Backoff(), 20.0)
+
+    def test_keeps_its_own_copy_of_the_filter(self, router: Router) -> None:
+        where = {"class": "od"}
+        agent = router.agent("mars", where=where)(index)
+        where["class"] = "rd"
+        assert agent.where == {"class": "od"}
+
+    @pytest.mark.anyio
+    async def test_called_in_a_unit_test_it_is_the_authors_function(self, router: Router) -> None:
+        agent = router.agent("mars")(index)
+        notification = Notification(event_type="mars", identifier={"step": "6"}, payload=Field(location="here"))
+        assert await agent(notification) == "6 here"
+
+    def test_may_be_a_method_of_an_object(self, router: Router) -> None:
+        class Index:
+            async def add(self, notification: Notification[Field]) -> None: ...
+
+        assert router.agent("mars")(Index().add).payload_type is Field
+
+
+@pytest.mark.parametrize("payload", [Any, int, dict[str, int], Field, Row, Entry, Field | None, list[Row] | str])
+def test_a_payload_type_is_taken_from_the_annotation(router: Router, payload: Any) -> None:
+    async def handle(notification: Any) -> None: ...
+
+    handle.__annotations__["notification"] = Notification[payload]
+    assert router.agent("mars")(handle).payload_type == payload
+
+
+def test_a_bare_notification_has_any_payload(router: Router) -> None:
+    async def handle(notification: Notification) -> None: ...  # type: ignore[type-arg]
+
+    assert router.agent("mars")(handle).payload_type is Any
+
+
+def synchronous(notification: Notification[Field]) -> None: ...
+
+
+async def unannotated(notification) -> None: ...  # type: ignore[no-untyped-def]
+
+
+async def misannotated(notification: Field) -> None: ...
+
+
+async def unresolvable(notification: Notification[Missing]) -> None: ...  # type: ignore[name-defined]  # noqa: F821
+
+
+async def mistyped(notification: Notification[pytest.Missing]) -> None: ...  # type: ignore[name-defined]
+
+
+async def without_argument() -> None: ...
+
+
+async def with_two_arguments(notification: Notification[Field], other: int) -> None: ...
+
+
+async def with_a_foreign_payload(notification: Notification[Ordinary]) -> None: ...
+
+
+async def with_an_ambiguous_payload(notification: Notification[Left | Right]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        (synchronous, "agent 'synchronous': must be an async function of one argument, annotated `Notification`"),
+        (unannotated, "must be an async function of one argument.*found None"),
+        (misannotated, "must be an async function of one argument.*found <class '.*Field'>"),
+        (without_argument, "must be an async function of one argument.*found 0 arguments"),
+        (with_two_arguments, "must be an async function of one argument.*found 2 arguments"),
+        (unresolvable, "cannot be resolved.*'Missing'.*declare the payload type at module level, before the agent"),
+        (mistyped, "cannot be resolved.*'Missing'"),
+        (with_a_foreign_payload, "msgspec cannot read its payload type .*Ordinary.*use a msgspec.Struct, a dataclass"),
+        (with_an_ambiguous_payload, "its payload type cannot be read: .*all Struct types must be tagged"),
+    ],
+)
+def test_a_function_that_cannot_be_an_agent_is_refused(
+    router: Router, function: Callable[..., Any], complaint: str
+) -> None:
+    with pytest.raises(DeclarationError, match=complaint):
+        router.agent("mars")(function)
+    assert router.agents == []
+
+
+def test_a_function_without_a_name_needs_one(router: Router) -> None:
+    with pytest.raises(DeclarationError, match="agent name ''"):
+        router.agent("mars")(partial(index))
+
+
+@pytest.mark.parametrize("name", ["a.b", "a b", "a*", "é", "a" * 65, "a/b", "a\n"])
+def test_a_name_that_a_consumer_cannot_carry_is_refused(router: Router, name: str) -> None:
+    with pytest.raises(DeclarationError, match="use 1 to 64 letters, digits, '-' and '_'"):
+        router.agent("mars", name=name)(index)
+    with pytest.raises(DeclarationError, match="router name"):
+        Router(name)
+
+
+@pytest.mark.parametrize(
+    ("stated", "complaint"),
+    [
+        ({"concurrency": 0}, "agent 'index': concurrency must be 1 or more, found 0"),
+        ({"ack_wait_seconds": 0.0}, "agent 'index': ack_wait_seconds must be > 0, found 0.0"),
+    ],
+)
+def test_a_policy_that_cannot_work_is_refused(router: Router, stated: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(DeclarationError, match=complaint):
+        router.agent("mars", **stated)(index)
+
+
+def test_two_agents_of_one_name_are_refused(router: Router) -> None:
+    router.agent("mars")(index)
+    with pytest.raises(DeclarationError, match="agent 'index' is declared twice in 'tests': give one another name"):
+        router.agent("dissemination")(index)
+
+
+def test_an_agent_is_no_function_to_declare_again(router: Router) -> None:
+    agent: Agent[Any, Any] = router.agent("mars")(index)
+    with pytest.raises(DeclarationError, match="must be an async function"):
+        router.agent("dissemination", name="again")(agent)
+
+
+class TestATask:
+    def test_is_an_async_function_of_the_app(self, router: Router) -> None:
+        @router.task
+        async def tail(app: App) -> None: ...
+
+        assert [(task.name, task.function) for task in router.tasks] == [("tail", tail)]
+
+    def test_is_refused_where_it_is_synchronous(self, router: Router) -> None:
+        def tail(app: App) -> None: ...
+
+        with pytest.raises(DeclarationError, match="task 'tail': must be an async function"):
+            router.task(tail)  # type: ignore[arg-type]
+
+    def test_is_refused_where_its_name_is_taken(self, router: Router) -> None:
+        async def tail(app: App) -> None: ...
+
+        router.task(tail)
+        with pytest.raises(DeclarationError, match="task 'tail' is declared twice"):
+            router.task(tail)

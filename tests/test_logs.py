@@ -1,0 +1,143 @@
+"""What the engine's facts look like in the logs."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+
+from aviso_workers import logs
+from aviso_workers.config import Logging
+from aviso_workers.errors import UnavailableError, UndecodableError
+from aviso_workers.events import AgentDisturbed, ConnectionChanged, Settled, StreamProvisioned, TaskFailed
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
+
+
+def failure(text: str) -> Exception:
+    """As the engine has it: raised in the author's function, caught in the engine's."""
+
+    def function_of_the_author() -> None:
+        password = "hidden"  # noqa: F841
+        raise ValueError(text)
+
+    try:
+        function_of_the_author()
+    except ValueError as error:
+        return error
+    raise AssertionError
+
+
+def settled(**stated: Any) -> Settled:
+    return Settled(
+        **{
+            "agent": "index",
+            "notification": "mars@42",
+            "outcome": "retried",
+            "reason": "ValueError",
+            "seconds": 0.12345,
+            "num_delivered": 2,
+            "error": failure("boom"),
+            **stated,
+        }
+    )
+
+
+@pytest.fixture
+def lines(capsys: pytest.CaptureFixture[str]) -> Any:
+    """`lines(event)`: what is logged as JSON for it."""
+
+    def lines(event: Any) -> list[dict[str, Any]]:
+        logs.configure(Logging(format="json"))
+        logs.observe(event)
+        return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+    return lines
+
+
+def test_a_failure_is_told_with_the_authors_frames_and_not_with_ours(lines: Any) -> None:
+    (line,) = lines(settled())
+    assert (line["event"], line["level"]) == ("notification.retried", "warning")
+    told = {key: line[key] for key in ("agent", "notification", "reason", "num_delivered", "seconds")}
+    assert told == {
+        "agent": "index",
+        "notification": "mars@42",
+        "reason": "ValueError",
+        "num_delivered": 2,
+        "seconds": 0.123,
+    }
+    assert "in function_of_the_author" in line["exception"]
+    assert "in failure" not in line["exception"]
+    assert line["exception"].endswith("ValueError: boom")
+
+
+def test_one_of_our_errors_is_told_in_a_sentence(lines: Any) -> None:
+    (line,) = lines(settled(outcome="dead_lettered", reason="undecodable", error=UndecodableError("no such field")))
+    assert (line["event"], line["level"]) == ("notification.dead_lettered", "error")
+    assert line["error"] == "no such field"
+    assert "exception" not in line
+
+
+def test_a_success_is_not_worth_a_line(lines: Any) -> None:
+    assert lines(settled(outcome="acked", error=None)) == []
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        (ConnectionChanged(connected=True, reason=""), {"event": "connection.up", "level": "info"}),
+        (
+            ConnectionChanged(connected=False, reason="gone"),
+            {"event": "connection.down", "level": "warning", "reason": "gone"},
+        ),
+        (
+            AgentDisturbed(agent="index", error=UnavailableError("no answer"), again_in_seconds=0.25),
+            {"event": "agent.disturbed", "level": "warning", "error": "no answer", "again_in_seconds": 0.2},
+        ),
+        (
+            StreamProvisioned(stream="MARS", action="updated", differences=("max_msgs: 1 -> 2",)),
+            {"event": "stream.updated", "level": "info", "differences": ["max_msgs: 1 -> 2"]},
+        ),
+        (
+            StreamProvisioned(stream="MARS", action="kept", differences=("max_msgs: 1 -> 2",), refused="no"),
+            {"event": "stream.update_refused", "level": "warning", "error": "no"},
+        ),
+        (
+            TaskFailed(task="tail", error=ValueError("boom"), again_in_seconds=1.0),
+            {"event": "task.failed", "level": "error", "exception": "ValueError: boom"},
+        ),
+    ],
+)
+def test_every_fact_has_its_line(lines: Any, event: Any, expected: dict[str, Any]) -> None:
+    (line,) = lines(event)
+    assert {key: line.get(key) for key in expected} == expected
+
+
+def test_for_people_a_traceback_is_plain_and_shows_no_local_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure(Logging(format="console"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logs.observe(settled())
+    told = capsys.readouterr().err
+    assert "notification.retried" in told
+    assert "mars@42" in told
+    assert "in function_of_the_author" in told
+    assert "ValueError: boom" in told
+    assert "hidden" not in told
+
+
+def test_less_than_the_level_is_not_written(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure(Logging(level="warning"))
+    logs.observe(ConnectionChanged(connected=True, reason=""))
+    logs.observe(ConnectionChanged(connected=False, reason="gone"))
+    told = capsys.readouterr().err
+    assert "connection.up" not in told
+    assert "connection.down" in told

@@ -1,0 +1,208 @@
+"""`scripts/setup` in a clone of its own, with stand-ins for Python, Java and apt-get that note what they are asked."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[1]
+TOOLS = ("bash", "cat", "chmod", "cp", "dirname", "env", "grep", "head", "mkdir", "sed", "sha256sum")
+
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+    -V*) echo "Python 3.11.2" ;;
+    "-m venv --clear .venv")
+        echo "make .venv" >>"$NOTES"
+        mkdir -p .venv/bin
+        cp "$0" .venv/bin/python
+        echo "VIRTUAL_ENV=$PWD/.venv" >.venv/bin/activate ;;
+    "-m pip install"*) echo "${*:2}" >>"$NOTES"; exit "${PIP_EXITS_WITH:-0}" ;;
+esac
+"""
+APT_GET = """#!/usr/bin/env bash
+if [ "$1" = update ]; then
+    echo "apt-get update" >>"$NOTES"
+else
+    echo "apt-get install ${*: -1}" >>"$NOTES"
+    cp "$COMMANDS/packed-java" "$COMMANDS/java"
+fi
+"""
+OLD_PYTHON = """#!/usr/bin/env bash
+exit 1
+"""
+
+
+def java(version: str) -> str:
+    return f"#!/usr/bin/env bash\necho 'openjdk version \"{version}\" 2025-04-15' >&2\n"
+
+
+class Clone:
+    """A clone on a machine that has nothing but what is put there."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory / "a clone"
+        self.notes_file = directory / "notes"
+        self.commands = directory / "bin"
+        self.commands.mkdir()
+        (self.directory / "scripts").mkdir(parents=True)
+        shutil.copy(PROJECT / "scripts" / "setup", self.directory / "scripts")
+        shutil.copy(PROJECT / "pyproject.toml", self.directory)
+        for tool in TOOLS:
+            self.commands.joinpath(tool).symlink_to(str(shutil.which(tool)))
+        self.user(1000)
+
+    def command(self, name: str, script: str) -> None:
+        self.commands.joinpath(name).write_text(script)
+        self.commands.joinpath(name).chmod(0o755)
+
+    def user(self, number: int) -> None:
+        self.command("id", f"#!/usr/bin/env bash\necho {number}\n")
+
+    def set_up(self, **environment: str) -> subprocess.CompletedProcess[str]:
+        self.notes_file.write_text("")
+        environment |= {"PATH": str(self.commands), "NOTES": str(self.notes_file), "COMMANDS": str(self.commands)}
+        return subprocess.run(
+            [self.directory / "scripts" / "setup"],
+            env=environment,
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """What was asked of the stand-ins in the last run."""
+        return self.notes_file.read_text().splitlines()
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return Clone(tmp_path)
+
+
+@pytest.fixture
+def ready_clone(clone: Clone) -> Clone:
+    clone.command("java", java("17.0.15"))
+    clone.command("python3", PYTHON)
+    return clone
+
+
+def test_first_run_makes_a_virtual_environment_and_installs_the_package_with_its_extras(ready_clone: Clone) -> None:
+    done = ready_clone.set_up()
+
+    assert done.returncode == 0, done.stderr
+    made, pip, package = ready_clone.notes
+    assert made == "make .venv"
+    assert "--upgrade pip>=25.1" in pip
+    assert "--editable .[server,spark] --group dev" in package
+    assert "setup: installing packages" in done.stderr
+
+
+def test_second_run_does_and_says_nothing(ready_clone: Clone) -> None:
+    ready_clone.set_up()
+
+    done = ready_clone.set_up()
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert ready_clone.notes == []
+
+
+def test_new_declaration_is_installed_into_the_same_virtual_environment(ready_clone: Clone) -> None:
+    ready_clone.set_up()
+    with (ready_clone.directory / "pyproject.toml").open("a") as declaration:
+        declaration.write("# changed\n")
+
+    assert ready_clone.set_up().returncode == 0
+
+    assert "make .venv" not in ready_clone.notes
+    assert any("--editable" in note for note in ready_clone.notes), ready_clone.notes
+
+
+def test_clone_that_was_moved_gets_a_virtual_environment_that_knows_its_place(ready_clone: Clone) -> None:
+    ready_clone.set_up()
+    ready_clone.directory = ready_clone.directory.rename(ready_clone.directory.with_name("moved"))
+
+    assert ready_clone.set_up().returncode == 0
+
+    assert ready_clone.notes[0] == "make .venv"
+
+
+def test_failed_installation_is_tried_again(ready_clone: Clone) -> None:
+    assert ready_clone.set_up(PIP_EXITS_WITH="3").returncode == 3
+
+    assert ready_clone.set_up().returncode == 0
+
+    assert any("--editable" in note for note in ready_clone.notes), ready_clone.notes
+
+
+@pytest.mark.parametrize(("found", "said"), [("11.0.2", "Java 11"), ("1.8.0_432", "Java 8"), (None, "no Java")])
+def test_java_home_that_does_not_serve_is_named_with_the_cure(clone: Clone, found: str | None, said: str) -> None:
+    home = clone.directory / "jdk"
+    (home / "bin").mkdir(parents=True)
+    if found is not None:
+        home.joinpath("bin/java").write_text(java(found))
+        home.joinpath("bin/java").chmod(0o755)
+
+    done = clone.set_up(JAVA_HOME=str(home))
+
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"setup: JAVA_HOME={home} holds {said}; Spark needs 17 or newer: unset it or let it name one\n"
+    )
+
+
+def test_java_home_that_serves_wins_over_the_path(ready_clone: Clone) -> None:
+    home = ready_clone.directory / "jdk"
+    (home / "bin").mkdir(parents=True)
+    shutil.copy(ready_clone.commands / "java", home / "bin")
+    ready_clone.command("java", java("11.0.2"))
+
+    assert ready_clone.set_up(JAVA_HOME=str(home)).returncode == 0
+
+
+@pytest.mark.parametrize("script", [None, java("11.0.2")], ids=["none", "old"])
+def test_somebody_without_java_who_is_not_root_is_told_what_to_install(clone: Clone, script: str | None) -> None:
+    clone.command("apt-get", "#!/usr/bin/env bash\nexit 1\n")
+    if script is not None:
+        clone.command("java", script)
+
+    done = clone.set_up()
+
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "install openjdk-17-jre-headless" in done.stderr
+
+
+def test_root_without_java_gets_debians(ready_clone: Clone) -> None:
+    ready_clone.commands.joinpath("java").rename(ready_clone.commands / "packed-java")
+    ready_clone.command("apt-get", APT_GET)
+    ready_clone.user(0)
+
+    done = ready_clone.set_up()
+
+    assert done.returncode == 0, done.stderr
+    assert ready_clone.notes[:2] == ["apt-get update", "apt-get install openjdk-17-jre-headless"]
+
+
+def test_somebody_with_only_an_older_python_is_told_so(clone: Clone) -> None:
+    clone.command("java", java("17.0.15"))
+    clone.command("python3", OLD_PYTHON)
+
+    done = clone.set_up()
+
+    assert done.returncode == 1
+    assert done.stderr == "setup: Python 3.11 or newer is needed and none is on PATH: install one\n"
+
+
+def test_newer_python_beside_an_older_one_is_found(clone: Clone) -> None:
+    clone.command("java", java("17.0.15"))
+    clone.command("python3", OLD_PYTHON)
+    clone.command("python3.12", PYTHON)
+
+    done = clone.set_up()
+
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,191 @@
+"""What is wanted of a stream, and the way there from what a server has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec import UNSET, structs
+
+from aviso_workers import streams
+from aviso_workers.config import Config, JetStream, NotificationBackend
+from aviso_workers.literals import Duration, Size
+from aviso_workers.schema import EventType, StoragePolicy, StringHandler, Topic
+from aviso_workers.streams import StreamSpec
+
+SECOND = 1_000_000_000
+MINUTE = 60 * SECOND
+DAY = 86_400 * SECOND
+
+SPEC = StreamSpec(
+    name="MARS",
+    subjects=("mars.>",),
+    storage="file",
+    retention="limits",
+    discard="old",
+    max_msgs=1000,
+    max_bytes=2**30,
+    max_age=7 * DAY,
+    max_msgs_per_subject=1,
+    num_replicas=1,
+    compression="s2",
+)
+
+REPORTED: dict[str, Any] = {
+    "name": "MARS",
+    "subjects": ["mars.>"],
+    "retention": "limits",
+    "max_consumers": -1,
+    "max_msgs": 1000,
+    "max_bytes": 2**30,
+    "max_age": 7 * DAY,
+    "max_msgs_per_subject": 1,
+    "max_msg_size": -1,
+    "discard": "old",
+    "storage": "file",
+    "num_replicas": 1,
+    "duplicate_window": 2 * MINUTE,
+    "compression": "s2",
+    "allow_direct": True,
+}
+"""As a server reports `SPEC`."""
+
+
+class TestThePlan:
+    def test_is_to_create_what_does_not_exist(self) -> None:
+        plan = streams.plan(SPEC, None)
+        assert (plan.stream, plan.exists, plan.needed, plan.differences) == ("MARS", False, True, ())
+
+    def test_is_nothing_where_the_server_has_what_is_wanted(self) -> None:
+        plan = streams.plan(SPEC, REPORTED)
+        assert (plan.exists, plan.needed, plan.differences, plan.config) == (True, False, (), REPORTED)
+
+    @pytest.mark.parametrize(
+        ("field", "wanted", "reported"),
+        [
+            ("max_msgs", 0, -1),
+            ("max_bytes", -5, -1),
+            ("max_msgs_per_subject", 0, -1),
+            ("num_replicas", 0, 1),
+            ("compression", "none", None),
+            ("max_age", 0, None),
+            ("storage", "file", None),
+        ],
+    )
+    def test_is_nothing_where_both_mean_the_same(self, field: str, wanted: Any, reported: Any) -> None:
+        found = {name: value for name, value in {**REPORTED, field: reported}.items() if value is not None}
+        assert streams.plan(structs.replace(SPEC, **{field: wanted}), found).differences == ()
+
+    @pytest.mark.parametrize(
+        ("field", "found", "told"),
+        [
+            ("subjects", ["mars.>", "more.>"], "subjects: mars.>, more.> -> mars.>"),
+            ("retention", "interest", "retention: interest -> limits"),
+            ("discard", "new", "discard: new -> old"),
+            ("max_msgs", -1, "max_msgs: unlimited -> 1000"),
+            ("max_bytes", 2**20, "max_bytes: 1048576 -> 1073741824"),
+            ("max_age", 30 * DAY, "max_age: 30d -> 7d"),
+            ("max_age", 0, "max_age: unlimited -> 7d"),
+            ("max_msgs_per_subject", -1, "max_msgs_per_subject: unlimited -> 1"),
+            ("num_replicas", 3, "num_replicas: 3 -> 1"),
+            ("compression", "none", "compression: none -> s2"),
+        ],
+    )
+    def test_changes_a_field_that_has_drifted_and_no_other(self, field: str, found: Any, told: str) -> None:
+        plan = streams.plan(SPEC, {**REPORTED, field: found})
+        assert [str(difference) for difference in plan.differences] == [told]
+        assert plan.config == REPORTED
+
+    @pytest.mark.parametrize("field", [name for name in REPORTED if name not in ("name", "subjects")])
+    def test_leaves_alone_what_nobody_stated(self, field: str) -> None:
+        found = {**REPORTED, field: "whatever it is"}
+        plan = streams.plan(StreamSpec(name="MARS", subjects=("mars.>",)), found)
+        assert (plan.differences, plan.config) == ((), found)
+
+    def test_hands_on_fields_that_are_newer_than_this_code(self) -> None:
+        newer = {"allow_msg_schedules": True, "metadata": {"_nats.level": "5"}, "placement": {"tags": ["az:1"]}}
+        plan = streams.plan(SPEC, {**REPORTED, **newer, "discard": "new"})
+        assert plan.config == {**REPORTED, **newer}
+
+    def test_says_that_storage_cannot_be_changed(self) -> None:
+        plan = streams.plan(SPEC, {**REPORTED, "storage": "memory"})
+        assert plan.storage_mismatch
+        assert "storage: memory -> file" in map(str, plan.differences)
+
+
+class TestTheDuplicateWindow:
+    """A server refuses an age below it."""
+
+    def test_shrinks_with_the_age(self) -> None:
+        plan = streams.plan(structs.replace(SPEC, max_age=MINUTE), REPORTED)
+        assert [str(difference) for difference in plan.differences] == [
+            "max_age: 7d -> 1m",
+            "duplicate_window: 2m -> 1m",
+        ]
+        assert plan.config == {**REPORTED, "max_age": MINUTE, "duplicate_window": MINUTE}
+
+    def test_stays_where_it_is_short_enough(self) -> None:
+        plan = streams.plan(structs.replace(SPEC, max_age=MINUTE), {**REPORTED, "duplicate_window": 30 * SECOND})
+        assert [difference.field for difference in plan.differences] == ["max_age"]
+
+    def test_is_not_grown_again(self) -> None:
+        assert streams.plan(SPEC, {**REPORTED, "duplicate_window": 30 * SECOND}).differences == ()
+
+
+MARS = EventType(topic=Topic(base="Mars", key_order=("class",)), identifier={"class": StringHandler(required=True)})
+
+
+def spec_of(policy: StoragePolicy | None = None, **jetstream: Any) -> StreamSpec:
+    backend = NotificationBackend(kind="jetstream", jetstream=JetStream(**jetstream))
+    event_type = structs.replace(MARS, storage_policy=policy)
+    return streams.event_stream("mars", event_type, Config(notification_backend=backend))
+
+
+class TestTheStreamOfAnEventType:
+    def test_is_named_after_the_base_and_bound_to_it(self) -> None:
+        assert (spec_of().name, spec_of().subjects) == ("MARS", ("Mars.>",))
+
+    def test_has_the_event_types_name_where_there_is_no_topic(self) -> None:
+        config = Config(notification_backend=NotificationBackend(kind="jetstream"))
+        spec = streams.event_stream("plain", structs.replace(MARS, topic=None), config)
+        assert (spec.name, spec.subjects) == ("PLAIN", ("plain.>",))
+
+    def test_leaves_to_the_server_what_nobody_states(self) -> None:
+        spec = spec_of()
+        assert (spec.storage, spec.retention, spec.discard, spec.max_msgs_per_subject) == ("file", "limits", "old", 1)
+        assert {spec.max_msgs, spec.max_bytes, spec.max_age, spec.num_replicas, spec.compression} == {UNSET}
+
+    def test_has_the_backends_defaults(self) -> None:
+        spec = spec_of(
+            max_messages=5,
+            max_bytes=1024,
+            retention_time=Duration.parse("1d"),
+            replicas=3,
+            storage_type="memory",
+            retention_policy="interest",
+            discard_policy="new",
+        )
+        assert (spec.max_msgs, spec.max_bytes, spec.max_age, spec.num_replicas) == (5, 1024, DAY, 3)
+        assert (spec.storage, spec.retention, spec.discard) == ("memory", "interest", "new")
+
+    def test_has_the_schemas_policy_over_the_backends_defaults(self) -> None:
+        policy = StoragePolicy(
+            retention_time=Duration.parse("2h"),
+            max_messages=7,
+            max_size=Size.parse("1Ki"),
+            allow_duplicates=True,
+            compression=True,
+        )
+        spec = spec_of(policy, max_messages=5, max_bytes=9, retention_time=Duration.parse("1d"))
+        assert (spec.max_age, spec.max_msgs, spec.max_bytes) == (7200 * SECOND, 7, 1024)
+        assert (spec.max_msgs_per_subject, spec.compression) == (-1, "s2")
+
+    def test_has_the_backends_default_where_the_policy_is_silent(self) -> None:
+        spec = spec_of(StoragePolicy(max_messages=7), max_messages=5, retention_time=Duration.parse("1d"))
+        assert (spec.max_msgs, spec.max_age, spec.compression) == (7, DAY, UNSET)
+
+    def test_turns_compression_off_where_the_policy_says_so(self) -> None:
+        assert spec_of(StoragePolicy(compression=False)).compression == "none"
+
+    def test_keeps_one_message_per_subject_unless_duplicates_are_allowed(self) -> None:
+        assert spec_of(StoragePolicy(allow_duplicates=False)).max_msgs_per_subject == 1
