@@ -1,0 +1,149 @@
+"""The demo: what it publishes, that it ends well, and that it leaves nothing behind however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aviso_workers import App, Notify
+from main_job.generating import make_slice
+
+PROJECT = Path(__file__).parents[2]
+
+
+def test_slice_is_large_and_every_notification_in_it_is_another_one() -> None:
+    lines = make_slice().lines
+
+    assert len(lines) >= 20_000
+    assert len({tuple(line["identifier"].items()) for line in lines}) == len(lines)
+    assert len({line["id"] for line in lines}) == len(lines)
+
+
+def test_slice_is_the_schedule_without_what_is_left_out() -> None:
+    made = make_slice()
+    wanted = {
+        (*cycle.key, step)
+        for cycle in made.schedule
+        for step in cycle.steps
+        if step not in made.left_out.get(cycle.key, ())
+    }
+
+    assert {tuple(line["identifier"].values()) for line in made.lines} == wanted
+    assert all(made.left_out.values()), made.left_out
+
+
+def test_slice_is_that_of_its_seed() -> None:
+    assert make_slice(7) == make_slice(7)
+    assert make_slice(7) != make_slice(8)
+
+
+def test_some_notifications_stumble_but_few() -> None:
+    made = make_slice()
+
+    assert 0 < made.stumbling < len(made.lines) / 100
+
+
+def test_slice_is_made_of_notifications_that_the_configuration_knows() -> None:
+    app = App("demo", config=PROJECT / "config" / "dev.yaml")
+
+    for line in make_slice(experiments=1).lines:
+        app.check(Notify(line["event"], line["identifier"], line["payload"], line["id"]))
+
+
+class Demo:
+    """A demo that is running; its files are in `directory`."""
+
+    def __init__(self, directory: Path, environment: dict[str, str]) -> None:
+        self.directory = directory
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "main_job"],
+            env=os.environ | {"PYTHONPATH": str(PROJECT / "scripts"), "TMPDIR": str(directory)} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait_for(self, word: str) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(word):
+                return
+        pytest.fail(f"the demo ended before it said {word!r}")
+
+    def wait(self, *, within_seconds: float) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=within_seconds)
+        return self.process.returncode, output
+
+    def left_behind(self) -> list[str]:
+        """Files, and processes that have the directory in their environment."""
+        files = [path.name for path in self.directory.glob("*aviso*")]
+        return files + running_with(str(self.directory))
+
+
+def running_with(word: str) -> list[str]:
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if word.encode() in environment.read_bytes():
+                found.append(environment.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue  # it has ended, or is somebody else's
+    return found
+
+
+@pytest.fixture
+def start_demo(tmp_path: Path) -> Iterator[list[Demo]]:
+    demos: list[Demo] = []
+    yield demos
+    for demo in demos:
+        demo.process.terminate()
+        demo.process.wait(60)
+
+
+def start(demos: list[Demo], directory: Path, **environment: str) -> Demo:
+    demos.append(Demo(directory, environment))
+    return demos[-1]
+
+
+def test_demo_ends_well_and_leaves_nothing_behind(start_demo: list[Demo], tmp_path: Path) -> None:
+    demo = start(start_demo, tmp_path)
+
+    code, output = demo.wait(within_seconds=180)
+
+    assert code == 0, output
+    assert "all as it should be" in output
+    assert demo.left_behind() == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_demo_leaves_nothing_behind(
+    start_demo: list[Demo], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    demo = start(start_demo, tmp_path)
+    demo.wait_for("generate")
+
+    demo.process.send_signal(number)
+    started = time.monotonic()
+    found, output = demo.wait(within_seconds=60)
+
+    assert found == code, output
+    assert time.monotonic() - started < 15
+    assert demo.left_behind() == []
+
+
+def test_step_that_fails_is_named_and_leaves_nothing_behind(start_demo: list[Demo], tmp_path: Path) -> None:
+    demo = start(start_demo, tmp_path, JAVA_HOME="/nowhere")
+
+    code, output = demo.wait(within_seconds=120)
+
+    assert code == 1, output
+    assert "fell short: spark-job ended with exit code" in output
+    assert "/nowhere/bin/java" in output
+    assert demo.left_behind() == []

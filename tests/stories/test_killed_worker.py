@@ -1,0 +1,39 @@
+"""A worker is killed in the middle of its work, and another one takes over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from main_job.children import wait_until
+from main_job.deployment import deployed
+from main_job.generating import make_slice
+
+
+def test_everything_is_indexed_though_the_worker_is_killed_while_notifications_are_published(tmp_path: Path) -> None:
+    wanted = make_slice(experiments=3)
+    total = len(wanted.lines)
+    with deployed(tmp_path) as deployment:
+        deployment.write(wanted)
+        index = deployment.index
+        with deployment.index_worker() as first, deployment.notify() as notify:
+            wait_until(
+                lambda: index.count() >= total // 8,
+                lambda: f"only {index.count()} of {total} are indexed",
+                within_seconds=30,
+                alive=[first.child],
+            )
+            first.child.kill()
+            assert notify.process.poll() is None, "all was published before the worker was killed"
+            assert index.count() < total
+
+            with deployment.index_worker() as second:
+                notify.wait(within_seconds=60)
+                assert deployment.stored(notify) == total
+                wait_until(
+                    lambda: index.count() == total and second.numbers().lag == 0,
+                    lambda: f"{index.count()} of {total} are indexed, {second.numbers()}",
+                    within_seconds=60,
+                    alive=[second.child],
+                )
+
+        assert index.locations() == {line["payload"]["location"] for line in wanted.lines}

@@ -1,0 +1,66 @@
+"""The Procfile, under the runner that comes with the development tools."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from main_job.children import free_port, wait_until
+
+PROJECT = Path(__file__).parents[2]
+
+
+def is_ready(port: int) -> bool:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A directory with what the Procfile names, where the processes may leave what they like."""
+    for name in ("Procfile", "config", "scripts"):
+        (tmp_path / name).symlink_to(PROJECT / name)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    return tmp_path
+
+
+def test_procfile_brings_everything_up_and_ctrl_c_stops_it_within_five_seconds(home: Path) -> None:
+    nats, index, spark_events = free_port(), free_port(), free_port()
+    ports = {"NATS_PORT": str(nats), "INDEX_STATUS_PORT": str(index), "SPARK_EVENTS_STATUS_PORT": str(spark_events)}
+    url = {"AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL": f"nats://127.0.0.1:{nats}"}
+    log_file = home / "log"
+    with log_file.open("wb") as log:
+        honcho = subprocess.Popen(
+            [".venv/bin/honcho", "start"],
+            cwd=home,
+            env=os.environ | ports | url,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until(
+            lambda: is_ready(index) and is_ready(spark_events),
+            lambda: f"not everything is up\n{log_file.read_text()}",
+            within_seconds=30,
+        )
+        honcho.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        honcho.wait(30)
+        took = time.monotonic() - started
+    finally:
+        honcho.terminate()
+        honcho.wait(30)
+
+    log_text = log_file.read_text()
+    assert took < 5, log_text
+    assert log_text.count("stopped (rc=0)") == 3, log_text
