@@ -94,13 +94,16 @@ class App(Router):
         if router.settings_type is None:
             return found
         known = [field.encode_name for field in msgspec.structs.fields(router.settings_type)]
-        unknown = [f"{path}.{key}: unknown key{_suggestion(key, known)}" for key in found if key not in known]
+        unknown = [key for key in found if key not in known]
         if unknown:
-            raise ConfigError(unknown)
+            raise ConfigError(
+                self._mistake(f"{path}.{key}", f"unknown key{_suggestion(key, known)}") for key in unknown
+            )
         try:
             return msgspec.convert(found, router.settings_type)
         except msgspec.ValidationError as error:
-            raise ConfigError([f"{path}: {error}"]) from error
+            problem, _, inside = str(error).partition(" - at `$")
+            raise ConfigError([self._mistake(path + inside.rstrip("`"), problem)]) from error
 
     def mistakes(self) -> list[str]:
         """Every mistake that shows without connecting: in the configuration, the agents and the routers."""
@@ -235,6 +238,13 @@ class App(Router):
             watching.cancel_scope.cancel()
         if failure is not None:
             raise failure
+
+    def _mistake(self, path: str, problem: str) -> str:
+        """With the file and line of the key, or of the section that lacks it."""
+        known = path
+        while known and known not in self.config.origins:
+            known = known.rpartition(".")[0]
+        return f"{self.config.origins[known]}: {path}: {problem}" if known else f"{path}: {problem}"
 
 
 async def _run_task(task: Any, app: App, stop: anyio.Event) -> None:

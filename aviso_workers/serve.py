@@ -48,17 +48,17 @@ async def serve(app: App, *, status_port: int | None = None) -> None:
     port = settings.status.port if status_port is None else status_port
     status = StatusServer(host=settings.status.host, port=port, health=readiness.health, metrics=metrics.render)
     with status:
-        log.info("worker.started", app=app.name, agents=[agent.name for agent in app.agents], status=status.url)
-        await _work(app, readiness.health, metrics)
+        await _work(app, readiness.health, metrics, status_url=status.url)
     log.info("worker.stopped", app=app.name)
 
 
-async def _work(app: App, health: Health, metrics: Metrics) -> None:
+async def _work(app: App, health: Health, metrics: Metrics, *, status_url: str) -> None:
     connected, stop = anyio.Event(), anyio.Event()
     failure: BackendError | None = None
     async with anyio.create_task_group() as watching:
         await watching.start(_obey_signals, connected, stop, watching.cancel_scope)
         watching.start_soon(_turn, health)
+        log.info("worker.started", app=app.name, agents=[agent.name for agent in app.agents], status=status_url)
         try:
             async with app:
                 connected.set()

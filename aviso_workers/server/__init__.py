@@ -133,10 +133,10 @@ class NatsServer:
         return None
 
     def _last_error(self) -> str:
-        lines = [
-            line for line in self.log.splitlines() if "[FTL]" in line or "[ERR]" in line or "error" in line.lower()
-        ]
-        return lines[-1] if lines else "it logged no error"
+        """What it logged last of an error; a mistake in its configuration it tells without the word."""
+        lines = self.log.strip().splitlines() or ["it logged nothing"]
+        errors = [line for line in lines if "[FTL]" in line or "[ERR]" in line or "error" in line.lower()]
+        return (errors or lines)[-1]
 
 
 def find_binary() -> str:

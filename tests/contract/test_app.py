@@ -19,7 +19,6 @@ from aviso_workers.errors import (
     UnknownEventTypeError,
 )
 from aviso_workers.ops import wiping
-from tests.contract.conftest import delete_all_streams
 from tests.contract.settings import app_config, mars
 
 pytestmark = pytest.mark.anyio
@@ -27,8 +26,6 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def app(kind: str, nats_url: str) -> AsyncGenerator[App, None]:
-    if nats_url:
-        await delete_all_streams(nats_url)
     async with App("contract", config=app_config(kind, nats_url)) as app:
         yield app
 

@@ -125,11 +125,14 @@ class TestWhatIsDelivered:
         assert first.message.headers["traceparent"] == "00-1-2-03"
         assert first.message.timestamp_ns > 0
 
-    async def test_says_how_often_and_how_many_wait_behind_it(self, create, publish, ensure, open_reader, inbox):
+    async def test_says_how_often_and_how_many_wait_behind_it(
+        self, create, publish, ensure, open_reader, inbox, eventually
+    ):
         await create()
         await ensure()
         for number in range(3):
             await publish(f"mars.{number}")
+        await eventually(num_pending=3)
         async with open_reader(inbox):
             deliveries = await inbox.take(3)
 

@@ -13,6 +13,10 @@ pytestmark = pytest.mark.anyio
 SECOND = 1_000_000_000
 
 
+async def test_a_backend_says_what_it_is(backend, kind):
+    assert (backend.kind, backend.connected) == (kind, True)
+
+
 async def test_a_new_stream_has_what_was_stated_and_is_empty(create):
     info = await create(description="for the suite", max_msgs=7, max_age=600 * SECOND, discard="new")
 

@@ -13,7 +13,6 @@ from nats.js.api import StreamConfig
 
 from aviso_workers import App, Notification
 from aviso_workers.server import NatsServer
-from tests.contract.conftest import delete_all_streams
 from tests.contract.settings import app_config, mars
 
 pytestmark = pytest.mark.anyio
@@ -23,7 +22,6 @@ SQUARE = "(52.5,13.4,52.6,13.4,52.6,13.5,52.5,13.5,52.5,13.4)"
 
 @pytest.fixture
 async def client(server: NatsServer) -> AsyncGenerator[Client, None]:
-    await delete_all_streams(server.url)
     client = await nats.connect(server.url)
     yield client
     await client.close()

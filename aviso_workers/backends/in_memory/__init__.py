@@ -32,8 +32,8 @@ __all__ = ["InMemoryBackend", "VirtualClock"]
 
 
 class InMemoryBackend:
-    """See `backends.Backend`. Connected while its `async with` block runs; it may be entered again, and then
-    holds what it held.
+    """See `backends.Backend`. Connected while its `async with` block runs. It may be entered again on the same event
+    loop, and then holds what it held.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class InMemoryBackend:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._connection.close("it is closed")
+        self._connection.close()
 
     def disconnect(self, reason: str = "the test took it away") -> None:
         """Play a lost connection: requests fail, nothing is delivered, settlements are lost, readings end."""
-        self._connection.close(reason)
+        self._connection.lose(reason)
 
     def reconnect(self) -> None:
         self._connection.open()

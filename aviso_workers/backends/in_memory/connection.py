@@ -17,28 +17,34 @@ class Connection:
         self.watchers: set[Callable[[], None]] = set()
         """Called after every change."""
         self.up = False
-        self.reason = "it is not open"
         self.losses = 0
+        self._reason = "it is not open"
         self._listener = listener
 
     async def reach(self) -> None:
         """Take a turn on the loop, as a request over a wire would. Raises `UnavailableError` while down."""
         await checkpoint()
         if not self.up:
-            raise UnavailableError(f"in_memory: not connected: {self.reason}")
+            raise UnavailableError(f"in_memory: not connected: {self._reason}")
 
     def open(self) -> None:
         self._change(up=True, reason="")
+        self._tell()
 
-    def close(self, reason: str) -> None:
+    def lose(self, reason: str) -> None:
         self.losses += 1
         self._change(up=False, reason=reason)
+        self._tell()
+
+    def close(self) -> None:
+        """As we wish it: nobody is told."""
+        self._change(up=False, reason="it is closed")
 
     def _change(self, *, up: bool, reason: str) -> None:
-        if up == self.up:
-            return
-        self.up, self.reason = up, reason
+        self.up, self._reason = up, reason
         for watch in tuple(self.watchers):
             watch()
+
+    def _tell(self) -> None:
         if self._listener is not None:
-            self._listener(connected=up, reason=reason)
+            self._listener(connected=self.up, reason=self._reason)

@@ -47,8 +47,10 @@ async def read(
             changed = anyio.Event()
             if connection.losses > losses:
                 raise UnavailableError(f"in_memory: the connection was lost while reading {stream}")
-            message = account.stream(stream).next_message(position, wanted)
+            held = account.stream(stream)
+            message = held.next_message(position, wanted)
             if message is None and last_sequence is None:
+                position = max(position, held.last_sequence + 1)
                 await changed.wait()
                 continue
             if message is None or (last_sequence is not None and message.sequence > last_sequence):

@@ -112,7 +112,7 @@ class JetStreamBackend:
                 return names
 
     async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
-        stated = msgspec.to_builtins(spec)
+        stated = {**msgspec.to_builtins(spec), "filter_subjects": list(spec.filter_subjects)}
         subject = f"CONSUMER.CREATE.{stream}.{spec.durable_name}"
         try:
             found = await self._connection.api(f"CONSUMER.INFO.{stream}.{spec.durable_name}")

@@ -16,7 +16,7 @@ import anyio
 
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription, Received
-from aviso_workers.codec import Message
+from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import BackendError, UnavailableError
 
 __all__ = ["read"]
@@ -75,7 +75,7 @@ async def read(
 def _before_start(message: Message, start_sequence: int, start_time: datetime | None) -> bool:
     if start_time is None:
         return message.sequence < start_sequence
-    return message.timestamp_ns < start_time.timestamp() * SECOND
+    return store_time(message) < start_time
 
 
 class _Reader:

@@ -1,0 +1,137 @@
+"""`aviso-workers check`: every mistake at once. And what it takes for an app."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Ran
+
+Run = Callable[..., Ran]
+
+HEAD = """
+import msgspec
+from aviso_workers import App, Notification, Router
+
+app = App("checked", config="unreachable.yaml")
+"""
+
+
+@pytest.fixture
+def write_module(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[str], str]:
+    """`write_module(text)`: the name of a new module below the test's directory."""
+
+    def write_module(text: str) -> str:
+        name = f"checked_{request.node.name.partition('[')[0]}"
+        (tmp_path / f"{name}.py").write_text(HEAD + text)
+        return name
+
+    return write_module
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_an_app_without_mistakes_is_counted(run: Run, write_module) -> None:
+    module = write_module("""
+@app.agent("mars")
+async def index(notification: Notification) -> None: ...
+
+@app.task
+async def tail(app: App) -> None: ...
+""")
+    assert run("check", f"{module}:app") == Ran(code=0, out="checked: 1 agents, 1 tasks, no mistakes\n", err="")
+    assert run("check", module).code == 0
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_every_mistake_of_an_app_is_told_at_once(run: Run, write_module) -> None:
+    module = write_module("""
+class Settings(msgspec.Struct):
+    directory: str
+
+router = Router("other", settings=Settings)
+app.include(router)
+
+@app.agent("marsh")
+async def first(notification: Notification) -> None: ...
+
+@app.agent("mars", where={"stop": 6})
+async def second(notification: Notification) -> None: ...
+
+@app.agent("mars", where={"step": {"gte": 5000}})
+async def third(notification: Notification) -> None: ...
+""")
+    ran = run("check", module)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.removeprefix("aviso-workers: ").splitlines() == [
+        "agent 'first': unknown event type 'marsh'; notification_schema has: mars",
+        "agent 'second': where: mars: identifier field 'stop' is unknown; did you mean 'step'?",
+        "agent 'third': where: mars: identifier field 'step' must be within [0, 1000], not 5000",
+        "unreachable.yaml:1: workers.agents.other: Object missing required field `directory`",
+    ]
+
+
+def test_every_mistake_of_a_configuration_is_told_at_once(run: Run, write_module, tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text("""
+notification_backend:
+  kind: jetstreem
+notification_schema:
+  mars:
+    topic: {base: mars, key_order: [class]}
+    identifier:
+      class: {type: StringHandler}
+workers:
+  statsu: {}
+""")
+    ran = run("check", write_module(""), "--config", "wrong.yaml")
+    assert (ran.code, ran.out) == (2, "")
+    mistakes = ran.err.removeprefix("aviso-workers: ").splitlines()
+    assert [mistake.split(": ")[:2] for mistake in mistakes] == [
+        ["wrong.yaml:3", "notification_backend.kind"],
+        ["wrong.yaml:8", "notification_schema.mars.identifier.class.required is missing"],
+        ["wrong.yaml:10", "workers"],
+    ], ran.err
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_a_declaration_that_is_refused_is_told_in_a_sentence(run: Run, write_module) -> None:
+    module = write_module("""
+@app.agent("mars")
+def index(notification: Notification) -> None: ...
+""")
+    ran = run("check", module)
+    assert ran.code == 2
+    assert ran.err.startswith("aviso-workers: agent 'index': must be an async function of one argument")
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_what_is_installed_is_found_by_its_name(run: Run, unreachable: Path) -> None:
+    ran = run("check", "--agent", "spark-events", "--config", unreachable)
+    assert ran.code == 2
+    assert "workers.agents.spark-events: " in ran.err
+    assert "event_log_dirs" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "say what to run: MODULE:APP, or --agent NAME"),
+        (("nowhere:app", "--agent", "spark-events"), "say what to run: MODULE:APP, or --agent NAME"),
+        (("nowhere:app",), "no module 'nowhere' here or installed; say MODULE:APP"),
+        (("nowhere.at.all",), "no module 'nowhere.at.all' here or installed; say MODULE:APP"),
+        (("checked/app.py",), "'checked/app.py' names no module; say MODULE:APP, e.g. mine.agents:app"),
+        ((":app",), "':app' names no module; say MODULE:APP, e.g. mine.agents:app"),
+        (("json:dumps",), "'json' has no App named 'dumps'; say MODULE:APP"),
+        (("json",), "'json' has no App named 'app'; say MODULE:APP"),
+        (("--agent", "nothing"), "no agent 'nothing' is installed; there are: spark-events"),
+    ],
+)
+def test_what_names_no_app_is_refused(run: Run, arguments: tuple[str, ...], complaint: str) -> None:
+    assert run("check", *arguments) == Ran(code=2, out="", err=f"aviso-workers: {complaint}\n")
+
+
+def test_a_module_that_misses_another_one_says_so_itself(run: Run, write_module) -> None:
+    module = write_module("import checked_a_module\n")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'checked_a_module'"):
+        run("check", module)

@@ -1,0 +1,144 @@
+"""`aviso-workers notify`: one notification, or a file of them, or nothing at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Ran
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def payloads(run: Run, config: Path) -> Callable[[], list[Any]]:
+    """`payloads()`: of what is stored."""
+
+    def payloads() -> list[Any]:
+        replayed = run("replay", "mars", "--config", config)
+        assert replayed.code == 0, replayed.err
+        return [json.loads(line)["data"]["payload"] for line in replayed.lines]
+
+    return payloads
+
+
+def test_a_notification_is_stored_and_its_id_is_told(run: Run, config: Path) -> None:
+    ran = run("notify", "mars", "class=od", "step=06", "--config", config)
+    assert ran == Ran(code=0, out="mars@1 stored in MARS\n", err="")
+    (line,) = run("replay", "mars", "--config", config).lines
+    assert json.loads(line)["data"] == {"identifier": {"class": "od", "step": "6"}, "payload": None}
+
+
+def test_a_payload_may_be_given_in_three_ways(run: Run, config: Path, tmp_path: Path, payloads) -> None:
+    (tmp_path / "payload.json").write_bytes('{"from": "grüße"}'.encode())
+    for payload in ('{"from": "here"}', "@payload.json", "-"):
+        assert (
+            run(
+                "notify",
+                "mars",
+                "class=od",
+                "step=6",
+                "--payload",
+                payload,
+                "--config",
+                config,
+                stdin=b'{"from": "stdin"}',
+            ).code
+            == 0
+        )
+    assert payloads() == [{"from": "here"}, {"from": "grüße"}, {"from": "stdin"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "say what to publish: EVENT key=value... [--payload ...], or --file FILE"),
+        (("mars", "--file", "lines.jsonl"), "say what to publish"),
+        (("--file", "lines.jsonl", "--payload", "{}"), "say what to publish"),
+        (("mars", "class"), "'class' is not key=value"),
+        (("mars", "=od"), "'=od' is not key=value"),
+        (("mars", "class=od", "class=rd"), "'class' is given twice"),
+        (("marsh", "class=od"), "unknown event type 'marsh'; notification_schema has: mars"),
+        (("mars", "class=od"), "mars: identifier field 'step' is missing"),
+        (("mars", "class=od", "step=x"), "mars: identifier field 'step' must be a whole number"),
+        (("mars", "class=od", "step=6", "--payload", "{'a': 1}"), "not JSON: "),
+        (("mars", "class=od", "step=6", "--payload", "@nowhere"), "cannot read the payload from nowhere: No such file"),
+        (("mars", "class=od", "step=6", "--payload", "-"), "not JSON: "),
+        (("mars", "class=od", "step=6", "--payload", "[" * 100_000), "not JSON: "),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_is_connected(
+    run: Run, unreachable: Path, arguments: tuple[str, ...], complaint: str
+) -> None:
+    ran = run("notify", *arguments, "--config", unreachable, stdin=b"\xff\xfe")
+    assert (ran.code, ran.out) == (2, ""), ran.err
+    assert ran.err.startswith(f"aviso-workers: {complaint}"), ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_a_server_that_is_not_there_is_named(run: Run, unreachable: Path) -> None:
+    ran = run("notify", "mars", "class=od", "step=6", "--config", unreachable)
+    assert ran.code == 1
+    assert ran.err.startswith("aviso-workers: no NATS server at nats://127.0.0.1:")
+
+
+class TestAFile:
+    @pytest.fixture
+    def write_lines(self, tmp_path: Path) -> Callable[..., Path]:
+        def write_lines(*lines: Any) -> Path:
+            path = tmp_path / "lines.jsonl"
+            path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+            return path
+
+        return write_lines
+
+    @staticmethod
+    def line(step: int, **more: Any) -> dict[str, Any]:
+        return {"event": "mars", "identifier": {"class": "od", "step": step}, **more}
+
+    def test_is_stored_whole(self, run: Run, config: Path, write_lines, payloads) -> None:
+        path = write_lines(*(self.line(step, payload={"n": step}) for step in range(500)), "", "  ")
+        ran = run("notify", "--file", path, "--config", config)
+        assert (ran.code, ran.out) == (0, "500 notifications stored\n"), ran.err
+        assert "500/500" in ran.err
+        assert sorted(payload["n"] for payload in payloads()) == list(range(500))
+
+    def test_sent_again_with_ids_is_stored_once(self, run: Run, config: Path, write_lines, payloads) -> None:
+        path = write_lines(*(self.line(step, id=f"id-{step}") for step in range(10)))
+        for _ in range(2):
+            assert run("notify", "--file", path, "--config", config).code == 0
+        assert len(payloads()) == 10
+
+    @pytest.mark.parametrize(
+        ("bad", "complaint"),
+        [
+            ({"event": "mars", "identifier": {"class": "od"}}, "identifier field 'step' is missing"),
+            ({"event": "marsh", "identifier": {}}, "unknown event type 'marsh'"),
+            ({"event": "mars"}, "missing required field `identifier`"),
+            ({"event": "mars", "identifier": {}, "playload": 1}, "unknown field `playload`"),
+            ("{", "Input data was truncated"),
+            ('{"event": "mars", "identifier": {"class": "od", "step": 6}, "payload": NaN}', "invalid character"),
+        ],
+    )
+    def test_with_a_mistake_is_not_sent_at_all(
+        self, run: Run, unreachable: Path, write_lines, bad: Any, complaint: str
+    ) -> None:
+        path = write_lines(self.line(0), self.line(6), bad, self.line(12))
+        ran = run("notify", "--file", path, "--config", unreachable)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.startswith(f"aviso-workers: {path}:3: "), ran.err
+        assert complaint in ran.err
+
+    def test_that_is_not_there_is_named(self, run: Run, unreachable: Path) -> None:
+        ran = run("notify", "--file", "nowhere.jsonl", "--config", unreachable)
+        assert (ran.code, ran.err) == (2, "aviso-workers: cannot read nowhere.jsonl: No such file or directory\n")
+
+    def test_that_can_be_read_only_once_is_refused(self, run: Run, unreachable: Path, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        ran = run("notify", "--file", "pipe", "--config", unreachable)
+        assert (ran.code, ran.err) == (2, "aviso-workers: pipe is a pipe: give a file, because it is read twice\n")

@@ -1,0 +1,121 @@
+"""`aviso-workers watch` and `replay`: CloudEvents, one JSON document a line."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Ran
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def publish(run: Run, config: Path) -> Callable[..., None]:
+    def publish(*steps: int) -> None:
+        for step in steps:
+            assert run("notify", "mars", "class=od", f"step={step}", "--payload", "{}", "--config", config).code == 0
+
+    return publish
+
+
+def ids(lines: list[str]) -> list[str]:
+    return [json.loads(line)["id"] for line in lines]
+
+
+class TestReplay:
+    def test_prints_the_cloud_event_of_an_aviso_server(self, run: Run, config: Path, publish) -> None:
+        publish(6)
+        (line,) = run("replay", "mars", "--config", config).lines
+        event: dict[str, Any] = json.loads(line)
+        time = event.pop("time")
+        assert event == {
+            "specversion": "1.0",
+            "id": "mars@1",
+            "source": "http://localhost:8000",
+            "type": "int.ecmwf.aviso.mars",
+            "datacontenttype": "application/json",
+            "dataschema": "http://localhost:8000/schema/mars",
+            "data": {"identifier": {"class": "od", "step": "6"}, "payload": {}},
+        }
+        assert time.endswith("Z")
+        assert ids(run("replay", "mars", "--from-date", time, "--to-date", time, "--config", config).lines) == [
+            "mars@1"
+        ]
+
+    @pytest.mark.parametrize(
+        ("arguments", "expected"),
+        [
+            ((), [1, 2, 3, 4]),
+            (("--from-id", "3"), [3, 4]),
+            (("--to-id", "2"), [1, 2]),
+            (("--from-id", "2", "--to-id", "3"), [2, 3]),
+            (("--to-date", "2000-01-01T00:00:00Z"), []),
+            (("step=6",), [2]),
+            (('step=["0", "12"]',), [1, 3]),
+            (('step={"gte": 12}', "class=od"), [3, 4]),
+        ],
+    )
+    def test_prints_what_was_asked_for(
+        self, run: Run, config: Path, publish, arguments: tuple[str, ...], expected: list[int]
+    ) -> None:
+        publish(0, 6, 12, 18)
+        ran = run("replay", "mars", *arguments, "--config", config)
+        assert (ran.code, ran.err) == (0, "")
+        assert ids(ran.lines) == [f"mars@{sequence}" for sequence in expected]
+
+    @pytest.mark.parametrize(
+        ("arguments", "complaint"),
+        [
+            (("marsh",), "unknown event type 'marsh'; notification_schema has: mars"),
+            (("mars", "stop=6"), "identifier field 'stop' is unknown; did you mean 'step'?"),
+            (("mars", "step"), "'step' is not key=value"),
+            (("mars", "step=[6"), "not JSON: "),
+            (("mars", "--from-id", "x"), "from_id must be a sequence number, found 'x'"),
+            (("mars", "--from-date", "2026-11-20"), "from_date must be a date with a time"),
+            (("mars", "--from-id", "1", "--from-date", "1740509903"), "cannot specify both from_id and from_date"),
+            (("mars", "--to-id", "1", "--to-date", "1740509903"), "cannot specify both to_id and to_date"),
+        ],
+    )
+    def test_says_what_cannot_be_asked_for(
+        self, run: Run, config: Path, arguments: tuple[str, ...], complaint: str
+    ) -> None:
+        ran = run("replay", *arguments, "--config", config)
+        assert (ran.code, ran.out) == (2, ""), ran.err
+        assert complaint in ran.err
+        assert ran.err.count("\n") == 1
+
+
+class TestWatch:
+    def test_prints_what_was_and_what_comes_until_ctrl_c(self, start, config: Path, publish) -> None:
+        publish(0, 6, 12)
+        watch = start("watch", "mars", "--from-id", "2", "--config", config)
+        assert ids(watch.lines(2)) == ["mars@2", "mars@3"]
+        publish(18)
+        assert ids(watch.lines(1)) == ["mars@4"]
+        assert watch.end(signal.SIGINT) == 130
+        assert watch.told == []
+
+    def test_ends_quietly_when_nobody_reads_any_more(self, start, config: Path, publish) -> None:
+        publish(0)
+        watch = start("watch", "mars", "--from-id", "1", "--config", config)
+        assert ids(watch.lines(1)) == ["mars@1"]
+        watch.process.stdout.close()
+        publish(6)
+        assert watch.process.wait(30) == 1
+        assert watch.process.stderr.read() == ""
+
+    def test_says_when_the_connection_is_lost_for_good(self, start, nats_server, write_config, run: Run) -> None:
+        config = write_config(nats_server.url, max_reconnect_attempts=1)
+        assert run("notify", "mars", "class=od", "step=0", "--config", config).code == 0
+        watch = start("watch", "mars", "--from-id", "1", "--config", config)
+        watch.lines(1)
+        nats_server.kill()
+        assert watch.end() == 1
+        (told,) = watch.told
+        assert told.startswith(f"aviso-workers: the connection to {nats_server.url} is lost for good: ")

@@ -1,0 +1,308 @@
+"""What becomes of one delivery, and of its dead letter."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import anyio
+import pytest
+from msgspec import Struct
+
+from aviso_workers import Backoff, Notification, Router, config
+from aviso_workers.backends import Message, PubAck, StreamInfo
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.engine.dead_lettering import LONGEST_ERROR, STREAM
+from aviso_workers.engine.session import Session
+from aviso_workers.errors import BackendError, OutcomeUnknownError, UnavailableError, UndecodableError
+from aviso_workers.events import Settled
+from tests.engine.conftest import Facts
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = Backoff(first_seconds=1.0, factor=3.0, attempts=4, jitter=0.0)
+
+
+class Field(Struct):
+    location: str
+
+
+class GraveyardGuard(InMemoryBackend):
+    """Lets no dead letter in while `closed`."""
+
+    def __init__(self) -> None:
+        super().__init__(config.InMemory(max_history_per_topic=1000))
+        self.closed: BackendError | None = None
+        self.looks = 0
+
+    async def publish(self, message: Message, *, stream: str, **stated: Any) -> PubAck:
+        if self.closed is not None and stream == STREAM:
+            raise self.closed
+        return await super().publish(message, stream=stream, **stated)
+
+    async def stream_info(self, stream: str) -> StreamInfo:
+        self.looks += stream == STREAM
+        return await super().stream_info(stream)
+
+
+@pytest.fixture
+async def backend() -> AsyncGenerator[GraveyardGuard, None]:
+    async with GraveyardGuard() as backend:
+        yield backend
+
+
+async def unsettled(session: Session, agent: Any) -> tuple[int, int]:
+    info = await session.consumer_info(agent)
+    return info.num_pending, info.num_ack_pending
+
+
+async def test_a_notification_is_acked_after_its_success_and_not_before(
+    session: Session, router: Router, notify, working, facts: Facts
+) -> None:
+    began, end = anyio.Event(), anyio.Event()
+
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None:
+        assert (notification.identifier, notification.payload) == ({"class": "od", "step": "6"}, Field("here"))
+        began.set()
+        await end.wait()
+
+    await notify(6, {"location": "here"})
+    async with working(index):
+        await began.wait()
+        assert await unsettled(session, index) == (0, 1)
+        end.set()
+        (settled,) = await facts.wait_for(Settled)
+        assert await unsettled(session, index) == (0, 0)
+    assert (settled.agent, settled.notification, settled.outcome, settled.reason) == ("index", "mars@1", "acked", "")
+    assert (settled.num_delivered, settled.error) == (1, None)
+
+
+async def test_a_failure_comes_back_after_the_wait_of_its_policy(router: Router, notify, working, facts: Facts) -> None:
+    times: list[float] = []
+
+    @router.agent("mars", retry=PROMPT)
+    async def index(notification: Notification[Any]) -> None:
+        times.append(anyio.current_time())
+        if len(times) < 4:
+            raise ConnectionError("not now")
+
+    await notify(6)
+    async with working(index):
+        settled = await facts.wait_for(Settled, 4)
+    assert [round(time - times[0], 3) for time in times] == [0.0, 1.0, 4.0, 13.0]
+    assert [(event.outcome, event.reason, event.num_delivered) for event in settled] == [
+        ("retried", "ConnectionError", 1),
+        ("retried", "ConnectionError", 2),
+        ("retried", "ConnectionError", 3),
+        ("acked", "", 4),
+    ]
+
+
+async def test_one_that_waits_for_its_retry_holds_up_nobody(router: Router, notify, working) -> None:
+    seen: list[str] = []
+    done = anyio.Event()
+
+    @router.agent("mars", retry=PROMPT)
+    async def index(notification: Notification[Any]) -> None:
+        seen.append(notification.identifier["step"])
+        if seen == ["0"]:
+            raise ConnectionError
+        if len(seen) == 4:
+            done.set()
+
+    for step in range(3):
+        await notify(step)
+    async with working(index):
+        await done.wait()
+    assert seen == ["0", "1", "2", "0"]
+
+
+async def test_the_last_failure_leaves_a_dead_letter_that_says_everything(
+    router: Router, store, stored, working, facts: Facts, session: Session
+) -> None:
+    @router.agent("mars", retry=Backoff(attempts=2, jitter=0.0))
+    async def index(notification: Notification[Any]) -> None:
+        raise ValueError("no such\n  table")
+
+    await store("mars.od.6", b'{"location": "here"}', {"traceparent": "00-1-2-01"})
+    async with working(index):
+        await facts.wait_for(Settled, 2)
+        assert await unsettled(session, index) == (0, 0)
+    assert [(event.outcome, event.reason) for event in facts.of(Settled)] == [
+        ("retried", "ValueError"),
+        ("dead_lettered", "attempts_exhausted"),
+    ]
+    (letter,) = await stored(STREAM)
+    (original,) = await stored("MARS")
+    assert (letter.subject, letter.data) == ("aviso_workers.dead_letters.tests.index", b'{"location": "here"}')
+    headers = {name: value for name, value in letter.headers.items() if not name.startswith("Nats-")}
+    time = headers.pop("Aviso-Time")
+    assert headers == {
+        "traceparent": "00-1-2-01",
+        "Aviso-Subject": "mars.od.6",
+        "Aviso-Stream": "MARS",
+        "Aviso-Sequence": "1",
+        "Aviso-App": "tests",
+        "Aviso-Agent": "index",
+        "Aviso-Deliveries": "2",
+        "Aviso-Reason": "attempts_exhausted",
+        "Aviso-Error": "ValueError: no such table",
+    }
+    assert time.startswith("20")
+    assert time.endswith("+00:00")
+    assert original.headers["Nats-Msg-Id"] != letter.headers["Nats-Msg-Id"]
+
+
+@pytest.mark.parametrize(
+    ("data", "subject"),
+    [(b"\xff{", "mars.od.6"), (b"{}", "mars.od.6"), (b"", "mars.od.6"), (b'{"location":"here"}', "mars.od.6.7")],
+)
+async def test_what_cannot_be_decoded_is_kept_with_its_bytes_and_the_agent_goes_on(
+    router: Router, store, stored, notify, working, facts: Facts, data: bytes, subject: str
+) -> None:
+    seen: list[str] = []
+
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None:
+        seen.append(notification.identifier["step"])
+
+    await store(subject, data)
+    await notify(12, {"location": "here"})
+    async with working(index):
+        bad, good = await facts.wait_for(Settled, 2)
+    assert (bad.outcome, bad.reason, type(bad.error)) == ("dead_lettered", "undecodable", UndecodableError)
+    assert (good.outcome, seen) == ("acked", ["12"])
+    (letter,) = await stored(STREAM)
+    assert (letter.data, letter.headers["Aviso-Subject"]) == (data, subject)
+
+
+@pytest.mark.parametrize("error", [UnavailableError("no answer"), OutcomeUnknownError("no answer")])
+async def test_a_dead_letter_that_cannot_be_stored_keeps_its_original(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts, error: BackendError
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    await store("mars.od.6", b"not a field")
+    backend.closed = error
+    async with working(index):
+        (first,) = await facts.wait_for(Settled)
+        assert (first.outcome, first.reason) == ("retried", "dead_letter_failed")
+        backend.closed = None
+        began = anyio.current_time()
+        _, second = await facts.wait_for(Settled, 2)
+        assert round(anyio.current_time() - began) == 10
+    assert (second.outcome, second.reason, second.num_delivered) == ("dead_lettered", "undecodable", 2)
+    assert [letter.data for letter in await stored(STREAM)] == [b"not a field"]
+
+
+async def test_a_graveyard_that_does_not_answer_is_looked_at_again(
+    backend: GraveyardGuard, router: Router, store, working, facts: Facts
+) -> None:
+    """It may have been deleted, and is then made anew."""
+
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    async with working(index):
+        await store("mars.od.1", b"?")
+        await facts.wait_for(Settled)
+        looks = backend.looks
+        backend.closed = UnavailableError("no stream takes this subject")
+        await store("mars.od.2", b"?")
+        await facts.wait_for(Settled, 2)
+        assert backend.looks == looks
+        backend.closed = None
+        await facts.wait_for(Settled, 3)
+        assert backend.looks == looks + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("a\r\nX-Injected: 1\x0b\x1cb", "ValueError: a X-Injected: 1 b"),
+        ("bad name 'caf\udce9'", "ValueError: bad name 'caf?'"),
+        ("grüße", "ValueError: grüße"),
+        ("x" * 10_000, f"ValueError: {'x' * 10_000}"[:LONGEST_ERROR]),
+    ],
+)
+async def test_any_text_of_an_error_fits_into_a_header(
+    router: Router, notify, stored, working, facts: Facts, text: str, kept: str
+) -> None:
+    @router.agent("mars", retry=Backoff(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        raise ValueError(text)
+
+    await notify(6)
+    async with working(index):
+        await facts.wait_for(Settled)
+    (letter,) = await stored(STREAM)
+    assert letter.headers["Aviso-Error"] == kept
+    letter.headers["Aviso-Error"].encode()
+
+
+async def test_what_the_agent_did_not_ask_for_is_settled_without_a_word(
+    session: Session, router: Router, notify, working, facts: Facts
+) -> None:
+    seen: list[str] = []
+    done = anyio.Event()
+
+    @router.agent("mars", where={"step": {"gte": 6}})
+    async def index(notification: Notification[Any]) -> None:
+        seen.append(notification.identifier["step"])
+        if notification.identifier["step"] == "12":
+            done.set()
+
+    for step in (0, 3, 6, 5, 12):
+        await notify(step)
+    async with working(index):
+        await done.wait()
+        await facts.wait_for(Settled, 2)
+        assert await unsettled(session, index) == (0, 0)
+    assert seen == ["6", "12"]
+
+
+async def test_a_cancellation_from_within_is_a_failure_like_any_other(
+    router: Router, notify, working, facts: Facts
+) -> None:
+    """Such as that of a task which the author awaits. Taken for ours, it would end the agent without a word."""
+    calls = 0
+
+    @router.agent("mars", retry=PROMPT, concurrency=2)
+    async def index(notification: Notification[Any]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            task = asyncio.create_task(asyncio.sleep(60))
+            asyncio.get_running_loop().call_soon(task.cancel)
+            await task
+
+    await notify(6)
+    async with working(index):
+        await facts.wait_for(Settled, 2)
+        await notify(12)
+        settled = await facts.wait_for(Settled, 3)
+    assert [(event.outcome, event.reason) for event in settled] == [
+        ("retried", "RuntimeError"),
+        ("acked", ""),
+        ("acked", ""),
+    ]
+    assert str(settled[0].error) == "cancelled from within: something that it awaited was cancelled"
+
+
+async def test_a_time_out_of_the_authors_own_is_a_failure_like_any_other(
+    router: Router, notify, working, facts: Facts
+) -> None:
+    @router.agent("mars", retry=Backoff(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        with anyio.move_on_after(1):
+            await anyio.sleep_forever()
+        async with asyncio.timeout(1):
+            await anyio.sleep_forever()
+
+    await notify(6)
+    async with working(index):
+        (settled,) = await facts.wait_for(Settled)
+    assert (settled.outcome, type(settled.error)) == ("dead_lettered", TimeoutError)

@@ -1,0 +1,241 @@
+"""Publishing: tried again while that may help, under one message id, and refused before a byte where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import anyio
+import pytest
+from msgspec import structs
+
+from aviso_workers import Notify, config
+from aviso_workers.backends import Message, PubAck, StreamInfo
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.engine import publishing
+from aviso_workers.engine.session import Session
+from aviso_workers.errors import (
+    InvalidIdentifierError,
+    InvalidNotificationError,
+    InvalidPayloadError,
+    OutcomeUnknownError,
+    RefusedError,
+    UnavailableError,
+    UnknownEventTypeError,
+)
+from aviso_workers.events import Published
+from aviso_workers.schema import EventType, PayloadRule, StringHandler, Topic
+from tests.engine.conftest import MARS, Facts, config_with
+
+pytestmark = pytest.mark.anyio
+
+
+class FlakyBackend(InMemoryBackend):
+    """Fails as it is told: `unavailable` before it stores, `unanswered` after it has stored."""
+
+    def __init__(self, *failures: str) -> None:
+        super().__init__(config.InMemory(max_history_per_topic=1000))
+        self.failures = list(failures)
+        self.tries: list[tuple[float, str]] = []
+        """When, and under which message id."""
+        self.looks = 0
+        self.under_way = self.most_under_way = 0
+
+    async def publish(self, message: Message, *, message_id: str, **stated: Any) -> PubAck:
+        self.tries.append((anyio.current_time(), message_id))
+        failure = self.failures.pop(0) if self.failures else ""
+        if failure == "unavailable":
+            raise UnavailableError("no leader")
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        ack = await super().publish(message, message_id=message_id, **stated)
+        self.under_way -= 1
+        if failure == "unanswered":
+            raise OutcomeUnknownError("no answer")
+        return ack
+
+    async def stream_info(self, stream: str) -> StreamInfo:
+        self.looks += 1
+        return await super().stream_info(stream)
+
+
+STEP_6 = Notify("mars", {"class": "od", "step": 6}, {"location": "here"})
+
+
+def session_on(backend: InMemoryBackend, facts: Facts, **stated: Any) -> Session:
+    return Session(backend, app="tests", config=config_with(**stated), events=facts.events)
+
+
+async def test_a_receipt_says_where_it_is_stored(session: Session, stored, facts: Facts) -> None:
+    receipt = await session.publisher.notify(STEP_6)
+    assert (receipt.stream, receipt.sequence, receipt.duplicate) == ("MARS", 1, False)
+    (message,) = await stored("MARS")
+    assert (message.subject, message.data) == ("mars.od.6", b'{"location":"here"}')
+    assert facts.of(Published) == [Published(event_type="mars", outcome="stored", attempts=1)]
+
+
+async def test_two_notifications_have_two_message_ids(session: Session, stored) -> None:
+    for _ in range(2):
+        assert not (await session.publisher.notify(STEP_6)).duplicate
+    ids = {message.headers["Nats-Msg-Id"] for message in await stored("MARS")}
+    assert len(ids) == 2
+
+
+async def test_a_message_id_of_ones_own_is_stored_once(session: Session, stored, facts: Facts) -> None:
+    mine = structs.replace(STEP_6, message_id="mine")
+    assert [(await session.publisher.notify(mine)).duplicate for _ in range(2)] == [False, True]
+    assert len(await stored("MARS")) == 1
+    assert [event.outcome for event in facts.of(Published)] == ["stored", "duplicate"]
+
+
+async def test_what_is_unavailable_is_tried_again_under_the_same_id(facts: Facts) -> None:
+    async with FlakyBackend("unavailable", "unavailable") as backend:
+        receipt = await session_on(backend, facts).publisher.notify(STEP_6)
+    assert (receipt.sequence, receipt.duplicate) == (1, False)
+    assert len({message_id for _, message_id in backend.tries}) == 1
+    assert facts.of(Published) == [Published(event_type="mars", outcome="stored", attempts=3)]
+
+
+async def test_what_was_stored_without_an_answer_is_not_stored_twice(facts: Facts) -> None:
+    async with FlakyBackend("unanswered", "unanswered") as backend:
+        receipt = await session_on(backend, facts).publisher.notify(STEP_6)
+        assert (await backend.stream_info("MARS")).messages == 1
+    assert (receipt.sequence, receipt.duplicate) == (1, True)
+    assert facts.of(Published) == [Published(event_type="mars", outcome="duplicate", attempts=3)]
+
+
+async def test_a_connection_that_comes_back_in_time_costs_nothing_but_time(
+    session: Session, backend: InMemoryBackend
+) -> None:
+    backend.disconnect()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(session.publisher.notify, STEP_6)
+        await anyio.sleep(20.0)
+        backend.reconnect()
+    assert (await backend.stream_info("MARS")).messages == 1
+
+
+async def test_the_waits_double_up_to_a_second(facts: Facts) -> None:
+    async with FlakyBackend(*["unavailable"] * 6) as backend:
+        await session_on(backend, facts).publisher.notify(STEP_6)
+    times = [time for time, _ in backend.tries]
+    waits = [round(later - earlier, 3) for earlier, later in pairwise(times)]
+    assert waits == [0.15, 0.3, 0.6, 1.0, 1.0, 1.0]
+
+
+async def test_a_stream_that_may_be_gone_is_looked_at_again(facts: Facts) -> None:
+    async with FlakyBackend("unanswered", "unavailable") as backend:
+        publisher = session_on(backend, facts).publisher
+        await publisher.notify(STEP_6)
+        looks_with_a_failure = backend.looks
+        await publisher.notify(STEP_6)
+    assert (looks_with_a_failure, backend.looks) == (3, 3)  # before and after creating, and after being unavailable
+
+
+async def test_the_deadline_ends_it_and_the_error_says_after_how_many_attempts(facts: Facts) -> None:
+    async with FlakyBackend(*["unavailable"] * 1000) as backend:
+        publisher = session_on(backend, facts, publish_deadline_seconds=10.0).publisher
+        with pytest.raises(UnavailableError, match=r"no leader; given up after 12 attempts"):
+            await publisher.notify(STEP_6)
+    assert 9.0 <= backend.tries[-1][0] - backend.tries[0][0] <= 10.0
+    assert facts.of(Published) == [Published(event_type="mars", outcome="failed", attempts=12)]
+
+
+async def test_the_documented_attempts_are_made_even_beyond_the_deadline(facts: Facts) -> None:
+    async with FlakyBackend(*["unavailable"] * 1000) as backend:
+        publisher = session_on(backend, facts, publish_deadline_seconds=0.01, publish_retry_attempts=4).publisher
+        with pytest.raises(UnavailableError, match="given up after 4 attempts"):
+            await publisher.notify(STEP_6)
+
+
+async def test_given_up_after_one_unanswered_attempt_it_may_be_stored(facts: Facts) -> None:
+    async with FlakyBackend("unanswered", *["unavailable"] * 1000) as backend:
+        publisher = session_on(backend, facts, publish_deadline_seconds=1.0).publisher
+        with pytest.raises(OutcomeUnknownError, match="no leader; given up after"):
+            await publisher.notify(STEP_6)
+        assert (await backend.stream_info("MARS")).messages == 1
+
+
+async def test_what_is_refused_is_not_tried_again(facts: Facts) -> None:
+    async with FlakyBackend() as backend:
+        publisher = session_on(backend, facts, max_messages=1, discard_policy="new").publisher
+        await publisher.notify(STEP_6)
+        with pytest.raises(RefusedError, match="is full"):
+            await publisher.notify(STEP_6)
+    assert len(backend.tries) == 2
+    assert facts.of(Published)[-1] == Published(event_type="mars", outcome="failed", attempts=1)
+
+
+STRICT = structs.replace(MARS, payload=PayloadRule(required=True))
+TWO_LONG_FIELDS = EventType(
+    topic=Topic(base="mars", key_order=("class", "step")),
+    identifier={"class": StringHandler(required=True), "step": StringHandler(required=True)},
+)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "event_type", "error", "complaint"),
+    [
+        (Notify("marsh", {}), MARS, UnknownEventTypeError, "unknown event type 'marsh'; notification_schema has: mars"),
+        (Notify("mars", {"class": "od"}), MARS, InvalidIdentifierError, "'step' is missing"),
+        (Notify("mars", {"class": "od", "step": 1001}), MARS, InvalidIdentifierError, "'step' must be within"),
+        (Notify("mars", {"class": "o d", "step": 1}), MARS, InvalidIdentifierError, "'class' must not"),
+        (Notify("mars", {"class": "od", "step": 1, "stop": 1}), MARS, InvalidIdentifierError, "did you mean 'step'"),
+        (Notify("mars", {"class": "od", "step": 1}), STRICT, InvalidPayloadError, "a payload is required"),
+        (Notify("mars", {"class": "od", "step": 1}, {1, object()}), MARS, InvalidPayloadError, "is not JSON"),
+        (
+            Notify("mars", {"class": "od", "step": 1}, "x" * 2**20),
+            MARS,
+            InvalidPayloadError,
+            "mars: the notification has 1048578 bytes, the server takes 1048576",
+        ),
+        (
+            Notify("mars", {"class": "é" * 1000, "step": "y" * 2000}),
+            TWO_LONG_FIELDS,
+            InvalidNotificationError,
+            "mars: the identifier makes a subject of 4006 bytes, at most 3900 can be sent",
+        ),
+    ],
+)
+async def test_what_is_wrong_is_refused_before_anything_is_sent(
+    backend: InMemoryBackend,
+    facts: Facts,
+    wanted: Notify,
+    event_type: EventType,
+    error: type[Exception],
+    complaint: str,
+) -> None:
+    publisher = session_on(backend, facts, event_type=event_type).publisher
+    with pytest.raises(error, match=complaint):
+        await publisher.notify(wanted)
+    assert await backend.stream_names() == []
+
+
+class TestMany:
+    async def test_are_all_stored_some_at_a_time(self, facts: Facts) -> None:
+        async with FlakyBackend() as backend:
+            wanted = (structs.replace(STEP_6, payload=number) for number in range(1000))
+            assert await session_on(backend, facts).publisher.notify_many(wanted) == 1000
+            assert (await backend.stream_info("MARS")).messages == 1000
+        assert 1 < backend.most_under_way <= publishing.WINDOW
+
+    async def test_are_none_where_there_are_none(self, session: Session) -> None:
+        assert await session.publisher.notify_many([]) == 0
+
+    async def test_end_at_the_first_that_fails(self, session: Session, backend: InMemoryBackend) -> None:
+        def wanted() -> Iterator[Notify]:
+            for step in range(2000):
+                yield Notify("mars", {"class": "od", "step": step})
+
+        with pytest.raises(InvalidIdentifierError, match="'step' must be within"):
+            await session.publisher.notify_many(wanted())
+        assert (await backend.stream_info("MARS")).messages <= 1001
+
+    async def test_end_with_the_error_of_the_iterable(self, session: Session) -> None:
+        def wanted() -> Iterator[Notify]:
+            yield STEP_6
+            raise OSError("the disk is gone")
+
+        with pytest.raises(OSError, match="the disk is gone"):
+            await session.publisher.notify_many(wanted())

@@ -1,0 +1,189 @@
+"""One agent at work: how much it takes, how much it runs at once, and how it leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import Notification, Router
+from aviso_workers.backends import Message
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.config import Config
+from aviso_workers.engine.pulling import AgentRun
+from aviso_workers.engine.session import Session
+from aviso_workers.events import AgentStopped, Settled
+from tests.engine.conftest import Facts, config_with
+
+pytestmark = pytest.mark.anyio
+
+DRAIN_SECONDS = 30.0
+
+
+@pytest.fixture
+def settings() -> Config:
+    return config_with(drain_timeout_seconds=DRAIN_SECONDS)
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 8])
+async def test_it_runs_as_many_at_once_as_it_may_and_holds_twice_as_many(
+    session: Session, router: Router, notify, working, facts: Facts, concurrency: int
+) -> None:
+    running = 0
+    most_running, most_held = 0, 0
+
+    @router.agent("mars", concurrency=concurrency)
+    async def index(notification: Notification[Any]) -> None:
+        nonlocal running, most_running, most_held
+        running += 1
+        await anyio.sleep(int(notification.identifier["step"]) % 3)
+        most_running = max(most_running, running)
+        most_held = max(most_held, session.runs["index"].held)
+        running -= 1
+
+    for step in range(50):
+        await notify(step)
+    async with working(index):
+        await facts.wait_for(Settled, 50)
+        assert session.runs["index"].held == 0
+    assert (most_running, most_held) == (concurrency, 2 * concurrency)
+    assert len({event.notification for event in facts.of(Settled)}) == 50
+
+
+async def test_what_runs_or_waits_for_longer_than_the_ack_wait_is_not_given_to_another(
+    router: Router, notify, working, facts: Facts
+) -> None:
+    @router.agent("mars", ack_wait_seconds=2.0)
+    async def index(notification: Notification[Any]) -> None:
+        await anyio.sleep(3600)
+
+    await notify(0)
+    await notify(6)
+    async with working(index), working(index):
+        settled = await facts.wait_for(Settled, 2)
+    assert [(event.outcome, event.num_delivered) for event in settled] == [("acked", 1), ("acked", 1)]
+
+
+async def test_two_workers_share_what_there_is(router: Router, notify, working, facts: Facts) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Any]) -> None:
+        await anyio.sleep(1)
+
+    for step in range(20):
+        await notify(step)
+    async with working(index), working(index):
+        await facts.wait_for(Settled, 20)
+    assert {event.num_delivered for event in facts.of(Settled)} == {1}
+    shares = [event.finished for event in facts.of(AgentStopped)]
+    assert (sum(shares), min(shares) > 0) == (20, True), shares
+
+
+class TestStopping:
+    async def test_finishes_what_runs_and_gives_back_what_waits(
+        self, session: Session, router: Router, notify, working, facts: Facts
+    ) -> None:
+        began, end = anyio.Event(), anyio.Event()
+        finished: list[str] = []
+
+        @router.agent("mars")
+        async def index(notification: Notification[Any]) -> None:
+            began.set()
+            await end.wait()
+            finished.append(notification.identifier["step"])
+
+        for step in range(3):
+            await notify(step)
+        async with working(index) as stop:
+            await began.wait()
+            assert session.runs["index"].held == 2
+            stop.set()
+            await anyio.sleep(DRAIN_SECONDS / 2)
+            assert session.runs["index"].held == 1
+            end.set()
+        assert facts.of(AgentStopped) == [AgentStopped(agent="index", finished=1, returned=1)]
+        assert finished == ["0"]
+        async with working(index):
+            await facts.wait_for(Settled, 3)
+        assert finished == ["0", "1", "2"]
+        assert [event.num_delivered for event in facts.of(Settled)] == [1, 2, 1]
+
+    async def test_cancels_what_still_runs_after_the_drain_timeout_and_gives_it_back(
+        self, session: Session, router: Router, notify, working, facts: Facts
+    ) -> None:
+        began = anyio.Event()
+        cancelled_after: list[float] = []
+
+        @router.agent("mars")
+        async def index(notification: Notification[Any]) -> None:
+            if notification.num_delivered > 1:
+                return
+            began.set()
+            started = anyio.current_time()
+            try:
+                await anyio.sleep_forever()
+            finally:
+                cancelled_after.append(anyio.current_time() - started)
+
+        await notify(0)
+        async with working(index) as stop:
+            await began.wait()
+            stop.set()
+        assert [round(seconds, 3) for seconds in cancelled_after] == [DRAIN_SECONDS]
+        assert facts.of(AgentStopped) == [AgentStopped(agent="index", finished=0, returned=1)]
+        assert facts.of(Settled) == []
+        async with working(index):
+            (settled,) = await facts.wait_for(Settled)
+        assert (settled.outcome, settled.num_delivered) == ("acked", 2)
+
+    async def test_while_nothing_runs_is_at_once(self, router: Router, working, facts: Facts) -> None:
+        @router.agent("mars", concurrency=4)
+        async def index(notification: Notification[Any]) -> None: ...
+
+        began = anyio.current_time()
+        async with working(index) as stop:
+            stop.set()
+        assert anyio.current_time() - began < 1
+        assert facts.of(AgentStopped) == [AgentStopped(agent="index", finished=0, returned=0)]
+
+    async def test_takes_nothing_more(
+        self, session: Session, backend: InMemoryBackend, router: Router, notify, working
+    ) -> None:
+        began, end = anyio.Event(), anyio.Event()
+
+        @router.agent("mars")
+        async def index(notification: Notification[Any]) -> None:
+            began.set()
+            await end.wait()
+
+        await notify(0)
+        async with working(index) as stop:
+            await began.wait()
+            stop.set()
+            await notify(6)
+            await anyio.sleep(1)
+            info = await session.consumer_info(index)
+            assert (info.num_pending, info.num_ack_pending) == (1, 1)
+            end.set()
+
+    async def test_what_arrives_meanwhile_is_given_back(self) -> None:
+        """A server may still be sending when it is told to stop."""
+
+        class Recorder:
+            async def handle(self, delivery: Any) -> None:
+                raise AssertionError("handled after the stop")
+
+        class Delivery:
+            message = Message(subject="mars.od.6", data=b"null")
+            given_back = 0
+
+            def nak(self, *, delay_seconds: float = 0.0) -> None:
+                self.given_back += 1
+
+        run = AgentRun(Recorder(), concurrency=1, ack_wait_seconds=20.0)  # type: ignore[arg-type]
+        stop = anyio.Event()
+        stop.set()
+        await run.work(stop=stop, drain_timeout_seconds=1.0)
+        delivery = Delivery()
+        run.deliver(delivery)  # type: ignore[arg-type]
+        assert (delivery.given_back, run.returned, run.held, run.room()) == (1, 1, 0, 0)

@@ -1,0 +1,252 @@
+"""The app: what authors declare, and what they call. How it behaves on a backend is in tests/contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import anyio
+import pytest
+from msgspec import Struct
+
+from aviso_workers import App, Notification, Notify, Router, config
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.config import Config
+from aviso_workers.engine import session
+from aviso_workers.errors import (
+    ConfigError,
+    DeclarationError,
+    InvalidIdentifierError,
+    UnavailableError,
+    UnknownEventTypeError,
+)
+from aviso_workers.events import ConnectionChanged, Settled
+
+IN_MEMORY = """
+notification_backend:
+  kind: in_memory
+notification_schema:
+  mars:
+    topic: {base: mars, key_order: [class, step]}
+    identifier:
+      class: {type: StringHandler, required: true}
+      step: {type: IntHandler, required: true}
+workers:
+  agents:
+    archive:
+      directory: /archive
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def settings(write: Callable[[str], Path]) -> Config:
+    return config.load(write(IN_MEMORY), environ={})
+
+
+@pytest.fixture
+def app(settings: Config) -> App:
+    return App("tests", config=settings)
+
+
+class Archive(Struct):
+    directory: str
+    days: int = 7
+
+
+def router_of(name: str = "archive", settings: type[Struct] | None = None) -> Router:
+    router = Router(name, settings=settings)
+
+    @router.agent("mars")
+    async def archive(notification: Notification[Any]) -> None: ...
+
+    @router.task
+    async def tidy(app: App) -> None: ...
+
+    return router
+
+
+class TestDeclaring:
+    def test_reads_no_file_until_it_is_asked_to(self) -> None:
+        app = App("tests", config="nowhere.yaml")
+        with pytest.raises(ConfigError, match="is not a file"):
+            _ = app.config
+
+    def test_takes_another_configuration_in_its_place(self, app: App, write: Callable[[str], Path]) -> None:
+        assert app.config.workers.drain_timeout_seconds == 30
+        app.configure(write(IN_MEMORY + "  drain_timeout_seconds: 5\n"))
+        assert app.config.workers.drain_timeout_seconds == 5
+
+    def test_includes_the_agents_and_tasks_of_a_router(self, app: App) -> None:
+        app.include(router_of())
+        assert [agent.name for agent in app.agents] == ["archive"]
+        assert [task.name for task in app.tasks] == ["tidy"]
+
+    def test_includes_no_router_twice(self, app: App) -> None:
+        app.include(router_of())
+        with pytest.raises(DeclarationError, match="agent 'archive' is declared twice in 'tests'"):
+            app.include(router_of("another"))
+
+    @pytest.mark.parametrize("name", ["", "a.b", "a b"])
+    def test_has_a_name_that_a_consumer_can_carry(self, name: str) -> None:
+        with pytest.raises(DeclarationError, match="use 1 to 64 letters"):
+            App(name)
+
+
+class TestSettings:
+    def test_are_the_routers_section(self, app: App) -> None:
+        assert app.settings(router_of(settings=Archive)) == Archive(directory="/archive", days=7)
+
+    def test_are_defaults_where_there_is_no_section(self, app: App) -> None:
+        class Optional(Struct):
+            days: int = 7
+
+        assert app.settings(router_of("another", Optional)) == Optional(days=7)
+
+    def test_are_plain_where_the_router_declares_nothing(self, app: App) -> None:
+        assert app.settings(router_of()) == {"directory": "/archive"}
+
+    @pytest.mark.parametrize(
+        ("section", "complaint"),
+        [
+            ("{}", "Object missing required field `directory`"),
+            ("{directory: 5}", "directory: Expected `str`, got `int`"),
+            ("{directory: a, days: 1.5}", "days: Expected `int`, got `float`"),
+            ("{directroy: a}", "directroy: unknown key; did you mean 'directory'?"),
+            ("{directory: a, more: 1}", "more: unknown key; known are days, directory"),
+        ],
+    )
+    def test_that_are_wrong_name_file_line_and_key(
+        self, write: Callable[[str], Path], section: str, complaint: str
+    ) -> None:
+        path = write(IN_MEMORY.replace("\n      directory: /archive", f" {section}"))
+        app = App("tests", config=config.load(path, environ={}))
+        with pytest.raises(ConfigError) as raised:
+            app.settings(router_of(settings=Archive))
+        (mistake,) = raised.value.mistakes
+        assert mistake.startswith(f"{path}:12: workers.agents.archive")
+        assert mistake.endswith(complaint)
+
+
+class TestMistakes:
+    def test_are_none_where_all_is_well(self, app: App) -> None:
+        app.include(router_of(settings=Archive))
+        assert app.mistakes() == []
+
+    def test_are_all_there(self, app: App) -> None:
+        class Needy(Struct):
+            needed: str
+
+        app.include(router_of("needy", Needy))
+
+        @app.agent("marsh")
+        async def one(notification: Notification[Any]) -> None: ...
+
+        @app.agent("mars", where={"stop": 1})
+        async def two(notification: Notification[Any]) -> None: ...
+
+        found = app.mistakes()
+        assert [mistake.partition(": ")[0] for mistake in found[:2]] == ["agent 'one'", "agent 'two'"]
+        assert found[2].endswith("workers.agents.needy: Object missing required field `needed`")
+        assert len(found) == 3
+
+    def test_of_the_configuration_are_told_and_not_raised(self) -> None:
+        (mistake,) = App("tests", config="nowhere.yaml").mistakes()
+        assert "nowhere.yaml" in mistake
+
+
+def test_a_notification_is_checked_without_a_connection(app: App) -> None:
+    app.check(Notify("mars", {"class": "od", "step": 6}))
+    with pytest.raises(UnknownEventTypeError):
+        app.check(Notify("marsh", {}))
+    with pytest.raises(InvalidIdentifierError, match="'step' is missing"):
+        app.check(Notify("mars", {"class": "od"}))
+
+
+@pytest.mark.anyio
+class TestConnected:
+    async def test_it_must_be(self, app: App) -> None:
+        complaint = "app 'tests' is not connected: use it inside `async with app:`"
+        with pytest.raises(DeclarationError, match=complaint):
+            await app.notify("mars", {"class": "od", "step": 6})
+        with pytest.raises(DeclarationError, match=complaint):
+            await anext(app.watch("mars"))
+        assert app.runs == {}
+
+    async def test_it_is_once_and_may_be_again(self, app: App) -> None:
+        changes: list[Any] = []
+        app.events.listen(changes.append)
+        async with app:
+            with pytest.raises(DeclarationError, match="app 'tests' is connected already"):
+                await app.__aenter__()
+            assert (await app.notify("mars", {"class": "od", "step": 6})).sequence == 1
+        async with app:
+            await app.notify("mars", {"class": "od", "step": 6})
+        connected = [event.connected for event in changes if isinstance(event, ConnectionChanged)]
+        assert connected == [True, True]  # leaving is no loss
+
+    async def test_it_works_until_it_is_told_to_stop(self, app: App) -> None:
+        stop = anyio.Event()
+        tasks_ended: list[str] = []
+
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None:
+            await app.notify("mars", {"class": "rd", "step": 6}, message_id="once")
+            if notification.identifier["class"] == "rd":
+                stop.set()
+
+        @app.task
+        async def tail(app: App) -> None:
+            try:
+                await anyio.sleep_forever()
+            finally:
+                tasks_ended.append("tail")
+
+        settled: list[Settled] = []
+        app.events.listen(lambda event: settled.append(event) if isinstance(event, Settled) else None)
+        with anyio.fail_after(10):
+            async with app:
+                await app.notify("mars", {"class": "od", "step": 6})
+                await app.work(stop)
+        assert [event.outcome for event in settled] == ["acked", "acked"]
+        assert tasks_ended == ["tail"]
+
+    async def test_its_work_ends_with_the_error_when_the_connection_is_lost_for_good(
+        self, app: App, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        working = anyio.Event()
+
+        class MortalBackend(InMemoryBackend):
+            async def failed(self) -> NoReturn:
+                await working.wait()
+                raise UnavailableError("lost for good")
+
+        monkeypatch.setattr(
+            session, "open_backend", lambda config, **_: MortalBackend(config.notification_backend.in_memory)
+        )
+
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None:
+            working.set()
+            await anyio.sleep_forever()
+
+        with anyio.fail_after(10):
+            async with app:
+                await app.notify("mars", {"class": "od", "step": 6})
+                with pytest.raises(UnavailableError, match="lost for good"):
+                    await app.work(anyio.Event())
+
+    async def test_an_error_inside_leaves_as_itself(self, app: App) -> None:
+        with pytest.raises(KeyError, match="mine"):
+            async with app:
+                raise KeyError("mine")
