@@ -244,7 +244,7 @@ class App(Router):
         known = path
         while known and known not in self.config.origins:
             known = known.rpartition(".")[0]
-        return f"{self.config.origins[known]}: {path}: {problem}" if known else f"{path}: {problem}"
+        return f"{path}: {problem} ({self.config.origins[known]})" if known else f"{path}: {problem}"
 
 
 async def _run_task(task: Any, app: App, stop: anyio.Event) -> None:

@@ -119,11 +119,11 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("section", "complaint"),
         [
-            ("{}", "Object missing required field `directory`"),
-            ("{directory: 5}", "directory: Expected `str`, got `int`"),
-            ("{directory: a, days: 1.5}", "days: Expected `int`, got `float`"),
-            ("{directroy: a}", "directroy: unknown key; did you mean 'directory'?"),
-            ("{directory: a, more: 1}", "more: unknown key; known are days, directory"),
+            ("{}", ": Object missing required field `directory`"),
+            ("{directory: 5}", ".directory: Expected `str`, got `int`"),
+            ("{directory: a, days: 1.5}", ".days: Expected `int`, got `float`"),
+            ("{directroy: a}", ".directroy: unknown key; did you mean 'directory'?"),
+            ("{directory: a, more: 1}", ".more: unknown key; known are days, directory"),
         ],
     )
     def test_that_are_wrong_name_file_line_and_key(
@@ -134,8 +134,7 @@ class TestSettings:
         with pytest.raises(ConfigError) as raised:
             app.settings(router_of(settings=Archive))
         (mistake,) = raised.value.mistakes
-        assert mistake.startswith(f"{path}:12: workers.agents.archive")
-        assert mistake.endswith(complaint)
+        assert mistake == f"workers.agents.archive{complaint} ({path}:12)"
 
 
 class TestMistakes:
@@ -157,7 +156,7 @@ class TestMistakes:
 
         found = app.mistakes()
         assert [mistake.partition(": ")[0] for mistake in found[:2]] == ["agent 'one'", "agent 'two'"]
-        assert found[2].endswith("workers.agents.needy: Object missing required field `needed`")
+        assert found[2].startswith("workers.agents.needy: Object missing required field `needed`")
         assert len(found) == 3
 
     def test_of_the_configuration_are_told_and_not_raised(self) -> None:

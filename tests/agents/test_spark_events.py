@@ -372,7 +372,7 @@ def test_settings_that_make_no_sense_are_refused(
     make_app: Callable[..., App], settings: dict[str, Any], problem: str
 ) -> None:
     (mistake,) = make_app(**settings).mistakes()
-    assert mistake.startswith("workers.agents.spark-events")
+    assert "workers.agents.spark-events" in mistake
     assert problem in mistake
 
 

@@ -68,7 +68,7 @@ async def third(notification: Notification) -> None: ...
         "agent 'first': unknown event type 'marsh'; notification_schema has: mars",
         "agent 'second': where: mars: identifier field 'stop' is unknown; did you mean 'step'?",
         "agent 'third': where: mars: identifier field 'step' must be within [0, 1000], not 5000",
-        "unreachable.yaml:1: workers.agents.other: Object missing required field `directory`",
+        "workers.agents.other: Object missing required field `directory` (unreachable.yaml:1)",
     ]
 
 
