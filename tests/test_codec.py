@@ -44,6 +44,7 @@ STATIONS = EventType(
 class Field(Struct):
     location: str
     sizes: list[int] = []
+    cycle: int = 0
 
 
 def body(payload: Any) -> bytes:
@@ -75,7 +76,7 @@ class TestTheBody:
             ([1, [2, {}], ()], b"[1,[2,{}],[]]"),
             ({"b": 1, "a": {"z": None, "y": [1.5]}}, b'{"a":{"y":[1.5],"z":null},"b":1}'),
             ({"é": 1, "z": 2, "Z": 3, "😀": 4, "\uffff": 5}, '{"Z":3,"z":2,"é":1,"\uffff":5,"😀":4}'.encode()),
-            (Field(sizes=[1], location="here"), b'{"location":"here","sizes":[1]}'),
+            (Field(sizes=[1], location="here"), b'{"cycle":0,"location":"here","sizes":[1]}'),
         ],
     )
     def test_is_the_payload_as_compact_json_with_sorted_keys(self, payload: Any, expected: bytes) -> None:

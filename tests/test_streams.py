@@ -124,8 +124,9 @@ class TestTheDuplicateWindow:
         ]
         assert plan.config == {**REPORTED, "max_age": MINUTE, "duplicate_window": MINUTE}
 
-    def test_stays_where_it_is_short_enough(self) -> None:
-        plan = streams.plan(structs.replace(SPEC, max_age=MINUTE), {**REPORTED, "duplicate_window": 30 * SECOND})
+    @pytest.mark.parametrize("window", [30 * SECOND, MINUTE])
+    def test_stays_where_it_is_short_enough(self, window: int) -> None:
+        plan = streams.plan(structs.replace(SPEC, max_age=MINUTE), {**REPORTED, "duplicate_window": window})
         assert [difference.field for difference in plan.differences] == ["max_age"]
 
     def test_is_not_grown_again(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import anyio
@@ -79,6 +80,44 @@ async def test_two_workers_share_what_there_is(router: Router, notify, working, 
     assert (sum(shares), min(shares) > 0) == (20, True), shares
 
 
+class Delivery:
+    """One that counts how often it was given back."""
+
+    message = Message(subject="mars.od.6", data=b"null")
+
+    def __init__(self) -> None:
+        self.given_back = 0
+
+    def nak(self, *, delay_seconds: float = 0.0) -> None:
+        self.given_back += 1
+
+
+async def test_its_consumer_is_told_when_there_is_room_again() -> None:
+    room_when_told: list[int] = []
+    handled = anyio.Event()
+
+    class Handler:
+        async def handle(self, delivery: Any) -> None: ...
+
+    class Consumer:
+        def refill(self) -> None:
+            room_when_told.append(run.room())
+            if len(room_when_told) == 2:
+                handled.set()
+
+    run = AgentRun(Handler(), concurrency=1, ack_wait_seconds=20.0)  # type: ignore[arg-type]
+    run.attach(Consumer())  # type: ignore[arg-type]
+    stop = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=1.0))
+        run.deliver(Delivery())  # type: ignore[arg-type]
+        run.deliver(Delivery())  # type: ignore[arg-type]
+        assert run.room() == 0
+        await handled.wait()
+        stop.set()
+    assert room_when_told == [1, 2]
+
+
 class TestStopping:
     async def test_finishes_what_runs_and_gives_back_what_waits(
         self, session: Session, router: Router, notify, working, facts: Facts
@@ -132,9 +171,11 @@ class TestStopping:
         assert [round(seconds, 3) for seconds in cancelled_after] == [DRAIN_SECONDS]
         assert facts.of(AgentStopped) == [AgentStopped(agent="index", finished=0, returned=1)]
         assert facts.of(Settled) == []
+        began_again = anyio.current_time()
         async with working(index):
             (settled,) = await facts.wait_for(Settled)
         assert (settled.outcome, settled.num_delivered) == ("acked", 2)
+        assert anyio.current_time() - began_again < 1
 
     async def test_while_nothing_runs_is_at_once(self, router: Router, working, facts: Facts) -> None:
         @router.agent("mars", concurrency=4)
@@ -169,18 +210,11 @@ class TestStopping:
     async def test_what_arrives_meanwhile_is_given_back(self) -> None:
         """A server may still be sending when it is told to stop."""
 
-        class Recorder:
+        class Handler:
             async def handle(self, delivery: Any) -> None:
                 raise AssertionError("handled after the stop")
 
-        class Delivery:
-            message = Message(subject="mars.od.6", data=b"null")
-            given_back = 0
-
-            def nak(self, *, delay_seconds: float = 0.0) -> None:
-                self.given_back += 1
-
-        run = AgentRun(Recorder(), concurrency=1, ack_wait_seconds=20.0)  # type: ignore[arg-type]
+        run = AgentRun(Handler(), concurrency=1, ack_wait_seconds=20.0)  # type: ignore[arg-type]
         stop = anyio.Event()
         stop.set()
         await run.work(stop=stop, drain_timeout_seconds=1.0)
