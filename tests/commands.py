@@ -31,6 +31,7 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,  # so that a test can press Ctrl-C for all of it
+            preexec_fn=_hear_ctrl_c,
         )
         self._too_late = threading.Timer(PATIENCE_SECONDS, self.process.kill)
         self._too_late.start()
@@ -72,3 +73,8 @@ class Command:
             self.told.append(line)
             return ""
         return str(self.log[-1]["event"])
+
+
+def _hear_ctrl_c() -> None:
+    """A shell starts what it runs in the background with SIGINT ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

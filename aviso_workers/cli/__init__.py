@@ -27,6 +27,7 @@ command = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 command.command()(working.worker)
 command.command()(working.dev)

@@ -1,0 +1,90 @@
+"""`aviso-workers streams ...`, `delete` and `config ...` against a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.cli.conftest import Ran
+
+Run = Callable[..., Ran]
+
+
+def test_a_missing_stream_is_planned_and_made(run: Run, config: Path) -> None:
+    planned = run("streams", "plan", "--config", config)
+    assert (planned.code, "create" in planned.out) == (0, True), planned
+    applied = run("streams", "apply", "--config", config)
+    assert (applied.code, "MARS: done" in applied.out) == (0, True), applied
+    assert "create" not in run("streams", "plan", "--config", config).out
+
+
+def test_the_policy_in_effect_is_shown_beside_the_configured_one(
+    run: Run, config: Path, nats_server, write_config: Callable[..., Path]
+) -> None:
+    run("streams", "apply", "--config", config)
+    assert run("streams", "show", "mars", "--config", config).code == 0
+    changed = write_config(nats_server.url, name="changed.yaml", retention_time="1h")
+    differs = run("streams", "show", "mars", "--config", changed)
+    assert differs.code == 1
+    (row,) = (line for line in differs.lines if "max_age" in line and "retention_time" in line)
+    assert [cell.strip() for cell in row.split("│")[3:6]] == ["1h", "unlimited", "NO"]
+    assert "max_age: unlimited -> 1h" in run("streams", "plan", "--config", changed).out
+    assert run("streams", "apply", "--config", changed).code == 0
+    assert run("streams", "show", "mars", "--config", changed).code == 0
+
+
+def test_showing_a_stream_that_does_not_exist_says_so(run: Run, config: Path) -> None:
+    ran = run("streams", "show", "mars", "--config", config)
+    assert (ran.code, "MARS" in ran.err) == (1, True), ran
+
+
+def test_nothing_is_wiped_without_a_yes(run: Run, config: Path) -> None:
+    run("notify", "mars", "class=od", "step=1", "--config", config)
+    for command in (("streams", "wipe", "mars"), ("streams", "wipe-all")):
+        asked = run(*command, "--config", config)
+        assert (asked.code, "--yes" in asked.err) == (2, True), asked
+        assert "MARS" in asked.out, "what would go is shown"
+        assert len(run("replay", "mars", "--config", config).lines) == 1
+
+
+def test_with_a_yes_a_stream_is_emptied(run: Run, config: Path) -> None:
+    run("notify", "mars", "class=od", "step=1", "--config", config)
+    wiped = run("streams", "wipe", "mars", "--yes", "--config", config)
+    assert (wiped.code, "MARS: 1 removed" in wiped.out) == (0, True), wiped
+    assert run("replay", "mars", "--config", config).lines == []
+
+
+def test_wiping_all_with_nothing_there_says_so(run: Run, config: Path) -> None:
+    ran = run("streams", "wipe-all", "--yes", "--config", config)
+    assert (ran.code, "no stream" in ran.out) == (0, True), ran
+
+
+def test_one_notification_is_deleted_and_a_missing_one_is_told_apart(run: Run, config: Path) -> None:
+    for step in (1, 2):
+        run("notify", "mars", "class=od", f"step={step}", "--config", config)
+    assert run("delete", "mars@1", "--config", config) == Ran(code=0, out="mars@1 deleted\n", err="")
+    assert [json.loads(line)["id"] for line in run("replay", "mars", "--config", config).lines] == ["mars@2"]
+    missing = run("delete", "mars@1", "--config", config)
+    assert missing.code == 1, missing
+    assert run("delete", "mars", "--config", config).code == 2
+
+
+def test_every_value_in_effect_is_shown_with_its_origin_and_no_secret(
+    run: Run, nats_server, write_config: Callable[..., Path]
+) -> None:
+    secret = write_config(nats_server.url, name="secret.yaml", token="open-sesame")
+    ran = run("config", "show", "--config", secret)
+    assert ran.code == 0, ran.err
+    assert "open-sesame" not in ran.out + ran.err
+    (row,) = (line for line in ran.lines if "notification_backend.jetstream.nats_url" in line)
+    assert nats_server.url in row
+    assert "secret.yaml:" in row
+    (row,) = (line for line in ran.lines if "notification_backend.jetstream.timeout_seconds" in line)
+    assert "default" in row
+
+
+def test_the_schema_is_a_json_schema(run: Run) -> None:
+    schema = json.loads(run("config", "schema").out)
+    assert schema["$schema"].startswith("https://json-schema.org/")
+    assert "nats_url" in json.dumps(schema)
