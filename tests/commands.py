@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -31,7 +32,7 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,  # so that a test can press Ctrl-C for all of it
-            preexec_fn=_hear_ctrl_c,
+            preexec_fn=_prepare,
         )
         self._too_late = threading.Timer(PATIENCE_SECONDS, self.process.kill)
         self._too_late.start()
@@ -75,6 +76,11 @@ class Command:
         return str(self.log[-1]["event"])
 
 
-def _hear_ctrl_c() -> None:
-    """A shell starts what it runs in the background with SIGINT ignored, and children inherit that."""
+_set_death_signal = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
+def _prepare() -> None:
+    # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if _set_death_signal:
+        _set_death_signal(1, signal.SIGKILL)  # a test run that is killed leaves nothing behind
