@@ -13,6 +13,7 @@ from msgspec import Struct
 from aviso_workers import App, Notification, Notify, Router, config
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.config import Config
+from aviso_workers.engine import session
 from aviso_workers.errors import (
     ConfigError,
     DeclarationError,
@@ -219,7 +220,9 @@ class TestConnected:
         assert [event.outcome for event in settled] == ["acked", "acked"]
         assert tasks_ended == ["tail"]
 
-    async def test_its_work_ends_with_the_error_when_the_connection_is_lost_for_good(self, app: App) -> None:
+    async def test_its_work_ends_with_the_error_when_the_connection_is_lost_for_good(
+        self, app: App, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         working = anyio.Event()
 
         class MortalBackend(InMemoryBackend):
@@ -227,7 +230,9 @@ class TestConnected:
                 await working.wait()
                 raise UnavailableError("lost for good")
 
-        app.configure(app.config, opening=lambda config, **_: MortalBackend(config.notification_backend.in_memory))
+        monkeypatch.setattr(
+            session, "open_backend", lambda config, **_: MortalBackend(config.notification_backend.in_memory)
+        )
 
         @app.agent("mars")
         async def index(notification: Notification[Any]) -> None:

@@ -13,17 +13,13 @@ from aviso_workers.errors import RefusedError
 __all__ = ["JetStreamKeyValue", "open_bucket"]
 
 
-async def open_bucket(
-    context: JetStreamContext, bucket: str, *, replicas: int, ttl_seconds: float | None
-) -> JetStreamKeyValue:
+async def open_bucket(context: JetStreamContext, bucket: str, *, replicas: int) -> JetStreamKeyValue:
     """The bucket, created with one value per key where it is missing."""
     with faults.translated(f"bucket {bucket}"):
         try:
             return JetStreamKeyValue(bucket, await context.key_value(bucket))
         except nats.js.errors.BucketNotFoundError:
-            return JetStreamKeyValue(
-                bucket, await context.create_key_value(bucket=bucket, replicas=replicas, ttl=ttl_seconds)
-            )
+            return JetStreamKeyValue(bucket, await context.create_key_value(bucket=bucket, replicas=replicas))
 
 
 class JetStreamKeyValue:
