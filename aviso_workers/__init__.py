@@ -4,7 +4,22 @@ from aviso_workers.agents import Agent, Router
 from aviso_workers.app import App
 from aviso_workers.backends import KeyValue
 from aviso_workers.errors import AvisoWorkersError
-from aviso_workers.notifications import Notification, Notify, Receipt
-from aviso_workers.verdicts import Backoff
+from aviso_workers.notifications import Batch, Batching, Notification, Notify, Receipt, Stream
+from aviso_workers.verdicts import Backoff, Reject, Retry
 
-__all__ = ["Agent", "App", "AvisoWorkersError", "Backoff", "KeyValue", "Notification", "Notify", "Receipt", "Router"]
+__all__ = [
+    "Agent",
+    "App",
+    "AvisoWorkersError",
+    "Backoff",
+    "Batch",
+    "Batching",
+    "KeyValue",
+    "Notification",
+    "Notify",
+    "Receipt",
+    "Reject",
+    "Retry",
+    "Router",
+    "Stream",
+]

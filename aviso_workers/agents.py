@@ -9,17 +9,17 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from aviso_workers.errors import DeclarationError
-from aviso_workers.notifications import Notification
-from aviso_workers.verdicts import Backoff
+from aviso_workers.notifications import Batch, Batching, Notification, Stream
+from aviso_workers.verdicts import Backoff, Classifier
 
-__all__ = ["Agent", "Router", "Task", "check_name"]
+__all__ = ["Agent", "Policy", "Router", "Task", "check_name", "durable_name"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,46 +27,78 @@ R = TypeVar("R")
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
+class Policy(Struct, frozen=True, kw_only=True):
+    """How an agent's notifications are handled; times are in seconds. `Router.agent` explains each."""
+
+    concurrency: int = 1
+    retry: Backoff = Backoff()
+    ack_wait: float = 20.0
+    timeout: float | None = None
+    rate_limit: float | None = None
+    order_by: tuple[str, ...] = ()
+    batch: Batching = Batching()
+
+
 class Agent(Generic[P, R]):
-    """A decorated async function, bound to an event type, a filter and a policy.
+    """A decorated function, bound to an event type, a filter and a policy.
 
     Called, it is the author's function and nothing else, so that a unit test needs no app.
     """
 
     def __init__(
-        self,
-        function: Callable[P, Awaitable[R]],
-        *,
-        event_type: str,
-        where: Mapping[str, Any],
-        name: str | None,
-        concurrency: int,
-        retry: Backoff,
-        ack_wait_seconds: float,
+        self, function: Callable[P, R], *, event_type: str, where: Mapping[str, Any], name: str | None, policy: Policy
     ) -> None:
         self.function = function
         self.name = check_name("agent", name or str(getattr(function, "__name__", "")))
         self.event_type = event_type
         self.where = dict(where)
-        self.concurrency = concurrency
-        self.retry = retry
-        self.ack_wait_seconds = ack_wait_seconds
-        self.payload_type = _payload_type(self.name, function)
-        if concurrency < 1:
-            raise DeclarationError(f"agent {self.name!r}: concurrency must be 1 or more, found {concurrency}")
-        if ack_wait_seconds <= 0:
-            raise DeclarationError(f"agent {self.name!r}: ack_wait_seconds must be > 0, found {ack_wait_seconds}")
+        self.policy = policy
+        self.classifiers: list[tuple[type[Exception], Classifier]] = []
+        self.in_thread = not inspect.iscoroutinefunction(function)
+        self.form, self.payload_type = _call_form(self.name, function)
+        self._refuse_nonsense()
         self.__doc__ = function.__doc__
 
-    def durable_name(self, app: str) -> str:
-        """The durable consumer that all workers of `app` share for this agent."""
-        return f"{app}__{self.name}"
+    def on_error(self, *kinds: type[Exception]) -> Callable[[Classifier], Classifier]:
+        """Declare what exceptions of these types mean: the function is given one and returns Retry, Reject or None.
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]:
+        None: the notification is done all the same. The first declaration that fits is asked; an exception for
+        which there is none is tried again as `retry` says.
+        """
+
+        def declare(classify: Classifier) -> Classifier:
+            self.classifiers += [(kind, classify) for kind in kinds]
+            return classify
+
+        return declare
+
+    def durable_name(self, app: str) -> str:
+        """See `durable_name`."""
+        return durable_name(app, self.name)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.function(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<Agent {self.name} on {self.event_type}>"
+
+    def _refuse_nonsense(self) -> None:
+        policy, problem = self.policy, ""
+        if policy.concurrency < 1:
+            problem = f"concurrency must be 1 or more, found {policy.concurrency}"
+        for name in ("ack_wait", "timeout", "rate_limit"):
+            if (found := getattr(policy, name)) is not None and not found > 0:
+                problem = f"{name} must be > 0, found {found}"
+        if policy.batch != Batching() and self.form is not Batch:
+            problem = "batch= is for a function of a Batch"
+        if policy.order_by and self.form is not Notification:
+            problem = "order_by= is for a function of a Notification"
+        if policy.timeout and self.form is Stream:
+            problem = "timeout= is for a function of a Notification or a Batch; a Stream has no end"
+        if self.in_thread and self.form is Stream:
+            problem = "a function of a Stream must be async"
+        if problem:
+            raise DeclarationError(f"agent {self.name!r}: {problem}")
 
 
 class Task(Struct, frozen=True, kw_only=True):
@@ -98,26 +130,38 @@ class Router:
         name: str | None = None,
         concurrency: int = 1,
         retry: Backoff | None = None,
-        ack_wait_seconds: float = 20.0,
-    ) -> Callable[[Callable[P, Awaitable[R]]], Agent[P, R]]:
+        ack_wait: float = 20.0,
+        timeout: float | None = None,
+        rate_limit: float | None = None,
+        order_by: Sequence[str] = (),
+        batch: Batching | None = None,
+    ) -> Callable[[Callable[P, R]], Agent[P, R]]:
         """Declare an agent: the function is run for every matching notification of `event_type`, at least once.
 
-        `where` maps identifier fields to a value, a list of values, or one constraint such as `{"gte": 24}`.
-        `concurrency` is how many notifications one worker handles at a time. A notification that is not settled
-        within `ack_wait_seconds` is given to somebody else. `name` (default: the function's) names the durable
-        consumer, so keep it when you rename the function. Raises `DeclarationError`.
-        """
+        The function takes a `Notification[T]`, a `Batch[T]` (collected as `batch` says) or a `Stream[T]`; a plain
+        function runs in a thread. All times are in seconds.
 
-        def declare(function: Callable[P, Awaitable[R]]) -> Agent[P, R]:
-            agent = Agent(
-                function,
-                event_type=event_type,
-                where=where or {},
-                name=name,
-                concurrency=concurrency,
-                retry=retry or Backoff(),
-                ack_wait_seconds=ack_wait_seconds,
-            )
+        `where` maps identifier fields to a value, a list of values, or one constraint such as `{"gte": 24}`.
+        `concurrency` is how many calls one worker makes at a time, `rate_limit` how many a second at most. `timeout`
+        cancels a call, which counts as a failure. `order_by` names identifier fields: within one worker,
+        notifications of equal values are handled strictly one after another, also while one waits to be tried again.
+        A worker that dies is given up after `ack_wait`; one that lives may take as long as it likes. `name` (default:
+        the function's) names the durable consumer, so keep it when you rename the function.
+
+        Raises `DeclarationError`.
+        """
+        policy = Policy(
+            concurrency=concurrency,
+            retry=retry or Backoff(),
+            ack_wait=ack_wait,
+            timeout=timeout,
+            rate_limit=rate_limit,
+            order_by=tuple(order_by),
+            batch=batch or Batching(),
+        )
+
+        def declare(function: Callable[P, R]) -> Agent[P, R]:
+            agent = Agent(function, event_type=event_type, where=where or {}, name=name, policy=policy)
             self._add_agent(agent)
             return agent
 
@@ -144,6 +188,11 @@ class Router:
             raise DeclarationError(f"{kind} {name!r} is declared twice in {self.name!r}: give one another name")
 
 
+def durable_name(app: str, agent: str) -> str:
+    """The durable consumer that all workers of the app share for this agent."""
+    return f"{app}__{agent}"
+
+
 def check_name(kind: str, name: str) -> str:
     """The name, if a NATS consumer can carry it. Raises `DeclarationError`."""
     if not NAME.fullmatch(name):
@@ -151,10 +200,10 @@ def check_name(kind: str, name: str) -> str:
     return name
 
 
-def _payload_type(name: str, function: Callable[..., Any]) -> Any:
-    """The T of the function's `Notification[T]` parameter; `Any` for a bare `Notification`."""
-    wanted = "an async function of one argument, annotated `Notification` or `Notification[T]`"
-    if not inspect.iscoroutinefunction(function):
+def _call_form(name: str, function: Callable[..., Any]) -> tuple[type, Any]:
+    """Which of Notification, Batch and Stream the function takes, and the T of it (`Any` for none)."""
+    wanted = "a function of one argument, annotated Notification[T], Batch[T] or Stream[T]"
+    if not callable(function):
         raise DeclarationError(f"agent {name!r}: must be {wanted}")
     parameters = list(inspect.signature(function).parameters.values())
     if len(parameters) != 1:
@@ -166,13 +215,12 @@ def _payload_type(name: str, function: Callable[..., Any]) -> Any:
             f"agent {name!r}: its annotation cannot be resolved ({error}); "
             "declare the payload type at module level, before the agent"
         ) from error
-    if hint is Notification:
-        return Any
-    if typing.get_origin(hint) is Notification:
-        (payload_type,) = typing.get_args(hint)
-        _refuse_unreadable(name, payload_type)
-        return payload_type
-    raise DeclarationError(f"agent {name!r}: must be {wanted}, found {hint!r}")
+    form = typing.get_origin(hint) or hint
+    if form not in (Notification, Batch, Stream):
+        raise DeclarationError(f"agent {name!r}: must be {wanted}, found {hint!r}")
+    (payload_type,) = typing.get_args(hint) or (Any,)
+    _refuse_unreadable(name, payload_type)
+    return form, payload_type
 
 
 def _refuse_unreadable(name: str, payload_type: Any) -> None:

@@ -7,7 +7,8 @@ tests; `app.work` then runs its agents and tasks, for a worker process (`serve`)
 from __future__ import annotations
 
 import difflib
-from collections.abc import AsyncGenerator, Iterable, Mapping
+import re
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from datetime import datetime
 from functools import cached_property
@@ -20,23 +21,23 @@ import msgspec
 
 from aviso_workers import positions, schema
 from aviso_workers.agents import Router
-from aviso_workers.backends import KeyValue
+from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, load
 from aviso_workers.engine.publishing import encode
 from aviso_workers.engine.pulling import AgentRun
 from aviso_workers.engine.session import Session, open_session
-from aviso_workers.engine.supervising import supervise_task
 from aviso_workers.errors import (
-    BackendError,
     ConfigError,
     DeclarationError,
     InvalidIdentifierError,
     UnknownEventTypeError,
 )
-from aviso_workers.events import Events
+from aviso_workers.events import Events, Measured
 from aviso_workers.notifications import Notification, Notify, Receipt
 
 __all__ = ["App"]
+
+METRIC = re.compile(r"(?!aviso_worker_)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class App(Router):
@@ -50,13 +51,17 @@ class App(Router):
         super().__init__(name)
         self.events = Events()
         self._config = config
+        self._opening: Opening = open_backend
         self._routers: list[Router] = []
         self._session: Session | None = None
         self._stack = AsyncExitStack()
 
-    def configure(self, config: Config | str | Path) -> None:
-        """Use this configuration instead of the one it was made with. Before the first use of `config`."""
-        self._config = config
+    def configure(self, config: Config | str | Path, *, opening: Opening = open_backend) -> None:
+        """Use this configuration instead of the one it was made with. Before the first use of `config`.
+
+        `opening` brings another backend than the configuration names, as `testing` does.
+        """
+        self._config, self._opening = config, opening
         self.__dict__.pop("config", None)
 
     @cached_property
@@ -198,10 +203,22 @@ class App(Router):
         """A bucket of JetStream KV, created where it is missing. Raises `BackendError`."""
         return await self.session.backend.key_value(bucket)
 
+    def measure(self, name: str, help: str, *, labels: Sequence[str], values: Mapping[tuple[str, ...], float]) -> None:
+        """Show a gauge on `/metrics` from now on, in place of what was measured under its name before.
+
+        `values` has a number for each combination of the labels' values, in the order of `labels`; few of them, as
+        Prometheus keeps a series for each. Raises `DeclarationError` where the name or a combination is none.
+        """
+        if not METRIC.fullmatch(name):
+            raise DeclarationError(f"metric {name!r}: use letters, digits and '_', and another prefix than ours")
+        if any(len(key) != len(labels) for key in values):
+            raise DeclarationError(f"metric {name!r}: every value needs one text for each of {', '.join(labels)}")
+        self.events.emit(Measured(name=name, help=help, labels=tuple(labels), values=dict(values)))
+
     async def __aenter__(self) -> App:
         if self._session is not None:
             raise DeclarationError(f"app {self.name!r} is connected already")
-        session = open_session(app=self.name, config=self.config, events=self.events)
+        session = open_session(app=self.name, config=self.config, events=self.events, opening=self._opening)
         self._session = await self._stack.enter_async_context(session)
         return self
 
@@ -216,28 +233,7 @@ class App(Router):
 
         Raises `BackendError` when the connection is lost for good.
         """
-        session = self.session
-        failure: BackendError | None = None
-
-        async def watch_backend(work: anyio.CancelScope) -> None:
-            nonlocal failure
-            try:
-                await session.backend.failed()
-            except BackendError as error:
-                failure = error  # raised below, outside of the group, so that it arrives as itself
-                work.cancel()
-
-        async with anyio.create_task_group() as watching:
-            async with anyio.create_task_group() as work:
-                watching.start_soon(watch_backend, work.cancel_scope)
-                for agent in self.agents:
-                    work.start_soon(session.run_agent, agent, stop)
-                for task in self.tasks:
-                    work.start_soon(_run_task, task, self, stop)
-                await stop.wait()
-            watching.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
+        await self.session.work(self, stop, agents=self.agents)
 
     def _mistake(self, path: str, problem: str) -> str:
         """With the file and line of the key, or of the section that lacks it."""
@@ -245,10 +241,6 @@ class App(Router):
         while known and known not in self.config.origins:
             known = known.rpartition(".")[0]
         return f"{path}: {problem} ({self.config.origins[known]})" if known else f"{path}: {problem}"
-
-
-async def _run_task(task: Any, app: App, stop: anyio.Event) -> None:
-    await supervise_task(task, app, events=app.events, stop=stop)
 
 
 def _suggestion(key: str, known: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ no observer can change what happens. Facts carry no subject and no payload.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from msgspec import Struct
@@ -16,8 +16,10 @@ __all__ = [
     "AgentStarted",
     "AgentStopped",
     "ConnectionChanged",
+    "ConsumerDiffers",
     "Event",
     "Events",
+    "Measured",
     "Published",
     "Settled",
     "Skipped",
@@ -43,6 +45,10 @@ class Settled(Struct, frozen=True, kw_only=True):
     outcome: Literal["acked", "retried", "dead_lettered"]
     reason: str
     seconds: float
+    waited_seconds: float
+    """From its arrival here, or from when it was due again, until the handling began."""
+    stored_to_settled_seconds: float
+    """From the time at which the stream stored the notification."""
     num_delivered: int
     error: Exception | None = None
 
@@ -57,15 +63,18 @@ class AgentDisturbed(Struct, frozen=True, kw_only=True):
     """An agent could not go on reading and tries again after a wait."""
 
     agent: str
+    stream: str
     error: Exception
     again_in_seconds: float
 
 
 class AgentStopped(Struct, frozen=True, kw_only=True):
-    """An agent left in order: what it was working on is finished, what it had not begun is given back."""
+    """An agent left in order: what it was working on is finished, and given back is what it had not begun, and what
+    was not done in time."""
 
     agent: str
     finished: int
+    """Deliveries since it started."""
     returned: int
 
 
@@ -94,9 +103,27 @@ class StreamProvisioned(Struct, frozen=True, kw_only=True):
     refused: str = ""
 
 
+class ConsumerDiffers(Struct, frozen=True, kw_only=True):
+    """A durable consumer is used as it is, because these differences from what is wanted cannot be updated."""
+
+    stream: str
+    consumer: str
+    differences: tuple[str, ...]
+
+
 class ConnectionChanged(Struct, frozen=True, kw_only=True):
     connected: bool
     reason: str
+
+
+class Measured(Struct, frozen=True, kw_only=True):
+    """A router measured something that Prometheus is to see as a gauge, in place of what it was before."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...]
+    values: Mapping[tuple[str, ...], float]
+    """By the values of the labels."""
 
 
 Event = (
@@ -108,7 +135,9 @@ Event = (
     | TaskFailed
     | Skipped
     | StreamProvisioned
+    | ConsumerDiffers
     | ConnectionChanged
+    | Measured
 )
 
 

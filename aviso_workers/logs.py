@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 
 import structlog
 
@@ -14,6 +15,7 @@ from aviso_workers.events import (
     AgentStarted,
     AgentStopped,
     ConnectionChanged,
+    ConsumerDiffers,
     Event,
     Settled,
     Skipped,
@@ -24,6 +26,7 @@ from aviso_workers.events import (
 __all__ = ["configure", "observe"]
 
 log = structlog.get_logger("aviso_workers")
+OURS = Path(__file__).parent
 
 
 def configure(settings: Logging) -> None:
@@ -50,12 +53,17 @@ def configure(settings: Logging) -> None:
 def observe(event: Event) -> None:
     """An observer of the engine's facts."""
     match event:
-        case Settled(outcome="acked"):
-            pass
-        case Settled(outcome="retried"):
-            log.warning("notification.retried", **_of(event))
         case Settled():
-            log.error("notification.dead_lettered", **_of(event))
+            _observe_end(event)
+        case ConsumerDiffers():
+            log.warning(
+                "consumer.differs",
+                stream=event.stream,
+                consumer=event.consumer,
+                differences=list(event.differences),
+                cure="these cannot be updated: stop the agent's workers and delete the consumer; it is made anew, "
+                "and `aviso-workers reset` then takes it to where it shall go on",
+            )
         case AgentStarted():
             log.info("agent.started", agent=event.agent, stream=event.stream, consumer=event.consumer)
         case AgentDisturbed():
@@ -95,6 +103,16 @@ def observe(event: Event) -> None:
             log.warning("connection.down", reason=event.reason)
 
 
+def _observe_end(event: Settled) -> None:
+    match event:
+        case Settled(outcome="dead_lettered"):
+            log.error("notification.dead_lettered", **_of(event))
+        case Settled(outcome="retried", reason="dead_letter_failed"):
+            log.error("dead_letter.not_stored", **_of(event))
+        case Settled(outcome="retried"):
+            log.warning("notification.retried", **_of(event))
+
+
 def _of(event: Settled) -> dict[str, object]:
     fields: dict[str, object] = {
         "agent": event.agent,
@@ -106,6 +124,7 @@ def _of(event: Settled) -> dict[str, object]:
     error = event.error
     if error is None or isinstance(error, AvisoWorkersError):
         return fields | {"error": str(error)}
-    # The author's frames are what helps: the first one is ours.
-    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    frames = error.__traceback__
+    while frames and frames.tb_next and Path(frames.tb_frame.f_code.co_filename).is_relative_to(OURS):
+        frames = frames.tb_next  # the author's frames are what helps
     return fields | {"exc_info": (type(error), error, frames)}

@@ -1,227 +1,314 @@
 """What a worker shows to Prometheus: the only module that knows its client.
 
-An observer of the engine's facts that adds to plain numbers; Prometheus' objects are made when somebody scrapes.
-Labels are names and small sets of words, never a subject. Every series of an agent exists at zero from the start.
+An observer of the engine's facts that adds to plain numbers; Prometheus' objects are made when somebody scrapes, from
+the tables below. Labels are names and small sets of words, never a subject. Every series that can be known exists at
+zero from the start. docs/metrics.md lists them all.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
+from typing import Any, cast
 
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import HistogramMetricFamily as Histogram
+from prometheus_client.core import Metric as Family
 
-from aviso_workers.events import AgentStarted, ConnectionChanged, Event, Published, Settled
+from aviso_workers import schema
+from aviso_workers.app import App
+from aviso_workers.backends import ConsumerInfo
+from aviso_workers.engine.ordering import Line
+from aviso_workers.errors import BackendError, NotFoundError
+from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged, Event, Measured, Published, Settled
 
-__all__ = ["AgentGauges", "Metrics"]
+__all__ = ["Metrics"]
 
 OUTCOMES = ("acked", "retried", "dead_lettered")
 PUBLISH_OUTCOMES = ("stored", "duplicate", "failed")
-BUCKETS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    300.0,
-    3600.0,
-)
+RETRY_REASONS = ("dead_letter_failed",)
+"""Those that are no exception of an author's."""
+DEAD_LETTER_REASONS = ("attempts_exhausted", "max_deliveries", "rejected", "undecodable")
+MOST_REASONS = 50
+"""Reasons after these are counted as one, because authors may make up names of exceptions as they go."""
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
+"""Seconds: from a cached answer to an hour's backlog."""
 
 
-class AgentGauges:
-    """What an agent's lag is, as last asked for. -1: not known yet."""
+class _Seconds:
+    """A histogram's numbers."""
 
     def __init__(self) -> None:
-        self.pending = -1
-        self.ack_pending = -1
+        self.counts = [0] * (len(BUCKETS) + 1)
+        self.sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BUCKETS, seconds)] += 1
+        self.sum += seconds
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        total, result = 0, []
+        for bound, count in zip((*map(str, BUCKETS), "+Inf"), tuple(self.counts), strict=True):
+            total += count
+            result.append((bound, float(total)))
+        return result
 
 
-class _AgentCounts:
-    def __init__(self) -> None:
-        self.outcomes = Counter[str]()
-        self.retries = Counter[str]()
-        self.dead_letters = Counter[str]()
+class _Counts(dict[str, int]):
+    """Numbers by a word, of which there are never too many."""
+
+    def __init__(self, known: tuple[str, ...] = ()) -> None:
+        super().__init__(dict.fromkeys(known, 0))
+
+    def add(self, word: str) -> None:
+        known = word if word in self or len(self) < MOST_REASONS else "other"
+        self[known] = self.get(known, 0) + 1
+
+
+class _Agent:
+    """The numbers of one agent."""
+
+    def __init__(self, line: Callable[[], Line | None]) -> None:
+        self.line = line
+        self.pending = self.ack_pending = math.nan
+        self.outcomes = _Counts(OUTCOMES)
+        self.retries = _Counts(RETRY_REASONS)
+        self.dead_letters = _Counts(DEAD_LETTER_REASONS)
+        self.pull_errors = _Counts()
         self.redelivered = 0
-        self.consumers = 0
-        self.buckets = [0] * (len(BUCKETS) + 1)
-        self.seconds = 0.0
+        self.recreations = 0
+        self.settled_at = 0.0
+        self.handler = _Seconds()
+        self.stored_to_settled = _Seconds()
+        self.waited = _Seconds()
+
+    def settled(self, event: Settled) -> None:
+        self.outcomes.add(event.outcome)
+        self.redelivered += event.num_delivered > 1
+        self.settled_at = time.time()
+        self.waited.add(event.waited_seconds)
+        self.handler.add(event.seconds)
+        self.stored_to_settled.add(max(0.0, event.stored_to_settled_seconds))  # two machines, two clocks
+        if event.outcome == "retried":
+            self.retries.add(event.reason)
+        elif event.outcome == "dead_lettered":
+            self.dead_letters.add(event.reason)
+
+    def of_line(self, read: Callable[[Line], float]) -> float:
+        """Something of what the agent holds; nought while it does not run."""
+        line = self.line()
+        return 0 if line is None else read(line)
+
+
+class _Published:
+    """The numbers of what is published to one base."""
+
+    def __init__(self) -> None:
+        self.outcomes = _Counts(PUBLISH_OUTCOMES)
+        self.retries = 0
+
+
+class Metric(Struct, frozen=True):
+    """A metric, and how its value is read from the numbers."""
+
+    kind: Any
+    """One of the client's families."""
+    name: str
+    """What follows `aviso_worker_`; the client puts a counter's `_total` behind it."""
+    help: str
+    read: Callable[[Any], float | _Counts | _Seconds]
+    by: tuple[str, ...] = ()
+    """The label that the words of a `_Counts` are."""
+
+
+OF_PROCESS = (
+    Metric(Gauge, "ready", "Whether /readyz says yes: connected, and every agent reads.", lambda own: own.ready()),
+    Metric(Gauge, "connected", "Whether the backend is connected.", lambda own: own.connected),
+    Metric(Counter, "reconnects", "Connections made after the first.", lambda own: max(0, own.connections - 1)),
+    Metric(
+        Gauge,
+        "loop_lag_seconds",
+        "How late the event loop came round the last time, or is now if that is more.",
+        lambda own: own.loop_lag_seconds(),
+    ),
+)
+PER_BASE = (
+    Metric(Counter, "published", "Notifications published, by outcome.", lambda b: b.outcomes, ("outcome",)),
+    Metric(Counter, "publish_retries", "Attempts to publish after the first.", lambda b: b.retries),
+)
+PER_AGENT = (
+    Metric(
+        Gauge,
+        "pending",
+        "Notifications never delivered yet, over all workers; NaN until it is known.",
+        lambda a: a.pending,
+    ),
+    Metric(
+        Gauge,
+        "ack_pending",
+        "Notifications delivered and not settled, over all workers; NaN until it is known.",
+        lambda a: a.ack_pending,
+    ),
+    Metric(
+        Gauge,
+        "oldest_unfinished_age_seconds",
+        "Age of the oldest notification that this worker holds; 0 where it holds none.",
+        lambda a: a.of_line(lambda line: line.oldest_age_seconds),
+    ),
+    Metric(
+        Gauge,
+        "in_flight",
+        "Notifications that this worker handles now.",
+        lambda a: a.of_line(lambda line: line.running),
+    ),
+    Metric(
+        Gauge,
+        "waiting",
+        "Notifications that this worker holds and does not handle now.",
+        lambda a: a.of_line(lambda line: line.waiting),
+    ),
+    Metric(Counter, "notifications", "Deliveries settled, by outcome.", lambda a: a.outcomes, ("outcome",)),
+    Metric(Counter, "retries", "Deliveries to be tried again, by exception.", lambda a: a.retries, ("reason",)),
+    Metric(
+        Counter,
+        "dead_letters",
+        "Notifications that became dead letters, by reason.",
+        lambda a: a.dead_letters,
+        ("reason",),
+    ),
+    Metric(Counter, "redelivered", "Deliveries that were not their notification's first.", lambda a: a.redelivered),
+    Metric(
+        Counter,
+        "pull_errors",
+        "How often reading broke off, by JetStream's error code, or by exception where there is none.",
+        lambda a: a.pull_errors,
+        ("code",),
+    ),
+    Metric(
+        Counter,
+        "consumer_recreations",
+        "How often the agent's consumer or stream was gone and made anew.",
+        lambda a: a.recreations,
+    ),
+    Metric(
+        Gauge,
+        "last_progress_timestamp_seconds",
+        "When this worker last settled a delivery; 0 before the first.",
+        lambda a: a.settled_at,
+    ),
+    Metric(
+        Histogram,
+        "lane_wait_seconds",
+        "Time that a delivery waited in the worker, for its lane and for a free slot.",
+        lambda a: a.waited,
+    ),
+    Metric(Histogram, "handler_seconds", "Time that handling a delivery took.", lambda a: a.handler),
+    Metric(
+        Histogram,
+        "stored_to_settled_seconds",
+        "Time from when a notification was stored to when its delivery was settled.",
+        lambda a: a.stored_to_settled,
+    ),
+)
+METRICS = {
+    ("version",): (Metric(Gauge, "build_info", "The package that runs.", lambda _: 1),),
+    ("app",): OF_PROCESS,
+    ("app", "base"): PER_BASE,
+    ("app", "agent", "base"): PER_AGENT,
+}
+"""All, by the labels that they have in common."""
 
 
 class Metrics:
-    """The numbers of one worker process. `observe` the app's events, `render` for a scrape.
+    """The numbers of one worker process. `observe` the app's events, `render` for a scrape, from any thread."""
 
-    `bases` gives each agent's topic base, `held` the deliveries that it holds now.
-    """
-
-    def __init__(self, app: str, *, bases: Mapping[str, str], held: Callable[[str], int]) -> None:
-        self.gauges = {agent: AgentGauges() for agent in bases}
-        self._app = app
-        self._bases = bases
-        self._held = held
-        self._agents = {agent: _AgentCounts() for agent in bases}
-        self._published = Counter[tuple[str, str]]()
-        self._publish_retries = Counter[str]()
-        self._connected = False
-        self._connections = 0
+    def __init__(self, app: App, *, ready: Callable[[], bool], loop_lag_seconds: Callable[[], float]) -> None:
+        bases = {name: schema.topic_of(name, kind).base for name, kind in app.config.notification_schema.items()}
+        self.ready = ready
+        self.loop_lag_seconds = loop_lag_seconds
+        self.connected = False
+        self.connections = 0
+        self._published = {name: _Published() for name in bases}
+        self._agents = {agent.name: _Agent(_line_of(app, agent.name)) for agent in app.agents}
+        self._rows: dict[tuple[str, ...], dict[tuple[str, ...], Any]] = {
+            ("version",): {(version("aviso-workers"),): None},
+            ("app",): {(app.name,): self},
+            ("app", "base"): {(app.name, bases[name]): numbers for name, numbers in self._published.items()},
+            ("app", "agent", "base"): {
+                (app.name, agent.name, bases[agent.event_type]): self._agents[agent.name] for agent in app.agents
+            },
+        }
+        self._measured: dict[str, Measured] = {}
+        self._gone: set[tuple[str, str]] = set()
+        """Agents and streams of which one or the other's consumer was not found."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def observe(self, event: Event) -> None:
         match event:
-            case Settled():
-                self._settled(event)
+            case Settled(agent=agent):
+                self._agents[agent].settled(event)
             case Published(event_type=event_type, outcome=outcome, attempts=attempts):
-                self._published[event_type, outcome] += 1
-                self._publish_retries[event_type] += attempts - 1
+                self._published[event_type].outcomes.add(outcome)
+                self._published[event_type].retries += attempts - 1
             case ConnectionChanged(connected=connected):
-                self._connected = connected
-                self._connections += connected
-            case AgentStarted(agent=agent):
-                self._agents[agent].consumers += 1
+                self.connected = connected
+                self.connections += connected
+            case AgentDisturbed(agent=agent, stream=stream, error=error) if agent in self._agents:
+                self._agents[agent].pull_errors.add(_code(error))
+                if isinstance(error, NotFoundError):
+                    self._gone.add((agent, stream))
+            case AgentStarted(agent=agent, stream=stream) if (agent, stream) in self._gone:
+                self._gone.remove((agent, stream))
+                self._agents[agent].recreations += 1
+            case Measured(name=name):
+                self._measured[name] = event
+
+    def lag(self, agent: str, consumer: ConsumerInfo) -> None:
+        """Note what is left to do for an agent."""
+        self._agents[agent].pending = consumer.num_pending
+        self._agents[agent].ack_pending = consumer.num_ack_pending
 
     def render(self) -> bytes:
         """The numbers in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def collect(self) -> Iterator[Metric]:
-        yield _gauge("build_info", "The package that runs.", {("version",): {(version("aviso-workers"),): 1}})
-        yield _gauge("connected", "Whether the backend is connected.", {("app",): {(self._app,): self._connected}})
-        yield _counter(
-            "reconnects",
-            "Connections made after the first.",
-            {("app",): {(self._app,): max(0, self._connections - 1)}},
-        )
-        yield from self._publish_metrics()
-        yield from self._agent_metrics()
-
-    def _settled(self, event: Settled) -> None:
-        counts = self._agents[event.agent]
-        counts.outcomes[event.outcome] += 1
-        counts.redelivered += event.num_delivered > 1
-        counts.seconds += event.seconds
-        counts.buckets[bisect_left(BUCKETS, event.seconds)] += 1
-        if event.outcome == "retried":
-            counts.retries[event.reason] += 1
-        elif event.outcome == "dead_lettered":
-            counts.dead_letters[event.reason] += 1
-
-    def _publish_metrics(self) -> Iterator[Metric]:
-        labels = ("app", "event_type")
-        published = dict(self._published)  # the loop's thread may add to it meanwhile
-        event_types = {event_type for event_type, _ in published}
-        yield _counter(
-            "published",
-            "Notifications published, by what came of it.",
-            {
-                (*labels, "outcome"): {
-                    (self._app, event_type, outcome): published.get((event_type, outcome), 0)
-                    for event_type in event_types
-                    for outcome in PUBLISH_OUTCOMES
-                }
-            },
-        )
-        yield _counter(
-            "publish_retries",
-            "Publish attempts after the first.",
-            {labels: {(self._app, event_type): self._publish_retries[event_type] for event_type in event_types}},
-        )
-
-    def _agent_metrics(self) -> Iterator[Metric]:
-        labels = ("app", "agent", "base")
-        agents = {(self._app, agent, base): self._agents[agent] for agent, base in self._bases.items()}
-        yield _counter(
-            "notifications",
-            "Deliveries settled, by outcome.",
-            {(*labels, "outcome"): {(*key, o): counts.outcomes[o] for key, counts in agents.items() for o in OUTCOMES}},
-        )
-        yield _counter(
-            "retries",
-            "Deliveries given back to be tried again, by reason.",
-            {
-                (*labels, "reason"): {
-                    (*key, r): n for key, counts in agents.items() for r, n in dict(counts.retries).items()
-                }
-            },
-        )
-        yield _counter(
-            "dead_letters",
-            "Notifications moved to the dead letters, by reason.",
-            {
-                (*labels, "reason"): {
-                    (*key, r): n for key, counts in agents.items() for r, n in dict(counts.dead_letters).items()
-                }
-            },
-        )
-        yield _counter(
-            "redelivered",
-            "Deliveries that were not the first of their notification.",
-            {labels: {key: counts.redelivered for key, counts in agents.items()}},
-        )
-        yield _counter(
-            "consumers_opened",
-            "How often the agent's consumer was opened; more than once means that it was lost.",
-            {labels: {key: counts.consumers for key, counts in agents.items()}},
-        )
-        yield _gauge(
-            "in_flight",
-            "Deliveries that this worker holds.",
-            {labels: {key: self._held(key[1]) for key in agents}},
-        )
-        yield _gauge(
-            "pending",
-            "Notifications never delivered yet, over all workers; -1: not known.",
-            {labels: {key: self.gauges[key[1]].pending for key in agents}},
-        )
-        yield _gauge(
-            "ack_pending",
-            "Notifications delivered and not settled, over all workers; -1: not known.",
-            {labels: {key: self.gauges[key[1]].ack_pending for key in agents}},
-        )
-        seconds = HistogramMetricFamily(
-            "aviso_worker_handler_seconds", "Time from delivery to settlement in the handler.", labels=labels
-        )
-        for key, counts in agents.items():
-            seconds.add_metric(key, buckets=_cumulative(counts.buckets), sum_value=counts.seconds)
-        yield seconds
+    def collect(self) -> Iterator[Family]:
+        """What the client's registry asks for."""
+        for labels, metrics in METRICS.items():
+            for metric in metrics:
+                yield _family(metric, labels, self._rows[labels])
+        for measured in tuple(self._measured.values()):
+            gauge = Gauge(measured.name, measured.help, labels=measured.labels)
+            for key, value in measured.values.items():
+                gauge.add_metric(key, value)
+            yield gauge
 
 
-_Samples = Mapping[tuple[str, ...], Mapping[tuple[str, ...], float]]
+def _family(metric: Metric, labels: tuple[str, ...], rows: Mapping[tuple[str, ...], Any]) -> Family:
+    family = metric.kind(f"aviso_worker_{metric.name}", metric.help, labels=(*labels, *metric.by))
+    for key, numbers in rows.items():
+        match metric.read(numbers):
+            case _Seconds() as seconds:
+                family.add_metric(key, buckets=seconds.cumulative(), sum_value=seconds.sum)
+            case _Counts() as counts:
+                for word, count in dict(counts).items():  # at once: the loop's thread may add to it meanwhile
+                    family.add_metric((*key, word), float(count))
+            case value:
+                family.add_metric(key, float(value))
+    return cast(Family, family)
 
 
-def _counter(name: str, help: str, samples: _Samples) -> Metric:
-    return _filled(CounterMetricFamily, name, help, samples)
+def _line_of(app: App, agent: str) -> Callable[[], Line | None]:
+    return lambda: run.line if (run := app.runs.get(agent)) else None
 
 
-def _gauge(name: str, help: str, samples: _Samples) -> Metric:
-    return _filled(GaugeMetricFamily, name, help, samples)
-
-
-def _filled(
-    kind: type[CounterMetricFamily] | type[GaugeMetricFamily], name: str, help: str, samples: _Samples
-) -> Metric:
-    ((labels, values),) = samples.items()
-    family = kind(f"aviso_worker_{name}", help, labels=labels)
-    for key, value in values.items():
-        family.add_metric(key, float(value))
-    return family
-
-
-def _cumulative(buckets: list[int]) -> list[tuple[str, float]]:
-    total, result = 0, []
-    for bound, count in zip((*map(str, BUCKETS), "+Inf"), buckets, strict=True):
-        total += count
-        result.append((bound, float(total)))
-    return result
+def _code(error: Exception) -> str:
+    code = error.code if isinstance(error, BackendError) else None
+    return str(code or type(error).__name__)

@@ -5,15 +5,18 @@ A notification is an identifier and a payload, with the sequence and the time at
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct, field
 
-__all__ = ["Notification", "Notify", "Receipt"]
+from aviso_workers.verdicts import Reject, Retry
+
+__all__ = ["Batch", "Batching", "Notification", "Notify", "Receipt", "Stream"]
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 
 class Notification(Struct, Generic[T], frozen=True, kw_only=True):
@@ -55,6 +58,102 @@ class Notification(Struct, Generic[T], frozen=True, kw_only=True):
             "dataschema": f"{base_url}/schema/{self.event_type}",
             "data": {"identifier": dict(self.identifier), "payload": self.payload},
         }
+
+
+class Batching(Struct, frozen=True):
+    """How a batch agent's notifications are collected: `size` of them, or what came `within` seconds of the first."""
+
+    size: int = 100
+    within: float = 1.0
+
+
+class Batch(Generic[T]):
+    """Notifications that are handled together.
+
+    When the function returns, all are done but those that it retried or rejected. When it raises, the exception
+    concerns those of which it said nothing. A batch for a unit test is made from a list.
+    """
+
+    def __init__(self, notifications: Sequence[Notification[T]]) -> None:
+        self.notifications = tuple(notifications)
+        self.outcomes: dict[int, object] = {}
+        """What was said of single notifications, by sequence."""
+
+    def __iter__(self) -> Iterator[Notification[T]]:
+        return iter(self.notifications)
+
+    def __len__(self) -> int:
+        return len(self.notifications)
+
+    def ack(self, notification: Notification[T]) -> None:
+        """It is done, even if the function raises later."""
+        self.outcomes[notification.sequence] = None
+
+    def retry(self, notification: Notification[T], *, after: float | None = None) -> None:
+        """Try it again, after so many seconds, or when the agent's policy says."""
+        self.outcomes[notification.sequence] = Retry(after)
+
+    def reject(self, notification: Notification[T], reason: str) -> None:
+        """It can never be handled: keep it as a dead letter."""
+        self.outcomes[notification.sequence] = Reject(reason)
+
+
+class Source(Protocol[T]):
+    """Where a stream's notifications come from."""
+
+    async def next(self, *, within_seconds: float | None = None) -> Notification[T] | None: ...
+    async def settle(self) -> None: ...
+
+
+class Stream(Generic[T]):
+    """An agent's notifications, for an `async for` loop. One is done when the loop asks for the next.
+
+    The loop ends when the worker stops.
+    """
+
+    def __init__(self, source: Source[T], *, only: Callable[[Notification[T]], bool] | None = None) -> None:
+        self._source = source
+        self._only = only
+
+    def __aiter__(self) -> AsyncIterator[Notification[T]]:
+        return self._each()
+
+    def filter(self, only: Callable[[Notification[T]], bool]) -> Stream[T]:
+        """The notifications for which `only` is true; the others are done."""
+        before = self._only
+        return Stream(self._source, only=lambda one: (before is None or before(one)) and only(one))
+
+    async def take(self, size: int, within: float) -> AsyncIterator[list[Notification[T]]]:
+        """Lists of up to `size`, or of what came within so many seconds of the first. All of one are done together."""
+        while (first := await self._next()) is not None:
+            taken = [first]
+            while len(taken) < size and (another := await self._source.next(within_seconds=within)) is not None:
+                if self._only is None or self._only(another):
+                    taken.append(another)
+            yield taken
+            await self._source.settle()
+
+    async def group_by(
+        self, key: Callable[[Notification[T]], K], *, size: int = 100, within: float = 1.0
+    ) -> AsyncIterator[dict[K, list[Notification[T]]]]:
+        """As `take`, by key: each list in order."""
+        async for taken in self.take(size, within):
+            groups: dict[K, list[Notification[T]]] = {}
+            for notification in taken:
+                groups.setdefault(key(notification), []).append(notification)
+            yield groups
+
+    async def _each(self) -> AsyncIterator[Notification[T]]:
+        while (notification := await self._next()) is not None:
+            yield notification
+            await self._source.settle()
+
+    async def _next(self) -> Notification[T] | None:
+        while (notification := await self._source.next()) is not None:
+            if self._only is None or self._only(notification):
+                return notification
+            await self._source.settle()
+        return None
 
 
 class Notify(Struct, frozen=True):

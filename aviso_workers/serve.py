@@ -12,7 +12,7 @@ import anyio
 import structlog
 from anyio.abc import TaskStatus
 
-from aviso_workers import logs, schema
+from aviso_workers import logs
 from aviso_workers.app import App
 from aviso_workers.errors import BackendError, ConfigError
 from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged, Event
@@ -42,22 +42,23 @@ async def serve(app: App, *, status_port: int | None = None) -> None:
     for warning in app.config.warnings:
         log.warning("config.warning", text=warning)
     readiness = _Readiness(app)
-    metrics = Metrics(app.name, bases=_bases(app), held=lambda agent: _held(app, agent))
+    health = readiness.health
+    metrics = Metrics(app, ready=lambda: not health.unready, loop_lag_seconds=health.late_seconds)
     for observer in (logs.observe, metrics.observe, readiness.observe):
         app.events.listen(observer)
     port = settings.status.port if status_port is None else status_port
-    status = StatusServer(host=settings.status.host, port=port, health=readiness.health, metrics=metrics.render)
+    status = StatusServer(host=settings.status.host, port=port, health=health, metrics=metrics.render)
     with status:
-        await _work(app, readiness.health, metrics, status_url=status.url)
+        await _work(app, readiness, metrics, status_url=status.url)
     log.info("worker.stopped", app=app.name)
 
 
-async def _work(app: App, health: Health, metrics: Metrics, *, status_url: str) -> None:
+async def _work(app: App, readiness: _Readiness, metrics: Metrics, *, status_url: str) -> None:
     connected, stop = anyio.Event(), anyio.Event()
     failure: BackendError | None = None
     async with anyio.create_task_group() as watching:
-        await watching.start(_obey_signals, connected, stop, watching.cancel_scope)
-        watching.start_soon(_turn, health)
+        await watching.start(_obey_signals, connected, stop, readiness, watching.cancel_scope)
+        watching.start_soon(_turn, readiness.health)
         log.info("worker.started", app=app.name, agents=[agent.name for agent in app.agents], status=status_url)
         try:
             async with app:
@@ -74,6 +75,7 @@ async def _work(app: App, health: Health, metrics: Metrics, *, status_url: str) 
 async def _obey_signals(
     connected: anyio.Event,
     stop: anyio.Event,
+    readiness: _Readiness,
     everything: anyio.CancelScope,
     *,
     task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
@@ -86,12 +88,13 @@ async def _obey_signals(
                 everything.cancel()
                 return
             log.info("worker.stopping", signal=number.name)
+            readiness.stop()
             stop.set()
 
 
 async def _turn(health: Health) -> None:
     while True:
-        health.turned()
+        health.turned(next_in_seconds=TURN_SECONDS)
         await anyio.sleep(TURN_SECONDS)
 
 
@@ -103,18 +106,18 @@ async def _measure_lag(app: App, metrics: Metrics) -> None:
                 info = await session.consumer_info(agent)
             except BackendError:
                 continue  # not made yet, or not reachable: the gauges keep what was last known
-            metrics.gauges[agent.name].pending = info.num_pending
-            metrics.gauges[agent.name].ack_pending = info.num_ack_pending
+            metrics.lag(agent.name, info)
         await anyio.sleep(LAG_SECONDS)
 
 
 class _Readiness:
-    """Ready means: connected, and every agent reads."""
+    """Ready means: connected, every agent reads, and nobody has told us to stop."""
 
     def __init__(self, app: App) -> None:
         self.health = Health()
-        self._agents = {agent.name: "has not started" for agent in app.agents}
+        self._agents = {(agent.name, ""): "has not started" for agent in app.agents}
         self._connection = "not connected yet"
+        self._stopping = False
         self._say()
 
     def observe(self, event: Event) -> None:
@@ -123,24 +126,20 @@ class _Readiness:
                 self._connection = ""
             case ConnectionChanged(reason=reason):
                 self._connection = f"not connected: {reason}"
-            case AgentStarted(agent=agent):
-                self._agents[agent] = ""
-            case AgentDisturbed(agent=agent, error=error):
-                self._agents[agent] = str(error)
+            case AgentStarted(agent=agent, stream=stream):
+                self._agents.pop((agent, ""), None)
+                self._agents.pop((agent, stream), None)
+            case AgentDisturbed(agent=agent, stream=stream, error=error):
+                self._agents[agent, stream] = str(error)
             case _:
                 return
         self._say()
 
+    def stop(self) -> None:
+        self._stopping = True
+        self._say()
+
     def _say(self) -> None:
-        agents = [f"agent {name}: {problem}" for name, problem in self._agents.items() if problem]
-        self.health.unready = [self._connection, *agents] if self._connection else agents
-
-
-def _bases(app: App) -> dict[str, str]:
-    event_types = app.config.notification_schema
-    return {agent.name: schema.topic_of(agent.event_type, event_types[agent.event_type]).base for agent in app.agents}
-
-
-def _held(app: App, agent: str) -> int:
-    run = app.runs.get(agent)
-    return run.held if run else 0
+        agents = (f"agent {name}: {problem}" for (name, _), problem in self._agents.items())
+        said = ("stopping" if self._stopping else "", self._connection, *agents)
+        self.health.unready = [problem for problem in said if problem]

@@ -18,10 +18,27 @@ from aviso_workers.literals import Duration
 from aviso_workers.schema import EventType
 from aviso_workers.topics import binding, stream_name
 
-__all__ = ["ConsumerSpec", "Difference", "Plan", "StreamSpec", "event_stream", "plan", "readable"]
+__all__ = [
+    "UPDATABLE",
+    "ConsumerSpec",
+    "Difference",
+    "Plan",
+    "StreamSpec",
+    "consumer_differences",
+    "event_stream",
+    "filters_of",
+    "own_stream",
+    "plan",
+    "readable",
+]
 
 SECOND = 1_000_000_000
+DAY = 86_400 * SECOND
 DEFAULT_DUPLICATE_WINDOW = 120 * SECOND
+
+
+UPDATABLE = frozenset({"ack_wait", "filter_subjects", "max_ack_pending", "max_deliver"})
+"""The consumer fields that we state and that a server lets change."""
 
 
 class StreamSpec(Struct, frozen=True, kw_only=True):
@@ -116,6 +133,19 @@ def event_stream(name: str, event_type: EventType, config: Config) -> StreamSpec
     )
 
 
+def own_stream(name: str, subject: str, config: Config, **stated: Any) -> StreamSpec:
+    """A stream of our own state: kept by limits, stored and copied as the configuration says."""
+    jetstream = config.notification_backend.jetstream
+    return StreamSpec(
+        name=name,
+        subjects=(subject,),
+        storage=jetstream.storage_type,
+        retention="limits",
+        num_replicas=config.workers.dead_letters.replicas or jetstream.replicas or 1,
+        **stated,
+    )
+
+
 def plan(wanted: StreamSpec, found: Mapping[str, Any] | None) -> Plan:
     """The way from the configuration that a server reports (None: no such stream) to the wanted one."""
     stated = {name: _normalised(name, value) for name, value in msgspec.to_builtins(wanted).items()}
@@ -141,12 +171,30 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None) -> Plan:
     )
 
 
+def filters_of(consumer: Mapping[str, Any]) -> list[str]:
+    """The filters of a consumer as a server reports it: a single one may be under another name than several."""
+    single = consumer.get("filter_subject")
+    return [single] if single else list(consumer.get("filter_subjects") or ())
+
+
+def consumer_differences(wanted: ConsumerSpec, found: Mapping[str, Any]) -> tuple[Difference, ...]:
+    """Where a consumer, as a server reports it, is not as wanted; of these, `UPDATABLE` can be brought in line."""
+    found = {**found, "filter_subjects": filters_of(found)}
+    return tuple(
+        Difference(field=name, found=_normalised(name, found.get(name)), wanted=_normalised(name, value))
+        for name, value in msgspec.to_builtins(wanted).items()
+        if _normalised(name, found.get(name)) != _normalised(name, value)
+    )
+
+
 def readable(name: str, value: Any) -> str:
     """The value of a field as people write it."""
     value = _normalised(name, value)
     match name:
-        case "subjects":
-            return ", ".join(value)
+        case "subjects" | "filter_subjects":
+            return ", ".join(value) or "everything"
+        case "ack_wait":
+            return f"{value / SECOND:g}s"
         case "max_age":
             return Duration(value // SECOND).literal() if value else "unlimited"
         case "duplicate_window":
@@ -170,9 +218,9 @@ def _normalised(name: str, value: Any) -> Any:
             return value or "limits"
         case "discard":
             return value or "old"
-        case "max_age" | "duplicate_window":
+        case "max_age" | "duplicate_window" | "ack_wait":
             return value or 0
-        case "subjects":
+        case "subjects" | "filter_subjects":
             return list(value or ())
         case _:
             return value

@@ -11,7 +11,7 @@ all numbers where a range is wanted: `schema.Where.matches` decides.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from string import hexdigits
 
@@ -113,6 +113,21 @@ def topic(event_type_name: str, event_type: EventType, identifier: Mapping[str, 
             f"at most {_LONGEST_SUBJECT} can be sent"
         )
     return subject
+
+
+def key_of(topic: schema.Topic, fields: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """From a subject to the values of these fields, as they stand in it. Raises InvalidNotificationError."""
+    unknown = [field for field in fields if field not in topic.key_order]
+    if unknown:
+        known = ", ".join(topic.key_order)
+        raise InvalidNotificationError(f"order_by: {unknown[0]!r} is no part of the topic, which has: {known}")
+    positions = [topic.key_order.index(field) + 1 for field in fields]
+
+    def key(subject: str) -> tuple[str, ...]:
+        tokens = subject.split(".")
+        return tuple(tokens[position] for position in positions if position < len(tokens))
+
+    return key
 
 
 def filter_subjects(where: Where) -> tuple[str, ...]:

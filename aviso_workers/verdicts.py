@@ -1,23 +1,24 @@
 """What becomes of a delivery: the one place that decides.
 
-Pure. `engine.handling` runs the author's function, asks `decide` and carries the verdict out.
+Pure. The engine runs the author's function, asks `decide` and carries the verdict out (`engine.settling`).
 """
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
 from aviso_workers.errors import DeclarationError, UndecodableError
 
-__all__ = ["Ack", "Backoff", "DeadLetter", "Retry", "Verdict", "decide"]
+__all__ = ["Ack", "Again", "Backoff", "Classifier", "DeadLetter", "Reject", "Retry", "Verdict", "decide"]
 
 _SENSIBLE = {
-    "first_seconds": (0, math.inf),
+    "first": (0, math.inf),
     "factor": (1, 1000),
-    "max_seconds": (0, math.inf),
+    "max": (0, math.inf),
     "attempts": (1, math.inf),
     "jitter": (0, 1),
 }
@@ -26,14 +27,14 @@ _SENSIBLE = {
 class Backoff(Struct, frozen=True, kw_only=True):
     """How often and how fast a failed notification is tried again.
 
-    The wait after the n-th failure is `first_seconds * factor ** (n - 1)`, at most `max_seconds`, varied by
+    The wait after the n-th failure is `first * factor ** (n - 1)` seconds, at most `max`, varied by
     plus or minus `jitter` of itself, so that what failed together does not come back together. Raises
     `DeclarationError` for numbers that make no sense.
     """
 
-    first_seconds: float = 1.0
+    first: float = 1.0
     factor: float = 3.0
-    max_seconds: float = 600.0
+    max: float = 600.0
     attempts: int = 6
     """Tries in all; after the last one the notification becomes a dead letter."""
     jitter: float = 0.1
@@ -46,16 +47,37 @@ class Backoff(Struct, frozen=True, kw_only=True):
     def delay_seconds(self, failures: int) -> float:
         """The wait after this many failures, jitter included."""
         # The exponent is capped so that a forever-retrying policy cannot overflow a float.
-        plain = min(self.max_seconds, self.first_seconds * self.factor ** min(failures - 1, 64))
+        plain = min(self.max, self.first * self.factor ** min(failures - 1, 64))
         return plain * random.uniform(1 - self.jitter, 1 + self.jitter)
+
+
+class Retry(Exception):  # noqa: N818 - an instruction, also given as a value
+    """Raised or returned by an agent: try this notification again, `after` seconds, or when its policy says.
+
+    It counts as a failed attempt. Raises `DeclarationError` for an `after` that is no wait.
+    """
+
+    def __init__(self, after: float | None = None) -> None:
+        if after is not None and not 0 <= after < math.inf:
+            raise DeclarationError(f"Retry: after must be a number of seconds from 0, found {after}")
+        self.after = after
+        super().__init__("asked to be tried again" + (f" after {after:g} s" if after is not None else ""))
+
+
+class Reject(Exception):  # noqa: N818 - an instruction, also given as a value
+    """Raised or returned by an agent: this notification can never be handled, keep it as a dead letter."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
 
 
 class Ack(Struct, frozen=True):
     """It is done."""
 
 
-class Retry(Struct, frozen=True, kw_only=True):
-    """Not done: again after the delay."""
+class Again(Struct, frozen=True, kw_only=True):
+    """Not done: once more after the delay."""
 
     after_seconds: float
     reason: str
@@ -67,18 +89,40 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     reason: str
 
 
-Verdict = Ack | Retry | DeadLetter
+Verdict = Ack | Again | DeadLetter
+Classifier = Callable[[Exception], Retry | Reject | None]
+"""What an author makes of an exception: tried again, rejected, or (None) done all the same."""
 
 
-def decide(error: Exception | None, *, failures: int, retry: Backoff) -> Verdict:
-    """The verdict on a delivery whose handling ended with `error` (None: it returned).
+def decide(
+    outcome: object,
+    *,
+    failures: int,
+    retry: Backoff,
+    classifiers: Sequence[tuple[type[Exception], Classifier]] = (),
+) -> Verdict:
+    """The verdict on what a handler returned, or on the exception that it raised.
 
-    `failures` counts this one.
+    `failures` is how often it failed before. The first of `classifiers` whose exception type fits is asked; what one
+    raises takes the exception's place.
     """
-    if error is None:
-        return Ack()
-    if isinstance(error, UndecodableError):
-        return DeadLetter(reason="undecodable")
-    if failures >= retry.attempts:
-        return DeadLetter(reason="attempts_exhausted")
-    return Retry(after_seconds=retry.delay_seconds(failures), reason=type(error).__name__)
+    for kind, classify in classifiers:
+        if isinstance(outcome, kind):
+            try:
+                outcome = classify(outcome)
+            except Exception as raised:
+                outcome = raised
+            break
+    match outcome:
+        case UndecodableError():
+            return DeadLetter(reason="undecodable")
+        case Reject():
+            return DeadLetter(reason="rejected")
+        case Exception() if failures + 1 >= retry.attempts:
+            return DeadLetter(reason="attempts_exhausted")
+        case Retry(after=float() | int() as after):
+            return Again(after_seconds=float(after), reason="Retry")
+        case Exception():
+            return Again(after_seconds=retry.delay_seconds(failures + 1), reason=type(outcome).__name__)
+        case _:
+            return Ack()

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 import pytest
 from msgspec import Struct
 
-from aviso_workers import Agent, App, Backoff, Notification, Router
+from aviso_workers import Agent, App, Backoff, Batch, Batching, Notification, Retry, Router, Stream
 from aviso_workers.errors import DeclarationError
 
 
@@ -63,7 +63,9 @@ class TestAnAgent:
 
     def test_has_defaults_that_anybody_can_live_with(self, router: Router) -> None:
         agent = router.agent("mars")(index)
-        assert (agent.where, agent.concurrency, agent.retry, agent.ack_wait_seconds) == ({}, 1, Backoff(), 20.0)
+        policy = agent.policy
+        assert (agent.where, policy.concurrency, policy.retry, policy.ack_wait) == ({}, 1, Backoff(), 20.0)
+        assert (policy.timeout, policy.rate_limit, policy.order_by) == (None, None, ())
 
     def test_keeps_its_own_copy_of_the_filter(self, router: Router) -> None:
         where = {"class": "od"}
@@ -101,6 +103,57 @@ def test_a_bare_notification_has_any_payload(router: Router) -> None:
 def synchronous(notification: Notification[Field]) -> None: ...
 
 
+async def batched(batch: Batch[Field]) -> None: ...
+
+
+async def streamed(stream: Stream[Field]) -> None: ...
+
+
+def streamed_in_a_thread(stream: Stream[Field]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "form", "in_thread"),
+    [
+        (index, Notification, False),
+        (synchronous, Notification, True),
+        (batched, Batch, False),
+        (streamed, Stream, False),
+    ],
+)
+def test_the_annotation_chooses_the_call_form(
+    router: Router, function: Callable[..., Any], form: type, in_thread: bool
+) -> None:
+    agent = router.agent("mars")(function)
+    assert (agent.form, agent.payload_type, agent.in_thread) == (form, Field, in_thread)
+
+
+@pytest.mark.parametrize(
+    ("function", "stated", "complaint"),
+    [
+        (batched, {"order_by": ["step"]}, "order_by= is for a function of a Notification"),
+        (streamed, {"order_by": ["step"]}, "order_by= is for a function of a Notification"),
+        (streamed, {"timeout": 5.0}, "timeout= is for a function of a Notification or a Batch"),
+        (streamed_in_a_thread, {}, "a function of a Stream must be async"),
+    ],
+)
+def test_what_does_not_go_with_a_call_form_is_refused(
+    router: Router, function: Callable[..., Any], stated: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(DeclarationError, match=complaint):
+        router.agent("mars", **stated)(function)
+
+
+def test_what_exceptions_mean_is_declared_on_the_agent(router: Router) -> None:
+    agent = router.agent("mars")(index)
+
+    @agent.on_error(ConnectionError, TimeoutError)
+    def later(error: Exception) -> Retry:
+        return Retry(after=60)
+
+    assert agent.classifiers == [(ConnectionError, later), (TimeoutError, later)]
+
+
 async def unannotated(notification) -> None: ...  # type: ignore[no-untyped-def]
 
 
@@ -128,11 +181,10 @@ async def with_an_ambiguous_payload(notification: Notification[Left | Right]) ->
 @pytest.mark.parametrize(
     ("function", "complaint"),
     [
-        (synchronous, "agent 'synchronous': must be an async function of one argument, annotated `Notification`"),
-        (unannotated, "must be an async function of one argument.*found None"),
-        (misannotated, "must be an async function of one argument.*found <class '.*Field'>"),
-        (without_argument, "must be an async function of one argument.*found 0 arguments"),
-        (with_two_arguments, "must be an async function of one argument.*found 2 arguments"),
+        (unannotated, "must be a function of one argument.*found None"),
+        (misannotated, "must be a function of one argument.*found <class '.*Field'>"),
+        (without_argument, "must be a function of one argument.*found 0 arguments"),
+        (with_two_arguments, "must be a function of one argument.*found 2 arguments"),
         (unresolvable, "cannot be resolved.*'Missing'.*declare the payload type at module level, before the agent"),
         (mistyped, "cannot be resolved.*'Missing'"),
         (with_a_foreign_payload, "msgspec cannot read its payload type .*Ordinary.*use a msgspec.Struct, a dataclass"),
@@ -164,7 +216,10 @@ def test_a_name_that_a_consumer_cannot_carry_is_refused(router: Router, name: st
     ("stated", "complaint"),
     [
         ({"concurrency": 0}, "agent 'index': concurrency must be 1 or more, found 0"),
-        ({"ack_wait_seconds": 0.0}, "agent 'index': ack_wait_seconds must be > 0, found 0.0"),
+        ({"ack_wait": 0.0}, "agent 'index': ack_wait must be > 0, found 0.0"),
+        ({"timeout": -1.0}, "agent 'index': timeout must be > 0, found -1.0"),
+        ({"rate_limit": 0.0}, "agent 'index': rate_limit must be > 0, found 0.0"),
+        ({"batch": Batching(size=5)}, "agent 'index': batch= is for a function of a Batch"),
     ],
 )
 def test_a_policy_that_cannot_work_is_refused(router: Router, stated: dict[str, Any], complaint: str) -> None:
@@ -180,7 +235,7 @@ def test_two_agents_of_one_name_are_refused(router: Router) -> None:
 
 def test_an_agent_is_no_function_to_declare_again(router: Router) -> None:
     agent: Agent[Any, Any] = router.agent("mars")(index)
-    with pytest.raises(DeclarationError, match="must be an async function"):
+    with pytest.raises(DeclarationError, match="must be a function of one argument"):
         router.agent("dissemination", name="again")(agent)
 
 

@@ -13,7 +13,6 @@ from msgspec import Struct
 from aviso_workers import App, Notification, Notify, Router, config
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.config import Config
-from aviso_workers.engine import session
 from aviso_workers.errors import (
     ConfigError,
     DeclarationError,
@@ -220,9 +219,7 @@ class TestConnected:
         assert [event.outcome for event in settled] == ["acked", "acked"]
         assert tasks_ended == ["tail"]
 
-    async def test_its_work_ends_with_the_error_when_the_connection_is_lost_for_good(
-        self, app: App, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_its_work_ends_with_the_error_when_the_connection_is_lost_for_good(self, app: App) -> None:
         working = anyio.Event()
 
         class MortalBackend(InMemoryBackend):
@@ -230,9 +227,7 @@ class TestConnected:
                 await working.wait()
                 raise UnavailableError("lost for good")
 
-        monkeypatch.setattr(
-            session, "open_backend", lambda config, **_: MortalBackend(config.notification_backend.in_memory)
-        )
+        app.configure(app.config, opening=lambda config, **_: MortalBackend(config.notification_backend.in_memory))
 
         @app.agent("mars")
         async def index(notification: Notification[Any]) -> None:

@@ -7,13 +7,22 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import anyio
 import pytest
 import structlog
 
 from aviso_workers import logs
 from aviso_workers.config import Logging
-from aviso_workers.errors import UnavailableError, UndecodableError
-from aviso_workers.events import AgentDisturbed, ConnectionChanged, Settled, StreamProvisioned, TaskFailed
+from aviso_workers.engine import calling
+from aviso_workers.errors import RefusedError, UnavailableError, UndecodableError
+from aviso_workers.events import (
+    AgentDisturbed,
+    ConnectionChanged,
+    ConsumerDiffers,
+    Settled,
+    StreamProvisioned,
+    TaskFailed,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -23,16 +32,19 @@ def _as_before() -> Iterator[None]:
 
 
 def failure(text: str) -> Exception:
-    """As the engine has it: raised in the author's function, caught in the engine's."""
+    """As the engine has it: raised in the author's function, which one of ours has called."""
 
-    def function_of_the_author() -> None:
+    async def function_of_the_author(_: None) -> None:
         password = "hidden"  # noqa: F841
         raise ValueError(text)
 
     try:
-        function_of_the_author()
+        anyio.run(calling.call, function_of_the_author, None)
     except ValueError as error:
-        return error
+        frames = error.__traceback__
+        while frames and frames.tb_frame.f_code.co_filename != calling.__file__:
+            frames = frames.tb_next
+        return error.with_traceback(frames)
     raise AssertionError
 
 
@@ -44,6 +56,8 @@ def settled(**stated: Any) -> Settled:
             "outcome": "retried",
             "reason": "ValueError",
             "seconds": 0.12345,
+            "waited_seconds": 0.0,
+            "stored_to_settled_seconds": 1.0,
             "num_delivered": 2,
             "error": failure("boom"),
             **stated,
@@ -75,7 +89,7 @@ def test_a_failure_is_told_with_the_authors_frames_and_not_with_ours(lines: Any)
         "seconds": 0.123,
     }
     assert "in function_of_the_author" in line["exception"]
-    assert "in failure" not in line["exception"]
+    assert "in call" not in line["exception"]
     assert line["exception"].endswith("ValueError: boom")
 
 
@@ -84,6 +98,15 @@ def test_one_of_our_errors_is_told_in_a_sentence(lines: Any) -> None:
     assert (line["event"], line["level"]) == ("notification.dead_lettered", "error")
     assert line["error"] == "no such field"
     assert "exception" not in line
+
+
+def test_a_dead_letter_that_could_not_be_stored_is_an_error_of_its_own(lines: Any) -> None:
+    (line,) = lines(settled(reason="dead_letter_failed", error=RefusedError("the stream is full")))
+    assert (line["event"], line["level"], line["error"]) == (
+        "dead_letter.not_stored",
+        "error",
+        "the stream is full",
+    )
 
 
 def test_a_success_is_not_worth_a_line(lines: Any) -> None:
@@ -99,7 +122,7 @@ def test_a_success_is_not_worth_a_line(lines: Any) -> None:
             {"event": "connection.down", "level": "warning", "reason": "gone"},
         ),
         (
-            AgentDisturbed(agent="index", error=UnavailableError("no answer"), again_in_seconds=0.25),
+            AgentDisturbed(agent="index", stream="MARS", error=UnavailableError("no answer"), again_in_seconds=0.25),
             {"event": "agent.disturbed", "level": "warning", "error": "no answer", "again_in_seconds": 0.2},
         ),
         (
@@ -109,6 +132,10 @@ def test_a_success_is_not_worth_a_line(lines: Any) -> None:
         (
             StreamProvisioned(stream="MARS", action="kept", differences=("max_msgs: 1 -> 2",), refused="no"),
             {"event": "stream.update_refused", "level": "warning", "error": "no"},
+        ),
+        (
+            ConsumerDiffers(stream="MARS", consumer="app__index", differences=("deliver_policy: new -> all",)),
+            {"event": "consumer.differs", "level": "warning", "differences": ["deliver_policy: new -> all"]},
         ),
         (
             TaskFailed(task="tail", error=ValueError("boom"), again_in_seconds=1.0),

@@ -2,83 +2,167 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from aviso_workers.events import AgentStarted, ConnectionChanged, Published, Settled
-from aviso_workers.metrics import Metrics
+from aviso_workers import App, Notification
+from aviso_workers.backends import ConsumerInfo
+from aviso_workers.clocks import VirtualClock
+from aviso_workers.codec import Message
+from aviso_workers.config import load
+from aviso_workers.engine.ordering import Line
+from aviso_workers.errors import DeclarationError, NotFoundError, UnavailableError
+from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged, Published, Settled
+from aviso_workers.metrics import MOST_REASONS, Metrics
 
-OF_INDEX = {"app": "field-index", "agent": "index", "base": "mars"}
+OF_APP = {"app": "field-index"}
+OF_BASE = {**OF_APP, "base": "fields"}
+OF_INDEX = {**OF_APP, "agent": "index", "base": "fields"}
+CONFIG = """
+notification_backend: {kind: in_memory}
+notification_schema:
+  mars:
+    topic: {base: fields, key_order: [step]}
+    identifier: {step: {type: IntHandler, required: true}}
+"""
+
+
+class Run:
+    """What `App.runs` has for an agent at work."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+
+
+class Held:
+    """A delivery."""
+
+    num_delivered = 1
+    num_pending = 0
+
+    def __init__(self, sequence: int, *, timestamp_ns: int) -> None:
+        self.message = Message(subject="fields.1", data=b"null", sequence=sequence, timestamp_ns=timestamp_ns)
 
 
 @pytest.fixture
-def held() -> dict[str, int]:
-    return {"index": 0}
+def runs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The agents at work."""
+    runs: dict[str, Any] = {}
+    monkeypatch.setattr(App, "runs", runs)
+    return runs
 
 
 @pytest.fixture
-def metrics(held: dict[str, int]) -> Metrics:
-    return Metrics("field-index", bases={"index": "mars"}, held=held.__getitem__)
+def app(tmp_path: Any, runs: dict[str, Any]) -> App:
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    app = App("field-index", config=load(file, environ={}))
+
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    return app
+
+
+@pytest.fixture
+def process() -> dict[str, float]:
+    """What the process says of itself."""
+    return {"ready": False, "late": 0.0}
+
+
+@pytest.fixture
+def metrics(app: App, process: dict[str, float]) -> Metrics:
+    metrics = Metrics(app, ready=lambda: bool(process["ready"]), loop_lag_seconds=lambda: process["late"])
+    app.events.listen(metrics.observe)
+    return metrics
+
+
+def series(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
+    """The values of a metric by those of its labels, which are sorted by name."""
+    families = text_string_to_metric_families(metrics.render().decode())
+    samples = [one for family in families for one in family.samples if one.name == f"aviso_worker_{name}"]
+    found = {tuple(value for _, value in sorted(one.labels.items())): one.value for one in samples}
+    assert len(found) == len(samples), f"a series of {name} is there twice"
+    return found
 
 
 def sample(metrics: Metrics, name: str, **labels: str) -> float | None:
     """One number of a scrape; None where there is no such series."""
-    families = text_string_to_metric_families(metrics.render().decode())
-    found = [
-        one.value
-        for family in families
-        for one in family.samples
-        if one.name == f"aviso_worker_{name}" and one.labels == labels
-    ]
-    assert len(found) < 2, f"{name}{labels} is there {len(found)} times"
-    return found[0] if found else None
+    return series(metrics, name).get(tuple(value for _, value in sorted(labels.items())))
 
 
-def settled(
-    outcome: Literal["acked", "retried", "dead_lettered"],
-    *,
-    reason: str = "",
-    seconds: float = 0.02,
-    delivered: int = 1,
-) -> Settled:
+def settled(outcome: Literal["acked", "retried", "dead_lettered"], **stated: Any) -> Settled:
     return Settled(
-        agent="index",
-        notification="mars@1",
-        outcome=outcome,
-        reason=reason,
-        seconds=seconds,
-        num_delivered=delivered,
+        **{
+            "agent": "index",
+            "notification": "mars@1",
+            "outcome": outcome,
+            "reason": "",
+            "seconds": 0.02,
+            "waited_seconds": 0.0,
+            "stored_to_settled_seconds": 0.03,
+            "num_delivered": 1,
+            **stated,
+        }
     )
 
 
-@pytest.mark.parametrize("outcome", ["acked", "retried", "dead_lettered"])
-def test_outcomes_are_at_zero_before_the_first_event(metrics: Metrics, outcome: str) -> None:
-    assert sample(metrics, "notifications_total", **OF_INDEX, outcome=outcome) == 0
+def disturbed(error: Exception, *, agent: str = "index") -> AgentDisturbed:
+    return AgentDisturbed(agent=agent, stream="FIELDS", error=error, again_in_seconds=1.0)
+
+
+STARTED = AgentStarted(agent="index", stream="FIELDS", consumer="field-index__index")
 
 
 @pytest.mark.parametrize(
-    "name", ["redelivered_total", "consumers_opened_total", "in_flight", "handler_seconds_count", "handler_seconds_sum"]
+    ("name", "labels"),
+    [
+        *[("notifications_total", {"outcome": word}) for word in ("acked", "retried", "dead_lettered")],
+        *[
+            ("dead_letters_total", {"reason": word})
+            for word in ("attempts_exhausted", "max_deliveries", "rejected", "undecodable")
+        ],
+        ("retries_total", {"reason": "dead_letter_failed"}),
+        ("redelivered_total", {}),
+        ("consumer_recreations_total", {}),
+        ("in_flight", {}),
+        ("waiting", {}),
+        ("oldest_unfinished_age_seconds", {}),
+        ("last_progress_timestamp_seconds", {}),
+        *[(f"{name}_seconds_count", {}) for name in ("handler", "lane_wait", "stored_to_settled")],
+    ],
 )
-def test_an_agents_series_are_at_zero_before_the_first_event(metrics: Metrics, name: str) -> None:
-    assert sample(metrics, name, **OF_INDEX) == 0
+def test_an_agents_series_are_at_zero_before_the_first_event(
+    metrics: Metrics, name: str, labels: dict[str, str]
+) -> None:
+    assert sample(metrics, name, **OF_INDEX, **labels) == 0
 
 
-def test_a_lag_that_nobody_has_asked_for_is_not_zero(metrics: Metrics) -> None:
-    assert (sample(metrics, "pending", **OF_INDEX), sample(metrics, "ack_pending", **OF_INDEX)) == (-1, -1)
-    metrics.gauges["index"].pending, metrics.gauges["index"].ack_pending = 7, 2
+def test_what_is_published_is_at_zero_before_the_first_event(metrics: Metrics) -> None:
+    assert series(metrics, "published_total") == {
+        ("field-index", "fields", outcome): 0 for outcome in ("stored", "duplicate", "failed")
+    }
+    assert sample(metrics, "publish_retries_total", **OF_BASE) == 0
+
+
+def test_a_lag_that_nobody_has_asked_for_is_no_number(metrics: Metrics) -> None:
+    for name in ("pending", "ack_pending"):
+        assert math.isnan(sample(metrics, name, **OF_INDEX) or 0), name
+    metrics.lag("index", ConsumerInfo(name="field-index__index", config={}, num_pending=7, num_ack_pending=2))
     assert (sample(metrics, "pending", **OF_INDEX), sample(metrics, "ack_pending", **OF_INDEX)) == (7, 2)
 
 
 def test_settlements_are_counted_by_outcome_and_reason(metrics: Metrics) -> None:
     for event in (
         settled("acked"),
-        settled("acked", delivered=3),
+        settled("acked", num_delivered=3),
         settled("retried", reason="ConnectionError"),
-        settled("retried", reason="ConnectionError", delivered=2),
+        settled("retried", reason="ConnectionError", num_delivered=2),
         settled("dead_lettered", reason="undecodable"),
     ):
         metrics.observe(event)
@@ -92,33 +176,60 @@ def test_settlements_are_counted_by_outcome_and_reason(metrics: Metrics) -> None
     assert sample(metrics, "redelivered_total", **OF_INDEX) == 2
 
 
-def test_the_time_in_the_handler_falls_into_buckets(metrics: Metrics) -> None:
+def test_an_author_who_makes_up_exceptions_makes_up_no_series_without_end(metrics: Metrics) -> None:
+    for number in range(1000):
+        metrics.observe(settled("retried", reason=f"Error{number}"))
+    reasons = series(metrics, "retries_total")
+    assert len(reasons) == MOST_REASONS + 1
+    assert sum(reasons.values()) == 1000
+    assert sample(metrics, "retries_total", **OF_INDEX, reason="other") == 1000 - (MOST_REASONS - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("handler_seconds", "seconds"),
+        ("lane_wait_seconds", "waited_seconds"),
+        ("stored_to_settled_seconds", "stored_to_settled_seconds"),
+    ],
+)
+def test_times_fall_into_buckets(metrics: Metrics, name: str, field: str) -> None:
     for seconds in (0.001, 0.004, 0.3, 5000.0):
-        metrics.observe(settled("acked", seconds=seconds))
+        metrics.observe(settled("acked", **{field: seconds}))
     buckets = {
-        bound: sample(metrics, "handler_seconds_bucket", **OF_INDEX, le=bound)
+        bound: sample(metrics, f"{name}_bucket", **OF_INDEX, le=bound)
         for bound in ("0.001", "0.0025", "0.005", "0.5", "3600.0", "+Inf")
     }
     assert buckets == {"0.001": 1, "0.0025": 1, "0.005": 2, "0.5": 3, "3600.0": 3, "+Inf": 4}
-    assert sample(metrics, "handler_seconds_count", **OF_INDEX) == 4
-    assert sample(metrics, "handler_seconds_sum", **OF_INDEX) == pytest.approx(5000.305)
+    assert sample(metrics, f"{name}_count", **OF_INDEX) == 4
+    assert sample(metrics, f"{name}_sum", **OF_INDEX) == pytest.approx(5000.305)
+
+
+def test_two_clocks_that_differ_make_no_negative_time(metrics: Metrics) -> None:
+    metrics.observe(settled("acked", stored_to_settled_seconds=-3.0))
+    assert sample(metrics, "stored_to_settled_seconds_sum", **OF_INDEX) == 0
+
+
+def test_progress_is_dated(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1_700_000_000.5)
+    metrics.observe(settled("retried", reason="ValueError"))
+    assert sample(metrics, "last_progress_timestamp_seconds", **OF_INDEX) == 1_700_000_000.5
 
 
 def test_publishes_are_counted_by_outcome_and_so_are_further_attempts(metrics: Metrics) -> None:
     metrics.observe(Published(event_type="mars", outcome="stored", attempts=1))
     metrics.observe(Published(event_type="mars", outcome="duplicate", attempts=3))
-    of_mars = {"app": "field-index", "event_type": "mars"}
     counts = {
-        outcome: sample(metrics, "published_total", **of_mars, outcome=outcome)
+        outcome: sample(metrics, "published_total", **OF_BASE, outcome=outcome)
         for outcome in ("stored", "duplicate", "failed")
     }
     assert counts == {"stored": 1, "duplicate": 1, "failed": 0}
-    assert sample(metrics, "publish_retries_total", **of_mars) == 2
+    assert sample(metrics, "publish_retries_total", **OF_BASE) == 2
 
 
 def test_the_first_connection_is_no_reconnect(metrics: Metrics) -> None:
     def connection() -> tuple[float | None, float | None]:
-        return sample(metrics, "connected", app="field-index"), sample(metrics, "reconnects_total", app="field-index")
+        return sample(metrics, "connected", **OF_APP), sample(metrics, "reconnects_total", **OF_APP)
 
     assert connection() == (0, 0)
     metrics.observe(ConnectionChanged(connected=True, reason=""))
@@ -129,19 +240,81 @@ def test_the_first_connection_is_no_reconnect(metrics: Metrics) -> None:
     assert connection() == (1, 1)
 
 
-def test_a_consumer_that_was_opened_anew_is_counted(metrics: Metrics) -> None:
-    for _ in range(2):
-        metrics.observe(AgentStarted(agent="index", stream="MARS", consumer="field-index__index"))
-    assert sample(metrics, "consumers_opened_total", **OF_INDEX) == 2
+def test_why_reading_broke_off_is_counted_by_code(metrics: Metrics) -> None:
+    for error in (NotFoundError("gone", code=10014), UnavailableError("no answer"), UnavailableError("no answer")):
+        metrics.observe(disturbed(error))
+    assert sample(metrics, "pull_errors_total", **OF_INDEX, code="10014") == 1
+    assert sample(metrics, "pull_errors_total", **OF_INDEX, code="UnavailableError") == 2
 
 
-def test_what_a_worker_holds_is_asked_for_at_the_scrape(metrics: Metrics, held: dict[str, int]) -> None:
-    held["index"] = 5
-    assert sample(metrics, "in_flight", **OF_INDEX) == 5
+def test_only_a_consumer_that_was_gone_counts_as_made_anew(metrics: Metrics) -> None:
+    metrics.observe(STARTED)
+    for event in (disturbed(UnavailableError("no answer")), STARTED):
+        metrics.observe(event)
+    assert sample(metrics, "consumer_recreations_total", **OF_INDEX) == 0
+    for event in (disturbed(NotFoundError("gone")), disturbed(NotFoundError("still gone")), STARTED, STARTED):
+        metrics.observe(event)
+    assert sample(metrics, "consumer_recreations_total", **OF_INDEX) == 1
+
+
+def test_what_is_no_agent_of_the_apps_is_left_out(metrics: Metrics) -> None:
+    metrics.observe(disturbed(NotFoundError("gone"), agent="dead-letter-sweep"))
+    metrics.observe(AgentStarted(agent="dead-letter-sweep", stream="FIELDS", consumer="x"))
+    assert series(metrics, "pull_errors_total") == {}
+
+
+@pytest.mark.anyio
+async def test_what_a_worker_holds_is_read_at_the_scrape(metrics: Metrics, runs: dict[str, Any]) -> None:
+    clock = VirtualClock()
+    line = Line(clock)
+    runs["index"] = Run(line)
+    now = clock.time_ns()
+    for sequence, age_seconds in ((1, 60), (2, 90)):
+        line.put(Held(sequence, timestamp_ns=now - age_seconds * 1_000_000_000))  # type: ignore[arg-type]
+    await line.take()
+
+    held = {name: sample(metrics, name, **OF_INDEX) for name in ("in_flight", "waiting")}
+    assert held == {"in_flight": 1, "waiting": 1}
+    assert sample(metrics, "oldest_unfinished_age_seconds", **OF_INDEX) == 90
+
+
+def test_the_process_says_how_it_is(metrics: Metrics, process: dict[str, float]) -> None:
+    assert (sample(metrics, "ready", **OF_APP), sample(metrics, "loop_lag_seconds", **OF_APP)) == (0, 0)
+    process |= {"ready": True, "late": 2.5}
+    assert (sample(metrics, "ready", **OF_APP), sample(metrics, "loop_lag_seconds", **OF_APP)) == (1, 2.5)
+
+
+def measured(metrics: Metrics) -> list[str]:
+    return [line for line in metrics.render().decode().splitlines() if "aviso_test" in line]
+
+
+def test_what_an_app_measures_takes_the_place_of_what_it_measured_before(app: App, metrics: Metrics) -> None:
+    values = {("a", "MARS"): 1, ("b", "MARS"): 2.5}
+    app.measure("aviso_test_depth", "How deep it is.", labels=("agent", "stream"), values=values)
+    values.clear()
+    assert measured(metrics) == [
+        "# HELP aviso_test_depth How deep it is.",
+        "# TYPE aviso_test_depth gauge",
+        'aviso_test_depth{agent="a",stream="MARS"} 1.0',
+        'aviso_test_depth{agent="b",stream="MARS"} 2.5',
+    ]
+    app.measure("aviso_test_depth", "How deep it is.", labels=("agent", "stream"), values={("b", "MARS"): 3})
+    assert measured(metrics)[2:] == ['aviso_test_depth{agent="b",stream="MARS"} 3.0']
+
+
+@pytest.mark.parametrize("name", ["aviso_worker_pending", "two words", "9lives", ""])
+def test_a_name_that_would_break_the_scrape_is_refused(app: App, name: str) -> None:
+    with pytest.raises(DeclarationError, match="metric"):
+        app.measure(name, "Help.", labels=(), values={(): 1})
+
+
+def test_a_value_that_does_not_fit_the_labels_is_refused(app: App) -> None:
+    with pytest.raises(DeclarationError, match="one text for each of agent, stream"):
+        app.measure("aviso_test", "Help.", labels=("agent", "stream"), values={("a",): 1})
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on PATH")
-def test_promtool_finds_nothing_to_complain_of(metrics: Metrics) -> None:
+def test_promtool_finds_nothing_to_complain_of(app: App, metrics: Metrics) -> None:
     def check() -> str:
         found = subprocess.run(
             ["promtool", "check", "metrics"], input=metrics.render(), capture_output=True, check=False
@@ -151,5 +324,7 @@ def test_promtool_finds_nothing_to_complain_of(metrics: Metrics) -> None:
     assert check() == ""
     metrics.observe(settled("retried", reason="ConnectionError"))
     metrics.observe(settled("dead_lettered", reason="undecodable"))
+    metrics.observe(disturbed(NotFoundError("gone", code=10014)))
     metrics.observe(Published(event_type="mars", outcome="stored", attempts=2))
+    app.measure("aviso_test_depth", "How deep it is.", labels=("agent",), values={("a",): 1})
     assert check() == ""

@@ -45,8 +45,21 @@ def test_a_stuck_loop_is_seen_and_not_hidden(
     code, body = get(server, "/livez")
     assert (code, body) == (503, "the event loop has not turned for 0 s\n")
     monkeypatch.setattr(status, "STUCK_SECONDS", 60.0)
-    health.turned()
+    health.turned(next_in_seconds=1.0)
     assert get(server, "/livez") == (200, "ok\n")
+
+
+def test_a_loop_that_comes_round_late_says_by_how_much(health: Health, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    health.turned(next_in_seconds=1.0)
+    assert health.late_seconds() == 0
+    now = 101.5
+    health.turned(next_in_seconds=1.0)
+    now = 102.0
+    assert health.late_seconds() == 0.5
+    now = 109.5
+    assert health.late_seconds() == 7.0, "it is stuck now, and says so before it comes round"
 
 
 def test_a_worker_that_is_not_ready_says_why(server: StatusServer, health: Health) -> None:

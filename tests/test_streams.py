@@ -11,7 +11,7 @@ from aviso_workers import streams
 from aviso_workers.config import Config, JetStream, NotificationBackend
 from aviso_workers.literals import Duration, Size
 from aviso_workers.schema import EventType, StoragePolicy, StringHandler, Topic
-from aviso_workers.streams import StreamSpec
+from aviso_workers.streams import ConsumerSpec, StreamSpec
 
 SECOND = 1_000_000_000
 MINUTE = 60 * SECOND
@@ -190,3 +190,29 @@ class TestTheStreamOfAnEventType:
 
     def test_keeps_one_message_per_subject_unless_duplicates_are_allowed(self) -> None:
         assert spec_of(StoragePolicy(allow_duplicates=False)).max_msgs_per_subject == 1
+
+
+class TestAConsumer:
+    WANTED = ConsumerSpec(
+        durable_name="agent", filter_subjects=("mars.od.>",), ack_wait=500_000_000, max_ack_pending=100
+    )
+
+    @pytest.mark.parametrize("filters", [{"filter_subjects": ["mars.od.>"]}, {"filter_subject": "mars.od.>"}])
+    def test_is_as_wanted_whatever_else_a_server_reports(self, filters: dict[str, Any]) -> None:
+        found = {**structs.asdict(self.WANTED), "filter_subjects": None, **filters, "max_waiting": 512, "newer": True}
+        assert streams.consumer_differences(self.WANTED, found) == ()
+
+    def test_differs_field_by_field_as_people_write_it(self) -> None:
+        found = structs.asdict(self.WANTED) | {
+            "filter_subjects": [],
+            "ack_wait": 30_000_000_000,
+            "ack_policy": "none",
+            "max_deliver": 5,
+        }
+        told = [str(difference) for difference in streams.consumer_differences(self.WANTED, found)]
+        assert told == [
+            "filter_subjects: everything -> mars.od.>",
+            "ack_wait: 30s -> 0.5s",
+            "max_deliver: 5 -> unlimited",
+            "ack_policy: none -> explicit",
+        ]

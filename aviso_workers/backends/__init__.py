@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from aviso_workers.clocks import Clock
 from aviso_workers.codec import Message
 from aviso_workers.config import Config
 from aviso_workers.streams import ConsumerSpec, StreamSpec
@@ -36,6 +37,7 @@ __all__ = [
     "Entry",
     "KeyValue",
     "Message",
+    "Opening",
     "PubAck",
     "StreamInfo",
     "open_backend",
@@ -59,6 +61,7 @@ class StreamInfo(Struct, frozen=True, kw_only=True):
 
 
 class ConsumerInfo(Struct, frozen=True, kw_only=True):
+    name: str
     config: Mapping[str, Any]
     """JetStream's consumer configuration, whole."""
     num_pending: int = 0
@@ -68,6 +71,16 @@ class ConsumerInfo(Struct, frozen=True, kw_only=True):
     num_redelivered: int = 0
     ack_floor: int = 0
     """The stream sequence up to which everything is settled."""
+    last_delivered: datetime | None = None
+    """When a message was last delivered."""
+    last_settled: datetime | None = None
+    """When a message was last acked or terminated, whether the floor rose or not."""
+    paused_until: datetime | None = None
+    """Before this time nothing is delivered; None where it is not paused."""
+
+    @property
+    def paused(self) -> bool:
+        return self.paused_until is not None
 
 
 class Delivery(Protocol):
@@ -139,11 +152,23 @@ class ConnectionListener(Protocol):
     def __call__(self, *, connected: bool, reason: str) -> None: ...
 
 
+class Opening(Protocol):
+    """How a backend is opened; `open_backend` is one."""
+
+    def __call__(
+        self, config: Config, *, on_connection: ConnectionListener | None = None
+    ) -> AbstractAsyncContextManager[Backend]: ...
+
+
 class Backend(Protocol):
     """Where notifications are stored. Opened by `open_backend`, closed by leaving it."""
 
     @property
     def kind(self) -> str: ...
+    @property
+    def clock(self) -> Clock:
+        """The time that its deliveries and expiries live by."""
+
     @property
     def connected(self) -> bool: ...
     @property
@@ -168,13 +193,41 @@ class Backend(Protocol):
     async def delete_message(self, stream: str, sequence: int) -> None:
         """Erase one message. Raises `NotFoundError` where stream or message is missing."""
 
+    async def delete_stream(self, stream: str) -> None:
+        """Remove a stream, its messages and its consumers, for good. Raises `NotFoundError`."""
+
     async def stream_names(self) -> list[str]: ...
+
+    async def subject_counts(self, stream: str) -> dict[str, int]:
+        """How many messages of each subject a stream holds: for one of few subjects. Raises `NotFoundError`."""
 
     async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
         """Create the durable consumer, or update it where it differs in what can be updated."""
 
     async def consumer_info(self, stream: str, consumer: str) -> ConsumerInfo:
         """Raises `NotFoundError`."""
+
+    async def consumers(self, stream: str) -> list[ConsumerInfo]:
+        """All consumers of a stream, at the price of a request for some hundreds. Raises `NotFoundError`.
+
+        One that has no leader just now may be missing.
+        """
+
+    async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> None:
+        """Deliver nothing, to nobody, before `until`; None: deliver again at once.
+
+        What was delivered before can be settled meanwhile; what comes back waits. Raises `NotFoundError`, and
+        `RefusedError` where the server is older than 2.11.
+        """
+
+    async def reset_consumer(self, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
+        """Let the consumer go on at `sequence` (1 or more), as if it had never come further, nor as far.
+
+        What was delivered and not settled is forgotten; from `sequence` on everything is delivered, as for the first
+        time. A sequence that the stream has not reached is waited for, and what is stored before it is passed over.
+        Raises `NotFoundError`, and `RefusedError` where the consumer was made with a deliver_policy that has no
+        such place, or the server is older than 2.14.
+        """
 
     def consume(
         self,
@@ -201,11 +254,14 @@ class Backend(Protocol):
         interrupted (read on after the last sequence that came), `NotFoundError` where the stream is gone.
         """
 
+    async def count(self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int = 1) -> int:
+        """How many messages `read` would give now. Raises `NotFoundError`."""
+
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
         """Store one message in `stream`; one of the same id within the duplicate window is stored once."""
 
-    async def key_value(self, bucket: str) -> KeyValue:
-        """The bucket of that name, created where it is missing."""
+    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None) -> KeyValue:
+        """The bucket of that name. Where it is missing it is created; it forgets values older than `ttl_seconds`."""
 
 
 def open_backend(

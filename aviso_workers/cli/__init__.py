@@ -5,12 +5,24 @@ Exit codes: 0 done, 1 failed, 2 refused before anything was done (usage, configu
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 
 import typer
 from rich.console import Console
 
-from aviso_workers.cli import administering, checking, configuring, notifying, reading, working
+from aviso_workers.cli import (
+    administering,
+    burying,
+    checking,
+    configuring,
+    notifying,
+    reading,
+    reporting,
+    steering,
+    working,
+)
 from aviso_workers.errors import (
     AvisoWorkersError,
     ConfigError,
@@ -20,6 +32,8 @@ from aviso_workers.errors import (
 )
 
 __all__ = ["main"]
+
+ANYIO_THREAD = "AnyIO worker thread"
 
 command = typer.Typer(
     name="aviso-workers",
@@ -36,22 +50,40 @@ command.command()(reading.watch)
 command.command()(reading.replay)
 command.command()(checking.check)
 command.command()(administering.delete)
+command.command()(reporting.agents)
+command.command()(reporting.lag)
+command.command()(steering.pause)
+command.command()(steering.resume)
+command.command()(steering.reset)
+command.add_typer(burying.dead_letters, name="dead-letters")
 command.add_typer(administering.streams, name="streams")
 command.add_typer(configuring.config, name="config")
 
 
 def main() -> None:
     """Run the command line; our errors end it with a message and no traceback."""
+    code = _run()
+    if any(thread.name == ANYIO_THREAD for thread in threading.enumerate()):
+        # A plain function of an agent that did not end in time: Python would wait for it, however long it takes.
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _run() -> int:
     try:
         command()
+    except SystemExit as end:
+        return int(end.code or 0)
     except (ConfigError, DeclarationError, InvalidNotificationError, InvalidPositionError) as error:
         _complain(error)
-        sys.exit(2)
+        return 2
     except AvisoWorkersError as error:
         _complain(error)
-        sys.exit(1)
+        return 1
     except KeyboardInterrupt:
-        sys.exit(130)
+        return 130
+    return 0
 
 
 def _complain(error: AvisoWorkersError) -> None:

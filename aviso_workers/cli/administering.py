@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
-import anyio
 import typer
 
 from aviso_workers.app import App
-from aviso_workers.cli.finding import ConfigOption, connected_app
+from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
 from aviso_workers.cli.printing import print_table
 from aviso_workers.ops import stream_policy, wiping
 from aviso_workers.streams import Plan
 
 __all__ = ["delete", "streams"]
+
+T = TypeVar("T")
 
 streams = typer.Typer(help="The streams of the configured event types.", no_args_is_help=True)
 
@@ -122,9 +123,5 @@ def _print_plans(plans: Mapping[str, Plan]) -> None:
     print_table(("event type", "stream", "step", "difference"), rows)
 
 
-def _connected(config: Path | None, run: Callable[[App], Awaitable[Any]]) -> Any:
-    async def connect() -> Any:
-        async with connected_app(config) as app:
-            return await run(app)
-
-    return anyio.run(connect)
+def _connected(config: Path | None, run: Callable[[App], Awaitable[T]]) -> T:
+    return run_connected(connected_app(config), run)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Awaitable, Callable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
+import anyio
 import typer
 
 from aviso_workers.agents import Router
 from aviso_workers.app import App
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["ConfigOption", "connected_app", "find_app"]
+__all__ = ["AgentOption", "ConfigOption", "Target", "connected_app", "find_app", "run_connected"]
+
+T = TypeVar("T")
 
 ENTRY_POINTS = "aviso_workers.agents"
 
@@ -26,6 +30,10 @@ ConfigOption = Annotated[
         help="Configuration file; default: AVISO_WORKERS_CONFIG_FILE, then an aviso-server's.",
     ),
 ]
+
+
+Target = Annotated[str | None, typer.Argument(metavar="MODULE:APP", help="Where the app is, e.g. mine.agents:app.")]
+AgentOption = Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Take an installed agent instead.")]
 
 
 def find_app(target: str | None, *, agent: str | None, config: Path | None) -> App:
@@ -46,6 +54,16 @@ def find_app(target: str | None, *, agent: str | None, config: Path | None) -> A
 def connected_app(config: Path | None) -> App:
     """An app without agents, for a command that publishes or reads."""
     return App("aviso-workers-cli", config=config)
+
+
+def run_connected(app: App, run: Callable[[App], Awaitable[T]]) -> T:
+    """What `run` returns of the app, which is connected meanwhile."""
+
+    async def connect() -> T:
+        async with app:
+            return await run(app)
+
+    return anyio.run(connect)
 
 
 def _import(target: str) -> App:

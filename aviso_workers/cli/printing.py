@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["print_table"]
+__all__ = ["print_json", "print_table", "printable", "table", "terminal"]
 
 WIDE = 10_000
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDE)
-    table = Table(*columns)
+    terminal().print(table(columns, rows))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    made = Table(*columns)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+        made.add_row(*(Text(printable(cell)) for cell in row))
+    return made
+
+
+def terminal() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDE)
+
+
+def printable(text: str) -> str:
+    """The text with what could steer a terminal spelled out: it may be anybody's."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def print_json(document: Any) -> None:
+    """One document, one line."""
+    sys.stdout.buffer.write(msgspec.json.encode(document) + b"\n")
+    sys.stdout.buffer.flush()

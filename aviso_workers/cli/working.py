@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import anyio
 import typer
 
-from aviso_workers.cli.finding import ConfigOption, find_app
+from aviso_workers.cli.finding import AgentOption, ConfigOption, Target, find_app
 from aviso_workers.errors import ConfigError
 from aviso_workers.serve import serve
 from aviso_workers.server import NatsServer
@@ -19,8 +19,6 @@ __all__ = ["dev", "worker"]
 
 STORE_DIR = Path(".aviso-workers/nats")
 
-Target = Annotated[str | None, typer.Argument(metavar="MODULE:APP", help="Where the app is, e.g. mine.agents:app.")]
-AgentOption = Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Run an installed agent instead.")]
 StatusPort = Annotated[
     int | None, typer.Option("--status-port", help="Port of /metrics, /livez and /readyz; 0 is any free one.")
 ]

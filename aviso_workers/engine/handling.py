@@ -1,103 +1,89 @@
-"""What happens to one delivery: decoded, handled, judged, settled. The only place that acks."""
+"""One notification at a time per worker: decoded, handled within its time, settled.
+
+The plainest of the three call forms; `batching` and `streaming` are the others. All take their deliveries from the
+agent's line and hand them to the settler.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from typing import Any
 
 import anyio
+import anyio.to_thread
 
-from aviso_workers import verdicts
+from aviso_workers import clocks
 from aviso_workers.agents import Agent
 from aviso_workers.backends import Delivery
+from aviso_workers.clocks import Clock
 from aviso_workers.codec import NotificationReader
 from aviso_workers.engine import calling
-from aviso_workers.engine.dead_lettering import DeadLetters
-from aviso_workers.errors import BackendError
-from aviso_workers.events import Events, Settled
-from aviso_workers.notifications import Notification
-from aviso_workers.verdicts import Ack, DeadLetter, Retry, Verdict
+from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.pacing import Pace
+from aviso_workers.engine.settling import Settler
 
-__all__ = ["Handler"]
-
-GRAVE_UNREACHABLE_SECONDS = 10.0
-"""When a dead letter cannot be stored, its original comes back after this."""
+__all__ = ["OneByOne", "caller"]
 
 
-class Handler:
-    """Takes the deliveries of one agent to their end."""
+class OneByOne:
+    """Runs `async def agent(notification: Notification[T])`."""
 
     def __init__(
-        self,
-        agent: Agent[Any, Any],
-        *,
-        stream: str,
-        reader: NotificationReader,
-        dead_letters: DeadLetters,
-        events: Events,
+        self, agent: Agent[Any, Any], *, line: Line, reader: NotificationReader, settler: Settler, clock: Clock
     ) -> None:
-        self._agent = agent
-        self._function: Callable[[Notification[Any]], Awaitable[Any]] = agent.function
-        self._stream = stream
+        self._line = line
         self._reader = reader
-        self._dead_letters = dead_letters
-        self._events = events
+        self._settler = settler
+        self._clock = clock
+        self._call = caller(agent, clock)
+        self._pace = Pace(clock, per_second=agent.policy.rate_limit)
 
-    async def handle(self, delivery: Delivery) -> None:
-        """Settle the delivery, whatever the author's function does. Only a cancellation leaves it, given back."""
-        started = time.perf_counter()
-        error: Exception | None = None
+    async def work(self) -> None:
+        """See `pulling.Form`."""
+        while (delivery := await self._line.take()) is not None:
+            await self._pace.wait()
+            await self._handle(delivery)
+
+    async def _handle(self, delivery: Delivery) -> None:
+        started = self._clock.monotonic()
+        outcome: object
         try:
             notification = self._reader.notification(delivery.message, num_delivered=delivery.num_delivered)
             if notification is None:
-                delivery.ack()  # the server's filter is wider than the agent's
+                self._settler.pass_over(delivery)
                 return
-            await calling.call(self._function, notification)
-        except anyio.get_cancelled_exc_class():
-            delivery.nak()
-            raise
+            outcome = await self._call(notification)
         except Exception as raised:
-            error = raised
-        verdict = verdicts.decide(error, failures=delivery.num_delivered, retry=self._agent.retry)
-        verdict = await self._settle(delivery, verdict, error)
-        self._emit(delivery, verdict, error, time.perf_counter() - started)
+            outcome = raised
+        await self._settler.settle(delivery, outcome, started=started)
 
-    async def _settle(self, delivery: Delivery, verdict: Verdict, error: Exception | None) -> Verdict:
-        """Carry the verdict out; the one returned is what became of it."""
-        match verdict:
-            case Ack():
-                delivery.ack()
-            case Retry(after_seconds=delay):
-                delivery.nak(delay_seconds=delay)
-            case DeadLetter(reason=reason):
-                try:
-                    with anyio.CancelScope(shield=True):
-                        await self._dead_letters.bury(
-                            delivery, agent=self._agent.name, stream=self._stream, reason=reason, error=error
-                        )
-                except BackendError:
-                    delivery.nak(delay_seconds=GRAVE_UNREACHABLE_SECONDS)
-                    return Retry(after_seconds=GRAVE_UNREACHABLE_SECONDS, reason="dead_letter_failed")
-                delivery.term(reason)
-        return verdict
 
-    def _emit(self, delivery: Delivery, verdict: Verdict, error: Exception | None, seconds: float) -> None:
-        outcome: Literal["acked", "retried", "dead_lettered"] = "acked"
-        reason = ""
-        match verdict:
-            case Retry(reason=reason):
-                outcome = "retried"
-            case DeadLetter(reason=reason):
-                outcome = "dead_lettered"
-        self._events.emit(
-            Settled(
-                agent=self._agent.name,
-                notification=f"{self._agent.event_type}@{delivery.message.sequence}",
-                outcome=outcome,
-                reason=reason,
-                seconds=seconds,
-                num_delivered=delivery.num_delivered,
-                error=error,
-            )
-        )
+def caller(agent: Agent[Any, Any], clock: Clock) -> Callable[[Any], Awaitable[object]]:
+    """The author's function, made awaitable and given its time.
+
+    A plain function runs in a thread, at most `concurrency` of them at a time; when its time is over it is left
+    behind, and nobody waits for it.
+    """
+    function: Callable[[Any], Awaitable[object]] = _in_thread(agent) if agent.in_thread else agent.function
+    timeout = agent.policy.timeout
+
+    async def call(argument: Any) -> object:
+        return await calling.call(function, argument)
+
+    if timeout is None:
+        return call
+
+    async def call_in_time(argument: Any) -> object:
+        with clocks.fail_after(clock, timeout):
+            return await call(argument)
+
+    return call_in_time
+
+
+def _in_thread(agent: Agent[Any, Any]) -> Callable[[Any], Awaitable[object]]:
+    limiter = anyio.CapacityLimiter(agent.policy.concurrency)
+
+    async def call(argument: Any) -> object:
+        return await anyio.to_thread.run_sync(agent.function, argument, limiter=limiter, abandon_on_cancel=True)
+
+    return call

@@ -1,4 +1,4 @@
-"""Streams as configured: looked at once per stream and process, created or updated where that is needed."""
+"""Streams and consumers as wanted: created or updated where that is needed, a stream looked at once per process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import anyio
 
 from aviso_workers import streams
-from aviso_workers.backends import Backend, StreamInfo
+from aviso_workers.backends import Backend, ConsumerInfo, StreamInfo
 from aviso_workers.errors import NotFoundError, RefusedError
-from aviso_workers.events import Events, StreamProvisioned
-from aviso_workers.streams import Difference, Plan, StreamSpec
+from aviso_workers.events import ConsumerDiffers, Events, StreamProvisioned
+from aviso_workers.streams import ConsumerSpec, Difference, Plan, StreamSpec
 
 __all__ = ["Provisioner"]
 
@@ -40,6 +40,16 @@ class Provisioner:
             if spec.name not in self._known:
                 await self._reconcile(spec)
                 self._known.add(spec.name)
+
+    async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
+        """Create the durable consumer or bring it in line, and state what of it cannot be.
+
+        Raises as `Backend.ensure_consumer` does.
+        """
+        info = await self._backend.ensure_consumer(stream, spec)
+        if left := streams.consumer_differences(spec, info.config):
+            self._events.emit(ConsumerDiffers(stream=stream, consumer=spec.durable_name, differences=_texts(left)))
+        return info
 
     def forget(self, stream: str) -> None:
         """Look at the stream anew before its next use: it may have been deleted."""

@@ -105,7 +105,8 @@ class Publisher:
         return count
 
     async def _until_acknowledged(self, event_type: str, message: Message, spec: StreamSpec, message_id: str) -> PubAck:
-        deadline = anyio.current_time() + self._settings.publish_deadline_seconds
+        clock = self._backend.clock
+        deadline = clock.monotonic() + self._settings.publish_deadline_seconds
         attempt = 1
         outcome: type[BackendError] = UnavailableError
         while True:
@@ -120,11 +121,11 @@ class Publisher:
                 else:
                     self._provisioner.forget(spec.name)
                 delay = self._delay_seconds(attempt)
-                in_time = anyio.current_time() + delay < deadline
+                in_time = clock.monotonic() + delay < deadline
                 if not in_time and attempt >= self._settings.publish_retry_attempts:
                     self._emit(event_type, "failed", attempt)
                     raise outcome(f"{error}; given up after {attempt} attempts", code=error.code) from error
-                await anyio.sleep(delay)
+                await clock.sleep(delay)
                 attempt += 1
             except BackendError:
                 self._emit(event_type, "failed", attempt)

@@ -1,105 +1,98 @@
-"""One agent at work: what it has asked for, what waits, what runs.
+"""One agent at work: what it has asked for, who works on it, and how it ends.
 
 `supervising` owns it. Its workers outlive a lost consumer: what runs goes on while the consumer is opened anew.
 """
 
 from __future__ import annotations
 
-import math
+from typing import Protocol
 
 import anyio
 
 from aviso_workers.backends import Consumer, Delivery
-from aviso_workers.engine.handling import Handler
+from aviso_workers.clocks import Clock
+from aviso_workers.engine.ordering import Line
 
-__all__ = ["AgentRun"]
+__all__ = ["AgentRun", "Form"]
+
+
+class Form(Protocol):
+    """A call form: `handling`, `batching` or `streaming`."""
+
+    async def work(self) -> None:
+        """Take from the line and settle, until the line is closed."""
 
 
 class AgentRun:
-    """The deliveries that a worker holds for one agent, from arrival to settlement.
+    """What brings an agent its deliveries, and the form that handles them.
 
-    It has places for twice its concurrency: as many as run, and as many again that wait, so that a worker that
-    becomes free finds work, and what one process hoards stays small.
+    Besides what runs it asks for no more than `prefetch`, so that what one process hoards stays small.
     """
 
-    def __init__(self, handler: Handler, *, concurrency: int, ack_wait_seconds: float) -> None:
-        self.finished = 0
+    def __init__(
+        self,
+        form: Form,
+        *,
+        line: Line,
+        clock: Clock,
+        workers: int,
+        prefetch: int,
+        ack_wait_seconds: float,
+    ) -> None:
+        self.line = line
+        self.line.made_room = self._refill
         self.returned = 0
-        self._handler = handler
-        self._concurrency = concurrency
+        """Deliveries that were given back because the worker stops."""
+        self._form = form
+        self._clock = clock
+        self._workers = workers
+        self._prefetch = prefetch
         self._beat_seconds = ack_wait_seconds / 3
-        self._consumer: Consumer | None = None
-        self._held: set[Delivery] = set()
+        self._consumers: set[Consumer] = set()
         self._stopping = False
-        self._send, self._waiting = anyio.create_memory_object_stream[Delivery](math.inf)
-
-    @property
-    def held(self) -> int:
-        """Deliveries that are not settled."""
-        return len(self._held)
 
     def room(self) -> int:
         """How many deliveries could be taken now."""
-        return 0 if self._stopping else 2 * self._concurrency - len(self._held)
+        return 0 if self._stopping else self._prefetch - self.line.waiting
 
     def deliver(self, delivery: Delivery) -> None:
-        if self._stopping:
-            self._give_back(delivery)
-            return
-        self._held.add(delivery)
-        self._send.send_nowait(delivery)
+        self.line.put(delivery)
 
-    def attach(self, consumer: Consumer | None) -> None:
-        """The consumer that is read now; it is told when there is room."""
-        self._consumer = consumer
+    def attach(self, consumer: Consumer) -> None:
+        """A consumer that is read now; it is told when there is room."""
+        self._consumers.add(consumer)
+
+    def detach(self, consumer: Consumer) -> None:
+        self._consumers.discard(consumer)
 
     async def work(self, *, stop: anyio.Event, drain_timeout_seconds: float) -> None:
         """Handle what arrives until `stop`; then give back what has not begun, and finish what has.
 
         What still runs after the drain timeout is cancelled and given back too.
         """
-        with self._waiting, anyio.CancelScope() as draining:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._beat)
-                async with anyio.create_task_group() as workers:
-                    for _ in range(self._concurrency):
-                        workers.start_soon(self._work)
-                    await stop.wait()
-                    draining.deadline = anyio.current_time() + drain_timeout_seconds
-                    self._stop()
-                tasks.cancel_scope.cancel()
-
-    async def _work(self) -> None:
-        async for delivery in self._waiting:
+        async with anyio.create_task_group() as beating:
+            beating.start_soon(self.line.beat, self._beat_seconds)
             try:
-                await self._handler.handle(delivery)
-            except anyio.get_cancelled_exc_class():
-                self.returned += 1
-                raise
-            finally:
-                self._held.discard(delivery)
-            self.finished += 1
-            if self._consumer:
-                self._consumer.refill()
+                with anyio.CancelScope() as draining:
+                    async with anyio.create_task_group() as workers:
+                        for _ in range(self._workers):
+                            workers.start_soon(self._form.work)
+                        await stop.wait()
+                        timer = self._clock.call_at(self._clock.monotonic() + drain_timeout_seconds, draining.cancel)
+                        self._stopping = True
+                        self.line.close()
+                        await self._stop_reading()
+                        self.returned += self.line.give_back()
+                    timer.cancel()
+            finally:  # also where all of this is cancelled
+                self.returned += self.line.abandon()
+            beating.cancel_scope.cancel()
 
-    async def _beat(self) -> None:
-        """Keep the server from giving away what waits or runs here."""
-        while True:
-            await anyio.sleep(self._beat_seconds)
-            for delivery in self._held:
-                delivery.in_progress()
+    async def _stop_reading(self) -> None:
+        """Before anything is given back: it would come here again."""
+        for consumer in tuple(self._consumers):
+            await consumer.stop()
 
-    def _stop(self) -> None:
-        self._stopping = True
-        self._send.close()
-        while True:
-            try:
-                delivery = self._waiting.receive_nowait()
-            except (anyio.WouldBlock, anyio.EndOfStream):
-                return
-            self._held.discard(delivery)
-            self._give_back(delivery)
-
-    def _give_back(self, delivery: Delivery) -> None:
-        delivery.nak()
-        self.returned += 1
+    def _refill(self) -> None:
+        for consumer in self._consumers:
+            consumer.refill()

@@ -10,9 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import anyio
-
-from aviso_workers import topics
+from aviso_workers import clocks, topics
 from aviso_workers.backends import Backend, Message
 from aviso_workers.codec import NotificationReader, store_time
 from aviso_workers.errors import UnavailableError, UndecodableError
@@ -21,9 +19,16 @@ from aviso_workers.notifications import Notification
 from aviso_workers.positions import Position
 from aviso_workers.schema import EventType, Where
 
-__all__ = ["Replayer"]
+__all__ = ["Replayer", "message_at"]
 
 AGAIN_AFTER_SECONDS = 1.0
+
+
+async def message_at(backend: Backend, stream: str, sequence: int) -> Message | None:
+    """The message of that sequence; None where the stream does not hold it. Raises `NotFoundError`."""
+    reading = backend.read(stream, filter_subjects=(), start_sequence=sequence, last_sequence=sequence)
+    async with aclosing(reading):
+        return await anext(reading, None)
 
 
 class Replayer:
@@ -80,7 +85,7 @@ class Replayer:
                         yield message
                 return
             except UnavailableError:
-                with anyio.move_on_after(AGAIN_AFTER_SECONDS):
+                with clocks.move_on_after(self._backend.clock, AGAIN_AFTER_SECONDS):
                     await self._backend.failed()
 
     def _matching(self, message: Message) -> Notification[Any] | None:

@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 
 from aviso_workers import schema, streams, topics
-from aviso_workers.agents import Agent
-from aviso_workers.backends import Backend, ConsumerInfo, open_backend
+from aviso_workers.agents import Agent, Task
+from aviso_workers.backends import Backend, ConsumerInfo, Opening, open_backend
 from aviso_workers.codec import NotificationReader
 from aviso_workers.config import Config
-from aviso_workers.engine.dead_lettering import DeadLetters
-from aviso_workers.engine.handling import Handler
+from aviso_workers.engine import dead_lettering, sweeping
+from aviso_workers.engine.batching import InBatches
+from aviso_workers.engine.dead_lettering import DeadLetters, Requeued, retry_subject
+from aviso_workers.engine.failing import Failures
+from aviso_workers.engine.handling import OneByOne
+from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publishing import Publisher
-from aviso_workers.engine.pulling import AgentRun
+from aviso_workers.engine.pulling import AgentRun, Form
 from aviso_workers.engine.replaying import Replayer
-from aviso_workers.engine.supervising import supervise_agent
-from aviso_workers.errors import UnknownEventTypeError
+from aviso_workers.engine.settling import Settler
+from aviso_workers.engine.streaming import AsStream
+from aviso_workers.engine.supervising import Feed, supervise_agent, supervise_task
+from aviso_workers.engine.sweeping import Sweep
+from aviso_workers.errors import BackendError, UnknownEventTypeError
 from aviso_workers.events import ConnectionChanged, Events
+from aviso_workers.notifications import Batch, Notification, Stream
 from aviso_workers.schema import EventType
-from aviso_workers.streams import ConsumerSpec
+from aviso_workers.streams import ConsumerSpec, StreamSpec
 
 __all__ = ["Session", "open_session"]
 
 MAX_ACK_PENDING = 10_000
 """Unsettled notifications of one agent over all its workers; those that wait for a retry count."""
-SECOND = 1_000_000_000
+CRASHES = 20
+"""How many deliveries of a notification may end without a verdict, because the worker died, before it is given up."""
+LANES_PREFETCH = 1000
+"""What may wait with an ordered agent: more than its concurrency, because what waits in a lane holds a place."""
+STREAM_PREFETCH = 16
+"""What may wait for each call of a function of a Stream, which can take many before the first of them is done."""
+SWEEP = "dead-letter-sweep"
+SWEEP_ACK_WAIT = 60.0
+SWEEP_PREFETCH = 16
+FORMS: dict[type, Callable[..., Form]] = {Notification: OneByOne, Batch: InBatches, Stream: AsStream}
 
 
 class Session:
@@ -43,7 +60,9 @@ class Session:
         self.publisher = Publisher(backend, config=config, provisioner=self.provisioner, events=events)
         self.runs: dict[str, AgentRun] = {}
         """The agents at work, by name."""
-        self._dead_letters = DeadLetters(backend, app=app, config=config, provisioner=self.provisioner)
+        self.own_streams = Provisioner(backend, management="reconcile", events=events)
+        """Our own streams are ours to make and to change, whatever may be done to the others'."""
+        self._dead_letters = DeadLetters(backend, app=app, config=config, provisioner=self.own_streams)
         self._app = app
         self._config = config
         self._events = events
@@ -63,29 +82,115 @@ class Session:
             events=self._events,
         )
 
+    async def work(self, app: Any, stop: anyio.Event, *, agents: Sequence[Agent[Any, Any]]) -> None:
+        """Run these agents, and the app's tasks, until `stop`; then let them finish.
+
+        Raises `BackendError` when the connection is lost for good.
+        """
+        failure: BackendError | None = None
+
+        async def watch_backend(work: anyio.CancelScope) -> None:
+            nonlocal failure
+            try:
+                await self.backend.failed()
+            except BackendError as error:
+                failure = error  # raised below, outside of the group, so that it arrives as itself
+                work.cancel()
+
+        async def run_task(task: Task) -> None:
+            await supervise_task(task, app, clock=self.backend.clock, events=self._events, stop=stop)
+
+        async with anyio.create_task_group() as watching:
+            async with anyio.create_task_group() as work:
+                watching.start_soon(watch_backend, work.cancel_scope)
+                for agent in agents:
+                    work.start_soon(self.run_agent, agent, stop)
+                if agents:
+                    work.start_soon(self.run_sweep, agents, stop)
+                for task in app.tasks:
+                    work.start_soon(run_task, task)
+                await stop.wait()
+            watching.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
     async def run_agent(self, agent: Agent[Any, Any], stop: anyio.Event) -> None:
         """Run the agent until `stop`, then let it finish."""
         declared = self._event_type(agent.event_type)
         where = schema.parse_where(agent.event_type, declared, agent.where)
         stream = streams.event_stream(agent.event_type, declared, self._config)
-        reader = NotificationReader(agent.event_type, declared, where=where, payload_type=agent.payload_type)
-        handler = Handler(
-            agent, stream=stream.name, reader=reader, dead_letters=self._dead_letters, events=self._events
-        )
-        run = AgentRun(handler, concurrency=agent.concurrency, ack_wait_seconds=agent.ack_wait_seconds)
-        self.runs[agent.name] = run
-        await supervise_agent(
+        clock, policy = self.backend.clock, agent.policy
+        line = Line(clock, key=topics.key_of(where.topic, policy.order_by) if policy.order_by else None)
+        settler = Settler(
             agent,
-            run,
-            backend=self.backend,
-            provisioner=self.provisioner,
-            stream=stream,
-            consumer=ConsumerSpec(
-                durable_name=agent.durable_name(self._app),
-                filter_subjects=topics.filter_subjects(where),
-                ack_wait=int(agent.ack_wait_seconds * SECOND),
-                max_ack_pending=MAX_ACK_PENDING,
+            stream=stream.name,
+            line=line,
+            failures=Failures(self.backend, app=self._app, agent=agent.name, stream=stream.name),
+            dead_letters=self._dead_letters,
+            clock=clock,
+            events=self._events,
+        )
+        reader = NotificationReader(agent.event_type, declared, where=where, payload_type=agent.payload_type)
+        form = FORMS[agent.form](agent, line=line, reader=reader, settler=settler, clock=clock)
+        run = AgentRun(
+            form,
+            line=line,
+            clock=clock,
+            workers=policy.concurrency,
+            prefetch=_prefetch(agent),
+            ack_wait_seconds=policy.ack_wait,
+        )
+        self.runs[agent.name] = run
+        durable = agent.durable_name(self._app)
+        max_deliver = policy.retry.attempts + CRASHES
+        feeds = [
+            Feed(
+                stream=stream,
+                consumer=_consumer(durable, topics.filter_subjects(where), policy.ack_wait, max_deliver),
+                provisioner=self.provisioner,
+                in_order=line.ordered,
             ),
+            Feed(
+                stream=dead_lettering.retries_spec(self._config),
+                consumer=_consumer(durable, (retry_subject(self._app, agent.name),), policy.ack_wait, max_deliver),
+                provisioner=self.own_streams,
+                unwrap=Requeued,
+            ),
+        ]
+        await self._supervise(agent.name, run, feeds, stop)
+
+    async def run_sweep(self, agents: Sequence[Agent[Any, Any]], stop: anyio.Event) -> None:
+        """Bury, until `stop`, what the server has given up of these agents' notifications."""
+        subjects = [
+            sweeping.advisory_subject(stream, agent.durable_name(self._app))
+            for agent in agents
+            for stream in (self._stream(agent).name, dead_lettering.RETRIES)
+        ]
+        clock = self.backend.clock
+        line = Line(clock)
+        form = Sweep(
+            self.backend,
+            line=line,
+            agents={agent.durable_name(self._app): agent for agent in agents},
+            dead_letters=self._dead_letters,
+            events=self._events,
+        )
+        run = AgentRun(
+            form, line=line, clock=clock, workers=1, prefetch=SWEEP_PREFETCH, ack_wait_seconds=SWEEP_ACK_WAIT
+        )
+        feed = Feed(
+            stream=sweeping.advisories_spec(self._config),
+            consumer=_consumer(f"{self._app}__{SWEEP}", tuple(subjects), SWEEP_ACK_WAIT, max_deliver=-1),
+            provisioner=self.own_streams,
+        )
+        await self._supervise(SWEEP, run, [feed], stop)
+
+    async def _supervise(self, name: str, run: AgentRun, feeds: Sequence[Feed], stop: anyio.Event) -> None:
+        await supervise_agent(
+            name,
+            run,
+            feeds,
+            backend=self.backend,
             events=self._events,
             stop=stop,
             drain_timeout_seconds=self._config.workers.drain_timeout_seconds,
@@ -93,9 +198,10 @@ class Session:
 
     async def consumer_info(self, agent: Agent[Any, Any]) -> ConsumerInfo:
         """The agent's durable consumer. Raises `NotFoundError` where it was never made."""
-        declared = self._event_type(agent.event_type)
-        stream = streams.event_stream(agent.event_type, declared, self._config)
-        return await self.backend.consumer_info(stream.name, agent.durable_name(self._app))
+        return await self.backend.consumer_info(self._stream(agent).name, agent.durable_name(self._app))
+
+    def _stream(self, agent: Agent[Any, Any]) -> StreamSpec:
+        return streams.event_stream(agent.event_type, self._event_type(agent.event_type), self._config)
 
     def _event_type(self, name: str) -> EventType:
         event_types = self._config.notification_schema
@@ -105,11 +211,31 @@ class Session:
 
 
 @asynccontextmanager
-async def open_session(*, app: str, config: Config, events: Events) -> AsyncIterator[Session]:
+async def open_session(
+    *, app: str, config: Config, events: Events, opening: Opening = open_backend
+) -> AsyncIterator[Session]:
     """Connect; leave to disconnect. Raises `BackendError`."""
 
     def on_connection(*, connected: bool, reason: str) -> None:
         events.emit(ConnectionChanged(connected=connected, reason=reason))
 
-    async with open_backend(config, on_connection=on_connection) as backend:
+    async with opening(config, on_connection=on_connection) as backend:
         yield Session(backend, app=app, config=config, events=events)
+
+
+def _prefetch(agent: Agent[Any, Any]) -> int:
+    """As many as can begin at once, so that a worker that becomes free finds work."""
+    policy = agent.policy
+    if policy.order_by:
+        return max(LANES_PREFETCH, policy.concurrency)
+    return policy.concurrency * {Notification: 1, Batch: policy.batch.size, Stream: STREAM_PREFETCH}[agent.form]
+
+
+def _consumer(durable: str, filters: tuple[str, ...], ack_wait: float, max_deliver: int) -> ConsumerSpec:
+    return ConsumerSpec(
+        durable_name=durable,
+        filter_subjects=filters,
+        ack_wait=int(ack_wait * streams.SECOND),
+        max_ack_pending=MAX_ACK_PENDING,
+        max_deliver=max_deliver,
+    )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
 import anyio
+from msgspec import Struct
 
-from aviso_workers.agents import Agent, Task
-from aviso_workers.backends import Backend
+from aviso_workers import clocks
+from aviso_workers.agents import Task
+from aviso_workers.backends import Backend, Delivery
+from aviso_workers.clocks import Clock
 from aviso_workers.engine import calling
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.pulling import AgentRun
@@ -18,69 +21,106 @@ from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, TaskFailed
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 
-__all__ = ["supervise_agent", "supervise_task"]
+__all__ = ["Feed", "supervise_agent", "supervise_task"]
 
 LONGEST_WAIT_SECONDS = 10.0
 HEALTHY_SECONDS = 30.0
 """Who ran for so long before failing starts again without a wait that has grown."""
 SETTLE_TIMEOUT_SECONDS = 5.0
+EXPIRY_SECONDS = 1.0
+"""How much later than after `ack_wait` a server may notice that a delivery was not settled."""
+
+
+class Feed(Struct, frozen=True, kw_only=True):
+    """A durable consumer that an agent reads, and its stream."""
+
+    stream: StreamSpec
+    consumer: ConsumerSpec
+    provisioner: Provisioner
+    unwrap: Callable[[Delivery], Delivery] | None = None
+    """Makes of what comes what the agent is to see."""
+    in_order: bool = False
+    """Deliveries must come in order: what a dead worker held is waited for before anything new is asked for."""
 
 
 async def supervise_agent(
-    agent: Agent[Any, Any],
+    name: str,
     run: AgentRun,
+    feeds: Sequence[Feed],
     *,
     backend: Backend,
-    provisioner: Provisioner,
-    stream: StreamSpec,
-    consumer: ConsumerSpec,
     events: Events,
     stop: anyio.Event,
     drain_timeout_seconds: float,
 ) -> None:
-    """Run the agent until `stop`, then let it finish. A lost consumer or stream is made anew."""
+    """Run an agent until `stop`, then let it finish. A lost consumer or stream is made anew."""
     drained = anyio.Event()
-
-    async def read(delays: _Delays) -> None:
-        await provisioner.ensure(stream)
-        await backend.ensure_consumer(stream.name, consumer)
-        async with backend.consume(stream.name, consumer.durable_name, deliver=run.deliver, room=run.room) as opened:
-            run.attach(opened)
-            events.emit(AgentStarted(agent=agent.name, stream=stream.name, consumer=consumer.durable_name))
-            delays.started()
-            try:
-                await _until(stop, opened.lost)
-                await opened.stop()
-                await drained.wait()
-                # What does not get through is delivered again: late, but not lost.
-                with anyio.move_on_after(SETTLE_TIMEOUT_SECONDS), suppress(BackendError):
-                    await opened.settled()
-            finally:
-                run.attach(None)
-
-    async def keep_reading() -> None:
-        delays = _Delays()
-        while not stop.is_set():
-            try:
-                await read(delays)
-            except BackendError as error:
-                if isinstance(error, NotFoundError):
-                    provisioner.forget(stream.name)
-                delay = delays.next()
-                events.emit(AgentDisturbed(agent=agent.name, error=error, again_in_seconds=delay))
-                with anyio.move_on_after(delay):
-                    await stop.wait()
-
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(keep_reading)
+        for feed in feeds:
+            tasks.start_soon(_keep_reading, name, run, feed, backend, events, stop, drained)
         await run.work(stop=stop, drain_timeout_seconds=drain_timeout_seconds)
         drained.set()
-    events.emit(AgentStopped(agent=agent.name, finished=run.finished, returned=run.returned))
+    events.emit(AgentStopped(agent=name, finished=run.line.finished, returned=run.returned))
 
 
-async def supervise_task(task: Task, app: Any, *, events: Events, stop: anyio.Event) -> None:
+async def _keep_reading(
+    name: str,
+    run: AgentRun,
+    feed: Feed,
+    backend: Backend,
+    events: Events,
+    stop: anyio.Event,
+    drained: anyio.Event,
+) -> None:
+    delays = _Delays(backend.clock)
+    while not stop.is_set():
+        try:
+            await _read(name, run, feed, backend, events, stop, drained, delays)
+        except BackendError as error:
+            if isinstance(error, NotFoundError):
+                feed.provisioner.forget(feed.stream.name)
+            delay = delays.next()
+            events.emit(AgentDisturbed(agent=name, stream=feed.stream.name, error=error, again_in_seconds=delay))
+            await _sleep(backend.clock, delay, stop)
+
+
+async def _read(
+    name: str,
+    run: AgentRun,
+    feed: Feed,
+    backend: Backend,
+    events: Events,
+    stop: anyio.Event,
+    drained: anyio.Event,
+    delays: _Delays,
+) -> None:
+    stream, consumer = feed.stream.name, feed.consumer.durable_name
+    await feed.provisioner.ensure(feed.stream)
+    info = await feed.provisioner.ensure_consumer(stream, feed.consumer)
+    if feed.in_order and info.num_ack_pending and not len(run.line):
+        await _sleep(backend.clock, feed.consumer.ack_wait / 1e9 + EXPIRY_SECONDS, stop)
+
+    def deliver(delivery: Delivery) -> None:
+        run.deliver(feed.unwrap(delivery) if feed.unwrap else delivery)
+
+    async with backend.consume(stream, consumer, deliver=deliver, room=run.room) as opened:
+        run.attach(opened)
+        events.emit(AgentStarted(agent=name, stream=stream, consumer=consumer))
+        delays.started()
+        try:
+            await _until(stop, opened.lost)
+            await opened.stop()
+            await drained.wait()
+            # What does not get through is delivered again: late, but not lost.
+            with clocks.move_on_after(backend.clock, SETTLE_TIMEOUT_SECONDS), suppress(BackendError):
+                await opened.settled()
+        finally:
+            run.detach(opened)
+
+
+async def supervise_task(task: Task, app: Any, *, clock: Clock, events: Events, stop: anyio.Event) -> None:
     """Run the task until `stop`; when it raises, start it again after a wait. One that returns is done."""
-    delays = _Delays()
+    delays = _Delays(clock)
     while not stop.is_set():
         delays.started()
         try:
@@ -88,10 +128,15 @@ async def supervise_task(task: Task, app: Any, *, events: Events, stop: anyio.Ev
         except Exception as error:
             delay = delays.next()
             events.emit(TaskFailed(task=task.name, error=error, again_in_seconds=delay))
-            with anyio.move_on_after(delay):
-                await stop.wait()
+            await _sleep(clock, delay, stop)
         else:
             return
+
+
+async def _sleep(clock: Clock, seconds: float, stop: anyio.Event) -> None:
+    """`stop` cuts it short."""
+    with clocks.move_on_after(clock, seconds):
+        await stop.wait()
 
 
 async def _until(stop: anyio.Event, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -117,15 +162,16 @@ async def _until(stop: anyio.Event, function: Callable[[], Coroutine[Any, Any, N
 class _Delays:
     """Waits that double, and begin anew after a healthy run."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._next = 0.1
-        self._started = anyio.current_time()
+        self._started = math.inf
 
     def started(self) -> None:
-        self._started = anyio.current_time()
+        self._started = self._clock.monotonic()
 
     def next(self) -> float:
-        if anyio.current_time() - self._started > HEALTHY_SECONDS:
+        if self._clock.monotonic() - self._started > HEALTHY_SECONDS:
             self._next = 0.1
         self._started = math.inf
         delay, self._next = self._next, min(LONGEST_WAIT_SECONDS, self._next * 2)

@@ -5,6 +5,7 @@ It answers from a thread of its own, so that a stuck event loop is seen and not 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -29,9 +30,18 @@ class Health:
         self.unready: list[str] = ["starting"]
         """Why the worker is not ready; empty when it is."""
         self._last_turn = time.monotonic()
+        self._next_turn = math.inf
+        self._late = 0.0
 
-    def turned(self) -> None:
+    def turned(self, *, next_in_seconds: float) -> None:
+        """Say that the loop has come round, and when it will again."""
         self._last_turn = time.monotonic()
+        self._late = max(0.0, self._last_turn - self._next_turn)
+        self._next_turn = self._last_turn + next_in_seconds
+
+    def late_seconds(self) -> float:
+        """How late the loop came round the last time, or is now if that is more."""
+        return max(self._late, time.monotonic() - self._next_turn)
 
     def stuck_seconds(self) -> float:
         return time.monotonic() - self._last_turn

@@ -53,8 +53,8 @@ def open_index() -> Index:
 @index.agent(
     "mars",
     concurrency=64,
-    ack_wait_seconds=5,
-    retry=Backoff(first_seconds=0.5, factor=2, max_seconds=10),
+    ack_wait=5,
+    retry=Backoff(first=0.5, factor=2, max=10),
 )
 async def index_field(notification: Notification[Location]) -> None:
     """Upsert the field; a few notifications fail on purpose the first time."""

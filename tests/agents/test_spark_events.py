@@ -14,8 +14,8 @@ import anyio
 import pytest
 import yaml
 import zstandard
-from aviso_agents import spark_events
 
+from aviso_agents import spark_events
 from aviso_workers import App, KeyValue, Receipt
 from aviso_workers.errors import UnavailableError, UnknownEventTypeError
 from aviso_workers.events import Event, Published

@@ -98,11 +98,11 @@ workers:
 def test_a_declaration_that_is_refused_is_told_in_a_sentence(run: Run, write_module) -> None:
     module = write_module("""
 @app.agent("mars")
-def index(notification: Notification) -> None: ...
+async def index() -> None: ...
 """)
     ran = run("check", module)
     assert ran.code == 2
-    assert ran.err.startswith("aviso-workers: agent 'index': must be an async function of one argument")
+    assert ran.err.startswith("aviso-workers: agent 'index': must be a function of one argument")
 
 
 @pytest.mark.usefixtures("unreachable")

@@ -16,8 +16,9 @@ import pytest
 
 from aviso_workers import config
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery, Message, PubAck, StreamInfo
-from aviso_workers.backends.in_memory import InMemoryBackend, VirtualClock
+from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
+from aviso_workers.clocks import VirtualClock
 from aviso_workers.server import NatsServer
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 

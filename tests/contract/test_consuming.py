@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from datetime import UTC, datetime, timedelta
 
 import anyio
 import pytest
 
 from aviso_workers.backends import Backend, Consumer
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
+from aviso_workers.streams import ConsumerSpec
 
 pytestmark = pytest.mark.anyio
 
@@ -589,3 +591,176 @@ class TestWhatIsGone:
             await backend.delete_message("MARS", 1)
 
             assert (await inbox.next()).message.subject == "mars.1"
+
+
+class TestAPause:
+    @pytest.fixture
+    def after(self, backend: Backend):
+        """`after(seconds)`: that time from now, by the backend's clock."""
+
+        def after(seconds: float) -> datetime:
+            return datetime.fromtimestamp(backend.clock.time_ns() / 1e9 + seconds, UTC)
+
+        return after
+
+    async def test_holds_back_what_comes_until_it_is_lifted(
+        self, create, publish, ensure, open_reader, inbox, backend, elapse, after
+    ):
+        await create()
+        await ensure()
+        until = after(3600)
+        async with open_reader(inbox):
+            await backend.pause_consumer("MARS", "agent", until=until)
+            await publish("mars.0")
+            await elapse(ACK_WAIT)
+            info = await backend.consumer_info("MARS", "agent")
+            assert (inbox.subjects, info.num_pending, info.paused) == ([], 1, True)
+            assert info.paused_until is not None
+            assert abs(info.paused_until - until) < timedelta(milliseconds=1)
+
+            await backend.pause_consumer("MARS", "agent", until=None)
+            assert (await inbox.next()).message.subject == "mars.0"
+            assert (await backend.consumer_info("MARS", "agent")).paused_until is None
+
+    async def test_ends_by_itself(self, create, publish, ensure, open_reader, inbox, backend, elapse, after):
+        await create()
+        await ensure()
+        await publish("mars.0")
+        await backend.pause_consumer("MARS", "agent", until=after(ACK_WAIT))
+        async with open_reader(inbox):
+            await elapse(ACK_WAIT / 2)
+            assert inbox.subjects == []
+            await elapse(ACK_WAIT)
+            assert (await inbox.next()).num_delivered == 1
+        assert not (await backend.consumer_info("MARS", "agent")).paused
+
+    async def test_may_be_made_longer_and_shorter(
+        self, create, publish, ensure, open_reader, inbox, backend, elapse, after
+    ):
+        await create()
+        await ensure()
+        await publish("mars.0")
+        await backend.pause_consumer("MARS", "agent", until=after(ACK_WAIT))
+        await backend.pause_consumer("MARS", "agent", until=after(3600))
+        async with open_reader(inbox):
+            await elapse(ACK_WAIT * 2)
+            assert inbox.subjects == []
+            await backend.pause_consumer("MARS", "agent", until=after(-1))
+            assert (await inbox.next()).message.subject == "mars.0"
+
+    async def test_holds_back_what_comes_again_and_lets_settle(
+        self, create, publish, ensure, open_reader, inbox, backend, elapse, after, eventually
+    ):
+        await create()
+        await ensure(ack_wait_seconds=ACK_WAIT)
+        await publish("mars.0")
+        await publish("mars.1")
+        async with open_reader(inbox) as reader:
+            first, _ = await inbox.take(2)
+            await backend.pause_consumer("MARS", "agent", until=after(3600))
+            await settle(reader, [first])
+            await eventually(num_ack_pending=1)
+            await elapse(ACK_WAIT * 2)
+            assert inbox.subjects == []
+
+            await backend.pause_consumer("MARS", "agent", until=None)
+            again = await inbox.next()
+            assert (again.message.subject, again.num_delivered) == ("mars.1", 2)
+
+    async def test_outlives_an_update(self, create, ensure, backend, after):
+        await create()
+        await ensure()
+        await backend.pause_consumer("MARS", "agent", until=after(3600))
+        assert (await ensure(max_ack_pending=7)).paused
+
+    async def test_needs_a_consumer(self, create, backend):
+        await create()
+        with pytest.raises(NotFoundError) as missing:
+            await backend.pause_consumer("MARS", "agent", until=None)
+        assert missing.value.code == 10014
+
+
+class TestAReset:
+    @pytest.fixture
+    async def five(self, create, publish, ensure):
+        """The subjects mars.1 to mars.5, at the sequences 1 to 5."""
+        await create()
+        await ensure()
+        for number in range(1, 6):
+            await publish(f"mars.{number}")
+
+    async def test_goes_back_and_delivers_anew(self, five, backend, open_reader, inbox, inbox_of, eventually):
+        async with open_reader(inbox) as reader:
+            await settle(reader, await inbox.take(5))
+        await eventually(ack_floor=5)
+
+        info = await backend.reset_consumer("MARS", "agent", sequence=3)
+
+        assert (info.num_pending, info.num_ack_pending, info.ack_floor) == (3, 0, 2)
+        again = inbox_of(10)
+        async with open_reader(again):
+            deliveries = await again.take(3)
+        assert [(delivery.message.sequence, delivery.num_delivered) for delivery in deliveries] == [
+            (3, 1),
+            (4, 1),
+            (5, 1),
+        ]
+
+    async def test_goes_forward_and_passes_over(self, five, backend, open_reader, inbox):
+        info = await backend.reset_consumer("MARS", "agent", sequence=5)
+
+        assert (info.num_pending, info.ack_floor) == (1, 4)
+        async with open_reader(inbox):
+            assert (await inbox.next()).message.sequence == 5
+
+    async def test_reaches_an_open_reader(self, five, backend, open_reader, inbox):
+        async with open_reader(inbox) as reader:
+            await settle(reader, await inbox.take(5))
+            await backend.reset_consumer("MARS", "agent", sequence=5)
+            assert (await inbox.next()).message.sequence == 5
+
+    async def test_forgets_what_is_out(self, five, backend, open_reader, inbox, elapse, eventually):
+        await backend.ensure_consumer(
+            "MARS",
+            ConsumerSpec(durable_name="agent", filter_subjects=("mars.>",), ack_wait=500_000_000, max_ack_pending=100),
+        )
+        async with open_reader(inbox) as reader:
+            deliveries = await inbox.take(5)
+            await backend.reset_consumer("MARS", "agent", sequence=6)
+            await elapse(ACK_WAIT * 2)
+            assert inbox.subjects == []
+
+            await settle(reader, deliveries)
+            await eventually(num_pending=0, num_ack_pending=0, ack_floor=5)
+
+    async def test_a_delivery_of_before_settles_the_one_of_after(self, five, backend, open_reader, inbox, eventually):
+        async with open_reader(inbox) as reader:
+            *_, before = await inbox.take(5)
+            await backend.reset_consumer("MARS", "agent", sequence=5)
+            await inbox.next()
+            await settle(reader, [before])
+            await eventually(num_pending=0, num_ack_pending=0)
+
+    async def test_beyond_the_end_waits_until_the_stream_is_there(
+        self, five, publish, backend, open_reader, inbox, elapse
+    ):
+        await backend.reset_consumer("MARS", "agent", sequence=7)
+        async with open_reader(inbox):
+            await publish("mars.6")
+            await elapse(0.1)
+            assert inbox.subjects == []
+            await publish("mars.7")
+            assert (await inbox.next()).message.subject == "mars.7"
+
+    async def test_needs_a_consumer(self, create, backend):
+        await create()
+        with pytest.raises(NotFoundError) as missing, anyio.fail_after(3):
+            await backend.reset_consumer("MARS", "agent", sequence=1)
+        assert missing.value.code == 10014
+
+    async def test_is_refused_where_the_consumer_began_in_between(self, create, ensure, backend):
+        await create()
+        await ensure(deliver_policy="new")
+        with pytest.raises(RefusedError) as refused:
+            await backend.reset_consumer("MARS", "agent", sequence=1)
+        assert refused.value.code == 10204

@@ -212,3 +212,16 @@ async def test_a_reading_takes_nothing_from_a_consumer(five, sequences, ensure, 
 async def test_a_stream_that_is_missing_cannot_be_read(backend):
     with pytest.raises(NotFoundError):
         await following(backend.read("MARS", filter_subjects=("mars.>",)), 1)
+
+
+@pytest.mark.parametrize(
+    ("filters", "start", "expected"),
+    [((), 1, 5), ((), 3, 3), ((), 6, 0), ((), 99, 0), (("mars.2",), 1, 1), (("mars.4", "mars.0"), 2, 1)],
+)
+async def test_what_would_come_can_be_counted(five, backend, filters, start, expected):
+    assert await backend.count("MARS", filter_subjects=filters, start_sequence=start) == expected
+
+
+async def test_a_stream_that_is_missing_cannot_be_counted(backend):
+    with pytest.raises(NotFoundError):
+        await backend.count("MARS", filter_subjects=())

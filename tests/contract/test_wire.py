@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import anyio
 import nats
 import pytest
-from nats.aio.client import Client
+from msgspec.structs import replace
+from nats.aio.client import Client, ServerVersion
 from nats.js.api import StreamConfig
 
-from aviso_workers import App, Notification
+from aviso_workers import App, Notification, streams
+from aviso_workers.errors import RefusedError
 from aviso_workers.server import NatsServer
+from aviso_workers.streams import ConsumerSpec
 from tests.contract.settings import app_config, mars
 
 pytestmark = pytest.mark.anyio
@@ -129,3 +133,45 @@ async def test_cloud_events_are_those_of_an_aviso_server(app: App) -> None:
         "dataschema": "https://aviso.example/schema/mars",
         "data": {"identifier": mars(), "payload": {"location": "here"}},
     }
+
+
+async def test_a_consumer_with_one_filter_is_not_updated_for_the_way_in_which_it_is_reported(
+    app: App, client: Client
+) -> None:
+    context = client.jetstream()
+    await context.add_stream(StreamConfig(name="MARS", subjects=["mars.>"]))
+    found = {"filter_subject": "mars.od.>", "ack_policy": "explicit", "ack_wait": 10_000_000_000, "max_ack_pending": 9}
+    await ask(client, "CONSUMER.CREATE.MARS.agent.mars.od.>", config={"durable_name": "agent", **found})
+    requests = await client.subscribe("$JS.API.CONSUMER.*.MARS.agent")
+    await client.flush()
+    spec = ConsumerSpec(
+        durable_name="agent", filter_subjects=("mars.od.>",), ack_wait=10_000_000_000, max_ack_pending=9
+    )
+    backend = app.session.backend
+    await backend.ensure_consumer("MARS", spec)
+    info = await backend.ensure_consumer("MARS", replace(spec, filter_subjects=("mars.od.>", "mars.rd.>")))
+    assert streams.filters_of(info.config) == ["mars.od.>", "mars.rd.>"]
+    asked = [(await requests.next_msg()).subject.split(".")[3] for _ in range(3)]
+    assert asked == ["INFO", "INFO", "CREATE"], "the first look found nothing to update"
+
+
+@pytest.mark.parametrize(
+    ("version", "act", "complaint"),
+    [
+        ("2.10.29", "pause_consumer", "to pause a consumer, nats-server 2.11 or newer is needed; this one is 2.10"),
+        ("2.12.1", "reset_consumer", "to reset a consumer, nats-server 2.14 or newer is needed; this one is 2.12"),
+    ],
+)
+async def test_a_server_that_is_too_old_is_told_and_not_waited_for(
+    app: App, monkeypatch: pytest.MonkeyPatch, version: str, act: str, complaint: str
+) -> None:
+    monkeypatch.setattr(Client, "connected_server_version", property(lambda _: ServerVersion(version)))
+    backend, detail = app.session.backend, {"until": None} if act == "pause_consumer" else {"sequence": 1}
+    with pytest.raises(RefusedError, match=complaint), anyio.fail_after(2):
+        await getattr(backend, act)("MARS", "agent", **detail)
+
+
+async def ask(client: Client, subject: str, **request: Any) -> None:
+    body = json.dumps({"stream_name": "MARS", "action": "create", **request}).encode()
+    answer = json.loads((await client.request(f"$JS.API.{subject}", body)).data)
+    assert "error" not in answer, answer

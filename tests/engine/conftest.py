@@ -16,7 +16,7 @@ from aviso_workers.backends import Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.config import Config, NotificationBackend
 from aviso_workers.engine.session import Session
-from aviso_workers.events import Event, Events
+from aviso_workers.events import AgentDisturbed, AgentStarted, Event, Events
 from aviso_workers.schema import EventType, IntHandler, StringHandler, Topic
 
 E = TypeVar("E", bound=Event)
@@ -106,6 +106,8 @@ class Facts:
         return found
 
     def _note(self, event: Event) -> None:
+        if isinstance(event, AgentStarted | AgentDisturbed) and event.stream != "MARS":
+            return  # every agent also reads the retries
         self._stated.append(event)
         self._changed.set()
 

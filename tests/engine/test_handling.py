@@ -21,7 +21,7 @@ from tests.engine.conftest import Facts
 
 pytestmark = pytest.mark.anyio
 
-PROMPT = Backoff(first_seconds=1.0, factor=3.0, attempts=4, jitter=0.0)
+PROMPT = Backoff(first=1.0, factor=3.0, attempts=4, jitter=0.0)
 
 
 class Field(Struct):
@@ -140,6 +140,7 @@ async def test_the_last_failure_leaves_a_dead_letter_that_says_everything(
     headers = {**letter.headers}
     del headers["Nats-Msg-Id"], headers["Nats-Expected-Stream"]  # what every publish has
     time = headers.pop("Aviso-Time")
+    traceback = headers.pop("Aviso-Traceback")
     assert headers == {
         "traceparent": "00-1-2-01",
         "Aviso-Subject": "mars.od.6",
@@ -147,10 +148,12 @@ async def test_the_last_failure_leaves_a_dead_letter_that_says_everything(
         "Aviso-Sequence": "1",
         "Aviso-App": "tests",
         "Aviso-Agent": "index",
-        "Aviso-Deliveries": "2",
+        "Aviso-Attempts": "2",
+        "Aviso-Timestamp": str(original.timestamp_ns),
         "Aviso-Reason": "attempts_exhausted",
         "Aviso-Error": "ValueError: no such table",
     }
+    assert traceback.rpartition(" ")[2] == "index"
     assert time.startswith("20")
     assert time.endswith("+00:00")
     assert original.headers["Nats-Msg-Id"] != letter.headers["Nats-Msg-Id"]

@@ -10,9 +10,9 @@ import anyio
 import anyio.to_thread
 import pytest
 import yaml
-from aviso_agents import spark_events
 from pyspark.sql import SparkSession
 
+from aviso_agents import spark_events
 from aviso_workers import App, Notification
 from aviso_workers.server import NatsServer
 

@@ -2,7 +2,7 @@
 
 A real queue: messages are stored, limits bite, acks count, and what is not settled comes back. `stream` and
 `durable` hold the rules and know no event loop, `account` holds the streams, `consuming`, `reading` and
-`key_value` are the contract's face, `clock` is whose time it is. What it does not do: outlive its process,
+`key_value` are the contract's face. What it does not do: outlive its process,
 replicate, or keep messages by anything but limits. `num_replicas`, `storage` and `compression` are noted
 and mean nothing.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -21,14 +22,14 @@ from aviso_workers import config
 from aviso_workers.backends import ConnectionListener, ConsumerInfo, Delivery, KeyValue, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import reading
 from aviso_workers.backends.in_memory.account import MAX_PAYLOAD, Account
-from aviso_workers.backends.in_memory.clock import Clock, LoopClock, VirtualClock
 from aviso_workers.backends.in_memory.connection import Connection
 from aviso_workers.backends.in_memory.consuming import Dispatcher, InMemoryConsumer
 from aviso_workers.backends.in_memory.key_value import InMemoryKeyValue
+from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.codec import Message
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 
-__all__ = ["InMemoryBackend", "VirtualClock"]
+__all__ = ["InMemoryBackend"]
 
 
 class InMemoryBackend:
@@ -43,8 +44,9 @@ class InMemoryBackend:
         clock: Clock | None = None,
         on_connection: ConnectionListener | None = None,
     ) -> None:
-        self._clock = clock or LoopClock()
-        self._account = Account(settings, self._clock)
+        self.clock: Clock = clock or LoopClock()
+        self._settings = settings
+        self._account = Account(settings, self.clock)
         self._connection = Connection(on_connection)
         self._dispatchers: dict[tuple[str, str], Dispatcher] = {}
 
@@ -63,6 +65,12 @@ class InMemoryBackend:
 
     def reconnect(self) -> None:
         self._connection.open()
+
+    def peer(self, *, on_connection: ConnectionListener | None = None) -> InMemoryBackend:
+        """Another client of the same streams, with a connection of its own."""
+        peer = InMemoryBackend(self._settings, clock=self.clock, on_connection=on_connection)
+        peer._account, peer._dispatchers = self._account, self._dispatchers
+        return peer
 
     @property
     def kind(self) -> str:
@@ -99,9 +107,26 @@ class InMemoryBackend:
         await self._connection.reach()
         self._account.stream(stream).delete(sequence)
 
+    async def delete_stream(self, stream: str) -> None:
+        await self._connection.reach()
+        self._account.delete(stream)
+        for name, consumer in self._dispatchers:
+            if name == stream:
+                self._dispatchers[name, consumer].end()
+
+    async def delete_consumer(self, stream: str, consumer: str) -> None:
+        await self._connection.reach()
+        self._account.delete_durable(stream, consumer)
+        if (stream, consumer) in self._dispatchers:
+            self._dispatchers[stream, consumer].end()
+
     async def stream_names(self) -> list[str]:
         await self._connection.reach()
         return self._account.names()
+
+    async def subject_counts(self, stream: str) -> dict[str, int]:
+        await self._connection.reach()
+        return {subject: len(sequences) for subject, sequences in self._account.stream(stream).subjects.items()}
 
     async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
         await self._connection.reach()
@@ -111,13 +136,26 @@ class InMemoryBackend:
         await self._connection.reach()
         return self._account.durable(stream, consumer).info
 
+    async def consumers(self, stream: str) -> list[ConsumerInfo]:
+        await self._connection.reach()
+        return [durable.info for durable in self._account.stream(stream).durables.values()]
+
+    async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> None:
+        await self._connection.reach()
+        self._dispatcher(stream, consumer).pause(until)
+
+    async def reset_consumer(self, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
+        await self._connection.reach()
+        self._dispatcher(stream, consumer).reset(sequence)
+        return self._account.durable(stream, consumer).info
+
     @asynccontextmanager
     async def consume(
         self, stream: str, consumer: str, *, deliver: Callable[[Delivery], None], room: Callable[[], int]
     ) -> AsyncIterator[InMemoryConsumer]:
         await self._connection.reach()
         dispatcher = self._dispatcher(stream, consumer)
-        reader = dispatcher.join(deliver=deliver, room=room)
+        reader = dispatcher.join(self._connection, deliver=deliver, room=room)
         try:
             yield reader
         finally:
@@ -142,22 +180,27 @@ class InMemoryBackend:
             last_sequence=last_sequence,
         )
 
+    async def count(self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int = 1) -> int:
+        await self._connection.reach()
+        return reading.count(self._account.stream(stream), filter_subjects, start_sequence)
+
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
         await self._connection.reach()
         return self._account.publish(message, message_id=message_id, stream=stream)
 
-    async def key_value(self, bucket: str) -> KeyValue:
+    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None) -> KeyValue:
         await self._connection.reach()
-        return InMemoryKeyValue(bucket, self._account, self._connection)
+        return InMemoryKeyValue(bucket, self._account, self._connection, ttl_seconds=ttl_seconds)
 
     def _dispatcher(self, stream: str, consumer: str) -> Dispatcher:
+        """The one of that name, whose stream and consumer may be new ones."""
         dispatcher = self._dispatchers.get((stream, consumer))
         if dispatcher is None:
             dispatcher = Dispatcher(
-                self._account.stream(stream),
-                self._account.durable(stream, consumer),
-                connection=self._connection,
-                clock=self._clock,
+                f"consumer {consumer} of stream {stream}",
+                clock=self.clock,
+                on_given_up=partial(self._account.advise_max_deliveries, stream, consumer),
             )
-            self._dispatchers[stream, consumer] = dispatcher
+        dispatcher.serve(self._account.stream(stream), self._account.durable(stream, consumer))
+        self._dispatchers[stream, consumer] = dispatcher
         return dispatcher

@@ -12,10 +12,10 @@ import msgspec
 
 from aviso_workers import config
 from aviso_workers.backends import PubAck
-from aviso_workers.backends.in_memory.clock import Clock
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.stream import Stream, complete, payload_size
 from aviso_workers.backends.in_memory.subjects import overlap
+from aviso_workers.clocks import Clock
 from aviso_workers.codec import Message
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.streams import ConsumerSpec, StreamSpec
@@ -43,6 +43,17 @@ class Account:
             raise NotFoundError(f"stream {name}: not found", code=10059)
         stream.expire(self._clock.time_ns())
         return stream
+
+    def delete(self, name: str) -> None:
+        """Remove the stream and all it holds. Raises `NotFoundError`."""
+        stream = self.stream(name)
+        del self._streams[name]
+        stream.ended()
+
+    def delete_durable(self, stream: str, name: str) -> None:
+        """Raises `NotFoundError`."""
+        self.durable(stream, name)
+        del self._streams[stream].durables[name]
 
     def durable(self, stream: str, name: str) -> Durable:
         """Raises `NotFoundError`."""
@@ -97,6 +108,14 @@ class Account:
             raise RefusedError(f"publish {message.subject}: headers and body are larger than {MAX_PAYLOAD} bytes")
         sequence, duplicate = self.store(taker, whole, message_id=message_id)
         return PubAck(stream=stream, sequence=sequence, duplicate=duplicate)
+
+    def advise_max_deliveries(self, stream: str, consumer: str, sequence: int, deliveries: int) -> None:
+        """State, as a server does, that a message will not be delivered again; kept where a stream takes it."""
+        subject = f"$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.{stream}.{consumer}"
+        advisory = {"stream": stream, "consumer": consumer, "stream_seq": sequence, "deliveries": deliveries}
+        for taker in self._streams.values():
+            if taker.takes(subject):
+                self.store(taker, Message(subject=subject, data=msgspec.json.encode(advisory)))
 
     def store(self, stream: Stream, message: Message, *, message_id: str | None = None) -> tuple[int, bool]:
         # No two messages have the same time, so that one of two topics is always the older.

@@ -10,27 +10,39 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 import anyio
 from anyio.lowlevel import checkpoint
 
 from aviso_workers.backends import Delivery
-from aviso_workers.backends.in_memory.clock import Clock, Timer
 from aviso_workers.backends.in_memory.connection import Connection
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.stream import Stream
+from aviso_workers.clocks import Clock, Timer
 from aviso_workers.codec import Message
-from aviso_workers.errors import UnavailableError
+from aviso_workers.errors import NotFoundError, UnavailableError
 
 __all__ = ["Dispatcher", "InMemoryConsumer"]
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class InMemoryConsumer:
     """An open reader of a durable consumer; see `backends.Consumer`."""
 
-    def __init__(self, dispatcher: Dispatcher, *, deliver: Callable[[Delivery], None], room: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        connection: Connection,
+        *,
+        deliver: Callable[[Delivery], None],
+        room: Callable[[], int],
+    ) -> None:
+        self.connection = connection
         self.deliver = deliver
         self.room = room
+        self.gone = anyio.Event()
         self.settlements_lost = 0
         self._dispatcher = dispatcher
 
@@ -38,10 +50,11 @@ class InMemoryConsumer:
         self._dispatcher.wake()
 
     async def lost(self) -> None:
-        await anyio.sleep_forever()  # streams and consumers cannot be deleted here
+        await self.gone.wait()
+        raise NotFoundError(f"{self._dispatcher.name}: was deleted", code=10014)
 
     async def settled(self) -> None:
-        await self._dispatcher.connection.reach()
+        await self.connection.reach()
         if self.settlements_lost:
             raise UnavailableError(f"in_memory: {self.settlements_lost} settlements were lost with the connection")
 
@@ -78,47 +91,92 @@ class InMemoryDelivery:
             self._dispatcher.in_progress(self.message.sequence)
 
     def _reaches(self) -> bool:
-        up = self._dispatcher.connection.up
-        if not up:
+        """Whether it gets through to the consumer of that name, which may be another one by now."""
+        if not self._reader.connection.up:
             self._reader.settlements_lost += 1
-        return up
+        return self._reader.connection.up and self._dispatcher.serving
 
 
 class Dispatcher:
     """The readers of one durable consumer. They take turns, as far as they have room."""
 
-    def __init__(self, stream: Stream, durable: Durable, *, connection: Connection, clock: Clock) -> None:
-        self.durable = durable
-        self.connection = connection
-        self._stream = stream
+    def __init__(
+        self,
+        name: str,
+        *,
+        clock: Clock,
+        on_given_up: Callable[[int, int], None],
+    ) -> None:
+        self.name = name
+        self.serving = False
+        self.durable: Durable
+        self._stream: Stream
+        self._on_given_up = on_given_up
         self._clock = clock
         self._readers: deque[InMemoryConsumer] = deque()
         self._woken = False
         self._timer: Timer | None = None
+        self._pause: Timer | None = None
 
-    def join(self, *, deliver: Callable[[Delivery], None], room: Callable[[], int]) -> InMemoryConsumer:
-        reader = InMemoryConsumer(self, deliver=deliver, room=room)
+    def serve(self, stream: Stream, durable: Durable) -> None:
+        """Hand out this consumer's messages from now on."""
+        self.serving, self._stream, self.durable = True, stream, durable
+
+    def end(self) -> None:
+        """The consumer was deleted."""
+        self.serving = False
+        if self._pause is not None:
+            self._pause.cancel()
+        for reader in tuple(self._readers):
+            reader.gone.set()
+            self.leave(reader)
+
+    def join(
+        self, connection: Connection, *, deliver: Callable[[Delivery], None], room: Callable[[], int]
+    ) -> InMemoryConsumer:
+        reader = InMemoryConsumer(self, connection, deliver=deliver, room=room)
         self._readers.append(reader)
         self._stream.watchers.add(self.wake)
-        self.connection.watchers.add(self.wake)
+        connection.watchers.add(self.wake)
         self.wake()
         return reader
 
     def leave(self, reader: InMemoryConsumer) -> None:
-        if reader in self._readers:
-            self._readers.remove(reader)
+        if reader not in self._readers:
+            return
+        self._readers.remove(reader)
+        if all(other.connection is not reader.connection for other in self._readers):
+            reader.connection.watchers.discard(self.wake)
         if not self._readers:
             self._stream.watchers.discard(self.wake)
-            self.connection.watchers.discard(self.wake)
 
     def settle(self, sequence: int) -> None:
         self.durable.settle(sequence)
+        self.durable.last_settled_ns = self._clock.time_ns()
         self.wake()
 
     def give_back(self, sequence: int, *, delay_seconds: float) -> None:
         now = self._clock.monotonic()
         self.durable.give_back(sequence, not_before=now + delay_seconds, now=now)
         self._look_at(now + delay_seconds)
+        self.wake()
+
+    def pause(self, until: datetime | None) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+        seconds = (until - EPOCH).total_seconds() - self._clock.time_ns() / 1e9 if until else 0.0
+        if seconds <= 0:
+            self._resume()
+            return
+        self.durable.paused_until = until
+        self._pause = self._clock.call_at(self._clock.monotonic() + seconds, self._resume)
+
+    def _resume(self) -> None:
+        self.durable.paused_until = None
+        self.wake()
+
+    def reset(self, sequence: int) -> None:
+        self.durable.reset(sequence)
         self.wake()
 
     def in_progress(self, sequence: int) -> None:
@@ -131,19 +189,22 @@ class Dispatcher:
 
     def _dispatch(self) -> None:
         self._woken = False
-        if not self.connection.up:
+        if not self.serving:
             return
         self._stream.expire(self._clock.time_ns())
         now = self._clock.monotonic()
         while (reader := self._next_reader()) and (taken := self.durable.take(now)):
             message, num_delivered = taken
+            self.durable.last_delivered_ns = self._clock.time_ns()
             self._look_at(now + self.durable.ack_wait_seconds)
             reader.deliver(InMemoryDelivery(self, reader, message, num_delivered))
+        while self.durable.given_up:
+            self._on_given_up(*self.durable.given_up.pop())
 
     def _next_reader(self) -> InMemoryConsumer | None:
         for _ in range(len(self._readers)):
             self._readers.rotate(-1)
-            if self._readers[-1].room() > 0:
+            if self._readers[-1].connection.up and self._readers[-1].room() > 0:
                 return self._readers[-1]
         return None
 

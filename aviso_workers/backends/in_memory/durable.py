@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from itertools import permutations
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from aviso_workers import streams
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.backends.in_memory.subjects import pattern
 from aviso_workers.codec import Message
@@ -24,7 +26,6 @@ from aviso_workers.streams import ConsumerSpec
 __all__ = ["Durable"]
 
 SECOND = 1_000_000_000
-UPDATABLE = ("filter_subjects", "ack_wait", "max_deliver", "max_ack_pending")
 
 
 class Outstanding(Struct):
@@ -50,16 +51,25 @@ class Durable:
         self._waiting: OrderedDict[int, None] = OrderedDict()
         self._outstanding: dict[int, Outstanding] = {}
         self._due: OrderedDict[int, None] = OrderedDict()
+        self.last_delivered_ns = 0
+        self.last_settled_ns = 0
+        self.paused_until: datetime | None = None
+        self.given_up: list[tuple[int, int]] = []
+        """Sequence and deliveries of what was delivered `max_deliver` times, until somebody takes note."""
         self._configure(msgspec.to_builtins(spec))
 
     @property
     def info(self) -> ConsumerInfo:
         return ConsumerInfo(
+            name=self.config["name"],
             config=dict(self.config),
             num_pending=self.num_pending,
             num_ack_pending=len(self._outstanding),
             num_redelivered=sum(1 for message in self._outstanding.values() if message.num_delivered > 1),
             ack_floor=min(self._outstanding) - 1 if self._outstanding else self._cursor,
+            last_delivered=_time(self.last_delivered_ns),
+            last_settled=_time(self.last_settled_ns),
+            paused_until=self.paused_until,
         )
 
     @property
@@ -69,11 +79,21 @@ class Durable:
     def update(self, spec: ConsumerSpec) -> None:
         """Take over what can be updated; the rest stays as it was created."""
         stated = msgspec.to_builtins(spec)
-        self._configure({name: stated[name] for name in UPDATABLE})
+        self._configure({name: stated[name] for name in streams.UPDATABLE})
+
+    def reset(self, sequence: int) -> None:
+        """Go on at `sequence`, and know nothing of what was delivered before."""
+        if self.config["deliver_policy"] != "all":
+            raise RefusedError(f"consumer {self.config['name']}: invalid reset: not allowed", code=10204)
+        self._cursor = sequence - 1
+        self._outstanding.clear()
+        self._due.clear()
+        self.last_delivered_ns = self.last_settled_ns = 0
+        self._configure({"filter_subjects": self.config["filter_subjects"]})
 
     def offer(self, message: Message) -> None:
         """The stream has stored a message."""
-        if self._wanted.fullmatch(message.subject):
+        if message.sequence > self._cursor and self._wanted.fullmatch(message.subject):
             self._waiting[message.sequence] = None
 
     def forget(self, sequence: int) -> None:
@@ -83,6 +103,8 @@ class Durable:
 
     def take(self, now: float) -> tuple[Message, int] | None:
         """The next message to deliver and how often that makes, now in the hands of the caller."""
+        if self.paused_until is not None:
+            return None
         while self._due:
             sequence, _ = self._due.popitem(last=False)
             outstanding = self._outstanding[sequence]
@@ -91,6 +113,7 @@ class Durable:
                 outstanding.deadline = now + self.ack_wait_seconds
                 return self._messages[sequence], outstanding.num_delivered
             del self._outstanding[sequence]
+            self.given_up.append((sequence, outstanding.num_delivered))
         if not self._waiting or len(self._outstanding) >= self.config["max_ack_pending"] > 0:
             return None
         self._cursor, _ = self._waiting.popitem(last=False)
@@ -137,3 +160,7 @@ class Durable:
             for sequence, message in self._messages.items()
             if sequence > self._cursor and self._wanted.fullmatch(message.subject)
         )
+
+
+def _time(ns: int) -> datetime | None:
+    return datetime.fromtimestamp(ns / 1e9, UTC) if ns else None

@@ -7,9 +7,10 @@ import re
 from aviso_workers.backends import Entry
 from aviso_workers.backends.in_memory.account import Account
 from aviso_workers.backends.in_memory.connection import Connection
+from aviso_workers.backends.in_memory.stream import Stream
 from aviso_workers.codec import Message
 from aviso_workers.errors import RefusedError
-from aviso_workers.streams import StreamSpec
+from aviso_workers.streams import SECOND, StreamSpec
 
 __all__ = ["InMemoryKeyValue", "bucket_stream"]
 
@@ -17,18 +18,29 @@ KEY = re.compile(r"[-/_=.a-zA-Z0-9]+")
 DELETED = {"KV-Operation": "DEL"}
 
 
-def bucket_stream(bucket: str) -> StreamSpec:
-    return StreamSpec(name=f"KV_{bucket}", subjects=(f"$KV.{bucket}.>",), max_msgs_per_subject=1, discard="new")
+def bucket_stream(bucket: str, ttl_seconds: float | None = None) -> StreamSpec:
+    return StreamSpec(
+        name=f"KV_{bucket}",
+        subjects=(f"$KV.{bucket}.>",),
+        max_msgs_per_subject=1,
+        max_age=int((ttl_seconds or 0) * SECOND),
+        discard="new",
+    )
 
 
 class InMemoryKeyValue:
     """See `backends.KeyValue`."""
 
-    def __init__(self, bucket: str, account: Account, connection: Connection) -> None:
+    def __init__(
+        self, bucket: str, account: Account, connection: Connection, *, ttl_seconds: float | None = None
+    ) -> None:
         self._bucket = bucket
         self._account = account
         self._connection = connection
-        self._stream = account.create(bucket_stream(bucket))
+        spec = bucket_stream(bucket, ttl_seconds)
+        self._stream_name = spec.name
+        if spec.name not in account.names():
+            account.create(spec)
 
     async def get(self, key: str) -> Entry | None:
         await self._connection.reach()
@@ -53,6 +65,11 @@ class InMemoryKeyValue:
         return sorted(
             message.subject[start:] for message in self._stream.messages.values() if message.headers != DELETED
         )
+
+    @property
+    def _stream(self) -> Stream:
+        """As it is now: what is too old has left it. Raises `NotFoundError`."""
+        return self._account.stream(self._stream_name)
 
     def _store(self, message: Message) -> int:
         sequence, _ = self._account.store(self._stream, message)

@@ -1,4 +1,4 @@
-"""Reading a stream without acks, in order: for replay and watch."""
+"""Reading a stream without acks, in order: for replay and watch. And counting what could be read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from anyio.lowlevel import checkpoint
 
 from aviso_workers.backends.in_memory.account import Account
 from aviso_workers.backends.in_memory.connection import Connection
+from aviso_workers.backends.in_memory.stream import Stream
 from aviso_workers.backends.in_memory.subjects import pattern
 from aviso_workers.codec import Message
 from aviso_workers.errors import UnavailableError
 
-__all__ = ["read"]
+__all__ = ["count", "read"]
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -62,3 +63,13 @@ async def read(
     finally:
         watchers.discard(wake)
         connection.watchers.discard(wake)
+
+
+def count(stream: Stream, filter_subjects: Sequence[str], start_sequence: int) -> int:
+    """How many messages a reading from there would give now."""
+    wanted = pattern(filter_subjects)
+    return sum(
+        1
+        for message in stream.messages.values()
+        if message.sequence >= start_sequence and wanted.fullmatch(message.subject)
+    )

@@ -133,6 +133,10 @@ class Stream:
         self._remove(sequence)
         self._changed()
 
+    def ended(self) -> None:
+        """It was deleted: tell who watches it."""
+        self._changed()
+
     def purge(self) -> int:
         """Remove everything; message ids are remembered and sequences go on, as in JetStream."""
         count = len(self.messages)

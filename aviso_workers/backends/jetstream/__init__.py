@@ -8,7 +8,7 @@ nats-py's classes drop the fields that they do not know.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from types import TracebackType
 from typing import Any
@@ -17,44 +17,51 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from aviso_workers import config
+from aviso_workers import config, streams
 from aviso_workers.backends import ConnectionListener, ConsumerInfo, Delivery, KeyValue, PubAck, StreamInfo
 from aviso_workers.backends.jetstream import key_value, reading
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.consuming import Outbox, PullConsumer
 from aviso_workers.backends.jetstream.publishing import Publisher
+from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.codec import Message
-from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 
 __all__ = ["JetStreamBackend"]
 
 DELETE_FAILED = 10057
-UPDATABLE = ("filter_subjects", "ack_wait", "max_deliver", "max_ack_pending")
-"""The consumer fields that we state and that a server lets change."""
+LEAVE_SECONDS = 2.0
 
 
 class JetStreamBackend:
     """See `backends.Backend`. Connected while its `async with` block runs."""
 
     def __init__(self, settings: config.JetStream, *, on_connection: ConnectionListener | None = None) -> None:
+        self.clock: Clock = LoopClock()
         self._settings = settings
         self._connection = Connection(settings, on_connection=on_connection)
         self._publisher = Publisher(self._connection)
         self._outbox = Outbox(self._connection)
+        self._made: dict[tuple[str, str], str] = {}
         self._tasks: TaskGroup
 
     async def __aenter__(self) -> JetStreamBackend:
         await self._connection.open()
         await self._publisher.open()
+        await self._outbox.open()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._tasks.start_soon(self._outbox.run)
+        self._tasks.start_soon(self._connection.watch)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self.connected:  # agents that were cancelled have given back what they held
+            with anyio.move_on_after(LEAVE_SECONDS, shield=True), suppress(BackendError):
+                await self._outbox.flush()
         # The body's own exception is not the tasks' business: it must leave as it is, not in an ExceptionGroup.
         self._tasks.cancel_scope.cancel()
         try:
@@ -75,11 +82,7 @@ class JetStreamBackend:
         return self._connection.nc.max_payload
 
     async def failed(self) -> None:
-        await self._connection.closed.wait()
-        raise UnavailableError(
-            f"the connection to {', '.join(self._settings.masked_servers)} is lost for good: "
-            f"{self._connection.closed_reason}"
-        )
+        await self._connection.failed()
 
     async def stream_info(self, stream: str) -> StreamInfo:
         return _stream_info(await self._connection.api(f"STREAM.INFO.{stream}"))
@@ -103,6 +106,9 @@ class JetStreamBackend:
             await self._connection.api(f"STREAM.MSG.GET.{stream}", {"seq": sequence})
             raise
 
+    async def delete_stream(self, stream: str) -> None:
+        await self._connection.api(f"STREAM.DELETE.{stream}")
+
     async def stream_names(self) -> list[str]:
         names: list[str] = []
         while True:
@@ -111,44 +117,86 @@ class JetStreamBackend:
             if len(names) >= page["total"] or not page["streams"]:
                 return names
 
+    async def subject_counts(self, stream: str) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        while True:
+            page = await self._connection.api(f"STREAM.INFO.{stream}", {"subjects_filter": ">", "offset": len(counts)})
+            found = page["state"].get("subjects") or {}
+            counts |= found
+            if len(counts) >= page["total"] or not found:
+                return counts
+
     async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
-        stated = {**msgspec.to_builtins(spec), "filter_subjects": list(spec.filter_subjects)}
         subject = f"CONSUMER.CREATE.{stream}.{spec.durable_name}"
         try:
             found = await self._connection.api(f"CONSUMER.INFO.{stream}.{spec.durable_name}")
         except NotFoundError:
-            created = {"stream_name": stream, "config": stated, "action": "create"}
+            created = {"stream_name": stream, "config": msgspec.to_builtins(spec), "action": "create"}
             return _consumer_info(await self._connection.api(subject, created))
-        config = {**found["config"]}
-        # A single filter is reported under another name than several.
-        if single := config.pop("filter_subject", None):
-            config["filter_subjects"] = [single]
-        wanted = {**config, **{name: stated[name] for name in UPDATABLE if name in stated}}
-        if wanted == config:
+        differences = streams.consumer_differences(spec, found["config"])
+        updates = {each.field: each.wanted for each in differences if each.field in streams.UPDATABLE}
+        if not updates:
             return _consumer_info(found)
+        config = {**found["config"], **updates}
+        if "filter_subjects" in updates:
+            config.pop("filter_subject", None)  # of the two, a server takes one
         return _consumer_info(
-            await self._connection.api(subject, {"stream_name": stream, "config": wanted, "action": "update"})
+            await self._connection.api(subject, {"stream_name": stream, "config": config, "action": "update"})
         )
 
     async def consumer_info(self, stream: str, consumer: str) -> ConsumerInfo:
         return _consumer_info(await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}"))
+
+    async def consumers(self, stream: str) -> list[ConsumerInfo]:
+        found: list[ConsumerInfo] = []
+        offset = 0
+        while True:
+            page = await self._connection.api(f"CONSUMER.LIST.{stream}", {"offset": offset})
+            found += map(_consumer_info, page["consumers"])
+            offset += page["limit"]  # not by how many came: a cluster leaves out those that do not answer
+            if offset >= page["total"]:
+                return found
+
+    async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> None:
+        self._require_server(2, 11, to="pause a consumer")
+        request = {"pause_until": until.isoformat()} if until else {}
+        await self._connection.api(f"CONSUMER.PAUSE.{stream}.{consumer}", request)
+
+    async def reset_consumer(self, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
+        self._require_server(2, 14, to="reset a consumer")
+        await self.consumer_info(stream, consumer)  # because a server does not answer about one that is missing
+        return _consumer_info(await self._connection.api(f"CONSUMER.RESET.{stream}.{consumer}", {"seq": sequence}))
+
+    def _require_server(self, major: int, minor: int, *, to: str) -> None:
+        """An older server does not answer at all to what it does not know."""
+        found = self._connection.nc.connected_server_version
+        if (found.major, found.minor) < (major, minor):
+            raise RefusedError(
+                f"to {to}, nats-server {major}.{minor} or newer is needed; this one is {found.major}.{found.minor}"
+            )
 
     @asynccontextmanager
     async def consume(
         self, stream: str, consumer: str, *, deliver: Callable[[Delivery], None], room: Callable[[], int]
     ) -> AsyncIterator[PullConsumer]:
         reader = PullConsumer(
-            self._connection, self._outbox, stream=stream, consumer=consumer, deliver=deliver, room=room
+            self._connection,
+            self._outbox,
+            stream=stream,
+            consumer=consumer,
+            made=self._made,
+            deliver=deliver,
+            room=room,
         )
-        await reader.open()
         scope = anyio.CancelScope()
-        self._tasks.start_soon(_within, scope, reader)
         try:
+            await reader.open()
+            self._tasks.start_soon(_within, scope, reader)
             yield reader
         finally:
             scope.cancel()
             with anyio.CancelScope(shield=True):
-                await reader.stop()
+                await reader.close()
 
     def read(
         self,
@@ -168,14 +216,21 @@ class JetStreamBackend:
             last_sequence=last_sequence,
         )
 
+    async def count(self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int = 1) -> int:
+        return await reading.count(
+            self._connection, stream, filter_subjects=filter_subjects, start_sequence=start_sequence
+        )
+
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
         return await self._publisher.publish(
             message, message_id=message_id, stream=stream, timeout_seconds=timeout_seconds
         )
 
-    async def key_value(self, bucket: str) -> KeyValue:
+    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None) -> KeyValue:
         context = self._connection.nc.jetstream(domain=self._settings.domain)
-        return await key_value.open_bucket(context, bucket, replicas=self._settings.replicas or 1)
+        return await key_value.open_bucket(
+            context, bucket, replicas=self._settings.replicas or 1, ttl_seconds=ttl_seconds
+        )
 
 
 async def _within(scope: anyio.CancelScope, reader: PullConsumer) -> None:
@@ -197,9 +252,17 @@ def _stream_info(answer: Mapping[str, Any]) -> StreamInfo:
 
 def _consumer_info(answer: Mapping[str, Any]) -> ConsumerInfo:
     return ConsumerInfo(
+        name=answer["name"],
         config=answer["config"],
         num_pending=answer["num_pending"],
         num_ack_pending=answer["num_ack_pending"],
         num_redelivered=answer["num_redelivered"],
         ack_floor=answer["ack_floor"]["stream_seq"],
+        last_delivered=_time(answer["delivered"].get("last_active")),
+        last_settled=_time(answer["ack_floor"].get("last_active")),
+        paused_until=_time(answer["config"].get("pause_until")) if answer.get("paused") else None,
     )
+
+
+def _time(found: str | None) -> datetime | None:
+    return msgspec.convert(found, datetime | None)

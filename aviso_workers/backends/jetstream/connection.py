@@ -1,12 +1,16 @@
 """The one connection of a backend: opened with retries, watched, asked, closed.
 
-nats-py reconnects by itself; its tasks are outside of ours. So there is one owner here that hears of every change:
-`ready` says whether requests can be sent now, `closed` that nats-py has given up for good. What reads or waits
-registers in `on_reconnect` or `on_disconnect`, because a server forgets pulls and a client forgets answers.
+nats-py reconnects by itself; its tasks are outside of ours. So there is one owner here that hears of every change and
+takes every decision: `ready` says whether requests can be sent now, `failed` that it is lost for good. What reads or
+waits registers in `on_reconnect` or `on_disconnect`, because a server forgets pulls and a client forgets answers.
+
+Three things nats-py does not see, and its owner does: a server that does not answer any more is left (`watch`), one
+that is about to shut down is left for another one, and one that goes on refusing our credentials is given up.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,31 +20,42 @@ import anyio
 import msgspec
 import nats.errors
 from nats.aio.client import Client
+from nats.aio.transport import TcpTransport
 
 from aviso_workers import config
 from aviso_workers.backends import ConnectionListener
 from aviso_workers.backends.jetstream import faults
-from aviso_workers.errors import RefusedError, UnavailableError
+from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 
 __all__ = ["Connection"]
 
 API_TIMEOUT_SECONDS = 5.0
-FLUSH_TIMEOUT_SECONDS = 10
+PING_SECONDS = 5.0
+SILENT_PINGS = 2
+"""A server that leaves so many PINGs in a row unanswered is left. One may be our own fault: a loop that was stuck."""
+REFUSALS = 3
+"""Attempts in a row to which a server answers that it does not take our credentials, before we believe it."""
+FLUSH_AGAIN_SECONDS = 0.1
+CLOSE_SECONDS = 3.0
 
 
 class Connection:
-    """A connection to the servers of `settings`. `open` it before use and `close` it after."""
+    """A connection to the servers of `settings`. `open` it before use, `watch` it meanwhile, `close` it after."""
 
     def __init__(self, settings: config.JetStream, *, on_connection: ConnectionListener | None) -> None:
         self.nc = Client()
         self.on_reconnect: set[Callable[[], None]] = set()
         self.on_disconnect: set[Callable[[], None]] = set()
-        self.closed = anyio.Event()
-        self.closed_reason = ""
         self._settings = settings
         self._listener = on_connection
-        self._api_prefix = f"$JS.{settings.domain}.API" if settings.domain else "$JS.API"
+        self.api_prefix = f"$JS.{settings.domain}.API" if settings.domain else "$JS.API"
         self._last_error = ""
+        self._refusals = 0
+        self._denials: dict[str, float] = {}
+        """By what the server said, when it last denied us a subject."""
+        self._pongs: set[asyncio.Future[bool]] = set()
+        self._lost = anyio.Event()
+        self._reason: BackendError = UnavailableError("the connection was closed")
         self._opened = False
         self._closing = False
 
@@ -55,7 +70,6 @@ class Connection:
         us away, which no further attempt would cure.
         """
         settings = self._settings
-        urls = ", ".join(settings.masked_servers)
         for attempt in range(1, settings.retry_attempts + 1):
             if attempt > 1:
                 await anyio.sleep(settings.reconnect_delay_ms / 1000)
@@ -69,15 +83,37 @@ class Connection:
                 self._opened = True
                 self._tell(connected=True, reason="")
                 return
-            if "authorization violation" in self._last_error.lower():
-                raise RefusedError(f"{urls} refused the credentials: {self._last_error}")
-        raise UnavailableError(f"no NATS server at {urls} after {settings.retry_attempts} attempts: {self._last_error}")
+            if faults.is_refusal(self._last_error):
+                raise self._refused()
+        raise UnavailableError(
+            f"no NATS server at {self._urls} after {settings.retry_attempts} attempts: {self._last_error}"
+        )
+
+    async def watch(self) -> None:
+        """Leave a server that does not answer any more: nats-py would believe in it for minutes. Never returns."""
+        unanswered = 0
+        while True:
+            if not self.ready or await self.answers():
+                unanswered = 0
+                await anyio.sleep(PING_SECONDS)
+                continue
+            unanswered += 1
+            if unanswered == SILENT_PINGS:
+                self._last_error = "the server is silent"
+                await self._leave()
+
+    async def failed(self) -> None:
+        """Wait until the connection is lost for good, then raise the `BackendError` that says why."""
+        await self._lost.wait()
+        raise self._reason
 
     async def close(self) -> None:
         self._closing = True
-        # nats-py first sends what it has buffered, which fails where the connection is down: it is delivered again.
-        with anyio.CancelScope(shield=True), suppress(nats.errors.Error, OSError):
+        # nats-py first sends what it has buffered, which fails where the connection is down, and waits until the server
+        # has taken it, which a silent one never does. What is not taken is delivered again.
+        with anyio.move_on_after(CLOSE_SECONDS, shield=True), suppress(nats.errors.Error, OSError):
             await self.nc.close()
+        self._abort()
 
     async def api(self, subject: str, request: Any = None) -> dict[str, Any]:
         """Ask JetStream's API over raw JSON, so that no field is lost on the way.
@@ -87,8 +123,13 @@ class Connection:
         if not self.ready:
             raise UnavailableError(f"{subject}: not connected")
         body = b"" if request is None else msgspec.json.encode(request)
-        with faults.translated(subject):
-            answer = await self.nc.request(f"{self._api_prefix}.{subject}", body, timeout=API_TIMEOUT_SECONDS)
+        whole, sent = f"{self.api_prefix}.{subject}", anyio.current_time()
+        try:
+            with faults.translated(subject):
+                answer = await self.nc.request(whole, body, timeout=API_TIMEOUT_SECONDS)
+        except UnavailableError:
+            self.check_allowed(whole, since=sent)
+            raise
         decoded: dict[str, Any] = msgspec.json.decode(answer.data)
         if "error" in decoded:
             raise faults.from_api(subject, decoded["error"])
@@ -97,14 +138,49 @@ class Connection:
     async def post(self, subject: str, body: bytes, *, reply: str) -> None:
         """Send a request of JetStream's API whose answers come to the inbox `reply`, as pulls do."""
         with faults.translated(subject):
-            await self.nc.publish(f"{self._api_prefix}.{subject}", body, reply=reply)
+            await self.nc.publish(f"{self.api_prefix}.{subject}", body, reply=reply)
+
+    async def answers(self) -> bool:
+        """Whether the server answers a PING; then it has what was sent so far.
+
+        nats-py's own flush is never used: its PING overtakes what waits to be written, and when it is cancelled or
+        takes too long, a PONG that comes later ends nats-py's reader.
+        """
+        pong: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._pongs.add(pong)
+        try:
+            with anyio.move_on_after(PING_SECONDS), suppress(nats.errors.Error, OSError):
+                await self.nc._flush_pending(force_flush=True)
+                if self.ready:
+                    await self.nc._send_ping(pong)
+                    return await asyncio.shield(pong)
+            return False
+        finally:
+            self._pongs.discard(pong)
 
     async def flush(self) -> None:
-        """Return when the server has taken what was sent so far. Raises `UnavailableError`."""
-        if not self.ready:
-            raise UnavailableError("flush: not connected")
-        with faults.translated("flush"):
-            await self.nc.flush(timeout=FLUSH_TIMEOUT_SECONDS)
+        """Return when the server has what was sent so far, after a reconnect if need be.
+
+        Raises `UnavailableError` where there will be none.
+        """
+        while not self.nc.is_closed:
+            if await self.answers():
+                return
+            await anyio.sleep(FLUSH_AGAIN_SECONDS)
+        raise UnavailableError("flush: the connection is closed")
+
+    def check_allowed(self, subject: str, *, since: float) -> None:
+        """Raise `RefusedError` where the server has denied us to publish to the subject, or to hear answers.
+
+        It says so beside the request, which nobody answers then. `since` is a time of the event loop.
+        """
+        for said, when in self._denials.items():
+            if when >= since and (f'"{subject.lower()}"' in said or 'subscription to "_inbox' in said):
+                raise RefusedError(f"{subject}: {said.removeprefix('nats: ')}")
+
+    @property
+    def _urls(self) -> str:
+        return ", ".join(self._settings.masked_servers)
 
     async def _connect(self) -> None:
         settings = self._settings
@@ -121,6 +197,7 @@ class Connection:
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_reconnected,
             closed_cb=self._on_closed,
+            lame_duck_mode_cb=self._on_lame_duck,
             **_credentials(settings),
         )
         # Aviso's 0 means without end, which nats-py spells -1.
@@ -128,26 +205,75 @@ class Connection:
         self.nc.options["reconnect_time_wait"] = settings.reconnect_delay_ms / 1000
         self._last_error = ""
 
+    async def _leave(self) -> None:
+        """Reconnect, to another server where there is one."""
+        self._abort()
+        if self._settings.enable_auto_reconnect:
+            await self.nc.force_reconnect()
+        else:
+            await self.nc.close()
+
+    def _abort(self) -> None:
+        """Drop the socket with what is still to be sent: nats-py waits for that, and a silent server never takes it."""
+        transport = self.nc._transport
+        if isinstance(transport, TcpTransport) and transport._io_writer is not None:
+            transport._io_writer.transport.abort()
+
     async def _on_error(self, error: Exception) -> None:
         self._last_error = str(error) or type(error).__name__
+        if "permissions violation" in self._last_error:
+            self._denials[self._last_error] = anyio.current_time()
+        if self._opened and faults.is_refusal(self._last_error):
+            self._refusals += 1
+            if self._refusals == REFUSALS:
+                self._give_up(self._refused())
 
     async def _on_disconnected(self) -> None:
+        for pong in self._pongs:
+            if not pong.done():
+                pong.set_result(False)
         for act in tuple(self.on_disconnect):
             act()
         if self._opened and not self._closing:
-            self._tell(connected=False, reason=self._last_error or "the connection was lost")
+            self._tell(connected=False, reason=self._why("the connection was lost"))
 
     async def _on_reconnected(self) -> None:
         self._last_error = ""
+        self._refusals = 0
+        self._denials.clear()
         for act in tuple(self.on_reconnect):
             act()
         self._tell(connected=True, reason="")
 
+    async def _on_lame_duck(self) -> None:
+        """The server is about to shut down: leave while there is time. The only one there is, is used to its end."""
+        if len(self.nc.servers) > 1:
+            self._last_error = "the server is shutting down"
+            await self.nc.force_reconnect()
+
     async def _on_closed(self) -> None:
         if not self._opened:
             return  # a failed attempt to connect, which `open` reports
-        self.closed_reason = str(self.nc.last_error or "") or self._last_error or "reconnecting was given up"
-        self.closed.set()
+        reason = self._why("reconnecting was given up")
+        if faults.is_refusal(reason):
+            self._give_up(self._refused())
+        else:
+            self._give_up(UnavailableError(f"the connection to {self._urls} is lost for good: {reason}"))
+
+    def _give_up(self, reason: BackendError) -> None:
+        if not self._lost.is_set():
+            self._reason = reason
+            self._lost.set()
+
+    def _refused(self) -> RefusedError:
+        return RefusedError(f"{self._urls} refused the credentials: {self._last_error}")
+
+    def _why(self, otherwise: str) -> str:
+        """What the server said when it ended the connection, else the last error on the way."""
+        last = self.nc.last_error
+        if last is not None and not isinstance(last, nats.errors.NoServersError):
+            self._last_error = str(last) or type(last).__name__
+        return self._last_error or otherwise
 
     def _tell(self, *, connected: bool, reason: str) -> None:
         if self._listener:

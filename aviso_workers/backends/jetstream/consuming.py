@@ -2,38 +2,61 @@
 
 One task per consumer keeps it asked for as much as there is room for: a new request goes out when it would ask for
 at least as much as is still outstanding, so that there is always one on the server and never a request per message.
-Settlements leave through one outbox per connection, in the order in which they were made.
+When it hears nothing for two heartbeats, or after a reconnect, it looks whether the consumer is still the one that it
+opened. Settlements leave through one outbox per connection, in the order in which they were made.
+
+A consumer or stream that was deleted and made anew counts from 1 again: to settle what came from the old one would
+settle another message. So such settlements are dropped.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 
 import anyio
 import nats.errors
+from nats.aio.msg import Msg
 
 from aviso_workers.backends import Delivery
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription, Received
 from aviso_workers.codec import Message
-from aviso_workers.errors import BackendError, UnavailableError
+from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 
 __all__ = ["Outbox", "PullConsumer"]
 
+CONFIRM_SECONDS = 0.5
+"""A settlement that is to be confirmed is sent again after this: whose consumer has no leader just now, is lost."""
+IN_PROGRESS = b"+WPI"
 SECOND = 1_000_000_000
 
 
 class Outbox:
-    """Sends settlements. `run` it in a task; `put` from anywhere on the loop."""
+    """Sends settlements. `open` it, `run` it in a task; `put` from anywhere on the loop."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._waiting: deque[tuple[str, bytes]] = deque()
+        self._waiting: deque[tuple[str, bytes, str]] = deque()
         self._filled = anyio.Event()
+        self._unconfirmed: dict[str, tuple[str, bytes]] = {}
+        """By the subject on which the confirmation comes."""
+        self._confirmed = anyio.Event()
+        self._numbers = itertools.count(1)
+        self._inbox = ""
 
-    def put(self, reply: str, body: bytes) -> None:
-        self._waiting.append((reply, body))
+    async def open(self) -> None:
+        self._inbox = self._connection.nc.new_inbox()
+        await self._connection.nc.subscribe(f"{self._inbox}.*", cb=self._on_confirmed)
+
+    def put(self, reply: str, body: bytes, *, confirmed: bool = False) -> None:
+        """Send a settlement; with `confirmed`, `flush` waits until the consumer has taken it."""
+        answer = ""
+        if confirmed:
+            answer = f"{self._inbox}.{next(self._numbers)}"
+            self._unconfirmed[answer] = (reply, body)
+        self._waiting.append((reply, body, answer))
         if not self._filled.is_set():
             self._filled.set()
 
@@ -44,28 +67,42 @@ class Outbox:
             await self._send()
 
     async def flush(self) -> None:
-        """Return when the server has what was put so far. Raises `UnavailableError`."""
+        """Return when the server has what was put so far, and has confirmed what is to be confirmed."""
         await self._send()
         await self._connection.flush()
+        while self._unconfirmed:
+            self._confirmed = anyio.Event()
+            with anyio.move_on_after(CONFIRM_SECONDS):
+                await self._confirmed.wait()
+                return
+            self._waiting.extend((reply, body, answer) for answer, (reply, body) in self._unconfirmed.items())
+            await self._send()
 
     async def _send(self) -> None:
         while self._waiting:
-            reply, body = self._waiting.popleft()
+            reply, body, answer = self._waiting.popleft()
             try:
-                await self._connection.nc.publish(reply, body)
+                await self._connection.nc.publish(reply, body, answer)
             except nats.errors.Error:
                 # Not connected and nats-py's buffer is full: the server will deliver it again after ack_wait.
                 continue
+
+    async def _on_confirmed(self, message: Msg) -> None:
+        if message.headers:
+            return  # 503: the consumer has no leader just now
+        self._unconfirmed.pop(message.subject, None)
+        if not self._unconfirmed:
+            self._confirmed.set()
 
 
 class JetStreamDelivery:
     """One message of a durable consumer."""
 
-    __slots__ = ("_outbox", "_received")
+    __slots__ = ("_received", "_settle")
 
-    def __init__(self, received: Received, outbox: Outbox) -> None:
+    def __init__(self, received: Received, settle: Callable[[str, bytes], None]) -> None:
         self._received = received
-        self._outbox = outbox
+        self._settle = settle
 
     @property
     def message(self) -> Message:
@@ -80,21 +117,24 @@ class JetStreamDelivery:
         return self._received.num_pending
 
     def ack(self) -> None:
-        self._outbox.put(self._received.reply, b"+ACK")
+        self._settle(self._received.reply, b"+ACK")
 
     def nak(self, *, delay_seconds: float = 0.0) -> None:
         body = b'-NAK {"delay":%d}' % int(delay_seconds * SECOND) if delay_seconds > 0 else b"-NAK"
-        self._outbox.put(self._received.reply, body)
+        self._settle(self._received.reply, body)
 
     def term(self, reason: str) -> None:
-        self._outbox.put(self._received.reply, b"+TERM " + reason.encode())
+        self._settle(self._received.reply, b"+TERM " + reason.encode())
 
     def in_progress(self) -> None:
-        self._outbox.put(self._received.reply, b"+WPI")
+        self._settle(self._received.reply, IN_PROGRESS)
 
 
 class PullConsumer:
-    """An open reader of a durable consumer; see `backends.Consumer`."""
+    """An open reader of a durable consumer; see `backends.Consumer`.
+
+    `made` says when each consumer of the connection was made, as was last seen by any reader of it.
+    """
 
     def __init__(
         self,
@@ -103,41 +143,53 @@ class PullConsumer:
         *,
         stream: str,
         consumer: str,
+        made: dict[tuple[str, str], str],
         deliver: Callable[[Delivery], None],
         room: Callable[[], int],
     ) -> None:
         self._connection = connection
         self._outbox = outbox
-        self._stream = stream
-        self._consumer = consumer
+        self._consumer = (stream, consumer)
+        self._name = f"consumer {consumer} of stream {stream}"
+        self._made = made
+        self._made_at = ""
         self._room = room
+        self._stopped = False
         self._changed = anyio.Event()
         self._ended = anyio.Event()
-        self._error: BackendError = UnavailableError(f"consumer {consumer} of stream {stream} was closed")
+        self._error: BackendError = UnavailableError(f"{self._name} was closed")
         self._pulls = PullSubscription(
             connection,
             stream=stream,
             consumer=consumer,
-            on_message=lambda received: deliver(JetStreamDelivery(received, outbox)),
+            on_message=lambda received: deliver(JetStreamDelivery(received, self._settle)),
             on_change=self._change,
         )
 
     async def open(self) -> None:
-        await self._pulls.open()
+        """Raises `BackendError`, also where messages cannot be asked for."""
+        stream, consumer = self._consumer
+        info = await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}")
+        self._made_at = self._made[self._consumer] = info["created"]
+        await self._pulls.open(limits=info["config"])
+        await self._ask()
+        await self._pulls.check_allowed()
 
     async def run(self) -> None:
         """Keep the consumer asked, until it is lost or this is cancelled."""
         try:
             while True:
-                self._changed = anyio.Event()
-                await self._ask()
                 with anyio.move_on_after(HEARTBEAT_SECONDS):
                     await self._changed.wait()
+                self._changed = anyio.Event()
+                if self._pulls.silent() and self._connection.ready:
+                    await self._look()
                 if self._pulls.error:
                     raise self._pulls.error
-                if self._pulls.silent() and self._connection.ready:
-                    await self._connection.api(f"CONSUMER.INFO.{self._stream}.{self._consumer}")
-                    self._pulls.forget()
+                await self._ask()
+        except NotFoundError as error:
+            self._made.pop(self._consumer, None)
+            self._error = error
         except BackendError as error:
             self._error = error
         finally:
@@ -155,18 +207,36 @@ class PullConsumer:
         await self._outbox.flush()
 
     async def stop(self) -> None:
-        self._room = lambda: 0
+        self._stopped = True
+        await self.close()
+
+    async def close(self) -> None:
         await self._pulls.close()
 
     async def _ask(self) -> None:
-        wanted = self._wanted()
-        if wanted and self._connection.ready:
+        while (wanted := self._wanted()) and self._connection.ready:
             await self._pulls.ask(wanted, wait=True)
+
+    async def _look(self) -> None:
+        """Make sure that it is there and the one that was opened, then ask anew."""
+        stream, consumer = self._consumer
+        info = await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}")
+        if info["created"] != self._made_at:
+            raise NotFoundError(f"{self._name} was deleted and made anew")
+        if self._pulls.silent():  # a loop that was stuck finds by now what had come
+            self._pulls.forget()
 
     def _wanted(self) -> int:
         """How much to ask for now; 0 where a further request would only be a small one."""
+        if self._stopped:
+            return 0
         wanted = self._room() - self._pulls.outstanding
         return wanted if wanted > 0 and wanted >= self._pulls.outstanding else 0
+
+    def _settle(self, reply: str, body: bytes) -> None:
+        if self._made.get(self._consumer) == self._made_at:
+            # Who leaves must know that it arrived: nobody would repeat it.
+            self._outbox.put(reply, body, confirmed=self._stopped and body != IN_PROGRESS)
 
     def _change(self) -> None:
         if not self._changed.is_set():

@@ -21,7 +21,7 @@ from aviso_workers.errors import (
     UnavailableError,
 )
 
-__all__ = ["from_api", "translated"]
+__all__ = ["from_api", "is_refusal", "outcome_unknown", "translated"]
 
 NOT_FOUND = {
     10014,  # consumer not found
@@ -47,6 +47,18 @@ TRANSIENT = {
     10210,  # too many in-flight batches
     10211,  # too many in-flight batch messages
 }
+REFUSALS = (
+    "authorization violation",
+    "authorization failed",  # nats-py's word for it
+    "authentication expired",
+    "authentication revoked",
+)
+"""How a server says that it does not take our credentials."""
+
+
+def is_refusal(said: str) -> bool:
+    """Whether an error's text says that the server does not take our credentials."""
+    return any(refusal in said.lower() for refusal in REFUSALS)
 
 
 def from_api(what: str, error: Mapping[str, Any]) -> BackendError:

@@ -13,13 +13,17 @@ from aviso_workers.errors import RefusedError
 __all__ = ["JetStreamKeyValue", "open_bucket"]
 
 
-async def open_bucket(context: JetStreamContext, bucket: str, *, replicas: int) -> JetStreamKeyValue:
+async def open_bucket(
+    context: JetStreamContext, bucket: str, *, replicas: int, ttl_seconds: float | None
+) -> JetStreamKeyValue:
     """The bucket, created with one value per key where it is missing."""
     with faults.translated(f"bucket {bucket}"):
         try:
             return JetStreamKeyValue(bucket, await context.key_value(bucket))
         except nats.js.errors.BucketNotFoundError:
-            return JetStreamKeyValue(bucket, await context.create_key_value(bucket=bucket, replicas=replicas))
+            return JetStreamKeyValue(
+                bucket, await context.create_key_value(bucket=bucket, replicas=replicas, ttl=ttl_seconds)
+            )
 
 
 class JetStreamKeyValue:

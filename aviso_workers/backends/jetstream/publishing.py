@@ -63,6 +63,7 @@ class Publisher:
         token = str(self._count)
         answer = asyncio.get_running_loop().create_future()
         self._waiting[token] = answer
+        sent = anyio.current_time()
         try:
             with faults.translated(what):
                 await self._connection.nc.publish(
@@ -74,6 +75,7 @@ class Publisher:
             with anyio.fail_after(timeout_seconds):
                 return _pub_ack(what, await answer)
         except (TimeoutError, ConnectionResetError) as error:
+            self._connection.check_allowed(message.subject, since=sent)
             raise faults.outcome_unknown(what) from error
         finally:
             del self._waiting[token]

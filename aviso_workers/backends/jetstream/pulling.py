@@ -2,12 +2,15 @@
 
 Both ways of reading use it: `consuming` (durable, settled) and `reading` (ephemeral, without acks). It counts what
 was asked for and has not come, because a server ends a request early for many reasons and says so by a status.
+What a status means for the next request is decided here, as ADR-13 lists them; what to do about a consumer that is
+lost is the reader's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -26,6 +29,13 @@ __all__ = ["HEARTBEAT_SECONDS", "PullSubscription", "Received"]
 
 EXPIRES_SECONDS = 30
 HEARTBEAT_SECONDS = 5.0
+MOST_BYTES = 16 * 1024 * 1024
+"""What one request may bring. A server cuts off who leaves 64 MiB unread, as a loop does that an author keeps busy."""
+TOO_LARGE = "Message Size Exceeds MaxBytes"
+"""For what is left of the request's bytes; what they are in the beginning, where not even one message fits."""
+ASK_AGAIN = ("Leadership Change", "Batch Completed", "Server Shutdown", TOO_LARGE)
+"""Reasons of a 409 that only end the request."""
+CLOSE_SECONDS = 5.0
 SECOND = 1_000_000_000
 
 
@@ -55,38 +65,52 @@ class PullSubscription:
         self.exhausted = False
         """Whether a request without waiting found nothing more."""
         self.error: BackendError | None = None
-        """Why no further request can succeed."""
+        """Why no further request can succeed, unless something is done about it."""
         self._connection = connection
         self._subject = f"CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._name = f"consumer {consumer} of stream {stream}"
         self._on_message = on_message
         self._on_change = on_change
         self._subscription: Subscription | None = None
-        self._last_heard = -math.inf
+        self._closing = anyio.Lock()
+        self._last_heard = self._opened_at = anyio.current_time()
+        self._answered = False
+        """Whether anything came since what was outstanding was taken for lost."""
         self._inbox = ""
+        self._most_messages = sys.maxsize
+        self._most_bytes = max(MOST_BYTES, 2 * connection.nc.max_payload)
+        self._expires_ns = EXPIRES_SECONDS * SECOND
 
-    async def open(self) -> None:
+    async def open(self, *, limits: Mapping[str, Any] | None = None) -> None:
+        """`limits` is the consumer's configuration, where requests may be limited by it."""
+        limits = limits or {}
+        self._most_messages = limits.get("max_batch") or self._most_messages
+        self._most_bytes = min(self._most_bytes, limits.get("max_bytes") or self._most_bytes)
+        self._expires_ns = min(self._expires_ns, limits.get("max_expires") or self._expires_ns)
         with faults.translated(f"read {self._name}"):
             self._inbox = self._connection.nc.new_inbox()
-            self._subscription = await self._connection.nc.subscribe(self._inbox, cb=self._on_received)
+            # No limits: nats-py drops what exceeds them, and what comes is limited by what was asked for.
+            self._subscription = await self._connection.nc.subscribe(
+                self._inbox, cb=self._on_received, pending_msgs_limit=0, pending_bytes_limit=0
+            )
         self._connection.on_reconnect.add(self._on_reconnect)
 
     async def close(self) -> None:
         """End the interest; return when nothing more can arrive. What is on its way still does."""
         self._connection.on_reconnect.discard(self._on_reconnect)
-        if self._subscription is None:
-            return
-        with suppress(NatsError, OSError):  # where the connection is gone, the interest is gone with it
-            await self._subscription.drain()  # type: ignore[no-untyped-call]
-        self._subscription = None
+        async with self._closing:
+            if self._subscription is not None:
+                await self._end(self._subscription)
+                self._subscription = None
 
     async def ask(self, batch: int, *, wait: bool) -> None:
         """Ask for `batch` messages: as they come within half a minute, or (not `wait`) those that are there."""
-        request: dict[str, Any] = {"batch": batch}
+        batch = min(batch, self._most_messages)
+        request: dict[str, Any] = {"batch": batch, "max_bytes": self._most_bytes}
         if wait:
             request |= {
-                "expires": EXPIRES_SECONDS * SECOND,
-                "idle_heartbeat": int(HEARTBEAT_SECONDS * SECOND),
+                "expires": self._expires_ns,
+                "idle_heartbeat": min(int(HEARTBEAT_SECONDS * SECOND), self._expires_ns // 3),
             }
         else:
             request["no_wait"] = True
@@ -94,16 +118,27 @@ class PullSubscription:
         self._last_heard = anyio.current_time()
         await self._connection.post(self._subject, msgspec.json.encode(request), reply=self._inbox)
 
+    async def check_allowed(self) -> None:
+        """Raise `RefusedError` where the server denied us what was asked, `UnavailableError` where it is silent."""
+        if not await self._connection.answers():
+            raise UnavailableError(f"{self._name}: no answer in time")
+        self._connection.check_allowed(f"{self._connection.api_prefix}.{self._subject}", since=self._opened_at)
+
     def silent(self) -> bool:
-        """Whether two heartbeats were missed: the server no longer knows of what we asked for."""
-        return self.outstanding > 0 and anyio.current_time() - self._last_heard > 2 * HEARTBEAT_SECONDS
+        """Whether nothing came for two heartbeats: the server may no longer know of what we asked for."""
+        return anyio.current_time() - self._last_heard > 2 * HEARTBEAT_SECONDS
 
     def forget(self) -> None:
-        """Take what is outstanding for lost."""
+        """Take what is outstanding for lost. When that was in vain before, nobody hears us: that is the `error`."""
+        if self.outstanding and not self._answered:
+            self.error = UnavailableError(f"{self._name}: requests for messages are not answered")
         self.outstanding = 0
+        self._answered = False
+        self._last_heard = anyio.current_time()
 
     async def _on_received(self, message: Msg) -> None:
         self._last_heard = anyio.current_time()
+        self._answered = True
         if message.reply and message.reply.startswith("$JS.ACK."):
             self.outstanding = max(0, self.outstanding - 1)
             self._on_message(_received(message))
@@ -121,16 +156,35 @@ class PullSubscription:
                 self.exhausted = True
             case "409" if "Consumer Deleted" in description:
                 self.error = NotFoundError(f"{self._name} was deleted")
+            case "409" if description == TOO_LARGE and int(headers["Nats-Pending-Bytes"]) == self._most_bytes:
+                self.error = RefusedError(
+                    f"{self._name}: its next message is larger than the {self._most_bytes} bytes that its max_bytes "
+                    "lets a request have; raise it"
+                )
+            case "409" if not description.startswith(ASK_AGAIN):
+                # Such as too many requests waiting, or larger ones than the consumer was changed to allow.
+                self.error = UnavailableError(f"{self._name}: {description}")
             case "409":
-                pass  # leadership change, batch completed, server shutdown: ask again
+                pass
             case "503":
                 self.error = UnavailableError(f"{self._name} does not answer")
             case _:
                 self.error = RefusedError(f"read {self._name}: {status} {description}")
         self._on_change()
 
+    async def _end(self, subscription: Subscription) -> None:
+        # Not by nats-py's drain, which does not wait until the server has obeyed, and then throws away what comes.
+        nc = self._connection.nc
+        with anyio.move_on_after(CLOSE_SECONDS), suppress(NatsError, OSError):
+            await nc._send_unsubscribe(subscription._id)
+            if await self._connection.answers():
+                await subscription._pending_queue.join()
+        nc._remove_sub(subscription._id)
+        subscription._stop_processing()
+
     def _on_reconnect(self) -> None:
-        self.forget()
+        self.outstanding = 0
+        self._last_heard = -math.inf
         self._on_change()
 
 

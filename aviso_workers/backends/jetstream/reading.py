@@ -1,4 +1,4 @@
-"""Reading a stream without acks, in order: for replay and watch.
+"""Reading a stream without acks, in order: for replay and watch. And counting what could be read.
 
 An ephemeral consumer of our own, read ahead of the caller by a bounded buffer. When it cannot go on it raises; the
 engine opens the next one after the last sequence that was seen.
@@ -7,7 +7,7 @@ engine opens the next one after the last sequence that was seen.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -19,7 +19,7 @@ from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubs
 from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import BackendError, UnavailableError
 
-__all__ = ["read"]
+__all__ = ["count", "read"]
 
 BUFFER = 1000
 INACTIVE_SECONDS = 60
@@ -40,7 +40,36 @@ async def read(
     start: dict[str, Any] = {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, start_sequence)}
     if start_time is not None:
         start = {"deliver_policy": "by_start_time", "opt_start_time": start_time.isoformat()}
-    created = await connection.api(
+    created = await _create_consumer(connection, stream, filter_subjects, start)
+    reader = _Reader(connection, stream=stream, consumer=created["name"], bounded=last_sequence is not None)
+    await reader.open()
+    try:
+        while (message := await reader.next()) is not None:
+            if last_sequence is not None and message.sequence > last_sequence:
+                return
+            if _before_start(message, start_sequence, start_time):
+                continue  # a start beyond the end: the server begins with whatever comes next
+            yield message
+            if message.sequence == last_sequence:
+                return
+    finally:
+        with anyio.CancelScope(shield=True):
+            await reader.close()
+
+
+async def count(connection: Connection, stream: str, *, filter_subjects: Sequence[str], start_sequence: int) -> int:
+    """See `backends.Backend.count`. A consumer that would read them knows how many there are."""
+    start = {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, start_sequence)}
+    created = await _create_consumer(connection, stream, filter_subjects, start)
+    await _delete_consumer(connection, stream, created["name"])
+    return int(created["num_pending"])
+
+
+async def _create_consumer(
+    connection: Connection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the server answers: its name, and how many messages it has before it."""
+    return await connection.api(
         f"CONSUMER.CREATE.{stream}",
         {
             "stream_name": stream,
@@ -56,20 +85,11 @@ async def read(
             },
         },
     )
-    reader = _Reader(connection, stream=stream, consumer=created["name"], bounded=last_sequence is not None)
-    await reader.open()
-    try:
-        while (message := await reader.next()) is not None:
-            if last_sequence is not None and message.sequence > last_sequence:
-                return
-            if _before_start(message, start_sequence, start_time):
-                continue  # a start beyond the end: the server begins with whatever comes next
-            yield message
-            if message.sequence == last_sequence:
-                return
-    finally:
-        with anyio.CancelScope(shield=True):
-            await reader.close()
+
+
+async def _delete_consumer(connection: Connection, stream: str, name: str) -> None:
+    with suppress(BackendError):  # the server removes it when it was inactive for long enough
+        await connection.api(f"CONSUMER.DELETE.{stream}.{name}")
 
 
 def _before_start(message: Message, start_sequence: int, start_time: datetime | None) -> bool:
@@ -100,8 +120,7 @@ class _Reader:
     async def close(self) -> None:
         self._connection.on_disconnect.discard(self._on_disconnect)
         await self._pulls.close()
-        with suppress(BackendError):  # the server removes it when it was inactive for long enough
-            await self._connection.api(f"CONSUMER.DELETE.{self._stream}.{self._consumer}")
+        await _delete_consumer(self._connection, self._stream, self._consumer)
 
     async def next(self) -> Message | None:
         """The next message; None where a bounded reading has seen everything there is."""
@@ -114,9 +133,11 @@ class _Reader:
             if lost := self._pulls.error or self._lost:
                 # The consumer is ours alone: whatever became of it, another one can read on.
                 raise UnavailableError(f"reading {self._stream} was interrupted: {lost}") from lost
-            if self._pulls.exhausted and self._bounded:
-                return None
-            self._pulls.exhausted = False
+            if self._pulls.exhausted:
+                if self._bounded:
+                    return None
+                self._pulls.exhausted = False
+                continue  # the request has expired: the next one goes out at once
             with anyio.move_on_after(HEARTBEAT_SECONDS):
                 await self._changed.wait()
             if self._pulls.silent():

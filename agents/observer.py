@@ -1,0 +1,174 @@
+"""Lag and standstill of every agent of a deployment, also of those whose workers are down, for Prometheus.
+
+Everything comes from the server, stream by stream, spread over `poll_seconds`: a request for 256 consumers, and two for
+the dead letters and what was given up. One worker with it per deployment is enough. An agent whose consumer is deleted
+disappears. What the server does not answer stays as it was, and `aviso_observer_last_poll_timestamp_seconds` tells how
+old that is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import datetime
+from functools import partial
+from typing import Annotated
+
+import anyio
+import structlog
+from msgspec import Meta, Struct
+
+from aviso_workers import App, Router
+from aviso_workers.errors import BackendError
+from aviso_workers.ops import observing
+from aviso_workers.ops.observing import ConsumerInfo
+
+__all__ = ["Observer", "Seen", "observe", "router", "see"]
+
+AGENT = ("app", "agent")
+CONSUMER = (*AGENT, "stream")
+
+log = structlog.get_logger(__name__)
+
+
+class Observer(Struct, frozen=True, kw_only=True):
+    """Settings, in the configuration under `workers.agents.observer`."""
+
+    poll_seconds: Annotated[float, Meta(gt=0)] = 15.0
+    """The time in which everything is asked for once."""
+    stuck_after_seconds: Annotated[float, Meta(gt=0)] = 300.0
+    """How long an agent that has work may get nothing done."""
+
+
+class Seen(Struct, frozen=True):
+    """An agent's consumer, and for how long it has had work and got nothing done."""
+
+    consumer: ConsumerInfo
+    standstill_seconds: float = 0.0
+
+
+def see(consumer: ConsumerInfo, before: Seen | None, *, elapsed_seconds: float) -> Seen:
+    """What is seen of an agent, `elapsed_seconds` after it was seen before.
+
+    Done counts above the ack floor as well: one notification that waits for its next attempt holds the floor down,
+    while the agent works on.
+    """
+    if before is None or consumer.paused or not (consumer.num_pending or consumer.num_ack_pending):
+        return Seen(consumer)
+    if (consumer.ack_floor, consumer.last_settled) != (before.consumer.ack_floor, before.consumer.last_settled):
+        return Seen(consumer)
+    return Seen(consumer, before.standstill_seconds + elapsed_seconds)
+
+
+router = Router("observer", settings=Observer)
+
+
+@router.task
+async def observe(app: App) -> None:
+    """Look at all agents again and again, until cancelled. Raises `ConfigError`."""
+    await _Rounds(app, app.settings(router)).go()
+
+
+class _Rounds:
+    """Asks one thing after the other, and shows what is known after each answer."""
+
+    def __init__(self, app: App, settings: Observer) -> None:
+        self._app = app
+        self._settings = settings
+        self._agents: dict[str, dict[tuple[str, str], Seen]] = {}
+        """By stream; then by app and agent."""
+        self._asked_at: dict[str, float] = {}
+        self._polled_at: dict[tuple[str, ...], float] = {}
+        self._problems: dict[str, str] = {}
+
+    async def go(self) -> None:
+        questions: dict[str, Callable[[], Awaitable[None]]] = {
+            stream: partial(self._ask_for_agents, stream) for stream in observing.streams_of(self._app)
+        }
+        questions |= {"dead letters": self._ask_for_dead_letters, "given up": self._ask_for_given_up}
+        while True:
+            for about, ask in questions.items():
+                await self._ask(about, ask)
+                await anyio.sleep(self._settings.poll_seconds / len(questions))
+
+    async def _ask(self, about: str, ask: Callable[[], Awaitable[None]]) -> None:
+        problem = ""
+        try:
+            await ask()
+        except BackendError as error:
+            problem = str(error)
+        if problem and not self._problems.get(about):
+            log.warning("observer.no_answer", about=about, problem=problem)
+        self._problems[about] = problem
+
+    async def _ask_for_agents(self, stream: str) -> None:
+        found = await observing.agents(self._app, stream)
+        now = anyio.current_time()
+        elapsed = now - self._asked_at.get(stream, now)
+        before = self._agents.get(stream, {})
+        self._agents[stream] = {
+            agent: see(consumer, before.get(agent), elapsed_seconds=elapsed) for agent, consumer in found.items()
+        }
+        self._asked_at[stream] = now
+        self._polled_at[stream,] = time.time()
+        self._show_agents()
+        self._show(
+            "last_poll_timestamp_seconds",
+            "When the server last told of the agents on a stream.",
+            labels=("stream",),
+            values=self._polled_at,
+        )
+
+    async def _ask_for_dead_letters(self) -> None:
+        counts = await observing.dead_letters(self._app)
+        self._show("dead_letters", "Dead letters that are kept.", labels=AGENT, values=counts)
+
+    async def _ask_for_given_up(self) -> None:
+        self._show(
+            "given_up",
+            "Notifications of the last 7 days whose worker died on every delivery.",
+            labels=CONSUMER,
+            values=await observing.given_up(self._app),
+        )
+
+    def _show_agents(self) -> None:
+        seen = {(*agent, stream): each for stream, agents in self._agents.items() for agent, each in agents.items()}
+
+        def show(name: str, help: str, read: Callable[[Seen], float]) -> None:
+            self._show(name, help, labels=CONSUMER, values={key: read(each) for key, each in seen.items()})
+
+        show("pending", "Notifications never delivered yet.", lambda seen: seen.consumer.num_pending)
+        show("ack_pending", "Notifications delivered and not settled.", lambda seen: seen.consumer.num_ack_pending)
+        show(
+            "redelivered",
+            "Notifications delivered more than once and not settled.",
+            lambda seen: seen.consumer.num_redelivered,
+        )
+        show(
+            "ack_floor_sequence",
+            "The stream sequence up to which everything is settled.",
+            lambda seen: seen.consumer.ack_floor,
+        )
+        show(
+            "last_delivery_timestamp_seconds",
+            "When a notification was last delivered; 0: never.",
+            lambda seen: _timestamp(seen.consumer.last_delivered),
+        )
+        show(
+            "last_ack_timestamp_seconds",
+            "When a notification was last done, well or ill; 0: never.",
+            lambda seen: _timestamp(seen.consumer.last_settled),
+        )
+        show("paused", "Whether the agent is paused on the server.", lambda seen: seen.consumer.paused)
+        show(
+            "stuck",
+            "Whether the agent has work, is not paused, and got nothing done for stuck_after_seconds.",
+            lambda seen: seen.standstill_seconds >= self._settings.stuck_after_seconds,
+        )
+
+    def _show(self, name: str, help: str, *, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> None:
+        self._app.measure(f"aviso_observer_{name}", help, labels=labels, values=values)
+
+
+def _timestamp(moment: datetime | None) -> float:
+    return moment.timestamp() if moment else 0.0

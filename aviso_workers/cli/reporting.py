@@ -1,0 +1,98 @@
+"""`agents` and `lag`: what is in effect for agents, and how far they have come."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated
+
+import anyio
+import typer
+from rich.live import Live
+from rich.table import Table
+
+from aviso_workers.app import App
+from aviso_workers.cli.finding import AgentOption, ConfigOption, Target, connected_app, find_app, run_connected
+from aviso_workers.cli.printing import print_table, table, terminal
+from aviso_workers.errors import BackendError, ConfigError, DeclarationError
+from aviso_workers.ops import agent_report
+from aviso_workers.ops.agent_report import Progress
+
+__all__ = ["agents", "lag"]
+
+ANSWER_SECONDS = 10.0
+REFRESH_SECONDS = 2.0
+
+Report = Callable[[App], Awaitable[list[Progress]]]
+
+
+def agents(target: Target = None, agent: AgentOption = None, config: ConfigOption = None) -> None:
+    """Show the policy in effect of every agent of an app, and how far it has come where the server answers."""
+    app = find_app(target, agent=agent, config=config)
+    if mistakes := app.mistakes():
+        raise ConfigError(mistakes)
+    anyio.run(_print_agents, app)
+
+
+def lag(
+    target: Target = None,
+    agent: AgentOption = None,
+    everyone: Annotated[bool, typer.Option("--all", help="All agents that read the configured event streams.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Show what agents have not finished, over all their workers."""
+    if everyone and (target or agent):
+        raise DeclarationError("say either --all, or which app: MODULE:APP, or --agent NAME")
+    app = connected_app(config) if everyone else find_app(target, agent=agent, config=config)
+    report: Report = agent_report.of_deployment if everyone else agent_report.of_app
+    run_connected(app, lambda connected: _watch(connected, report) if watch else _print_lag(connected, report))
+
+
+async def _print_agents(app: App) -> None:
+    known: dict[str, Progress] = {}
+    try:
+        with anyio.fail_after(ANSWER_SECONDS):
+            async with app:
+                known = {progress.agent: progress for progress in await agent_report.of_app(app)}
+    except (BackendError, TimeoutError) as error:
+        typer.echo(f"how far they have come is not known: {error or 'the server does not answer'}", err=True)
+    for declared in app.agents:
+        rows = {**agent_report.policy(app, declared)}
+        if declared.name in known:
+            rows |= dict(zip(LAG[2:], _row(known[declared.name])[2:], strict=True))
+        print_table((declared.name, app.name), rows.items())
+
+
+async def _print_lag(app: App, report: Report) -> None:
+    terminal().print(_table(await report(app)))
+
+
+async def _watch(app: App, report: Report) -> None:
+    console = terminal()
+    if not console.is_terminal:
+        while True:
+            console.print(_table(await report(app)))
+            await anyio.sleep(REFRESH_SECONDS)
+    shown = _table([])
+    with Live(shown, console=console, auto_refresh=False) as live:
+        while True:
+            try:
+                shown = _table(await report(app))
+            except BackendError as error:
+                shown.caption = str(error)
+            live.update(shown, refresh=True)
+            await anyio.sleep(REFRESH_SECONDS)
+
+
+LAG = ("app", "agent", "stream", "pending", "ack pending", "redelivered", "paused until")
+
+
+def _table(report: Sequence[Progress]) -> Table:
+    return table(LAG, map(_row, report))
+
+
+def _row(progress: Progress) -> tuple[str, ...]:
+    if progress.events is None:
+        return (progress.app, progress.agent, progress.stream, "-", "-", "-", "no worker has been here yet")
+    numbers = (progress.pending, progress.ack_pending, progress.redelivered)
+    return (progress.app, progress.agent, progress.stream, *map(str, numbers), progress.paused_until)

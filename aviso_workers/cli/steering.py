@@ -1,0 +1,115 @@
+"""`pause`, `resume` and `reset`: agents steered on the server, whether their workers run or not."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aviso_workers.app import App
+from aviso_workers.cli.finding import ConfigOption, connected_app, find_app, run_connected
+from aviso_workers.cli.printing import print_table
+from aviso_workers.errors import InvalidPositionError
+from aviso_workers.literals import Duration
+from aviso_workers.ops import steering
+from aviso_workers.ops.steering import UNTIL_RESUMED, Reset, Steered
+from aviso_workers.positions import Position, parse_date, parse_id
+
+__all__ = ["pause", "reset", "resume"]
+
+Agent = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's name.")]
+Owner = Annotated[str, typer.Option("--app", metavar="APP", help="The name of its app, or MODULE:APP.")]
+
+
+def pause(
+    agent: Agent,
+    app: Owner,
+    for_: Annotated[
+        str | None, typer.Option("--for", metavar="DURATION", help="e.g. 10m or 2h; default: until it is resumed.")
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Give an agent nothing for a while, in all its workers; what it has begun it finishes."""
+    until = datetime.now(UTC) + timedelta(seconds=_duration(for_)) if for_ else UNTIL_RESUMED
+
+    async def run(connected: App, steered: Steered) -> None:
+        await steering.pause(connected, steered, until=until)
+        typer.echo(f"{agent} is paused until {until.isoformat(timespec='seconds') if for_ else 'it is resumed'}")
+
+    _steer(agent, app, config, run)
+
+
+def resume(agent: Agent, app: Owner, config: ConfigOption = None) -> None:
+    """Let a paused agent go on."""
+
+    async def run(connected: App, steered: Steered) -> None:
+        await steering.resume(connected, steered)
+        typer.echo(f"{agent} goes on")
+
+    _steer(agent, app, config, run)
+
+
+def reset(
+    agent: Agent,
+    app: Owner,
+    to: Annotated[
+        str, typer.Option("--to", metavar="ID|DATE", help="A sequence, or a time such as 2026-11-20T06:00:00Z.")
+    ],
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; without this, only say what would be done.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Let an agent go on at another notification, back to handle some again or forward to pass over some."""
+    position = _position(to)
+
+    async def run(connected: App, steered: Steered) -> None:
+        plan = await steering.plan_reset(connected, steered, position)
+        _print_plan(plan)
+        if not yes:
+            typer.echo("nothing was done; say --yes to reset it", err=True)
+            raise typer.Exit(2)
+        ahead = await steering.reset(connected, plan)
+        typer.echo(f"{agent} goes on at {steered.stream}@{plan.sequence}, with {ahead} notifications ahead of it")
+
+    _steer(agent, app, config, run)
+
+
+def _steer(agent: str, owner: str, config: Path | None, run: Callable[[App, Steered], Awaitable[None]]) -> None:
+    """With MODULE:APP the code says which stream the agent reads, with a name its consumer does."""
+    if ":" in owner:
+        app = find_app(owner, agent=None, config=config)
+        steered = steering.declared(app, agent)
+        run_connected(app, lambda connected: run(connected, steered))
+        return
+
+    async def find_and_run(connected: App) -> None:
+        await run(connected, await steering.find(connected, owner, agent))
+
+    run_connected(connected_app(config), find_and_run)
+
+
+def _print_plan(plan: Reset) -> None:
+    rows = [
+        ("goes on at", f"{plan.steered.stream}@{plan.sequence}"),
+        ("handled again", str(plan.again)),
+        ("passed over", str(plan.passed_over)),
+    ]
+    if plan.unsettled:
+        rows.append(("given up", f"up to {plan.unsettled} that are being handled or wait for their next attempt"))
+    print_table((f"{plan.steered.agent} of {plan.steered.app}", "notifications"), rows)
+
+
+def _duration(text: str) -> Duration:
+    try:
+        return Duration.parse(text)
+    except ValueError as error:
+        raise InvalidPositionError(f"--for: {error}") from error
+
+
+def _position(text: str) -> Position:
+    """Digits are a sequence, not a time: one mistaken for the other would be handled again by the million."""
+    if text.isascii() and text.isdigit():
+        return Position(sequence=parse_id(text, name="--to"))
+    return Position(time=parse_date(text, name="--to"))

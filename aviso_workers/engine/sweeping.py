@@ -1,0 +1,125 @@
+"""Notifications whose worker died on their last delivery.
+
+Nobody is left to bury them: the server gives up and says so by an advisory, which is lost where nobody listens. So
+the advisories are kept in a stream, and each app reads those of its agents and buries what they name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from aviso_workers import streams
+from aviso_workers.agents import Agent
+from aviso_workers.backends import Backend
+from aviso_workers.codec import Message
+from aviso_workers.config import Config
+from aviso_workers.engine.dead_lettering import RETRIES, DeadLetters, unwrap
+from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.replaying import message_at
+from aviso_workers.errors import BackendError, NotFoundError
+from aviso_workers.events import Events, Settled
+from aviso_workers.streams import StreamSpec
+
+__all__ = ["Sweep", "advisories_spec", "advisory_subject"]
+
+STREAM = "aviso_workers_advisories"
+SUBJECT = "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES"
+KEPT_DAYS = 7
+AGAIN_SECONDS = 10.0
+REASON = "max_deliveries"
+
+
+class _Advisory(Struct, frozen=True):
+    stream: str
+    consumer: str
+    stream_seq: int
+    deliveries: int
+
+
+class Sweep:
+    """A call form (see `pulling.Form`) of no author's: its notifications are advisories."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        line: Line,
+        agents: Mapping[str, Agent[Any, Any]],
+        dead_letters: DeadLetters,
+        events: Events,
+    ) -> None:
+        self._backend = backend
+        self._line = line
+        self._agents = agents
+        """By durable consumer."""
+        self._dead_letters = dead_letters
+        self._events = events
+
+    async def work(self) -> None:
+        while (delivery := await self._line.take()) is not None:
+            try:
+                await self._sweep(msgspec.json.decode(delivery.message.data, type=_Advisory))
+            except BackendError:
+                delivery.nak(delay_seconds=AGAIN_SECONDS)
+            except msgspec.DecodeError:
+                delivery.term("no advisory")
+            else:
+                delivery.ack()
+            self._line.done(delivery)
+
+    async def _sweep(self, advisory: _Advisory) -> None:
+        stream, agent = advisory.stream, self._agents.get(advisory.consumer)
+        try:
+            message = await message_at(self._backend, stream, advisory.stream_seq)
+        except NotFoundError:
+            return  # the stream itself is gone, and the notification with it
+        if message is None or agent is None:
+            return  # replaced or deleted meanwhile, or not ours any more
+        if stream == RETRIES:
+            message, stream = unwrap(message)
+        deliveries = advisory.deliveries
+        try:
+            await self._dead_letters.bury(
+                message, agent=agent.name, stream=stream, reason=REASON, attempts=deliveries, error=None
+            )
+        except BackendError as error:
+            self._state(agent, message, "retried", reason="dead_letter_failed", deliveries=deliveries, error=error)
+            raise
+        self._state(agent, message, "dead_lettered", reason=REASON, deliveries=deliveries, error=None)
+
+    def _state(
+        self,
+        agent: Agent[Any, Any],
+        message: Message,
+        outcome: Literal["retried", "dead_lettered"],
+        *,
+        reason: str,
+        deliveries: int,
+        error: Exception | None,
+    ) -> None:
+        self._events.emit(
+            Settled(
+                agent=agent.name,
+                notification=f"{agent.event_type}@{message.sequence}",
+                outcome=outcome,
+                reason=reason,
+                seconds=0.0,
+                waited_seconds=0.0,
+                stored_to_settled_seconds=(self._backend.clock.time_ns() - message.timestamp_ns) / 1e9,
+                num_delivered=deliveries,
+                error=error,
+            )
+        )
+
+
+def advisories_spec(config: Config) -> StreamSpec:
+    """The stream of the advisories."""
+    return streams.own_stream(STREAM, f"{SUBJECT}.>", config, max_age=KEPT_DAYS * streams.DAY)
+
+
+def advisory_subject(stream: str, consumer: str) -> str:
+    return f"{SUBJECT}.{stream}.{consumer}"

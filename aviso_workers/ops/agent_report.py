@@ -1,0 +1,121 @@
+"""What operators are told of agents: the policy that is in effect, and how far they have come.
+
+Called by the commands `agents` and `lag`. The policy is the code's and the configuration's, the rest is what the server
+knows of an agent's two consumers, that of its events and that of what is tried again.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from msgspec import Struct
+
+from aviso_workers import schema, topics
+from aviso_workers.agents import Agent
+from aviso_workers.app import App
+from aviso_workers.backends import ConsumerInfo
+from aviso_workers.engine.dead_lettering import RETRIES
+from aviso_workers.notifications import Batch
+from aviso_workers.ops import observing, wiping
+from aviso_workers.ops.steering import UNTIL_RESUMED
+from aviso_workers.verdicts import Backoff
+
+__all__ = ["Progress", "of_app", "of_deployment", "policy"]
+
+
+class Progress(Struct, frozen=True, kw_only=True):
+    """How far an agent has come on one event stream."""
+
+    app: str
+    agent: str
+    stream: str
+    events: ConsumerInfo | None
+    """None: no worker of it has ever been there."""
+    retries: ConsumerInfo | None
+
+    @property
+    def pending(self) -> int:
+        """Never delivered yet."""
+        return _sum(self, "num_pending")
+
+    @property
+    def ack_pending(self) -> int:
+        """Delivered and not settled."""
+        return _sum(self, "num_ack_pending")
+
+    @property
+    def redelivered(self) -> int:
+        """Of these, delivered more than once."""
+        return _sum(self, "num_redelivered")
+
+    @property
+    def paused_until(self) -> str:
+        """Empty where the agent is given its events."""
+        until = self.events.paused_until if self.events else None
+        if until is None:
+            return ""
+        return "it is resumed" if until == UNTIL_RESUMED else until.isoformat(timespec="seconds")
+
+
+async def of_app(app: App) -> list[Progress]:
+    """The app's own agents. Inside of `async with app:`. Raises `BackendError`."""
+    streams = {agent.name: wiping.stream_of(app, agent.event_type) for agent in app.agents}
+    found = {stream: await observing.agents(app, stream) for stream in {*streams.values(), RETRIES}}
+    return [
+        Progress(
+            app=app.name,
+            agent=agent,
+            stream=stream,
+            events=found[stream].get((app.name, agent)),
+            retries=found[RETRIES].get((app.name, agent)),
+        )
+        for agent, stream in streams.items()
+    ]
+
+
+async def of_deployment(app: App) -> list[Progress]:
+    """All agents of whatever app that have ever read one of the configured event streams. As `of_app`."""
+    retries = await observing.agents(app, RETRIES)
+    return [
+        Progress(app=owner, agent=agent, stream=stream, events=events, retries=retries.get((owner, agent)))
+        for stream in await wiping.event_streams(app)
+        for (owner, agent), events in sorted((await observing.agents(app, stream)).items())
+    ]
+
+
+def policy(app: App, agent: Agent[Any, Any]) -> dict[str, str]:
+    """What is in effect for an agent, by name, as people read it. Raises what `App.mistakes` lists."""
+    event_type = app.config.notification_schema[agent.event_type]
+    where = schema.parse_where(agent.event_type, event_type, agent.where)
+    chosen = agent.policy
+    rows = {
+        "event type": agent.event_type,
+        "where": json.dumps(agent.where) if agent.where else "everything",
+        "filters": ", ".join(topics.filter_subjects(where)),
+        "takes": f"{agent.form.__name__}[{_name(agent.payload_type)}]" + (", in a thread" if agent.in_thread else ""),
+        "concurrency": str(chosen.concurrency),
+        "retry": _retry(chosen.retry),
+        "ack wait": f"{chosen.ack_wait:g} s",
+        "timeout": f"{chosen.timeout:g} s" if chosen.timeout else "none",
+        "order by": ", ".join(chosen.order_by) or "none",
+        "rate limit": f"{chosen.rate_limit:g} a second" if chosen.rate_limit else "none",
+    }
+    if agent.form is Batch:
+        rows["batch"] = f"{chosen.batch.size}, or what came within {chosen.batch.within:g} s"
+    return rows
+
+
+def _sum(progress: Progress, field: str) -> int:
+    return sum(int(getattr(info, field)) for info in (progress.events, progress.retries) if info)
+
+
+def _retry(backoff: Backoff) -> str:
+    return (
+        f"{backoff.attempts:g} attempts; waits from {backoff.first:g} s, times {backoff.factor:g}, "
+        f"to {backoff.max:g} s, +-{backoff.jitter:.0%}"
+    )
+
+
+def _name(payload_type: Any) -> str:
+    return payload_type.__name__ if isinstance(payload_type, type) else str(payload_type).replace("typing.", "")

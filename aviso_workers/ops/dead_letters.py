@@ -1,0 +1,134 @@
+"""The dead letters: looked through, handed back to the agents that failed, dropped.
+
+Called by the commands `dead-letters ...`. A letter is handed back by a copy to the retries, where only its agent reads;
+it leaves the dead letters when the copy is acknowledged. The copy's message id is the letter's, so that a retry that
+was broken off in between can be repeated. What makes and buries letters is `engine.dead_lettering`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from aviso_workers import agents
+from aviso_workers.app import App
+from aviso_workers.engine import dead_lettering
+from aviso_workers.engine.dead_lettering import RETRIES, STREAM, DeadLetter
+from aviso_workers.errors import NotFoundError, RefusedError, UndecodableError
+from aviso_workers.events import Skipped
+
+__all__ = ["DeadLetter", "DeadLetterOffice", "Selection", "document"]
+
+TIMEOUT_SECONDS = 10.0
+
+
+class Selection(Struct, frozen=True, kw_only=True):
+    """Which dead letters: those of which all that is said is true."""
+
+    sequences: frozenset[int] = frozenset()
+    app: str | None = None
+    agent: str | None = None
+    reason: str | None = None
+    stream: str | None = None
+    """The stream of the original, in any case."""
+    since: datetime | None = None
+    """Buried then or later."""
+    until: datetime | None = None
+    """Buried then or before."""
+    error: str | None = None
+    """What the error contains, in any case."""
+
+    def takes(self, letter: DeadLetter) -> bool:
+        return all(
+            (
+                not self.sequences or letter.sequence in self.sequences,
+                self.app is None or letter.app == self.app,
+                self.agent is None or letter.agent == self.agent,
+                self.reason is None or letter.reason == self.reason,
+                self.stream is None or letter.stream.lower() == self.stream.lower(),
+                self.since is None or letter.time >= self.since,
+                self.until is None or letter.time <= self.until,
+                self.error is None or self.error.lower() in letter.error.lower(),
+            )
+        )
+
+
+class DeadLetterOffice:
+    """Works inside of `async with app:`. Every method raises `BackendError`."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._backend = app.session.backend
+        self._readers: set[tuple[str, str]] = set()
+        """Apps and agents that are known to read the retries."""
+
+    async def letters(self, wanted: Selection) -> AsyncGenerator[DeadLetter, None]:
+        """Those that are there now, the oldest first. What is no dead letter is left out and stated (`Skipped`)."""
+        try:
+            last = (await self._backend.stream_info(STREAM)).last_sequence
+        except NotFoundError:
+            return  # made with the first letter
+        reading = self._backend.read(
+            STREAM,
+            filter_subjects=(),
+            start_sequence=min(wanted.sequences, default=1),
+            last_sequence=min(last, max(wanted.sequences, default=last)),
+        )
+        async with aclosing(reading):
+            async for message in reading:
+                try:
+                    letter = DeadLetter.read(message)
+                except UndecodableError as error:
+                    self._app.events.emit(Skipped(event_type=STREAM, sequence=message.sequence, error=error))
+                    continue
+                if wanted.takes(letter):
+                    yield letter
+
+    async def letter(self, sequence: int) -> DeadLetter:
+        """Raises `NotFoundError`."""
+        async with aclosing(self.letters(Selection(sequences=frozenset({sequence})))) as letters:
+            async for letter in letters:
+                return letter
+        raise NotFoundError(f"no dead letter {sequence}")
+
+    async def retry(self, letter: DeadLetter) -> None:
+        """Hand the letter to the agent that failed, which sees it as if it were new.
+
+        Raises `RefusedError` where no worker of that agent has ever been there to take it.
+        """
+        await self._require_reader(letter)
+        copy, message_id = dead_lettering.retry_of(letter)
+        await self._backend.publish(copy, message_id=message_id, stream=RETRIES, timeout_seconds=TIMEOUT_SECONDS)
+        await self.drop(letter)
+
+    async def drop(self, letter: DeadLetter) -> None:
+        """Erase the letter."""
+        with suppress(NotFoundError):  # somebody else was faster
+            await self._backend.delete_message(STREAM, letter.sequence)
+
+    async def _require_reader(self, letter: DeadLetter) -> None:
+        """Or else the letter would wait where nobody reads, and be forgotten there."""
+        if (letter.app, letter.agent) in self._readers:
+            return
+        await self._app.session.own_streams.ensure(dead_lettering.retries_spec(self._app.config))
+        try:
+            await self._backend.consumer_info(RETRIES, agents.durable_name(letter.app, letter.agent))
+        except NotFoundError as error:
+            raise RefusedError(
+                f"agent {letter.agent} of app {letter.app} does not read what is tried again: "
+                "start a worker of it first; its letters stay where they are"
+            ) from error
+        self._readers.add((letter.app, letter.agent))
+
+
+def document(letter: DeadLetter) -> dict[str, Any]:
+    """All of a letter as JSON can carry it; the body is base64, because it may be no text."""
+    fields = msgspec.structs.asdict(letter)
+    del fields["stored"]
+    converted: dict[str, Any] = msgspec.to_builtins(fields)
+    return converted

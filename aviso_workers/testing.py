@@ -1,0 +1,444 @@
+"""An app under test: its agents at work without a server, on time that the test moves.
+
+Authors use `harness`, and so do our own tests of the engine. The agents run as in a worker process, on a session of
+their own; the app has another one, by which the test and the agents publish. Both are clients of one in-memory
+backend. Its time stands still, and `settle` jumps from one wait to the next; the author's own code runs in real time,
+and `settle` waits for it. With `server` all of it happens on a real nats-server, in real time.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from types import TracebackType
+from typing import Any, cast
+
+import anyio
+from anyio.abc import TaskStatus
+from msgspec import structs
+
+from aviso_workers import streams
+from aviso_workers.agents import Agent
+from aviso_workers.app import App
+from aviso_workers.backends import Backend, ConnectionListener, PubAck, open_backend
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.clocks import VirtualClock, at_rest
+from aviso_workers.codec import Message, NotificationReader
+from aviso_workers.config import Config, JetStream
+from aviso_workers.config.secrets import ServerUrls
+from aviso_workers.config.settings import DEFAULT_URL
+from aviso_workers.engine import dead_lettering, sweeping
+from aviso_workers.engine.dead_lettering import DeadLetter
+from aviso_workers.engine.session import SWEEP, Session, open_session
+from aviso_workers.errors import AvisoWorkersError, NotFoundError
+from aviso_workers.events import AgentDisturbed, Event, Events, Settled
+from aviso_workers.notifications import Notification, Notify, Receipt, Source, Stream
+
+__all__ = ["Harness", "harness"]
+
+VIRTUAL_PATIENCE_SECONDS = 3600.0
+REAL_PATIENCE_SECONDS = 30.0
+CODE_PATIENCE_SECONDS = 10.0
+"""How long, in real time, one call of the author's code may take while time stands still for it."""
+ELSEWHERE = (
+    *("token", "user", "password", "nkey_seed_file", "credentials_file", "tls", "domain"),
+    *("replicas", "retention_policy", "stream_management"),
+)
+"""Settings that belong to another server than a test has."""
+NAP_SECONDS = 0.001
+LOOK_SECONDS = 0.05
+
+
+def harness(app: App, *, server: str | None = None, workers: int = 1) -> Harness:
+    """The app with its agents at work: `async with harness(app) as t:`.
+
+    `server` is the URL of a real nats-server that is there for tests: it must not have the app's streams yet, and
+    they are removed at the end. Without, no server is needed. `workers` is how many worker processes are played. Of
+    the app's configuration everything counts but where and how safely streams are stored.
+    """
+    return Harness(app, server=server, workers=workers)
+
+
+class Harness:
+    """See `harness`. Times are in seconds."""
+
+    def __init__(self, app: App, *, server: str | None, workers: int) -> None:
+        self.app = app
+        self.published: list[Notify] = []
+        """What the agents and the test have published, in order, with canonical identifiers."""
+        self.dead_letters: list[DeadLetter] = []
+        """What was given up, in order."""
+        self._clock = None if server else VirtualClock()
+        self._server = server
+        self._config: Config
+        self._watch: Backend
+        """A client that no `disconnect` concerns."""
+        self._readers: dict[str, NotificationReader]
+        """By stream."""
+        self._code = _Code()
+        self._settled: list[Settled] = []
+        self._disturbed: dict[str, Exception] = {}
+        self._count = workers
+        self._workers: list[_Worker] = []
+        self._stack: AsyncExitStack
+        self._tasks = anyio.create_task_group()
+
+    async def notify(self, event_type: str, identifier: Mapping[str, Any], payload: Any = None) -> Receipt:
+        """Publish a notification, as `App.notify` does."""
+        return await self.app.notify(event_type, identifier, payload)
+
+    async def settle(self, *, within_seconds: float | None = None) -> None:
+        """Return when every notification of every agent is settled: none waits, none is held.
+
+        Time passes as far as needed, at most `within_seconds` (default: an hour; on a server, where it is real time,
+        30 s). Raises `AssertionError`, which tells what is not settled and why.
+        """
+        patience = within_seconds or (VIRTUAL_PATIENCE_SECONDS if self._clock else REAL_PATIENCE_SECONDS)
+        deadline = self._watch.clock.monotonic() + patience
+        while unsettled := await self._unsettled():
+            if not await self._let_time_pass(deadline):
+                raise AssertionError("\n  ".join([f"not settled within {patience:g} s:", *unsettled]))
+
+    async def advance(self, seconds: float) -> None:
+        """Let so much time pass. On a server this is a sleep."""
+        await (self._clock.advance(seconds) if self._clock else anyio.sleep(seconds))
+
+    def fail(self, agent: Agent[Any, Any] | str, error: Exception, *, times: int = 1) -> None:
+        """Let the agent's next calls raise this instead of calling its function (of a Stream: its next turns)."""
+        self._code.faults.setdefault(self._name(agent), deque()).extend([error] * times)
+
+    def settled(self, agent: Agent[Any, Any] | str) -> list[Settled]:
+        """How the agent's deliveries ended, in order."""
+        name = self._name(agent)
+        return [fact for fact in self._settled if fact.agent == name]
+
+    def outcomes(self, agent: Agent[Any, Any] | str) -> list[str]:
+        """The same in one word each: `acked`, `retried` or `dead_lettered`."""
+        return [fact.outcome for fact in self.settled(agent)]
+
+    async def start(self) -> None:
+        """Start workers, until there are as many as there were at the beginning."""
+        while len(self._workers) < self._count:
+            worker = _Worker(self._hear, self.app.events.emit)
+            agents = [self._code.watched(agent) for agent in self.app.agents]
+            await self._tasks.start(worker.run, self.app, self._config, self._open, agents)
+            self._workers.append(worker)
+
+    async def stop(self) -> None:
+        """Stop the workers in order, as a deploy does; what runs may take until the drain timeout is over."""
+        stopping, self._workers = self._workers, []
+        for worker in stopping:
+            worker.stop.set()
+        for worker in stopping:
+            await worker.ended.wait()
+
+    async def crash(self, worker: int = 0) -> None:
+        """End a worker as `kill -9` does, so that it gives nothing back, and start another in its place."""
+        await self._workers.pop(worker).kill(disconnect=self._clock is not None)
+        await self.start()
+
+    def disconnect(self, worker: int | None = None) -> None:
+        """Take the connection away from one worker, or (None) from all and from the app. Not with a server."""
+        for client in self._clients(worker):
+            client.disconnect()
+
+    def reconnect(self) -> None:
+        """Give everybody the connection back."""
+        for client in self._clients(None):
+            client.reconnect()
+
+    async def __aenter__(self) -> Harness:
+        before = self.app.config
+        self._config = _config(before, self._server)
+        self._readers = {
+            streams.event_stream(name, event_type, self._config).name: NotificationReader(name, event_type)
+            for name, event_type in self._config.notification_schema.items()
+        }
+        async with AsyncExitStack() as stack:
+            self._watch = await stack.enter_async_context(self._opening())
+            if self._server:
+                await stack.enter_async_context(self._new_streams_removed())
+            self.app.configure(self._config, opening=self._open)
+            stack.callback(self.app.configure, before)
+            await stack.enter_async_context(self.app)
+            await self._tasks.__aenter__()
+            stack.push_async_exit(self._end)
+            await self.start()
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return await self._stack.__aexit__(kind, error, traceback)
+
+    async def _end(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        self._tasks.cancel_scope.cancel()
+        if isinstance(error, anyio.get_cancelled_exc_class()):
+            return await self._tasks.__aexit__(kind, error, traceback)
+        await self._tasks.__aexit__(None, None, None)  # the test's own error leaves as it is, not in a group
+        return None
+
+    def _opening(self, on_connection: ConnectionListener | None = None) -> AbstractAsyncContextManager[Backend]:
+        """Another client of the streams that all of them share."""
+        if self._clock is None:
+            return open_backend(self._config, on_connection=on_connection)
+        if not hasattr(self, "_watch"):
+            return InMemoryBackend(self._config.notification_backend.in_memory, clock=self._clock)
+        return cast(InMemoryBackend, self._watch).peer(on_connection=on_connection)
+
+    @asynccontextmanager
+    async def _open(self, config: Config, *, on_connection: ConnectionListener | None = None) -> AsyncIterator[Backend]:
+        async with self._opening(on_connection) as backend:
+            yield cast(Backend, _Recorder(backend, self._note))
+
+    @asynccontextmanager
+    async def _new_streams_removed(self) -> AsyncIterator[None]:
+        before = set(await self._watch.stream_names())
+        if taken := before & {*self._readers, dead_lettering.STREAM, dead_lettering.RETRIES, sweeping.STREAM}:
+            raise AvisoWorkersError(
+                f"{self._server} has the streams {', '.join(sorted(taken))} already: a test makes and removes "
+                "streams of its own, so give it a server that is there for tests"
+            )
+        try:
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                for name in set(await self._watch.stream_names()) - before:
+                    await self._watch.delete_stream(name)
+
+    def _note(self, message: Message, ack: PubAck) -> None:
+        stored = structs.replace(message, sequence=ack.sequence, timestamp_ns=self._watch.clock.time_ns())
+        if ack.duplicate:
+            return
+        if ack.stream == dead_lettering.STREAM:
+            self.dead_letters.append(DeadLetter.read(stored))
+        elif (reader := self._readers.get(ack.stream)) and (found := reader.notification(stored)):
+            self.published.append(Notify(found.event_type, found.identifier, found.payload))
+
+    def _hear(self, event: Event) -> None:
+        match event:
+            case Settled():
+                self._settled.append(event)
+            case AgentDisturbed():
+                self._disturbed[event.agent] = event.error
+
+    def _name(self, agent: Agent[Any, Any] | str) -> str:
+        name = agent if isinstance(agent, str) else agent.name
+        known = [declared.name for declared in self.app.agents]
+        if name not in known:
+            raise ValueError(f"no agent {name!r} in app {self.app.name!r}, which has: {', '.join(known) or 'none'}")
+        return name
+
+    def _clients(self, worker: int | None) -> list[Any]:
+        if self._clock is None:
+            raise AvisoWorkersError("the connection to a real server cannot be taken away: stop the server instead")
+        workers = self._workers if worker is None else [self._workers[worker]]
+        clients = [each.session.backend for each in workers]
+        return [*clients, self.app.session.backend] if worker is None else clients
+
+    async def _let_time_pass(self, deadline: float) -> bool:
+        """False where that does not help, or no time is left."""
+        if self._clock is None:
+            await anyio.sleep(LOOK_SECONDS)
+            return self._watch.clock.monotonic() < deadline
+        if not (began := self._code_began()):
+            return await self._clock.advance_to_next_call(until=deadline)
+        await anyio.sleep(NAP_SECONDS)
+        return time.monotonic() - began < CODE_PATIENCE_SECONDS
+
+    def _code_began(self) -> float | None:
+        """Since when the author's code runs for what is not settled. One that is past its timeout may run as well."""
+        busy = {name for worker in self._workers for name, run in worker.session.runs.items() if run.line.running}
+        return min((began for name, began in tuple(self._code.running.values()) if name in busy), default=None)
+
+    async def _unsettled(self) -> list[str]:
+        """A sentence for each agent that has something left."""
+        if self._clock:
+            await at_rest()
+            return await self._left()
+        if not (left := await self._left()):
+            await anyio.sleep(LOOK_SECONDS)  # a server counts a little later
+            left = await self._left()
+        return left
+
+    async def _left(self) -> list[str]:
+        left = []
+        for agent in self.app.agents:
+            stream = streams.event_stream(
+                agent.event_type, self._config.notification_schema[agent.event_type], self._config
+            )
+            durable = agent.durable_name(self.app.name)
+            lines = [worker.session.runs[agent.name].line for worker in self._workers if worker.session.runs]
+            facts = [await self._left_of(name, durable) for name in (stream.name, dead_lettering.RETRIES)]
+            if held := sum(map(len, lines)):
+                facts.append(f"{held} held by workers, {sum(line.running for line in lines)} of them running")
+            if any(facts):
+                left.append(f"{agent.name}: {'; '.join([*filter(None, facts), *self._reasons(agent.name)])}")
+        if self.app.agents and (swept := await self._left_of(sweeping.STREAM, f"{self.app.name}__{SWEEP}")):
+            left.append(f"{SWEEP}: {swept}")
+        return left
+
+    async def _left_of(self, stream: str, durable: str) -> str:
+        try:
+            info = await self._watch.consumer_info(stream, durable)
+        except NotFoundError as error:
+            return f"not read yet ({error})"
+        if not info.num_pending + info.num_ack_pending:
+            return ""
+        return f"{stream}: {info.num_pending} waiting, {info.num_ack_pending} delivered and not settled"
+
+    def _reasons(self, agent: str) -> Iterator[str]:
+        if not self._workers:
+            yield "no worker runs"
+        if last := self.settled(agent)[-1:]:
+            yield f"the last one was {last[0].outcome} ({last[0].reason or 'done'}: {last[0].error})"
+        if agent in self._disturbed:
+            yield f"reading was disturbed: {self._disturbed[agent]}"
+        if any(name == agent for name, _ in tuple(self._code.running.values())):
+            yield "its code runs, in real time; `advance` lets time pass meanwhile"
+
+
+class _Worker:
+    """The agents of an app at work, as in a process of their own."""
+
+    def __init__(self, *listeners: Callable[[Event], None]) -> None:
+        self.stop = anyio.Event()
+        self.ended = anyio.Event()
+        self.session: Session
+        self._listeners = listeners
+        self._life = anyio.CancelScope()
+
+    async def run(
+        self, app: App, config: Config, opening: Any, agents: list[Agent[Any, Any]], *, task_status: TaskStatus[None]
+    ) -> None:
+        events = Events()
+        events.listen(self._tell)
+        try:
+            with self._life:
+                async with open_session(app=app.name, config=config, events=events, opening=opening) as session:
+                    self.session = session
+                    task_status.started()
+                    await session.work(app, self.stop, agents=agents)
+        finally:
+            self.ended.set()
+
+    async def kill(self, *, disconnect: bool) -> None:
+        self._listeners = ()
+        if disconnect:
+            cast(Any, self.session.backend).disconnect()  # so that nothing it still does gets through
+        self._life.cancel()
+        await self.ended.wait()
+
+    def _tell(self, event: Event) -> None:
+        for listener in self._listeners:
+            listener(event)
+
+
+class _Recorder:
+    """A backend of which it is known what was published."""
+
+    def __init__(self, backend: Backend, note: Callable[[Message, PubAck], None]) -> None:
+        self._backend = backend
+        self._note = note
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    async def publish(self, message: Message, **stated: Any) -> PubAck:
+        ack = await self._backend.publish(message, **stated)
+        self._note(message, ack)
+        return ack
+
+
+class _Code:
+    """The author's functions: which of them run now, and what they are to fail with."""
+
+    def __init__(self) -> None:
+        self.running: dict[object, tuple[str, float]] = {}
+        """By call, the agent and when it began, on the real clock. Changed by threads as well."""
+        self.faults: dict[str, deque[Exception]] = {}
+        """By agent."""
+
+    def watched(self, agent: Agent[Any, Any]) -> Agent[Any, Any]:
+        """The agent with its function called from here."""
+        name, function = agent.name, agent.function
+
+        def call(argument: Any) -> object:
+            with self._inside(name):
+                self.strike(name)
+                return function(argument)
+
+        async def call_async(argument: Any) -> object:
+            with self._inside(name):
+                self.strike(name)
+                return await function(argument)
+
+        async def call_of_stream(stream: Stream[Any]) -> object:
+            with self._inside(name) as call:
+                return await function(Stream(_Source(stream._source, self, call)))
+
+        watched = copy.copy(agent)
+        watched.function = call_of_stream if agent.form is Stream else call if agent.in_thread else call_async
+        return watched
+
+    def strike(self, agent: str) -> None:
+        if faults := self.faults.get(agent):
+            raise faults.popleft()
+
+    @contextmanager
+    def _inside(self, agent: str) -> Iterator[object]:
+        call = object()
+        self.running[call] = agent, time.monotonic()
+        try:
+            yield call
+        finally:
+            del self.running[call]
+
+    @contextmanager
+    def outside(self, call: object) -> Iterator[str]:
+        """The call has left the function for a while; of this agent."""
+        agent, _ = self.running.pop(call)
+        try:
+            yield agent
+        finally:
+            self.running[call] = agent, time.monotonic()
+
+
+class _Source:
+    """Where the function of a Stream gets its notifications: while it asks, none of it runs."""
+
+    def __init__(self, source: Source[Any], code: _Code, call: object) -> None:
+        self._source = source
+        self._code = code
+        self._call = call
+
+    async def next(self, *, within_seconds: float | None = None) -> Notification[Any] | None:
+        with self._code.outside(self._call) as agent:
+            if (notification := await self._source.next(within_seconds=within_seconds)) is not None:
+                self._code.strike(agent)
+            return notification
+
+    async def settle(self) -> None:
+        with self._code.outside(self._call):
+            await self._source.settle()
+
+
+def _config(config: Config, server: str | None) -> Config:
+    """What the app is configured with, for a server with nothing but what a test brings."""
+    backend, workers = config.notification_backend, config.workers
+    jetstream = structs.replace(
+        backend.jetstream,
+        **{name: getattr(JetStream(), name) for name in ELSEWHERE},
+        nats_url=ServerUrls(server or DEFAULT_URL),
+    )
+    return structs.replace(
+        config,
+        notification_backend=structs.replace(backend, kind="jetstream" if server else "in_memory", jetstream=jetstream),
+        workers=structs.replace(workers, dead_letters=structs.replace(workers.dead_letters, replicas=None)),
+    )

@@ -1,0 +1,283 @@
+"""The observer in memory and on a real server: what it shows of agents that nobody runs, and what it costs."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import anyio
+import nats
+import pytest
+import yaml
+
+from aviso_agents import observer
+from aviso_agents.observer import Seen, see
+from aviso_workers import App, Backoff, Notification
+from aviso_workers.backends import ConsumerInfo
+from aviso_workers.events import Event, Measured, Settled
+from aviso_workers.server import NatsServer
+from aviso_workers.streams import SECOND, ConsumerSpec
+
+pytestmark = pytest.mark.anyio
+
+PATIENCE_SECONDS = 10.0
+
+
+class Shown:
+    """What an app shows to Prometheus, and what it settles."""
+
+    def __init__(self, app: App) -> None:
+        self.gauges: dict[str, Mapping[tuple[str, ...], float]] = {}
+        self.settled = 0
+        self._next = anyio.Event()
+        app.events.listen(self._listen)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        with anyio.move_on_after(PATIENCE_SECONDS):
+            while not condition():
+                await self._next.wait()
+        assert condition(), f"this is shown: {self.gauges}"
+
+    async def until_value(self, name: str, labels: tuple[str, ...], value: float | None) -> None:
+        """None: there is no such series any more."""
+        await self.until(lambda: name in self.gauges and self.gauges[name].get(labels) == value)
+
+    def _listen(self, event: Event) -> None:
+        match event:
+            case Measured(name=name, values=values):
+                self.gauges[name.removeprefix("aviso_observer_")] = values
+            case Settled():
+                self.settled += 1
+        self._next.set()
+        self._next = anyio.Event()
+
+
+@pytest.fixture(params=["in_memory", "jetstream"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def base() -> str:
+    """Of a stream that no other test has."""
+    return f"observed-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, base: str) -> Callable[..., Path]:
+    """`config_file(url)`: a configuration for the server there, or for the memory; keywords are the observer's."""
+
+    def config_file(url: str = "", **settings: float) -> Path:
+        backend = {"kind": "jetstream", "jetstream": {"nats_url": url}} if url else {"kind": "in_memory"}
+        settings = {"poll_seconds": 0.05, "stuck_after_seconds": 0.3} | settings
+        document = {
+            "notification_backend": backend,
+            "notification_schema": {
+                "field": {
+                    "topic": {"base": base, "key_order": ["step"]},
+                    "identifier": {"step": {"type": "IntHandler", "required": True}},
+                }
+            },
+            "workers": {"agents": {"observer": settings}},
+        }
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump(document))
+        return file
+
+    return config_file
+
+
+@pytest.fixture
+async def app(kind: str, request: pytest.FixtureRequest, config_file: Callable[..., Path]) -> AsyncGenerator[App, None]:
+    url = request.getfixturevalue("server").url if kind == "jetstream" else ""
+    app = App(f"a{uuid.uuid4().hex[:8]}", config=config_file(url))
+    app.include(observer.router)
+    app.tasks.clear()  # it is run by `observing`, also while no worker is
+    async with app:
+        yield app
+
+
+@pytest.fixture
+def shown(app: App) -> Shown:
+    return Shown(app)
+
+
+@pytest.fixture
+def stream(base: str) -> str:
+    return base.upper()
+
+
+@asynccontextmanager
+async def observing(app: App) -> AsyncIterator[None]:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(observer.observe, app)
+        yield
+        tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def working(app: App) -> AsyncIterator[None]:
+    stop = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(app.work, stop)
+        yield
+        stop.set()
+
+
+async def test_the_lag_of_an_agent_whose_workers_are_down_is_shown(app: App, shown: Shown, stream: str) -> None:
+    @app.agent("field")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    labels = (app.name, "index", stream)
+    await app.notify("field", {"step": 0})
+    async with working(app):
+        await shown.until(lambda: shown.settled == 1)
+    for step in range(3):
+        await app.notify("field", {"step": step})
+
+    async with observing(app):
+        await shown.until_value("pending", labels, 3)
+    found = {
+        name: shown.gauges[name][labels] for name in ("ack_pending", "redelivered", "ack_floor_sequence", "paused")
+    }
+    assert found == {"ack_pending": 0, "redelivered": 0, "ack_floor_sequence": 1, "paused": 0}
+    now = datetime.now(UTC).timestamp()
+    for name in ("last_delivery_timestamp_seconds", "last_ack_timestamp_seconds"):
+        assert now - 60 < shown.gauges[name][labels] <= now, name
+    assert now - 60 < shown.gauges["last_poll_timestamp_seconds"][stream,] <= now
+
+
+async def test_an_agent_that_gets_nothing_done_is_stuck_until_it_does(app: App, shown: Shown, stream: str) -> None:
+    may_go_on = anyio.Event()
+
+    @app.agent("field")
+    async def index(notification: Notification[Any]) -> None:
+        await may_go_on.wait()
+
+    labels = (app.name, "index", stream)
+    await app.notify("field", {"step": 0})
+    async with observing(app), working(app):
+        await shown.until_value("ack_pending", labels, 1)
+        assert shown.gauges["stuck"][labels] == 0
+        await shown.until_value("stuck", labels, 1)
+        may_go_on.set()
+        await shown.until_value("stuck", labels, 0)
+
+
+async def test_an_agent_that_nobody_runs_is_stuck_too(app: App, shown: Shown, stream: str) -> None:
+    await app.notify("field", {"step": 0})
+    await app.session.backend.ensure_consumer(stream, durable("away__index", f"{stream.lower()}.>"))
+
+    async with observing(app):
+        await shown.until_value("stuck", ("away", "index", stream), 1)
+
+
+async def test_dead_letters_are_counted_by_agent(app: App, shown: Shown) -> None:
+    @app.agent("field", retry=Backoff(attempts=1))
+    async def broken(notification: Notification[Any]) -> None:
+        raise ValueError("no")
+
+    for step in range(2):
+        await app.notify("field", {"step": step})
+    async with observing(app), working(app):
+        await shown.until_value("dead_letters", (app.name, "broken"), 2)
+
+
+@pytest.mark.parametrize("kind", ["in_memory"])
+async def test_what_the_server_does_not_answer_stays_as_it_was(app: App, shown: Shown, stream: str) -> None:
+    backend: Any = app.session.backend
+    await app.notify("field", {"step": 0})
+    await backend.ensure_consumer(stream, durable("away__index", f"{stream.lower()}.>"))
+    async with observing(app):
+        await shown.until_value("pending", ("away", "index", stream), 1)
+        backend.disconnect()
+        polled = shown.gauges["last_poll_timestamp_seconds"][stream,]
+        await anyio.sleep(0.2)
+        assert shown.gauges["pending"]["away", "index", stream] == 1
+        assert shown.gauges["last_poll_timestamp_seconds"][stream,] == polled
+        backend.reconnect()
+        await app.notify("field", {"step": 1})
+        await shown.until_value("pending", ("away", "index", stream), 2)
+
+
+@pytest.mark.parametrize("kind", ["jetstream"])
+async def test_an_agent_whose_consumer_is_deleted_disappears(
+    app: App, shown: Shown, stream: str, server: NatsServer
+) -> None:
+    await app.notify("field", {"step": 0})
+    for agent in ("index", "archive"):
+        await app.session.backend.ensure_consumer(stream, durable(f"away__{agent}", f"{stream.lower()}.>"))
+    async with observing(app), await nats.connect(server.url) as client:
+        await shown.until_value("pending", ("away", "archive", stream), 1)
+        await client.jetstream().delete_consumer(stream, "away__index")
+        await shown.until_value("pending", ("away", "index", stream), None)
+        assert shown.gauges["pending"]["away", "archive", stream] == 1
+
+
+@pytest.mark.parametrize("kind", ["jetstream"])
+async def test_a_thousand_agents_cost_a_handful_of_requests(
+    app: App, shown: Shown, stream: str, server: NatsServer
+) -> None:
+    await app.notify("field", {"step": 0})
+    async with anyio.create_task_group() as creating:
+        for number in range(1000):
+            spec = durable(f"away__agent-{number}", f"{stream.lower()}.>")
+            creating.start_soon(app.session.backend.ensure_consumer, stream, spec)
+
+    asked: Counter[str] = Counter()
+
+    async def count(message: Any) -> None:
+        asked[message.subject.removeprefix("$JS.API.")] += 1
+
+    async with await nats.connect(server.url) as client:
+        await client.subscribe("$JS.API.>", cb=count)
+        await client.flush()
+        async with observing(app):
+            await shown.until(lambda: "given_up" in shown.gauges)  # what is asked for last
+        await client.flush()
+
+    assert asked == {
+        f"CONSUMER.LIST.{stream}": 4,
+        "CONSUMER.LIST.aviso_workers_retries": 1,
+        "CONSUMER.LIST.aviso_workers_advisories": 1,
+        "STREAM.INFO.aviso_workers_dead_letters": 1,
+        "STREAM.INFO.aviso_workers_advisories": 1,
+    }
+    assert len([agent for agent in shown.gauges["pending"] if agent[2] == stream]) == 1000
+
+
+def durable(name: str, subject: str) -> ConsumerSpec:
+    return ConsumerSpec(durable_name=name, filter_subjects=(subject,), ack_wait=20 * SECOND, max_ack_pending=10)
+
+
+def consumer(**stated: Any) -> ConsumerInfo:
+    return ConsumerInfo(name="a__b", config={}, **stated)
+
+
+AT_WORK: dict[str, Any] = {"num_pending": 5, "num_ack_pending": 1, "ack_floor": 7, "last_settled": datetime.now(UTC)}
+
+
+@pytest.mark.parametrize(
+    ("now", "standstill"),
+    [
+        pytest.param({}, 40.0, id="nothing happened"),
+        pytest.param({"num_pending": 9}, 40.0, id="only more work came"),
+        pytest.param({"num_pending": 0}, 40.0, id="the rest is out and not done"),
+        pytest.param({"ack_floor": 8}, 0.0, id="the floor rose"),
+        pytest.param({"last_settled": datetime(2030, 1, 1, tzinfo=UTC)}, 0.0, id="something above the floor was done"),
+        pytest.param({"num_pending": 0, "num_ack_pending": 0}, 0.0, id="there is nothing to do"),
+        pytest.param({"paused_until": datetime(2030, 1, 1, tzinfo=UTC)}, 0.0, id="it is paused"),
+    ],
+)
+def test_standstill_is_having_work_and_getting_nothing_done(now: dict[str, Any], standstill: float) -> None:
+    before = Seen(consumer(**AT_WORK), standstill_seconds=30.0)
+    assert see(consumer(**{**AT_WORK, **now}), before, elapsed_seconds=10.0).standstill_seconds == standstill
+
+
+def test_who_is_seen_for_the_first_time_does_not_stand_still_yet() -> None:
+    assert see(consumer(**AT_WORK), None, elapsed_seconds=10.0).standstill_seconds == 0

@@ -1,0 +1,224 @@
+"""`aviso-workers dead-letters ls|show|retry|drop` on a real server."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import App, Backoff, Notification, Reject
+from aviso_workers.engine.dead_lettering import RETRIES, STREAM
+from aviso_workers.events import Event, Settled
+from tests.cli.conftest import Ran
+from tests.commands import PATIENCE_SECONDS
+
+Run = Callable[..., Ran]
+
+
+class Deployment:
+    """The app `field` with the agents `index`, which rejects even steps while it is `broken`, and `count`."""
+
+    def __init__(self, config: Path) -> None:
+        self.config = config
+        self.broken = True
+        self.handled: list[tuple[str, int]] = []
+
+    def publish(self, *steps: int, payload: Any = None) -> None:
+        async def publish() -> None:
+            async with App("tests", config=self.config) as app:
+                for step in steps:
+                    await app.notify("mars", {"class": "od", "step": step}, payload)
+
+        anyio.run(publish)
+
+    def work(self, settlements: int) -> None:
+        """Run a worker until so many deliveries are settled, dead letters included."""
+        app, stop, left = App("field", config=self.config), anyio.Event(), [settlements]
+
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None:
+            self.handled.append(("index", notification.sequence))
+            if self.broken and int(notification.identifier["step"]) % 2 == 0:
+                raise Reject("the index is full, and so is its neighbour, and there is no third one in this town")
+
+        @app.agent("mars", retry=Backoff(attempts=1))
+        async def count(notification: Notification[Any]) -> None:
+            self.handled.append(("count", notification.sequence))
+            if self.broken and notification.identifier["step"] == "3":
+                raise ConnectionError("\x1b[31mno counter")
+
+        def note(event: Event) -> None:
+            left[0] -= isinstance(event, Settled)
+            if left[0] == 0:
+                stop.set()
+
+        async def work() -> None:
+            with anyio.fail_after(PATIENCE_SECONDS):
+                async with app:
+                    await app.work(stop)
+
+        app.events.listen(note)
+        anyio.run(work)
+
+
+@pytest.fixture
+def deployment(config: Path) -> Deployment:
+    return Deployment(config)
+
+
+@pytest.fixture
+def buried(deployment: Deployment) -> Deployment:
+    """Steps 1 to 4 are worked off: index has given up 2 and 4, count 3."""
+    deployment.publish(1, 2, 3, 4, payload={"location": "here", "größe": 1.5})
+    deployment.work(8)
+    deployment.handled.clear()
+    return deployment
+
+
+@pytest.fixture
+def letters(run: Run, config: Path) -> Callable[..., list[dict[str, Any]]]:
+    """`letters("--agent", "index")`: the listed ones, as documents."""
+
+    def letters(*arguments: str) -> list[dict[str, Any]]:
+        ran = run("dead-letters", "ls", *arguments, "--json", "--config", config)
+        assert (ran.code, ran.err) == (0, ""), ran
+        return [json.loads(line) for line in ran.lines]
+
+    return letters
+
+
+def of(documents: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    return sorted((letter["agent"], letter["original"]["sequence"]) for letter in documents)
+
+
+@pytest.mark.parametrize("command", [("ls",), ("retry",), ("retry", "--yes"), ("drop", "--yes")])
+def test_where_there_is_none_that_is_said(run: Run, config: Path, command: tuple[str, ...]) -> None:
+    ran = run("dead-letters", *command, "--config", config)
+    assert ran == Ran(code=0, out="no dead letters\n", err="")
+
+
+def test_they_are_listed(run: Run, config: Path, buried: Deployment) -> None:
+    ran = run("dead-letters", "ls", "--config", config)
+    assert (ran.code, ran.err) == (0, "")
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in ran.lines if line.startswith("│")]
+    assert len(rows) == 3
+    told = {row[6]: [row[2], row[3], row[4], row[5], row[7]] for row in rows}
+    assert told["MARS@2"] == [
+        *("field", "index", "rejected", "1"),
+        "Reject: the index is full, and so is its neighbour, and the…",
+    ]
+    assert told["MARS@3"] == ["field", "count", "attempts_exhausted", "1", r"ConnectionError: \x1b[31mno counter"]
+
+
+def test_one_is_shown_whole(run: Run, config: Path, buried: Deployment, letters) -> None:
+    (letter,) = letters("--agent", "count")
+    ran = run("dead-letters", "show", str(letter["sequence"]), "--config", config)
+    assert (ran.code, ran.err) == (0, "")
+    head, _, body = ran.out.partition("\n\n")
+    told = dict(line.split(": ", 1) for line in head.splitlines())
+    assert told["error"] == r"ConnectionError: \x1b[31mno counter"
+    assert "test_dead_letters.py" in told["traceback"]
+    assert (told["original"], told["subject"], told["attempts"]) == ("MARS@3", "mars.od.3", "1")
+    assert json.loads(body) == {"location": "here", "größe": 1.5}
+    assert '\n  "größe": 1.5' in body
+
+    as_json = run("dead-letters", "show", str(letter["sequence"]), "--json", "--config", config)
+    assert json.loads(as_json.out) == letter
+    assert base64.b64decode(letter["original"]["data"]) == '{"größe":1.5,"location":"here"}'.encode()
+
+
+def test_one_that_is_not_there_cannot_be_shown(run: Run, config: Path, buried: Deployment) -> None:
+    ran = run("dead-letters", "show", "99", "--config", config)
+    assert (ran.code, ran.out, ran.err) == (1, "", "aviso-workers: no dead letter 99\n")
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ((), [("count", 3), ("index", 2), ("index", 4)]),
+        (("--agent", "index"), [("index", 2), ("index", 4)]),
+        (("--app", "other"), []),
+        (("--reason", "attempts_exhausted"), [("count", 3)]),
+        (("--stream", "mars"), [("count", 3), ("index", 2), ("index", 4)]),
+        (("--error", "no counter"), [("count", 3)]),
+        (("--since", "2100-01-01T00:00:00Z"), []),
+        (("--until", "2100-01-01T00:00:00Z", "--agent", "count"), [("count", 3)]),
+        (("--until", "1600000000"), []),
+    ],
+)
+def test_they_are_filtered(buried: Deployment, letters, filters: tuple[str, ...], expected: list[Any]) -> None:
+    assert of(letters(*filters)) == expected
+
+
+@pytest.mark.parametrize("command", ["retry", "drop"])
+def test_nothing_is_done_without_a_yes(run: Run, config: Path, buried: Deployment, letters, command: str) -> None:
+    asked = run("dead-letters", command, "--agent", "index", "--config", config)
+    assert (asked.code, asked.err) == (2, "nothing was done; say --yes, or name the letters by their sequences\n")
+    (row,) = (line for line in asked.lines if line.startswith("│"))
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == ["field", "index", "rejected", "2"]
+    dry = run("dead-letters", command, "--dry-run", "--yes", "--config", config)
+    assert (dry.code, dry.err, len(letters())) == (0, "", 3)
+
+
+def test_a_retry_hands_them_to_the_agent_that_failed(run: Run, config: Path, buried: Deployment, letters) -> None:
+    ran = run("dead-letters", "retry", "--agent", "index", "--yes", "--config", config)
+    assert (ran.code, ran.lines[-1]) == (0, "2 of 2 handed back"), ran
+    assert of(letters()) == [("count", 3)]
+
+    buried.broken = False
+    buried.work(2)
+    assert sorted(buried.handled) == [("index", 2), ("index", 4)]
+
+
+def test_some_are_retried_by_their_sequences(run: Run, config: Path, buried: Deployment, letters) -> None:
+    first, second, third = (letter["sequence"] for letter in letters())
+    missing = run("dead-letters", "retry", str(first), "98", "99", "--config", config)
+    assert (missing.code, missing.err) == (1, "aviso-workers: no such dead letter: 98, 99; nothing was done\n")
+    ran = run("dead-letters", "retry", str(third), str(first), "--config", config)
+    assert (ran.code, ran.lines[-1]) == (0, "2 of 2 handed back"), ran
+    assert [letter["sequence"] for letter in letters()] == [second]
+
+
+def test_what_is_dropped_is_gone(run: Run, config: Path, buried: Deployment, letters) -> None:
+    ran = run("dead-letters", "drop", "--reason", "rejected", "--yes", "--config", config)
+    assert (ran.code, ran.lines[-1]) == (0, "2 of 2 erased"), ran
+    assert of(letters()) == [("count", 3)]
+
+
+def test_a_letter_whose_agent_reads_no_retries_stays_and_the_rest_is_told(
+    run: Run, config: Path, buried: Deployment, letters
+) -> None:
+    async def forget_the_readers() -> None:
+        async with App("tests", config=config) as app:
+            await app.session.backend.delete_stream(RETRIES)
+
+    anyio.run(forget_the_readers)
+    ran = run("dead-letters", "retry", "--yes", "--config", config)
+    assert (ran.code, ran.lines[-1]) == (1, "0 of 3 handed back"), ran
+    assert "does not read what is tried again: start a worker of it first" in ran.err
+    assert len(letters()) == 3
+
+
+def test_what_is_no_dead_letter_is_left_out_and_told(run: Run, config: Path, buried: Deployment) -> None:
+    async def store() -> None:
+        from aviso_workers.codec import Message
+
+        async with App("tests", config=config) as app:
+            message = Message(subject="aviso_workers.dead_letters.a.b", data=b"?")
+            await app.session.backend.publish(message, message_id="x", stream=STREAM, timeout_seconds=5)
+
+    anyio.run(store)
+    ran = run("dead-letters", "ls", "--config", config)
+    assert (ran.code, sum(line.startswith("│") for line in ran.lines)) == (0, 3)
+    assert ran.err == "left out: message 4 of aviso_workers_dead_letters is no dead letter: 'Aviso-App'\n"
+
+
+def test_a_date_that_is_none_is_refused_before_anything_is_connected(run: Run, unreachable: Path) -> None:
+    ran = run("dead-letters", "ls", "--since", "yesterday", "--config", unreachable)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("aviso-workers: --since must be a date with a time such as")

@@ -1,0 +1,186 @@
+"""`aviso-workers pause`, `resume`, `reset`, `agents` and `lag` on a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Ran
+
+Run = Callable[..., Ran]
+
+AGENTS = """
+from aviso_workers import App, Notification
+
+app = App("field")
+
+
+@app.agent("mars", where={"step": ["1", "2", "3", "4"]}, concurrency=2, timeout=30)
+async def index(notification: Notification) -> None:
+    with open("indexed", "a") as index:
+        index.write(notification.identifier["step"] + "\\n")
+
+
+@app.agent("mars", name="everything")
+async def other(notification: Notification) -> None: ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def agents(tmp_path: Path) -> str:
+    """MODULE:APP. A module of the test's own, because each one is imported once in a process."""
+    name = f"agents_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(AGENTS)
+    return f"{name}:app"
+
+
+@pytest.fixture
+def worked(run: Run, config: Path, start, agents: str) -> Callable[..., list[str]]:
+    """`worked(1, 2)`: publishes these steps, runs a worker until they are settled, and returns what index was given."""
+
+    def worked(*steps: int) -> list[str]:
+        for step in steps:
+            assert run("notify", "mars", "class=od", f"step={step}", "--config", config).code == 0
+        worker = start("worker", agents, "--config", config)
+        worker.until("agent.started")
+        while any(row["pending"] != "0" or row["ack pending"] != "0" for row in lag(run, config)):
+            pass
+        assert worker.end(signal.SIGTERM) == 0
+        return config.with_name("indexed").read_text().split()
+
+    return worked
+
+
+def rows(ran: Ran) -> list[dict[str, str]]:
+    """The table that was printed."""
+    assert ran.code == 0, ran
+    (header,) = (line for line in ran.lines if line.startswith("┃"))
+    columns = [cell.strip() for cell in header.split("┃")[1:-1]]
+    cells = ([cell.strip() for cell in line.split("│")[1:-1]] for line in ran.lines if line.startswith("│"))
+    return [dict(zip(columns, row, strict=True)) for row in cells]
+
+
+def lag(run: Run, config: Path, *what: str) -> list[dict[str, str]]:
+    return rows(run("lag", *(what or ("--all",)), "--config", config))
+
+
+def test_a_paused_agent_is_given_nothing_and_a_resumed_one_goes_on(run: Run, config: Path, worked, agents: str) -> None:
+    worked(1)
+    for app in ("field", agents):
+        paused = run("pause", "index", "--app", app, "--config", config)
+        assert paused == Ran(code=0, out="index is paused until it is resumed\n", err="")
+        (row,) = (row for row in lag(run, config, agents) if row["agent"] == "index")
+        assert row["paused until"] == "it is resumed"
+        resumed = run("resume", "index", "--app", app, "--config", config)
+        assert resumed == Ran(code=0, out="index goes on\n", err="")
+    assert {row["paused until"] for row in lag(run, config)} == {""}
+    assert worked(2) == ["1", "2"]
+
+
+def test_a_pause_may_have_an_end(run: Run, config: Path, worked) -> None:
+    worked(1)
+    paused = run("pause", "index", "--app", "field", "--for", "10m", "--config", config)
+    until = datetime.fromisoformat(paused.out.removeprefix("index is paused until ").strip())
+    assert timedelta(minutes=9) < until - datetime.now(UTC) < timedelta(minutes=10)
+    (row,) = (row for row in lag(run, config) if row["agent"] == "index")
+    assert abs(datetime.fromisoformat(row["paused until"]) - until) < timedelta(seconds=2)
+
+
+def test_a_reset_tells_what_it_would_do_and_does_it_with_a_yes(run: Run, config: Path, worked) -> None:
+    assert worked(1, 2, 3, 9) == ["1", "2", "3"]
+    asked = run("reset", "index", "--app", "field", "--to", "2", "--config", config)
+    assert (asked.code, asked.err) == (2, "nothing was done; say --yes to reset it\n")
+    told = dict(re.findall(r"│ (.+?) +│ (.+?) +│", asked.out))
+    assert told == {"goes on at": "MARS@2", "handled again": "2", "passed over": "0"}
+
+    done = run("reset", "index", "--app", "field", "--to", "2", "--yes", "--config", config)
+    assert (done.code, done.lines[-1]) == (0, "index goes on at MARS@2, with 2 notifications ahead of it")
+    assert worked() == ["1", "2", "3", "2", "3"]
+
+
+def test_a_reset_goes_to_a_date(run: Run, config: Path, worked, agents: str) -> None:
+    worked(1, 2)
+    (_, second) = (json.loads(line) for line in run("replay", "mars", "--config", config).lines)
+    done = run("reset", "index", "--app", agents, "--to", second["time"], "--yes", "--config", config)
+    assert (done.code, done.lines[-1]) == (0, "index goes on at MARS@2, with 1 notifications ahead of it"), done
+    late = run("reset", "index", "--app", agents, "--to", "2100-01-01T00:00:00Z", "--yes", "--config", config)
+    assert late.lines[-1] == "index goes on at MARS@3, with 0 notifications ahead of it"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "complaint"),
+    [
+        (("pause", "index", "--app", "other"), 1, "no agent index of app other reads one of the configured streams; "),
+        (("resume", "indx", "--app", "field"), 1, "no agent indx of app field reads one of the configured streams; "),
+        (("pause", "index", "--app", "field", "--for", "10"), 2, "--for: duration must include a unit"),
+        (("pause", "index", "--app", "nowhere:app"), 2, "no module 'nowhere' here or installed"),
+        (("reset", "index", "--app", "field", "--to", "x"), 2, "--to must be a date with a time such as"),
+        (("reset", "index", "--app", "field", "--to", "9"), 2, "MARS ends at 1: an agent cannot go on at 9"),
+    ],
+)
+def test_what_cannot_be_done_is_told(
+    run: Run, config: Path, worked, arguments: tuple[str, ...], code: int, complaint: str
+) -> None:
+    worked(1)
+    ran = run(*arguments, "--config", config)
+    assert (ran.code, ran.out) == (code, ""), ran
+    assert ran.err.startswith(f"aviso-workers: {complaint}"), ran.err
+
+
+def test_agents_tells_what_is_in_effect_and_how_far_each_has_come(run: Run, config: Path, worked, agents: str) -> None:
+    before = run("agents", agents, "--config", config)
+    assert "no worker has been here yet" in before.out
+    worked(1)
+    run("notify", "mars", "class=od", "step=2", "--config", config)
+    ran = run("agents", agents, "--config", config)
+    assert (ran.code, ran.err) == (0, "")
+    first, second = ran.out.split("┏")[1:]
+    told = dict(re.findall(r"│ (.+?) +│ (.*?) +│", first))
+    assert {key: told[key] for key in ("event type", "filters", "concurrency", "timeout", "pending")} == {
+        "event type": "mars",
+        "filters": "mars.*.1, mars.*.2, mars.*.3, mars.*.4",
+        "concurrency": "2",
+        "timeout": "30 s",
+        "pending": "1",
+    }
+    assert "everything" in second
+
+
+def test_agents_tells_the_policy_where_no_server_answers(run: Run, unreachable: Path, agents: str) -> None:
+    ran = run("agents", agents, "--config", unreachable)
+    assert (ran.code, "mars.*.1" in ran.out) == (0, True)
+    assert ran.err.startswith("how far they have come is not known: no NATS server at nats://127.0.0.1:")
+
+
+def test_lag_tells_what_is_left(run: Run, config: Path, worked, agents: str) -> None:
+    worked(1)
+    for step in (2, 3, 9):
+        run("notify", "mars", "class=od", f"step={step}", "--config", config)
+    for what in ("--all", agents):
+        left = [(row["app"], row["agent"], row["stream"], row["pending"]) for row in lag(run, config, what)]
+        assert sorted(left) == [("field", "everything", "MARS", "3"), ("field", "index", "MARS", "2")]
+
+
+def test_lag_is_watched_until_ctrl_c(run: Run, config: Path, worked, start) -> None:
+    worked(1)
+    watching = start("lag", "--all", "--watch", "--config", config)
+    table = watching.lines(5)
+    assert any("index" in line for line in table), table
+    again = watching.lines(6)
+    assert any("index" in line for line in again), again
+    assert watching.end(signal.SIGINT) == 130
+    assert watching.told == []
+
+
+@pytest.mark.parametrize("arguments", [(), ("--all", "m:app"), ("--all", "--agent", "observer")])
+def test_lag_needs_to_know_of_whom(run: Run, unreachable: Path, arguments: tuple[Any, ...]) -> None:
+    ran = run("lag", *arguments, "--config", unreachable)
+    assert (ran.code, ran.out) == (2, "")
+    assert "MODULE:APP" in ran.err

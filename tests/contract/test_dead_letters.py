@@ -1,0 +1,328 @@
+"""The way back from the dead letters, on either backend: to the agent that failed, once, and with fresh attempts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from aviso_workers import App, Backoff, Notification, Reject
+from aviso_workers.backends import Message
+from aviso_workers.config import Config
+from aviso_workers.config.settings import DeadLetters
+from aviso_workers.engine import session, settling
+from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
+from aviso_workers.literals import Size
+from aviso_workers.ops import steering
+from aviso_workers.ops.dead_letters import DeadLetter, DeadLetterOffice, Selection
+from aviso_workers.positions import Position
+from aviso_workers.testing import Harness, harness
+from tests.contract.settings import app_config, mars
+
+pytestmark = pytest.mark.anyio
+
+Testing = Callable[[], AbstractAsyncContextManager[tuple[Harness, DeadLetterOffice]]]
+
+
+class Field(msgspec.Struct):
+    location: str
+
+
+@pytest.fixture
+def config(kind: str, nats_url: str) -> Config:
+    return app_config(kind, nats_url)
+
+
+@pytest.fixture
+def app(config: Config) -> App:
+    return App("contract", config=config)
+
+
+@pytest.fixture
+def testing(app: App, nats_url: str) -> Testing:
+    """`async with testing() as (t, office)`: the app's agents at work, and the office that sees to their letters."""
+
+    @asynccontextmanager
+    async def testing() -> AsyncIterator[tuple[Harness, DeadLetterOffice]]:
+        async with harness(app, server=nats_url or None) as t:
+            yield t, DeadLetterOffice(app)
+
+    return testing
+
+
+async def all_of(office: DeadLetterOffice, **wanted: Any) -> list[DeadLetter]:
+    return [letter async for letter in office.letters(Selection(**wanted))]
+
+
+async def test_where_nothing_ever_failed_there_is_nothing(testing: Testing) -> None:
+    async with testing() as (_, office):
+        assert await all_of(office) == []
+        with pytest.raises(NotFoundError, match="no dead letter 1"):
+            await office.letter(1)
+
+
+async def test_a_letter_goes_back_to_the_agent_that_failed_and_to_no_other(app: App, testing: Testing) -> None:
+    seen: list[tuple[str, int, dict[str, str]]] = []
+    broken = True
+
+    @app.agent("mars")
+    async def failing(notification: Notification[Any]) -> None:
+        seen.append(("failing", notification.num_delivered, notification.identifier))
+        if broken:
+            raise Reject("not today")
+
+    @app.agent("mars")
+    async def other(notification: Notification[Any]) -> None:
+        seen.append(("other", notification.num_delivered, notification.identifier))
+
+    async with testing() as (t, office):
+        receipt = await t.notify("mars", mars(), {"n": 1})
+        await t.settle()
+        (letter,) = await all_of(office)
+        assert (letter.agent, letter.reason, letter.attempts) == ("failing", "rejected", 1)
+        assert (letter.stream, letter.original.sequence) == (receipt.stream, receipt.sequence)
+        broken = False
+        seen.clear()
+
+        await office.retry(letter)
+        await t.settle()
+
+        assert seen == [("failing", 1, mars())]
+        assert t.outcomes("failing") == ["dead_lettered", "acked"]
+        assert await all_of(office) == []
+
+
+async def test_a_letter_counts_as_fresh_and_what_fails_again_is_another_letter(app: App, testing: Testing) -> None:
+    tries: list[int] = []
+
+    @app.agent("mars", retry=Backoff(first=0.01, attempts=2))
+    async def failing(notification: Notification[Any]) -> None:
+        tries.append(notification.sequence)
+        raise ValueError("boom")
+
+    async with testing() as (t, office):
+        await t.notify("mars", mars(), {})
+        await t.settle()
+        for buried in (1, 2, 3):
+            (letter,) = await all_of(office)
+            assert (len(tries), letter.attempts, letter.reason) == (2 * buried, 2, "attempts_exhausted")
+            assert letter.error == "ValueError: boom"
+            assert "failing" in letter.traceback
+            await office.retry(letter)
+            await t.settle()
+        assert set(tries) == {letter.original.sequence}
+
+
+async def test_a_retry_that_was_broken_off_and_is_repeated_is_handled_once(
+    app: App, testing: Testing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handled: list[int] = []
+
+    @app.agent("mars")
+    async def failing_once(notification: Notification[Any]) -> None:
+        handled.append(notification.sequence)
+        if len(handled) == 1:
+            raise Reject("not today")
+
+    async def unreachable(self: DeadLetterOffice, letter: DeadLetter) -> None:
+        raise UnavailableError("not connected")
+
+    async with testing() as (t, office):
+        await t.notify("mars", mars(), {})
+        await t.settle()
+        (letter,) = await all_of(office)
+        with monkeypatch.context() as broken:
+            broken.setattr(DeadLetterOffice, "drop", unreachable)
+            with pytest.raises(UnavailableError):
+                await office.retry(letter)
+        await t.settle()
+        assert await all_of(office) == [letter], "it must not leave before its copy is there"
+
+        await office.retry(letter)
+        await office.retry(letter)
+        await t.settle()
+
+        assert len(handled) == 2
+        assert await all_of(office) == []
+
+
+async def test_what_fails_again_before_the_letter_is_gone_is_kept(
+    app: App, testing: Testing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @app.agent("mars")
+    async def failing(notification: Notification[Any]) -> None:
+        raise Reject("never")
+
+    async with testing() as (t, office):
+        await t.notify("mars", mars(), {})
+        await t.settle()
+        (letter,) = await all_of(office)
+        drop = DeadLetterOffice.drop
+
+        async def drop_late(self: DeadLetterOffice, letter: DeadLetter) -> None:
+            await t.settle()
+            await drop(self, letter)
+
+        monkeypatch.setattr(DeadLetterOffice, "drop", drop_late)
+        await office.retry(letter)
+
+        (again,) = await all_of(office)
+        assert again.sequence > letter.sequence
+        assert (again.original.sequence, again.original.data) == (letter.original.sequence, letter.original.data)
+
+
+async def test_what_is_dropped_and_fails_again_at_once_is_kept(app: App, testing: Testing) -> None:
+    @app.agent("mars")
+    async def failing(notification: Notification[Any]) -> None:
+        raise Reject("never")
+
+    async with testing() as (t, office):
+        await t.notify("mars", mars(), {})
+        await t.settle()
+        for _ in range(3):  # each within the time in which a repeat of one message is not stored
+            (letter,) = await all_of(office)
+            await office.drop(letter)
+            assert await all_of(office) == []
+            plan = await steering.plan_reset(app, steering.declared(app, "failing"), Position(sequence=1))
+            await steering.reset(app, plan)
+            await t.settle()
+        assert len(await all_of(office)) == 1
+
+
+async def test_a_retry_whose_worker_dies_each_time_comes_back_as_the_letter_that_it_was(
+    app: App, testing: Testing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "CRASHES", 1)
+    began: list[int] = []
+    deadly = False
+
+    @app.agent("mars", retry=Backoff(attempts=1), ack_wait=0.3)
+    async def failing(notification: Notification[Any]) -> None:
+        if not deadly:
+            raise Reject("not today")
+        began.append(notification.num_delivered)
+        await anyio.sleep_forever()
+
+    async with testing() as (t, office):
+        await t.notify("mars", mars(), {"n": 1})
+        await t.settle()
+        (letter,) = await all_of(office)
+        deadly = True
+        await office.retry(letter)
+        for deaths in (1, 2):
+            with anyio.fail_after(20):
+                while len(began) < deaths:
+                    await t.advance(0.05)
+            await t.crash()
+        await t.settle()
+
+        (again,) = await all_of(office)
+        assert (began, again.reason, again.attempts) == ([1, 2], "max_deliveries", 2)
+        assert (again.stream, again.original.subject) == ("MARS", letter.original.subject)
+        assert (again.original.sequence, again.original.data) == (letter.original.sequence, letter.original.data)
+
+
+async def test_bytes_that_are_no_notification_are_kept_as_they_are(app: App, testing: Testing) -> None:
+    data, headers = b'\xff\x00{"location": 1', {"traceparent": "00-1-2-03", "other": "grüße"}
+
+    @app.agent("mars")
+    async def typed(notification: Notification[Field]) -> None: ...
+
+    async with testing() as (t, office):
+        await t.settle()
+        subject = "mars.od.0001.g.20261120.0000.oper.12"
+        await app.session.backend.publish(
+            Message(subject=subject, data=data, headers=headers), message_id="x", stream="MARS", timeout_seconds=5
+        )
+        await t.settle()
+        (letter,) = await all_of(office)
+        assert (letter.reason, letter.original.subject, letter.original.data) == ("undecodable", subject, data)
+        assert letter.original.headers == headers
+
+        await office.retry(letter)
+        await t.settle()
+
+        (again,) = await all_of(office)
+        assert (again.reason, again.original.subject, again.original.data) == ("undecodable", subject, data)
+        assert {**headers}.items() <= (again.original.headers or {}).items()
+
+
+async def test_letters_are_chosen_by_all_that_is_said_of_them(app: App, testing: Testing) -> None:
+    @app.agent("mars")
+    async def rejecting(notification: Notification[Any]) -> None:
+        raise Reject(f"no step {notification.identifier['step']}")
+
+    @app.agent("plain", retry=Backoff(attempts=1))
+    async def breaking(notification: Notification[Any]) -> None:
+        raise ConnectionError("Nobody there")
+
+    async with testing() as (t, office):
+        for step in (0, 6):
+            await t.notify("mars", mars(step=step), {})
+        await t.settle()
+        await t.advance(0.01)
+        await t.notify("plain", {"a": "1", "b": "2"})
+        await t.settle()
+        first, second, third = await all_of(office)
+
+        async def chosen(**wanted: Any) -> list[int]:
+            found = await all_of(office, **wanted)
+            return [[first, second, third].index(letter) for letter in found]
+
+        assert await chosen(agent="rejecting") == [0, 1]
+        assert await chosen(app="contract", reason="attempts_exhausted") == [2]
+        assert await chosen(app="other") == []
+        assert await chosen(stream="mars") == [0, 1]
+        assert await chosen(stream="MARS", error="STEP 6") == [1]
+        assert await chosen(error="connectionerror: nobody") == [2]
+        assert await chosen(since=third.time) == [2]
+        assert await chosen(until=second.time) == [0, 1]
+        assert await chosen(since=first.time, until=second.time, agent="breaking") == []
+        assert await chosen(sequences=frozenset({first.sequence, third.sequence, 99})) == [0, 2]
+
+
+async def test_a_letter_of_an_agent_that_nobody_runs_stays(app: App, testing: Testing) -> None:
+    @app.agent("mars")
+    async def failing(notification: Notification[Any]) -> None:
+        raise Reject("never")
+
+    async with testing() as (t, office):
+        await t.notify("mars", mars(), {})
+        await t.settle()
+        (letter,) = await all_of(office)
+        stranger = msgspec.structs.replace(letter, agent="renamed")
+        with pytest.raises(RefusedError, match="agent renamed of app contract does not read what is tried again"):
+            await office.retry(stranger)
+        assert await all_of(office) == [letter]
+
+
+async def test_when_the_dead_letters_are_full_what_fails_waits_and_says_so(
+    app: App, config: Config, testing: Testing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settling, "GRAVE_UNREACHABLE_SECONDS", 0.2)
+    full = msgspec.structs.replace(config.workers, dead_letters=DeadLetters(max_bytes=Size(1500)))
+    app.configure(msgspec.structs.replace(config, workers=full))
+
+    @app.agent("mars")
+    async def failing(notification: Notification[Any]) -> None:
+        raise Reject("never")
+
+    async with testing() as (t, office):
+        for step in (0, 6):
+            await t.notify("mars", mars(step=step), {"fills": "x" * 300})
+        with pytest.raises(AssertionError, match="stream aviso_workers_dead_letters is full: retry or drop"):
+            await t.settle(within_seconds=1.0)
+        (letter,) = await all_of(office)
+        waiting = t.settled("failing")[-1]
+        assert (waiting.outcome, waiting.reason) == ("retried", "dead_letter_failed")
+
+        await office.drop(letter)
+        await t.settle()
+
+        (kept,) = await all_of(office)
+        assert {letter.original.sequence, kept.original.sequence} == {1, 2}
+        assert kept.attempts == 1

@@ -1,0 +1,181 @@
+"""What a backend tells of consumers and subjects to somebody who watches, and what is known of agents from it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import App, Backoff, Notification
+from aviso_workers.engine import sweeping
+from aviso_workers.errors import NotFoundError
+from aviso_workers.ops import observing
+from aviso_workers.streams import SECOND, ConsumerSpec
+from tests.contract.settings import app_config, mars
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_consumers_of_a_stream_are_listed_and_no_others(create, ensure, publish, backend):
+    await create()
+    await create("DISS", ("diss.>",))
+    await ensure("one")
+    await ensure("two", filter_subjects=("mars.od.>",))
+    await ensure("three", stream="DISS", filter_subjects=("diss.>",))
+    await publish("mars.od.1")
+    await publish("mars.rd.1")
+
+    found = {consumer.name: consumer.num_pending for consumer in await backend.consumers("MARS")}
+
+    assert found == {"one": 2, "two": 1}
+
+
+async def test_more_consumers_than_fit_on_a_page_are_listed(create, ensure, backend):
+    await create()
+    names = {f"app__agent-{number}" for number in range(300)}
+    for name in names:
+        await ensure(name)
+
+    found = await backend.consumers("MARS")
+
+    assert len(found) == 300
+    assert {consumer.name for consumer in found} == names
+
+
+async def test_a_stream_without_consumers_lists_none_and_no_stream_is_an_error(create, backend):
+    await create()
+
+    assert await backend.consumers("MARS") == []
+    with pytest.raises(NotFoundError):
+        await backend.consumers("OTHER")
+
+
+async def test_a_consumer_knows_when_it_last_delivered_and_when_something_was_last_settled(
+    create, ensure, publish, backend, inbox, eventually
+):
+    await create()
+    created = await ensure()
+    assert (created.last_delivered, created.last_settled) == (None, None)
+    for number in range(3):
+        await publish(f"mars.{number}")
+
+    async with backend.consume("MARS", "agent", deliver=inbox.deliver, room=inbox.room) as consumer:
+        first, second, third = await inbox.take(3)
+        second.ack()
+        await consumer.settled()
+        await eventually(num_ack_pending=2)
+        above = await backend.consumer_info("MARS", "agent")
+        first.nak(delay_seconds=60)
+        await consumer.settled()
+        given_back = await backend.consumer_info("MARS", "agent")
+        third.term("no good")
+        await consumer.settled()
+        await eventually(num_ack_pending=1)
+        terminated = await backend.consumer_info("MARS", "agent")
+
+    assert above.ack_floor == 0
+    now = datetime.fromtimestamp(backend.clock.time_ns() / 1e9, UTC)
+    for moment in (above.last_delivered, above.last_settled):
+        assert moment is not None
+        assert timedelta(0) <= now - moment < timedelta(minutes=1)
+    assert above.last_delivered <= above.last_settled
+    assert given_back.last_settled == above.last_settled
+    assert terminated.last_settled >= above.last_settled
+
+
+async def test_messages_are_counted_by_subject(create, publish, backend):
+    await create()
+    assert await backend.subject_counts("MARS") == {}
+    for subject in ("mars.od", "mars.rd", "mars.od"):
+        await publish(subject)
+
+    assert await backend.subject_counts("MARS") == {"mars.od": 2, "mars.rd": 1}
+    with pytest.raises(NotFoundError):
+        await backend.subject_counts("OTHER")
+
+
+@pytest.fixture
+async def app(kind: str, nats_url: str) -> AsyncGenerator[App, None]:
+    async with App("contract", config=app_config(kind, nats_url)) as app:
+        yield app
+
+
+async def work_off(app: App, count: int) -> None:
+    """Publish so many, and run the app's agents until they are settled."""
+    stop, settled = anyio.Event(), 0
+
+    def count_down(event: Any) -> None:
+        nonlocal settled
+        settled += type(event).__name__ == "Settled"
+        if settled == count:
+            stop.set()
+
+    app.events.listen(count_down)
+    for step in range(count):
+        await app.notify("mars", mars(step=step), {})
+    with anyio.fail_after(10):
+        await app.work(stop)
+
+
+async def test_agents_are_known_by_their_consumers_also_when_nobody_runs_them(app: App) -> None:
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    await work_off(app, 2)
+    await app.notify("mars", mars(step=9), {})
+    await app.session.backend.ensure_consumer("MARS", durable("somebody-else"))
+
+    found = await observing.agents(app, "MARS")
+
+    assert {agent: (info.num_pending, info.num_ack_pending) for agent, info in found.items()} == {
+        ("contract", "index"): (1, 0)
+    }
+    assert list(await observing.agents(app, sweeping.STREAM)) == [("contract", "dead-letter-sweep")]
+
+
+async def test_streams_that_do_not_exist_have_nothing_to_tell(app: App) -> None:
+    assert "MARS" in observing.streams_of(app)
+    for stream in observing.streams_of(app):
+        assert await observing.agents(app, stream) == {}, stream
+    assert (await observing.dead_letters(app), await observing.given_up(app)) == ({}, {})
+
+
+async def test_dead_letters_are_counted_by_agent(app: App) -> None:
+    @app.agent("mars", retry=Backoff(attempts=1))
+    async def broken(notification: Notification[Any]) -> None:
+        raise ValueError("no")
+
+    await work_off(app, 2)
+
+    assert await observing.dead_letters(app) == {("contract", "broken"): 2}
+
+
+async def test_what_the_server_gave_up_is_counted_by_agent_and_stream(app: App, inbox: Any) -> None:
+    backend = app.session.backend
+    await backend.create_stream(sweeping.advisories_spec(app.config))
+    for step in range(2):
+        await app.notify("mars", mars(step=step), {})
+    await backend.ensure_consumer("MARS", durable("contract__index", ack_wait_seconds=0.1, max_deliver=1))
+
+    async with backend.consume("MARS", "contract__index", deliver=inbox.deliver, room=inbox.room):
+        await inbox.take(2)  # and never say what became of them
+        found: dict[tuple[str, ...], int] = {}
+        with anyio.move_on_after(10):
+            while sum(found.values()) < 2:
+                await anyio.sleep(0.05)
+                found = await observing.given_up(app)
+
+    assert found == {("contract", "index", "MARS"): 2}
+
+
+def durable(name: str, *, ack_wait_seconds: float = 20.0, max_deliver: int = -1) -> ConsumerSpec:
+    return ConsumerSpec(
+        durable_name=name,
+        filter_subjects=("mars.>",),
+        ack_wait=int(ack_wait_seconds * SECOND),
+        max_ack_pending=10,
+        max_deliver=max_deliver,
+    )

@@ -1,0 +1,181 @@
+"""Agents paused and reset from outside, and what is told of them, on either backend."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from aviso_workers import App, Notification, Reject
+from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
+from aviso_workers.ops import agent_report, steering
+from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
+from aviso_workers.ops.steering import UNTIL_RESUMED, Steered
+from aviso_workers.positions import Position
+from aviso_workers.streams import ConsumerSpec
+from aviso_workers.testing import Harness, harness
+from tests.contract.settings import app_config, mars
+
+pytestmark = pytest.mark.anyio
+
+INDEX = Steered(app="contract", agent="index", stream="MARS")
+
+
+@pytest.fixture
+def handled() -> list[int]:
+    """The steps that the agent `index` was given, in order."""
+    return []
+
+
+@pytest.fixture
+async def t(kind: str, nats_url: str, handled: list[int]) -> AsyncIterator[Harness]:
+    app = App("contract", config=app_config(kind, nats_url))
+
+    @app.agent("mars", where={"stream": "oper"})
+    async def index(notification: Notification[Any]) -> None:
+        handled.append(int(notification.identifier["step"]))
+        if notification.payload == "reject":
+            raise Reject("as asked for")
+
+    async with harness(app, server=nats_url or None) as t:
+        yield t
+
+
+@pytest.fixture
+async def four(t: Harness, handled: list[int]) -> list[datetime]:
+    """Steps 0 to 3 were handled, with one of another `stream` between 1 and 2; returns when they were stored."""
+    for step in (0, 1):
+        await t.notify("mars", mars(step=step), {})
+    await t.notify("mars", mars(step=1, stream="wave"), {})
+    await t.advance(0.01)
+    for step in (2, 3):
+        await t.notify("mars", mars(step=step), {})
+    await t.settle()
+    assert handled == [0, 1, 2, 3]
+    handled.clear()
+    return [notification.time async for notification in t.app.replay("mars", {"stream": "oper"})]
+
+
+class TestFinding:
+    async def test_an_agent_is_found_by_its_name_and_its_apps(self, t: Harness, four) -> None:
+        assert await steering.find(t.app, "contract", "index") == INDEX
+        assert steering.declared(t.app, "index") == INDEX
+
+    async def test_one_that_is_not_there_is_told_with_those_that_are(self, t: Harness, four) -> None:
+        with pytest.raises(NotFoundError, match=r"no agent indx of app contract reads .*; that app has: index"):
+            await steering.find(t.app, "contract", "indx")
+        with pytest.raises(NotFoundError, match="there are apps: contract"):
+            await steering.find(t.app, "contrct", "index")
+        with pytest.raises(DeclarationError, match="app 'contract' has no agent 'indx'; it has: index"):
+            steering.declared(t.app, "indx")
+
+    async def test_one_that_was_moved_to_another_stream_must_be_named_by_its_code(self, t: Harness, four) -> None:
+        await t.notify("plain", {"a": "1", "b": "2"})
+        left_behind = ConsumerSpec(
+            durable_name=INDEX.consumer, filter_subjects=(), ack_wait=1_000_000_000, max_ack_pending=1
+        )
+        await t.app.session.backend.ensure_consumer("PLAIN", left_behind)
+        with pytest.raises(DeclarationError, match=r"a consumer on each of MARS, PLAIN: .*--app MODULE:APP"):
+            await steering.find(t.app, "contract", "index")
+
+
+class TestAPause:
+    async def test_holds_back_events_and_what_is_tried_again(self, t: Harness, handled: list[int]) -> None:
+        await t.notify("mars", mars(step=0), "reject")
+        await t.settle()
+        office = DeadLetterOffice(t.app)
+        (letter,) = [letter async for letter in office.letters(Selection())]
+        handled.clear()
+
+        await steering.pause(t.app, INDEX, until=UNTIL_RESUMED)
+        await office.retry(letter)
+        await t.notify("mars", mars(step=6), {})
+        await t.advance(0.3)
+        (progress,) = await agent_report.of_app(t.app)
+        assert (handled, progress.pending, progress.paused_until) == ([], 2, "it is resumed")
+
+        await steering.resume(t.app, INDEX)
+        await t.settle()
+        (progress,) = await agent_report.of_app(t.app)
+        assert (sorted(handled), progress.pending, progress.paused_until) == ([0, 6], 0, "")
+
+    async def test_has_an_end(self, t: Harness, handled: list[int], four) -> None:
+        now = datetime.fromtimestamp(t.app.session.backend.clock.time_ns() / 1e9, UTC)
+        await steering.pause(t.app, INDEX, until=now + timedelta(seconds=1))
+        await t.notify("mars", mars(step=6), {})
+        await t.advance(0.3)
+        assert handled == []
+        await t.settle()
+        assert handled == [6]
+
+
+class TestAReset:
+    async def test_back_to_a_sequence_handles_again_what_the_agent_asked_for(
+        self, t: Harness, handled: list[int], four
+    ) -> None:
+        plan = await steering.plan_reset(t.app, INDEX, Position(sequence=2))
+        assert (plan.sequence, plan.again, plan.passed_over, plan.unsettled) == (2, 3, 0, 0)
+        assert handled == [], "planning does nothing"
+
+        assert await steering.reset(t.app, plan) == 3
+        await t.settle()
+        assert handled == [1, 2, 3]
+
+    @pytest.mark.parametrize("zero", [0, 1])
+    async def test_back_to_the_beginning(self, t: Harness, handled: list[int], four, zero: int) -> None:
+        plan = await steering.plan_reset(t.app, INDEX, Position(sequence=zero))
+        assert (plan.sequence, plan.again) == (1, 4)
+
+    async def test_back_to_a_date_begins_with_the_first_from_then_on(
+        self, t: Harness, handled: list[int], four: list[datetime]
+    ) -> None:
+        for time, again in ((four[2], 2), (four[2] - timedelta(milliseconds=5), 2), (four[0] - timedelta(days=1), 4)):
+            plan = await steering.plan_reset(t.app, INDEX, Position(time=time))
+            assert plan.again == again, time
+        after = await steering.plan_reset(t.app, INDEX, Position(time=four[3] + timedelta(days=1)))
+        assert (after.sequence, after.again, after.passed_over) == (6, 0, 0)
+
+    async def test_forward_passes_over_and_says_so(self, t: Harness, handled: list[int], four) -> None:
+        await steering.pause(t.app, INDEX, until=UNTIL_RESUMED)
+        for step in (6, 7, 8):
+            await t.notify("mars", mars(step=step), {})
+        plan = await steering.plan_reset(t.app, INDEX, Position(sequence=8))
+        assert (plan.again, plan.passed_over) == (0, 2)
+        await steering.reset(t.app, plan)
+        await steering.resume(t.app, INDEX)
+        await t.settle()
+        assert handled == [8]
+
+    async def test_past_what_waits_for_its_next_attempt_tells_of_it(self, t: Harness, four) -> None:
+        t.fail("index", ConnectionError("not now"), times=1)
+        await t.notify("mars", mars(step=6), {})
+        await t.advance(0.3)
+        (progress,) = await agent_report.of_app(t.app)
+        assert progress.ack_pending == 1
+        assert (await steering.plan_reset(t.app, INDEX, Position(sequence=6))).unsettled == 0
+        assert (await steering.plan_reset(t.app, INDEX, Position(sequence=7))).unsettled == 1
+
+    async def test_beyond_the_end_is_refused(self, t: Harness, four) -> None:
+        with pytest.raises(InvalidPositionError, match="MARS ends at 5: an agent cannot go on at 7"):
+            await steering.plan_reset(t.app, INDEX, Position(sequence=7))
+
+
+class TestTheReport:
+    async def test_tells_of_every_agent_of_the_deployment(self, t: Harness, four) -> None:
+        other = ConsumerSpec(durable_name="other__one", filter_subjects=(), ack_wait=1_000_000_000, max_ack_pending=1)
+        await t.app.session.backend.ensure_consumer("MARS", other)
+        report = await agent_report.of_deployment(t.app)
+        assert [(found.app, found.agent, found.stream, found.pending) for found in report] == [
+            ("contract", "index", "MARS", 0),
+            ("other", "one", "MARS", 5),
+        ]
+
+    async def test_tells_of_an_agent_that_no_worker_has_run(self, t: Harness, four) -> None:
+        @t.app.agent("area")
+        async def new(notification: Notification[Any]) -> None: ...
+
+        index, new_one = await agent_report.of_app(t.app)
+        assert index.events is not None
+        assert (new_one.agent, new_one.events, new_one.pending) == ("new", None, 0)

@@ -1,0 +1,81 @@
+"""The apps that the stories run in worker processes. What a notification's payload says is what its handler does.
+
+Every handler writes a line when it begins and one when it is done, so that a test can see what several processes did.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import anyio
+from msgspec import Struct
+
+from aviso_workers import App, Backoff, Notification, Notify
+
+__all__ = ["ACK_WAIT_SECONDS", "RECORD_VARIABLE", "RETRY", "Deed", "app", "lanes", "other", "threads"]
+
+RECORD_VARIABLE = "AVISO_STORY_RECORD"
+ACK_WAIT_SECONDS = 2.0
+RETRY = Backoff(first=0.6, factor=1.5, max=1.5, attempts=6, jitter=0.0)
+
+
+class Deed(Struct, frozen=True):
+    """What the handler of a notification is to do."""
+
+    n: int
+    seconds: float = 0.0
+    fails: bool = False
+    blocks: bool = False
+    """Sleep without letting the event loop turn."""
+    sends: int = 0
+    """Megabytes to publish afterwards."""
+    filler: str = ""
+
+
+app = App("stories")
+other = App("other")
+lanes = App("lanes")
+threads = App("threads")
+
+
+@app.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
+async def work(notification: Notification[Deed]) -> None:
+    await _do(notification.payload, app)
+
+
+@other.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
+async def work_too(notification: Notification[Deed]) -> None:
+    await _do(notification.payload, other)
+
+
+@lanes.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=RETRY, order_by=("expver",))
+async def in_order(notification: Notification[Deed]) -> None:
+    await _do(notification.payload, lanes)
+
+
+@threads.agent("mars", ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
+def in_thread(notification: Notification[Deed]) -> None:
+    _write("begun", notification.payload.n)
+    time.sleep(notification.payload.seconds)
+    _write("done", notification.payload.n)
+
+
+async def _do(deed: Deed, app: App) -> None:
+    _write("begun", deed.n)
+    if deed.blocks:
+        time.sleep(deed.seconds)  # noqa: ASYNC251 - a mistake that authors make
+    else:
+        await anyio.sleep(deed.seconds)
+    if deed.sends:
+        await app.notify_many(Notify("plain", {"a": n, "b": "x"}, "x" * 900_000) for n in range(deed.sends))
+    if deed.fails:
+        raise ValueError(f"deed {deed.n} was told to fail")
+    _write("done", deed.n)
+
+
+def _write(what: str, number: int) -> None:
+    """One line, by one write, so that processes do not tear each other's lines."""
+    line = f"{what} {number} {os.getpid()} {time.time():.6f}\n"
+    with open(os.environ[RECORD_VARIABLE], "a", buffering=1) as record:
+        record.write(line)

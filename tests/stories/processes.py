@@ -1,0 +1,318 @@
+"""Real processes for the stories: workers, servers that come and go, a cluster, and a wire that can be cut.
+
+Everything listens on the loopback, and everything that was started is ended by leaving its `with` block.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import anyio
+from msgspec import Struct
+
+from aviso_workers.server import NatsServer
+from tests.stories.agents import RECORD_VARIABLE
+
+__all__ = ["Act", "Proxy", "Record", "Server", "Worker", "cluster", "until"]
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "tests/contract/aviso.yaml"
+PATIENCE_SECONDS = 20.0
+LOOK_SECONDS = 0.02
+MAIN = "from aviso_workers.cli import main; main()"
+
+
+async def until(condition: Callable[[], Any], *, within: float = PATIENCE_SECONDS, what: Callable[[], Any]) -> None:
+    """Wait until the condition holds; say `what` was there instead when it does not in time."""
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within:g} s; there was: {what()}"
+        await anyio.sleep(LOOK_SECONDS)
+
+
+class Act(Struct, frozen=True):
+    """A line of the record: what a handler did, to which notification, in which process, and when."""
+
+    what: str
+    number: int
+    pid: int
+    time: float
+
+
+class Record:
+    """What the handlers of all workers wrote down."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.touch()
+
+    @property
+    def acts(self) -> list[Act]:
+        lines = self.path.read_text().splitlines()
+        return [Act(what, int(number), int(pid), float(when)) for what, number, pid, when in map(str.split, lines)]
+
+    def of(self, what: str, number: int | None = None) -> list[Act]:
+        return [act for act in self.acts if act.what == what and number in (None, act.number)]
+
+    def numbers(self, what: str) -> Counter[int]:
+        """How often it was done to each notification."""
+        return Counter(act.number for act in self.of(what))
+
+
+class Worker:
+    """A worker process of one of the stories' apps."""
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        record: Record,
+        directory: Path,
+        app: str = "app",
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
+        """`settings` are further `notification_backend.jetstream` keys, or others by their whole path."""
+        whole = {
+            "notification_backend.jetstream.nats_url": url,
+            "notification_backend.jetstream.max_reconnect_attempts": 0,
+            "notification_backend.jetstream.reconnect_delay_ms": 100,
+            "workers.logging.format": "json",
+            **(settings or {}),
+        }
+        variables = {f"AVISO_WORKERS_{key.replace('.', '__').upper()}": str(value) for key, value in whole.items()}
+        self.log_file = directory / f"worker-{time.monotonic_ns()}.log"
+        with self.log_file.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    MAIN,
+                    "worker",
+                    f"tests.stories.agents:{app}",
+                    "--config",
+                    str(CONFIG),
+                    "--status-port",
+                    "0",
+                ],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), RECORD_VARIABLE: str(record.path), **variables},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """The entries of this name in its log."""
+        entries = (json.loads(line) for line in self.log.splitlines() if line.startswith("{") and line.endswith("}"))
+        return [entry for entry in entries if entry["event"] == event]
+
+    def why_unready(self) -> str:
+        """What /readyz answers, its code first; empty where that is 200."""
+        try:
+            with urllib.request.urlopen(f"{self.logged('worker.started')[0]['status']}/readyz", timeout=2) as answer:
+                assert answer.status == 200
+                return ""
+        except urllib.error.HTTPError as answer:
+            return f"{answer.status}: {answer.read().decode()}"
+        except (OSError, IndexError):
+            return "no answer"
+
+    async def ready(self, *, within: float = PATIENCE_SECONDS) -> None:
+        await until(lambda: not self.why_unready(), within=within, what=lambda: f"{self.why_unready()}\n{self.log}")
+
+    async def unready(self, why: str, *, within: float = PATIENCE_SECONDS) -> None:
+        """Wait until it is not ready because of `why`."""
+        await until(
+            lambda: (said := self.why_unready()).startswith("503") and why in said,
+            within=within,
+            what=lambda: f"{self.why_unready() or 'ready'}\n{self.log}",
+        )
+
+    async def ended(self, *, within: float = PATIENCE_SECONDS) -> int:
+        """Its exit code, once it has one."""
+        await until(lambda: self.process.poll() is not None, within=within, what=lambda: self.log)
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def kill(self) -> None:
+        """As a crash would end it. Does nothing where it has ended."""
+        self.process.kill()
+        self.process.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def cpu_seconds(self) -> float:
+        """The processor time that it has used so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Server:
+    """A nats-server that can go and come back, on its port and with its streams."""
+
+    def __init__(self, directory: Path, *, config: str = "") -> None:
+        self._directory = directory
+        self.config = config
+        self._running = NatsServer.start(store_dir=directory, config=config)
+        self.port = self._running.port
+        self.url = self._running.url
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.send(signal.SIGCONT)
+        self._running.stop()
+
+    @property
+    def log(self) -> str:
+        return self._running.log
+
+    def stop(self) -> None:
+        self._running.stop()
+
+    def kill(self) -> None:
+        self._running.kill()
+        self._running.stop()
+
+    def start(self) -> None:
+        self._running = NatsServer.start(store_dir=self._directory, port=self.port, config=self.config)
+
+    def send(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            self._running.process.send_signal(number)
+
+    async def ended(self) -> None:
+        await until(lambda: self._running.process.poll() is not None, what=lambda: self.log)
+
+    def reload(self, before: str, after: str) -> None:
+        """Change its configuration and have it read again."""
+        file = self._running._run_dir / "nats-server.conf"
+        file.write_text(file.read_text().replace(before, after))
+        self.send(signal.SIGHUP)
+
+
+@contextmanager
+def cluster(directory: Path) -> Iterator[list[NatsServer]]:
+    """Three servers that form one JetStream."""
+    ports = _free_ports(3)
+    routes = ", ".join(f"nats-route://127.0.0.1:{port}" for port in ports)
+    with ExitStack() as running:
+        yield [
+            running.enter_context(
+                NatsServer.start(
+                    store_dir=directory / f"node-{port}",
+                    config=f'cluster {{ name: stories, listen: "127.0.0.1:{port}", routes: [{routes}] }}\n',
+                )
+            )
+            for port in ports
+        ]
+
+
+class Proxy:
+    """A wire to a server that can fall silent, be cut, and say what the server did not."""
+
+    def __init__(self, port: int) -> None:
+        self._server = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._speaking = threading.Event()
+        self._speaking.set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._listener.close()
+        self._speaking.set()
+        self.cut()
+
+    def fall_silent(self) -> None:
+        """Pass nothing on any more, in either direction, and take nothing either."""
+        self._speaking.clear()
+
+    def speak(self) -> None:
+        self._speaking.set()
+
+    def cut(self) -> None:
+        """End all connections."""
+        for pair in self._pairs:
+            for end in pair:
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+        self._pairs.clear()
+
+    def say(self, line: bytes) -> None:
+        """Say this to the clients, as the server would."""
+        for client, _ in self._pairs:
+            client.sendall(line)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._server))
+                self._pairs.append((client, server))
+                for source, sink in ((client, server), (server, client)):
+                    threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                self._speaking.wait()
+                if not (data := source.recv(65536)):
+                    break
+                self._speaking.wait()
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [taken.getsockname()[1] for taken in sockets]

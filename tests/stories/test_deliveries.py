@@ -1,0 +1,214 @@
+"""What becomes of notifications when workers die, are replaced, or cannot handle one: real processes, a real server."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+
+import anyio
+import pytest
+
+from aviso_workers import App
+from aviso_workers.engine.dead_lettering import STREAM as DEAD_LETTERS
+from aviso_workers.engine.dead_lettering import DeadLetter
+from aviso_workers.errors import NotFoundError
+from tests.contract.settings import app_config
+from tests.stories.agents import ACK_WAIT_SECONDS, RETRY
+from tests.stories.processes import Record, Server, until
+
+pytestmark = pytest.mark.anyio
+
+
+async def dead_letters(server: Server) -> list[DeadLetter]:
+    async with App("reader", config=app_config("jetstream", server.url)) as app:
+        backend = app.session.backend
+        try:
+            last = (await backend.stream_info(DEAD_LETTERS)).last_sequence
+        except NotFoundError:
+            return []
+        return [DeadLetter.read(m) async for m in backend.read(DEAD_LETTERS, filter_subjects=(), last_sequence=last)]
+
+
+async def unfinished(server: Server, consumer: str) -> tuple[int, int]:
+    """Notifications that were never delivered, and such that are not settled."""
+    async with App("reader", config=app_config("jetstream", server.url)) as app:
+        info = await app.session.backend.consumer_info("MARS", consumer)
+        return info.num_pending, info.num_ack_pending
+
+
+async def all_done(record: Record, numbers: range, *, within: float = 20.0) -> None:
+    await until(
+        lambda: set(numbers) <= set(record.numbers("done")),
+        within=within,
+        what=lambda: f"not done: {sorted(set(numbers) - set(record.numbers('done')))}",
+    )
+
+
+async def test_what_a_killed_worker_held_is_done_by_another_within_ack_wait_and_two_seconds(
+    run_worker, publish, record
+):
+    numbers = range(300)
+    workers = [run_worker(), run_worker()]
+    for worker in workers:
+        await worker.ready()
+    await publish(numbers, seconds=0.05)
+    victim, survivor = workers
+    await until(lambda: len(record.of("done")) > 60, what=lambda: record.numbers("done"))
+
+    victim.kill()
+    killed = time.time()
+    await all_done(record, numbers)
+
+    done = record.numbers("done")
+    held = {act.number for act in record.of("begun") if act.pid == victim.pid}
+    held -= {act.number for act in record.of("done") if act.pid == victim.pid}
+    assert held, "the worker was killed while it did nothing: the story shows nothing"
+    again = {act.number: act.time - killed for act in record.of("begun") if act.pid == survivor.pid}
+    assert {number: again[number] for number in held if again[number] > ACK_WAIT_SECONDS + 2} == {}
+    # Done by the victim and not yet acked when it died: at most what it ran at once.
+    assert sum(done.values()) - len(numbers) <= 4
+
+
+async def test_a_deploy_under_load_loses_nothing_and_does_nothing_twice(run_worker, publish, record, server):
+    numbers = range(400)
+    old = run_worker()
+    await old.ready()
+    async with anyio.create_task_group() as publishing:
+        publishing.start_soon(lambda: publish(numbers, seconds=0.05))
+        await until(lambda: len(record.of("done")) > 40, what=lambda: record.numbers("done"))
+        new = run_worker()
+        old.terminate()
+        assert await old.ended() == 0
+        await new.ready()
+    await all_done(record, numbers)
+
+    assert {number: n for number, n in record.numbers("begun").items() if n != 1} == {}
+    assert {number: n for number, n in record.numbers("done").items() if n != 1} == {}
+    assert await unfinished(server, "stories__work") == (0, 0)
+    (stopped,) = (entry for entry in old.logged("agent.stopped") if entry["agent"] == "work")
+    assert stopped["finished"] == len([act for act in record.of("done") if act.pid == old.pid])
+    assert stopped["returned"] >= 1
+
+
+async def test_a_worker_that_is_told_to_stop_finishes_what_runs_in_time_and_gives_back_the_rest(
+    run_worker, publish, record, server
+):
+    worker = run_worker(settings={"workers.drain_timeout_seconds": 1.5})
+    await worker.ready()
+    await publish([1, 2], seconds=0.8)
+    await publish([3, 4], seconds=60)
+    await publish([5, 6])
+    await until(lambda: len(record.of("begun")) == 4, what=lambda: record.acts)
+
+    worker.terminate()
+    await worker.unready("stopping")
+    stopping = time.monotonic()
+    assert await worker.ended() == 0
+
+    assert time.monotonic() - stopping < 1.5 + 1
+    assert record.numbers("done") == {1: 1, 2: 1}
+    (stopped,) = (entry for entry in worker.logged("agent.stopped") if entry["agent"] == "work")
+    assert (stopped["finished"], stopped["returned"]) == (2, 4)
+    assert await unfinished(server, "stories__work") == (0, 4)
+    again = run_worker()
+    await again.ready()
+    # Given back, not waited for: well before ack_wait.
+    await until(lambda: len(record.of("begun")) == 8, within=ACK_WAIT_SECONDS, what=lambda: record.acts)
+
+
+async def test_a_second_signal_cancels_what_runs_and_gives_it_back(run_worker, publish, record):
+    worker = run_worker()
+    await worker.ready()
+    await publish([1], seconds=60)
+    await until(lambda: record.of("begun"), what=lambda: worker.log)
+
+    worker.terminate()
+    await worker.unready("stopping")
+    worker.send(signal.SIGTERM)
+    await worker.ended(within=2)
+
+    assert worker.logged("worker.cancelled")
+    again = run_worker()
+    await again.ready()
+    await until(lambda: len(record.of("begun")) == 2, within=ACK_WAIT_SECONDS, what=lambda: record.acts)
+
+
+async def test_a_plain_function_that_does_not_end_holds_up_no_worker(run_worker, publish, record):
+    worker = run_worker(app="threads", settings={"workers.drain_timeout_seconds": 0.5})
+    await worker.ready()
+    await publish([1], seconds=60)
+    await until(lambda: record.of("begun"), what=lambda: worker.log)
+
+    worker.terminate()
+
+    assert await worker.ended(within=5) == 0
+
+
+async def test_a_poison_notification_is_tried_as_its_policy_says_and_then_buried_and_its_neighbours_do_not_notice(
+    run_worker, publish, record, server
+):
+    worker = run_worker()
+    await worker.ready()
+    await publish([0], fails=True)
+    await publish(range(1, 201), seconds=0.02)
+    await until(lambda: worker.logged("notification.dead_lettered"), what=lambda: worker.log)
+
+    tries = [act.time for act in record.of("begun", 0)]
+    assert len(tries) == RETRY.attempts
+    waits = [later - earlier for earlier, later in itertools.pairwise(tries)]
+    expected = [RETRY.delay_seconds(failures) for failures in range(1, RETRY.attempts)]
+    assert waits == pytest.approx(expected, rel=0.2)
+    (letter,) = await dead_letters(server)
+    assert (letter.agent, letter.attempts, letter.reason) == ("work", RETRY.attempts, "attempts_exhausted")
+    assert record.numbers("done") == dict.fromkeys(range(1, 201), 1)
+    # 200 of 0.02 s, four at a time: they are long done when the poison is buried.
+    assert max(act.time for act in record.of("done")) < tries[-1]
+
+
+async def test_a_poison_notification_holds_up_its_own_lane_and_no_other(run_worker, publish, record, server):
+    worker = run_worker(app="lanes")
+    await worker.ready()
+    await publish([0], expver="0001", fails=True)
+    await publish(range(1, 6), expver="0001")
+    await publish(range(10, 30), expver="0002", seconds=0.01)
+    await all_done(record, range(10, 30), within=RETRY.first)
+    assert len(record.of("begun", 0)) < RETRY.attempts
+    await all_done(record, range(1, 6))
+
+    assert [act.number for act in record.of("done") if act.number < 10] == [1, 2, 3, 4, 5]
+    assert [act.number for act in record.of("done") if act.number >= 10] == list(range(10, 30))
+    assert record.of("begun", 1)[0].time > record.of("begun", 0)[-1].time
+    assert len(record.of("begun", 0)) == RETRY.attempts
+    assert [letter.attempts for letter in await dead_letters(server)] == [RETRY.attempts]
+
+
+async def test_a_handler_of_three_times_ack_wait_is_called_once(run_worker, publish, record, server):
+    workers = [run_worker(), run_worker()]
+    for worker in workers:
+        await worker.ready()
+    await publish([1], seconds=3 * ACK_WAIT_SECONDS)
+    await all_done(record, range(1, 2))
+
+    assert record.numbers("begun") == {1: 1}
+    assert await unfinished(server, "stories__work") == (0, 0)
+
+
+async def test_attempts_are_counted_over_restarts_of_the_worker_and_crashes_are_none(
+    run_worker, publish, record, server
+):
+    first = run_worker()
+    await first.ready()
+    await publish([0], fails=True)
+    await until(lambda: len(record.of("begun")) == 2, what=lambda: first.log)
+    await until(lambda: len(first.logged("notification.retried")) == 2, what=lambda: first.log)
+    first.terminate()
+    await first.ended()
+    second = run_worker()
+    await until(lambda: len(second.logged("notification.retried")) == 2, what=lambda: second.log)
+    second.kill()
+    third = run_worker()
+    await until(lambda: third.logged("notification.dead_lettered"), what=lambda: third.log)
+
+    assert len(record.of("begun", 0)) == RETRY.attempts
+    assert [letter.attempts for letter in await dead_letters(server)] == [RETRY.attempts]

@@ -1,0 +1,77 @@
+"""The policy that is in effect for an agent, as operators read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from aviso_workers import App, Backoff, Batch, Batching, Notification
+from aviso_workers.ops import agent_report
+from tests.contract.settings import app_config
+
+
+class Field(msgspec.Struct):
+    location: str
+
+
+app = App("reported", config=app_config("in_memory", ""))
+
+
+@app.agent("mars")
+async def plain(notification: Notification) -> None: ...
+
+
+@app.agent(
+    "mars",
+    where={"stream": ["oper", "wave"], "step": {"gte": 6}},
+    concurrency=4,
+    retry=Backoff(first=2.0, factor=2.0, max=60.0, attempts=9, jitter=0.0),
+    ack_wait=5.0,
+    timeout=1.5,
+    order_by=["date", "step"],
+    rate_limit=50.0,
+)
+async def busy(notification: Notification[Field]) -> None: ...
+
+
+@app.agent("plain", batch=Batching(size=500, within=0.5))
+def collecting(batch: Batch[dict[str, Any]]) -> None: ...
+
+
+def test_what_was_not_declared_is_told_as_it_is_in_effect() -> None:
+    assert agent_report.policy(app, plain) == {
+        "event type": "mars",
+        "where": "everything",
+        "filters": "mars.>",
+        "takes": "Notification[Any]",
+        "concurrency": "1",
+        "retry": "6 attempts; waits from 1 s, times 3, to 600 s, +-10%",
+        "ack wait": "20 s",
+        "timeout": "none",
+        "order by": "none",
+        "rate limit": "none",
+    }
+
+
+def test_what_was_declared_is_told() -> None:
+    assert agent_report.policy(app, busy) == {
+        "event type": "mars",
+        "where": '{"stream": ["oper", "wave"], "step": {"gte": 6}}',
+        "filters": "mars.*.*.*.*.*.oper.>, mars.*.*.*.*.*.wave.>",
+        "takes": "Notification[Field]",
+        "concurrency": "4",
+        "retry": "9 attempts; waits from 2 s, times 2, to 60 s, +-0%",
+        "ack wait": "5 s",
+        "timeout": "1.5 s",
+        "order by": "date, step",
+        "rate limit": "50 a second",
+    }
+
+
+def test_a_batch_tells_how_it_is_collected_and_a_plain_function_where_it_runs() -> None:
+    policy = agent_report.policy(app, collecting)
+    assert (policy["takes"], policy["batch"]) == (
+        "Batch[dict[str, Any]], in a thread",
+        "500, or what came within 0.5 s",
+    )

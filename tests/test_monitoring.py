@@ -1,0 +1,201 @@
+"""docs/metrics.md and what config/ has for Prometheus and Grafana, against the metrics that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import yaml
+from msgspec import Struct
+
+from aviso_agents import observer
+from aviso_workers import App
+from aviso_workers.config import Config, load
+from aviso_workers.events import Event, Measured
+from aviso_workers.metrics import METRICS
+
+PROJECT = Path(__file__).parents[1]
+RULES = PROJECT / "config" / "prometheus-rules.yml"
+DASHBOARD = PROJECT / "config" / "grafana-dashboard.json"
+NAME = re.compile(r"\baviso_(?:worker|observer)_[a-z_]+\b")
+
+IN_MEMORY = """
+notification_backend: {kind: in_memory}
+workers: {agents: {observer: {poll_seconds: 0.01}}}
+"""
+
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on PATH")
+
+
+class Shown(Struct, frozen=True):
+    """A metric that a scrape shows."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    help: str
+
+    @property
+    def row(self) -> str:
+        """Its line in the documentation."""
+        return f"| `{self.name}` | {self.kind} | {', '.join(self.labels)} | {self.help} |"
+
+    @property
+    def series(self) -> set[str]:
+        """The names of its series."""
+        return (
+            {f"{self.name}_{part}" for part in ("bucket", "count", "sum")} if self.kind == "histogram" else {self.name}
+        )
+
+
+@pytest.fixture(scope="module")
+def metrics(tmp_path_factory: pytest.TempPathFactory) -> list[Shown]:
+    """All: the worker's as its tables have them, and what the observer measures."""
+    of_worker = [
+        Shown(
+            f"aviso_worker_{metric.name}{'_total' if kind == 'counter' else ''}",
+            kind,
+            (*labels, *metric.by),
+            metric.help,
+        )
+        for labels, of_labels in METRICS.items()
+        for metric in of_labels
+        for kind in [metric.kind("any", "any").type]
+    ]
+    file = tmp_path_factory.mktemp("observer") / "config.yaml"
+    file.write_text(IN_MEMORY)
+    return of_worker + anyio.run(of_observer, load(file, environ={}))
+
+
+async def of_observer(config: Config) -> list[Shown]:
+    found: dict[str, Shown] = {}
+    app = App("observer", config=config)
+    app.include(observer.router)
+    stop = anyio.Event()
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Measured):
+            found[event.name] = Shown(event.name, "gauge", event.labels, event.help)
+            if event.name == "aviso_observer_given_up":  # what is asked for last
+                stop.set()
+
+    app.events.listen(listen)
+    with anyio.fail_after(10):
+        async with app:
+            await app.work(stop)
+    return list(found.values())
+
+
+def test_every_metric_is_documented_as_it_is(metrics: list[Shown]) -> None:
+    documented = (PROJECT / "docs" / "metrics.md").read_text().splitlines()
+    assert [line for line in documented if line.startswith("| `aviso_")] == [metric.row for metric in metrics]
+
+
+@pytest.mark.parametrize("file", [RULES, DASHBOARD], ids=lambda file: file.name)
+def test_rules_and_dashboard_ask_for_what_there_is(file: Path, metrics: list[Shown]) -> None:
+    asked = set(NAME.findall(file.read_text()))
+    there = {name for metric in metrics for name in (metric.name, *metric.series)}
+    assert asked
+    assert asked - there == set()
+
+
+def test_every_alert_says_what_to_do() -> None:
+    for rule in alerts():
+        summary = rule["annotations"]["summary"]
+        assert summary.endswith("."), rule["alert"]
+        assert rule["labels"]["severity"] in ("warning", "critical"), rule["alert"]
+
+
+def alerts() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load(RULES.read_text())["groups"]
+    return list(group["rules"])
+
+
+@needs_promtool
+@pytest.mark.parametrize("what", ["config", "rules"])
+def test_promtool_takes_the_files(what: str) -> None:
+    file = {"config": "prometheus.yml", "rules": "prometheus-rules.yml"}[what]
+    promtool("check", what, str(PROJECT / "config" / file))
+
+
+@needs_promtool
+def test_promtool_can_read_what_the_dashboard_asks_for(tmp_path: Path) -> None:
+    asked = [target["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel["targets"]]
+    rules = [
+        {"record": f"panel:{number}", "expr": expression.replace("$__rate_interval", "5m")}
+        for number, expression in enumerate(asked)
+    ]
+    file = tmp_path / "rules.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    promtool("check", "rules", str(file))
+
+
+OF_WORKER = 'app="fields", instance="host:9464", job="aviso-workers"'
+OF_AGENT = f'{OF_WORKER}, agent="index", base="mars"'
+OBSERVED = 'app="fields", agent="index", stream="MARS"'
+HEALTHY = {
+    'up{job="aviso-workers", instance="host:9464"}': "1x60",
+    f"aviso_worker_ready{{{OF_WORKER}}}": "1x60",
+    f"aviso_worker_connected{{{OF_WORKER}}}": "1x60",
+    f"aviso_worker_loop_lag_seconds{{{OF_WORKER}}}": "0.01x60",
+    f'aviso_worker_notifications_total{{{OF_AGENT}, outcome="acked"}}': "0+600x60",
+    f'aviso_worker_notifications_total{{{OF_AGENT}, outcome="retried"}}': "0+6x60",
+    f'aviso_worker_retries_total{{{OF_AGENT}, reason="dead_letter_failed"}}': "0x60",
+    f'aviso_worker_dead_letters_total{{{OF_AGENT}, reason="rejected"}}': "0x60",
+    f'aviso_worker_published_total{{{OF_WORKER}, base="mars", outcome="failed"}}': "0x60",
+    f"aviso_observer_pending{{{OBSERVED}}}": "500-1x60",
+    f"aviso_observer_paused{{{OBSERVED}}}": "0x60",
+    f"aviso_observer_stuck{{{OBSERVED}}}": "0x60",
+    'aviso_observer_dead_letters{app="fields", agent="index"}': "3x60",
+    'aviso_observer_last_poll_timestamp_seconds{stream="MARS"}': "0+60x60",
+}
+"""An hour of a deployment, a value a minute."""
+GROWING = {f"aviso_observer_pending{{{OBSERVED}}}": "0+100x60"}
+
+
+def instead(name: str, values: str) -> dict[str, str]:
+    """The one healthy series of this name with other values."""
+    (series,) = [series for series in HEALTHY if series.startswith(name)]
+    return {series: values}
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    ("alert", "unhealthy"),
+    [
+        ("", {}),
+        ("AvisoWorkerDown", instead("up", "0x60")),
+        ("AvisoWorkerDisconnected", instead("aviso_worker_connected", "0x60")),
+        ("AvisoWorkerNotReady", instead("aviso_worker_ready", "0x60")),
+        ("AvisoWorkerLoopBlocked", instead("aviso_worker_loop_lag_seconds", "7x60")),
+        ("AvisoAgentStuck", instead("aviso_observer_stuck", "1x60")),
+        ("AvisoLagGrowing", GROWING),
+        ("", GROWING | instead("aviso_observer_paused", "1x60")),
+        ("AvisoDeadLetters", instead("aviso_worker_dead_letters_total", "0x50 1x10")),
+        ("AvisoDeadLetters", instead("aviso_observer_dead_letters", "3x50 4x10")),
+        ("AvisoDeadLettersRefused", instead("aviso_worker_retries_total", "0+1x60")),
+        ("AvisoRetriesRising", {f'aviso_worker_notifications_total{{{OF_AGENT}, outcome="retried"}}': "0+90x60"}),
+        ("AvisoPublishingFails", instead("aviso_worker_published_total", "0x50 1x10")),
+        ("AvisoObserverBlind", instead("aviso_observer_last_poll_timestamp_seconds", "600x60")),
+        ("AvisoObserverBlind", instead("aviso_observer_last_poll_timestamp_seconds", "_x60")),
+    ],
+)
+def test_an_alert_fires_when_it_should_and_alone(alert: str, unhealthy: dict[str, str], tmp_path: Path) -> None:
+    firing = {"expr": 'count by (alertname) (ALERTS{alertstate="firing"})', "eval_time": "1h"}
+    firing["exp_samples"] = [{"labels": f'{{alertname="{alert}"}}', "value": 1}] if alert else []
+    series = [{"series": name, "values": values} for name, values in (HEALTHY | unhealthy).items()]
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": [firing]}
+    file = tmp_path / "test.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [test]}))
+    promtool("test", "rules", str(file))
+
+
+def promtool(*arguments: str) -> None:
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,83 @@
+"""How long a delivery waited in the worker before it was begun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aviso_workers.clocks import VirtualClock
+from aviso_workers.codec import Message
+from aviso_workers.engine.ordering import Line
+
+pytestmark = pytest.mark.anyio
+
+
+class Held:
+    """A delivery; its subject is its lane."""
+
+    num_delivered = 1
+    num_pending = 0
+
+    def __init__(self, sequence: int, lane: str) -> None:
+        self.message = Message(subject=lane, data=b"null", sequence=sequence)
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()
+
+
+@pytest.fixture
+def line_of(clock: VirtualClock) -> Callable[..., tuple[Line, list[Any]]]:
+    """`line_of("a", "b", ordered=True)`: a line that just got deliveries for these lanes, and them."""
+
+    def line_of(*lanes: str, ordered: bool) -> tuple[Line, list[Any]]:
+        line = Line(clock, key=str) if ordered else Line(clock)
+        deliveries = [Held(sequence, lane) for sequence, lane in enumerate(lanes, start=1)]
+        for delivery in deliveries:
+            line.put(delivery)  # type: ignore[arg-type]
+        return line, deliveries
+
+    return line_of
+
+
+async def test_what_is_taken_at_once_has_not_waited(line_of: Callable[..., Any]) -> None:
+    line, (delivery,) = line_of("a", ordered=False)
+    assert await line.take() is delivery
+    assert line.waited_seconds(delivery) == 0
+
+
+async def test_it_waits_for_somebody_who_takes_it(line_of: Callable[..., Any], clock: VirtualClock) -> None:
+    line, (delivery,) = line_of("a", ordered=False)
+    await clock.advance(3)
+    await line.take()
+    await clock.advance(5)
+    assert line.waited_seconds(delivery) == 3
+
+
+async def test_it_waits_for_what_is_before_it_in_its_lane(line_of: Callable[..., Any], clock: VirtualClock) -> None:
+    line, (first, behind, other) = line_of("a", "a", "b", ordered=True)
+    assert [await line.take(), await line.take()] == [first, other]
+    await clock.advance(7)
+    line.done(first)
+    assert await line.take() is behind
+    assert [line.waited_seconds(each) for each in (behind, other)] == [7, 0]
+
+
+async def test_the_pause_before_another_attempt_is_no_waiting(line_of: Callable[..., Any], clock: VirtualClock) -> None:
+    line, (delivery,) = line_of("a", ordered=True)
+    await line.take()
+    line.again(delivery, after_seconds=10)
+    await clock.advance(12)
+    await line.take()
+    assert line.waited_seconds(delivery) == 2
+
+
+async def test_what_is_done_is_forgotten(line_of: Callable[..., Any], clock: VirtualClock) -> None:
+    line, (delivery,) = line_of("a", ordered=False)
+    await clock.advance(3)
+    await line.take()
+    line.done(delivery)
+    assert (line.running, len(line), line.waited_seconds(delivery)) == (0, 0, 0)
