@@ -17,7 +17,7 @@ __all__ = ["ACK_WAIT_SECONDS", "RECORD_VARIABLE", "RETRY", "Deed", "app", "lanes
 
 RECORD_VARIABLE = "AVISO_STORY_RECORD"
 ACK_WAIT_SECONDS = 2.0
-RETRY = Backoff(first=0.6, factor=1.5, max=1.5, attempts=6, jitter=0.0)
+RETRY = Backoff(first=0.4, factor=1.5, max=1.0, attempts=6, jitter=0.0)
 
 
 class Deed(Struct, frozen=True):

@@ -234,7 +234,7 @@ def cluster(directory: Path) -> Iterator[list[NatsServer]]:
     ports = _free_ports(3)
     routes = ", ".join(f"nats-route://127.0.0.1:{port}" for port in ports)
     with ExitStack() as running:
-        yield [
+        nodes = [
             running.enter_context(
                 NatsServer.start(
                     store_dir=directory / f"node-{port}",
@@ -243,6 +243,9 @@ def cluster(directory: Path) -> Iterator[list[NatsServer]]:
             )
             for port in ports
         ]
+        yield nodes
+        for node in nodes:
+            node.kill()  # one that is about to shut down takes its time
 
 
 class Proxy:

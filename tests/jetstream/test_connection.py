@@ -1,0 +1,91 @@
+"""What we hold nats-py to, and do ourselves where it does not: is the server there, and leaving one that is not."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import AsyncGenerator
+
+import anyio
+import pytest
+
+from aviso_workers import config
+from aviso_workers.backends.jetstream import connection as module
+from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.errors import UnavailableError
+from aviso_workers.server import NatsServer
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def connection(nats_server: NatsServer) -> AsyncGenerator[Connection, None]:
+    settings = config.JetStream(nats_url=config.ServerUrls(nats_server.url), max_reconnect_attempts=0)
+    connection = Connection(settings, on_connection=None)
+    await connection.open()
+    yield connection
+    nats_server.process.send_signal(signal.SIGCONT)
+    await connection.close()
+
+
+async def test_a_server_that_answers_has_what_was_sent_before(connection):
+    async def hear(message) -> None:
+        pass
+
+    await connection.nc.subscribe("numbers", cb=hear)
+    for round_ in range(1, 20):
+        for number in range(100):
+            await connection.nc.publish("numbers", b"%d" % number)
+
+        assert await connection.answers()
+
+        assert connection.nc.stats["in_msgs"] == round_ * 100
+
+
+async def test_a_server_that_stands_still_does_not_answer(connection, nats_server, monkeypatch):
+    monkeypatch.setattr(module, "PING_SECONDS", 0.1)
+    nats_server.process.send_signal(signal.SIGSTOP)
+
+    assert not await connection.answers()
+
+
+async def test_an_answer_that_comes_when_nobody_waits_any_more_does_no_harm(connection, nats_server):
+    nats_server.process.send_signal(signal.SIGSTOP)
+    with anyio.move_on_after(0.1) as waiting:
+        await connection.answers()
+    nats_server.process.send_signal(signal.SIGCONT)
+
+    assert waiting.cancelled_caught
+    assert await connection.answers()
+    assert (await connection.api("INFO"))["streams"] == 0
+
+
+async def test_a_lost_connection_answers_at_once_that_it_does_not(connection, nats_server):
+    nats_server.process.send_signal(signal.SIGSTOP)
+    started = time.monotonic()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(connection.answers)
+        await anyio.wait_all_tasks_blocked()
+        nats_server.kill()
+
+    assert time.monotonic() - started < module.PING_SECONDS / 2
+
+
+async def test_closing_does_not_wait_for_a_server_that_takes_nothing(connection, nats_server, monkeypatch):
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.2)
+    nats_server.process.send_signal(signal.SIGSTOP)
+    with anyio.move_on_after(0.5):
+        for _ in range(50):  # more than the buffers on the way take
+            await connection.nc.publish("numbers", b"x" * 1_000_000)
+    started = time.monotonic()
+
+    await connection.close()
+
+    assert time.monotonic() - started < 1
+
+
+async def test_what_is_flushed_after_the_end_is_an_error(connection):
+    await connection.close()
+
+    with pytest.raises(UnavailableError, match="closed"):
+        await connection.flush()

@@ -1,0 +1,114 @@
+"""Pull requests: what they ask for, and what each answer means for the next one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from aviso_workers.backends.jetstream.pulling import MOST_BYTES, PullSubscription
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+
+pytestmark = pytest.mark.anyio
+
+SECOND = 1_000_000_000
+
+
+@pytest.fixture
+async def pulls(played) -> PullSubscription:
+    return PullSubscription(
+        played, stream="MARS", consumer="agent", on_message=lambda received: None, on_change=lambda: None
+    )
+
+
+def asked(played) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(body) for _, body, _ in played.sent]
+
+
+async def test_a_request_is_for_some_messages_within_half_a_minute_and_not_too_many_bytes(played, pulls):
+    await pulls.open()
+    await pulls.ask(10, wait=True)
+
+    assert asked(played) == [
+        {"batch": 10, "max_bytes": MOST_BYTES, "expires": 30 * SECOND, "idle_heartbeat": 5 * SECOND}
+    ]
+    assert pulls.outstanding == 10
+
+
+async def test_a_request_has_room_for_the_largest_message_that_the_server_takes(played, pulls):
+    played.max_payload = 64 * 1024 * 1024
+    larger = PullSubscription(played, stream="MARS", consumer="agent", on_message=print, on_change=lambda: None)
+    await larger.open()
+    await larger.ask(1, wait=True)
+
+    assert asked(played)[0]["max_bytes"] > played.max_payload
+
+
+async def test_a_request_obeys_the_limits_of_its_consumer(played, pulls):
+    await pulls.open(limits={"max_batch": 5, "max_expires": 3 * SECOND, "max_bytes": 1000})
+    await pulls.ask(10, wait=True)
+
+    assert asked(played) == [{"batch": 5, "max_bytes": 1000, "expires": 3 * SECOND, "idle_heartbeat": SECOND}]
+    assert pulls.outstanding == 5
+
+
+@pytest.mark.parametrize(
+    ("status", "description", "left", "outstanding", "error"),
+    [
+        ("100", "Idle Heartbeat", {}, 10, None),
+        ("408", "Request Timeout", {"Nats-Pending-Messages": "4", "Nats-Pending-Bytes": "9"}, 6, None),
+        ("404", "No Messages", {}, 0, None),
+        ("409", "Leadership Change", {"Nats-Pending-Messages": "4", "Nats-Pending-Bytes": "9"}, 6, None),
+        ("409", "Batch Completed", {"Nats-Pending-Messages": "4", "Nats-Pending-Bytes": "9"}, 6, None),
+        ("409", "Server Shutdown", {"Nats-Pending-Messages": "10", "Nats-Pending-Bytes": str(MOST_BYTES)}, 0, None),
+        ("409", "Message Size Exceeds MaxBytes", {"Nats-Pending-Messages": "4", "Nats-Pending-Bytes": "9"}, 6, None),
+        (
+            "409",
+            "Message Size Exceeds MaxBytes",
+            {"Nats-Pending-Messages": "10", "Nats-Pending-Bytes": str(MOST_BYTES)},
+            0,
+            RefusedError,
+        ),
+        ("409", "Consumer Deleted", {}, 0, NotFoundError),
+        ("409", "Exceeded MaxWaiting", {}, 0, UnavailableError),
+        ("409", "Exceeded MaxRequestBatch of 5", {}, 0, UnavailableError),
+        ("409", "Consumer is push based", {}, 0, UnavailableError),
+        ("503", "", {}, 0, UnavailableError),
+        ("400", "Bad Request", {}, 0, RefusedError),
+    ],
+)
+async def test_a_status_ends_the_request_or_the_reading(
+    played, pulls, status: str, description: str, left: dict[str, str], outstanding: int, error: type[BackendError]
+):
+    await pulls.open()
+    await pulls.ask(10, wait=True)
+
+    await played.say(Status=status, Description=description, **left)
+
+    assert (pulls.outstanding, type(pulls.error)) == (outstanding, error or type(None))
+
+
+async def test_requests_that_nobody_answers_are_an_error_when_they_are_lost_again(played, pulls):
+    await pulls.open()
+    await pulls.ask(10, wait=True)
+    await played.say(Status="100")
+    pulls.forget()
+    assert pulls.error is None
+
+    await pulls.ask(10, wait=True)
+    pulls.forget()
+
+    assert "requests for messages are not answered" in str(pulls.error)
+
+
+async def test_after_a_reconnect_nothing_is_outstanding_and_the_consumer_is_to_be_looked_at(played, pulls):
+    await pulls.open()
+    await pulls.ask(10, wait=True)
+    assert not pulls.silent()
+
+    for act in played.on_reconnect:
+        act()
+
+    assert pulls.outstanding == 0
+    assert pulls.silent()
