@@ -28,6 +28,9 @@ POLYGON = "polygon"
 """The one field name whose polygon an aviso-server carries in a header."""
 POINT_CLOUD = "point_cloud"
 
+SPATIAL_HEADERS = {POLYGON: GEOMETRY_HEADER, POINT_CLOUD: POINT_CLOUD_HEADER}
+NO_HEADERS: Mapping[str, str] = {}
+
 _encoder = msgspec.json.Encoder(order="sorted")
 
 
@@ -37,7 +40,7 @@ class Message(Struct, frozen=True, kw_only=True):
     subject: str
     data: bytes
     headers: Mapping[str, str] | None = None
-    """Multiple values of one header are joined with a comma."""
+    """Of several values of one name, the last."""
     sequence: int = 0
     timestamp_ns: int = 0
     """Store time, nanoseconds since 1970 UTC."""
@@ -45,8 +48,7 @@ class Message(Struct, frozen=True, kw_only=True):
 
 def store_time(message: Message) -> datetime:
     """When the stream stored it, UTC, cut to whole microseconds: a replay from this time begins with it."""
-    seconds, nanoseconds = divmod(message.timestamp_ns, 1_000_000_000)
-    return datetime.fromtimestamp(seconds, UTC).replace(microsecond=nanoseconds // 1000)
+    return datetime.fromtimestamp(message.timestamp_ns // 1000 / 1e6, UTC)  # a float holds microseconds until 2255
 
 
 def encode(name: str, event_type: EventType, identifier: Mapping[str, str], payload: Any) -> Message:
@@ -111,6 +113,7 @@ class NotificationReader:
         self._name = name
         self._where = where or parse_where(name, event_type, {})
         self._keys = self._where.topic.key_order
+        self._spatial = [(field, header) for field, header in SPATIAL_HEADERS.items() if field in event_type.identifier]
         self._decode_payload = _payload_decoder(payload_type)
 
     def notification(self, message: Message, *, num_delivered: int = 1) -> Notification[Any] | None:
@@ -125,10 +128,10 @@ class NotificationReader:
             )
         if not self._where.matches(tokens, _footprint(message) if self._where.place else None):
             return None
-        headers = message.headers or {}
+        headers = message.headers if message.headers is not None else NO_HEADERS
         # A decoded "*" or an empty token means that the publisher left the field out.
         identifier = {key: value for key, value in zip(self._keys, tokens[1:], strict=True) if value not in ("", "*")}
-        for field, header in ((POLYGON, GEOMETRY_HEADER), (POINT_CLOUD, POINT_CLOUD_HEADER)):
+        for field, header in self._spatial:
             if header in headers:
                 identifier.setdefault(field, headers[header])
         return Notification(

@@ -53,6 +53,8 @@ def configure(settings: Logging) -> None:
 def observe(event: Event) -> None:
     """An observer of the engine's facts."""
     match event:
+        case Settled(outcome="acked"):
+            pass
         case Settled():
             _observe_end(event)
         case ConsumerDiffers():

@@ -44,8 +44,9 @@ async def serve(app: App, *, status_port: int | None = None) -> None:
     readiness = _Readiness(app)
     health = readiness.health
     metrics = Metrics(app, ready=lambda: not health.unready, loop_lag_seconds=health.late_seconds)
-    for observer in (logs.observe, metrics.observe, readiness.observe):
-        app.events.listen(observer)
+    app.events.listen(logs.observe)
+    app.events.listen(metrics.observe)
+    app.events.listen(readiness.observe, ConnectionChanged, AgentStarted, AgentDisturbed)
     port = settings.status.port if status_port is None else status_port
     status = StatusServer(host=settings.status.host, port=port, health=health, metrics=metrics.render)
     with status:
@@ -131,8 +132,6 @@ class _Readiness:
                 self._agents.pop((agent, stream), None)
             case AgentDisturbed(agent=agent, stream=stream, error=error):
                 self._agents[agent, stream] = str(error)
-            case _:
-                return
         self._say()
 
     def stop(self) -> None:

@@ -52,7 +52,8 @@ def settled(**stated: Any) -> Settled:
     return Settled(
         **{
             "agent": "index",
-            "notification": "mars@42",
+            "event_type": "mars",
+            "sequence": 42,
             "outcome": "retried",
             "reason": "ValueError",
             "seconds": 0.12345,
@@ -83,7 +84,8 @@ def test_a_failure_is_told_with_the_authors_frames_and_not_with_ours(lines: Any)
     told = {key: line[key] for key in ("agent", "notification", "reason", "num_delivered", "seconds")}
     assert told == {
         "agent": "index",
-        "notification": "mars@42",
+        "event_type": "mars",
+        "sequence": 42,
         "reason": "ValueError",
         "num_delivered": 2,
         "seconds": 0.123,

@@ -90,9 +90,6 @@ class Delivery(Protocol):
     def message(self) -> Message: ...
     @property
     def num_delivered(self) -> int: ...
-    @property
-    def num_pending(self) -> int:
-        """How many messages waited behind this one when it was sent."""
 
     def ack(self) -> None:
         """It is done."""

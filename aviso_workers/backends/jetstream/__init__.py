@@ -1,8 +1,8 @@
 """The JetStream backend: the only folder that knows nats-py.
 
-`connection` owns the connection, `publishing`, `consuming`, `reading` and `key_value` use it, `pulling` asks for
-messages, `faults` says what an error means. Streams and consumers are managed over JetStream's raw JSON, because
-nats-py's classes drop the fields that they do not know.
+`connection` owns the connection and `wire` is the short way through it; `publishing`, `consuming`, `reading` and
+`key_value` use it, `pulling` asks for messages, `faults` says what an error means. Streams and consumers are managed
+over JetStream's raw JSON, because nats-py's classes drop the fields that they do not know.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class JetStreamBackend:
         await self._outbox.open()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
-        self._tasks.start_soon(self._outbox.run)
         self._tasks.start_soon(self._connection.watch)
         return self
 

@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription, Received
+from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription
 from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import BackendError, UnavailableError
 
@@ -127,7 +127,7 @@ class _Reader:
         while True:
             self._changed = anyio.Event()
             if len(self._buffer) + self._pulls.outstanding <= BUFFER // 2 and not self._pulls.exhausted:
-                await self._pulls.ask(BUFFER // 2, wait=not self._bounded)
+                self._pulls.ask(BUFFER // 2, wait=not self._bounded)
             if self._buffer:
                 return self._buffer.popleft()
             if lost := self._pulls.error or self._lost:
@@ -143,8 +143,8 @@ class _Reader:
             if self._pulls.silent():
                 raise UnavailableError(f"the server is silent about consumer {self._consumer} of {self._stream}")
 
-    def _on_message(self, received: Received) -> None:
-        self._buffer.append(received.message)
+    def _on_message(self, message: Message, reply: bytes, num_delivered: int) -> None:
+        self._buffer.append(message)
         self._change()
 
     def _on_disconnect(self) -> None:
