@@ -65,13 +65,15 @@ def fail_after(clock: Clock, seconds: float) -> Iterator[anyio.CancelScope]:
 
 
 class LoopClock:
-    """Real time."""
+    """Real time. Made where an event loop runs, and used there."""
 
-    monotonic = staticmethod(time.monotonic)  # what an event loop counts by
-    time_ns = staticmethod(time.time_ns)
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.monotonic = loop.time
+        self.call_at = loop.call_at
 
-    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
-        return asyncio.get_running_loop().call_at(when, callback)
+    def time_ns(self) -> int:
+        return time.time_ns()
 
     async def sleep(self, seconds: float) -> None:
         await anyio.sleep(seconds)

@@ -84,8 +84,7 @@ def test_a_failure_is_told_with_the_authors_frames_and_not_with_ours(lines: Any)
     told = {key: line[key] for key in ("agent", "notification", "reason", "num_delivered", "seconds")}
     assert told == {
         "agent": "index",
-        "event_type": "mars",
-        "sequence": 42,
+        "notification": "mars@42",
         "reason": "ValueError",
         "num_delivered": 2,
         "seconds": 0.123,

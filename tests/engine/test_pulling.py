@@ -131,8 +131,8 @@ async def test_its_consumer_is_told_when_there_is_room_again() -> None:
     run = run_of(Discarding)
     run.attach(Consumer())  # type: ignore[arg-type]
     stop = anyio.Event()
-    run.deliver(Delivery(1))  # type: ignore[arg-type]
-    run.deliver(Delivery(2))  # type: ignore[arg-type]
+    run.line.put(Delivery(1))  # type: ignore[arg-type]
+    run.line.put(Delivery(2))  # type: ignore[arg-type]
     assert run.room() == 0
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=1.0))
@@ -241,7 +241,7 @@ class TestStopping:
 
         class Consumer:
             async def stop(self) -> None:
-                run.deliver(delivery)  # type: ignore[arg-type]
+                run.line.put(delivery)  # type: ignore[arg-type]
 
         run = run_of(Refusing)
         run.attach(Consumer())  # type: ignore[arg-type]
