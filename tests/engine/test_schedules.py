@@ -290,4 +290,5 @@ async def test_the_contract_is_kept(seed: int, book: Book, settings: Config) -> 
             for step in schedule.steps:
                 await carry_out(step, t, book)
             await t.settle()
-            assert list(book.mistakes(t, schedule)) == []
+            mistakes = list(book.mistakes(t, schedule))
+            assert not mistakes, "\n".join(["the contract was not kept:", *mistakes])
