@@ -25,7 +25,16 @@ from msgspec import structs
 from aviso_workers import streams
 from aviso_workers.agents import Agent
 from aviso_workers.app import App
-from aviso_workers.backends import Backend, ConnectionListener, Consumer, Delivery, PubAck, open_backend
+from aviso_workers.backends import (
+    Backend,
+    ConnectionListener,
+    Consumer,
+    Delivery,
+    KeyValue,
+    PubAck,
+    StreamInfo,
+    open_backend,
+)
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import Clock, VirtualClock, at_rest
 from aviso_workers.codec import Message, NotificationReader
@@ -39,6 +48,7 @@ from aviso_workers.engine.session import SWEEP, Session, open_session
 from aviso_workers.errors import AvisoWorkersError, ConfigError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, Event, Events, Settled
 from aviso_workers.notifications import Notification, Notify, Receipt, Source, Stream
+from aviso_workers.streams import StreamSpec
 
 __all__ = ["Harness", "harness"]
 
@@ -83,6 +93,8 @@ class Harness:
         """A client that no `disconnect` concerns."""
         self._readers: dict[str, NotificationReader]
         """By stream."""
+        self._made: set[str] = set()
+        """Streams that the app has made, or may have."""
         self._settled: list[Settled] = []
         self._disturbed: dict[str, Exception] = {}
         self._count = workers
@@ -183,7 +195,7 @@ class Harness:
         async with AsyncExitStack() as stack:
             self._watch = await stack.enter_async_context(self._opening())
             if self._server:
-                await stack.enter_async_context(self._new_streams_removed())
+                await stack.enter_async_context(self._own_streams_removed())
             self.app.configure(self._config, opening=self._open)
             stack.callback(self.app.configure, before)
             await stack.enter_async_context(self.app)
@@ -220,10 +232,10 @@ class Harness:
     @asynccontextmanager
     async def _open(self, config: Config, *, on_connection: ConnectionListener | None = None) -> AsyncIterator[Backend]:
         async with self._opening(on_connection) as backend:
-            yield cast(Backend, _Recorder(backend, self._note))
+            yield cast(Backend, _Recorder(backend, self._note, self._made.add))
 
     @asynccontextmanager
-    async def _new_streams_removed(self) -> AsyncIterator[None]:
+    async def _own_streams_removed(self) -> AsyncIterator[None]:
         before = set(await self._watch.stream_names())
         if taken := before & {*self._readers, dead_lettering.STREAM, dead_lettering.RETRIES, sweeping.STREAM}:
             raise AvisoWorkersError(
@@ -234,7 +246,7 @@ class Harness:
             yield
         finally:
             with anyio.CancelScope(shield=True):
-                for name in set(await self._watch.stream_names()) - before:
+                for name in (set(await self._watch.stream_names()) - before) & self._made:
                     await self._watch.delete_stream(name)
 
     def _note(self, message: Message, ack: PubAck) -> None:
@@ -383,12 +395,15 @@ class _Clock(VirtualClock):
 
 
 class _Recorder:
-    """A backend of which it is known what was published, and that can be cut off from who works with it."""
+    """A backend of which it is known what was published and made, and that can be cut off from who works with it."""
 
-    def __init__(self, backend: Backend, note: Callable[[Message, PubAck], None]) -> None:
+    def __init__(
+        self, backend: Backend, note: Callable[[Message, PubAck], None], note_stream: Callable[[str], None]
+    ) -> None:
         self.cut_off = False
         self._backend = backend
         self._note = note
+        self._note_stream = note_stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -398,6 +413,14 @@ class _Recorder:
         self.cut_off = True
         if isinstance(self._backend, InMemoryBackend):
             self._backend.disconnect()
+
+    async def create_stream(self, spec: StreamSpec) -> StreamInfo:
+        self._note_stream(spec.name)
+        return await self._backend.create_stream(spec)
+
+    async def key_value(self, bucket: str, **stated: Any) -> KeyValue:
+        self._note_stream(f"KV_{bucket}")
+        return await self._backend.key_value(bucket, **stated)
 
     async def publish(self, message: Message, **stated: Any) -> PubAck:
         if self.cut_off:

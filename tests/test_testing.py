@@ -16,6 +16,7 @@ from aviso_workers import App, Backoff, Batch, Batching, Notification, Reject, R
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, UnavailableError
 from aviso_workers.server import NatsServer
+from aviso_workers.streams import StreamSpec
 from aviso_workers.testing import Harness, harness
 
 pytestmark = pytest.mark.anyio
@@ -479,6 +480,15 @@ class TestOnAServer:
         assert seen == [0, 1, 2, 3, 4]
         async with JetStreamBackend(config.JetStream(nats_url=config.ServerUrls(nats_server.url))) as backend:
             assert await backend.stream_names() == []
+
+    async def test_what_others_make_meanwhile_stays(self, app: App, nats_server: NatsServer) -> None:
+        async with JetStreamBackend(config.JetStream(nats_url=config.ServerUrls(nats_server.url))) as other:
+            async with harness(app, server=nats_server.url) as t:
+                await notify(t, 1)
+                await app.key_value("mine")
+                await other.create_stream(StreamSpec(name="THEIRS", subjects=("theirs.>",)))
+                assert set(await other.stream_names()) == {"KV_mine", "MARS", "THEIRS"}
+            assert await other.stream_names() == ["THEIRS"]
 
     async def test_one_that_has_the_apps_streams_is_refused(self, app: App, nats_server: NatsServer) -> None:
         async with harness(app, server=nats_server.url) as t:
