@@ -88,7 +88,8 @@ class AgentRun:
                         self._stopping = True
                         self.line.close()
                         await self._stop_reading()
-                        self.returned += self.line.give_back()
+                        if not self.line.ordered:  # else all of it at the end, or a lane would overtake its head
+                            self.returned += self.line.give_back()
                     timer.cancel()
             finally:  # also where all of this is cancelled
                 self.returned += self.line.abandon()
