@@ -453,10 +453,6 @@ class _Mortal:
     def num_delivered(self) -> int:
         return self._delivery.num_delivered
 
-    @property
-    def num_pending(self) -> int:
-        return self._delivery.num_pending
-
     def ack(self) -> None:
         if not self._holder.cut_off:
             self._delivery.ack()
