@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from aviso_workers import spatial, topics
+from aviso_workers import schema, spatial, topics
 from aviso_workers.errors import InvalidPayloadError, UndecodableError
 from aviso_workers.notifications import Notification
 from aviso_workers.schema import EventType, PointCloudHandler, PolygonHandler, Where, parse_where
 
-__all__ = ["Message", "NotificationReader", "encode", "store_time"]
+__all__ = ["Message", "NotificationReader", "NotificationWriter", "encode", "store_time"]
 
 BBOX_HEADER = "spatial_bbox"
 GEOMETRY_HEADER = "spatial_geometry"
@@ -29,6 +29,9 @@ POLYGON = "polygon"
 POINT_CLOUD = "point_cloud"
 
 SPATIAL_HEADERS = {POLYGON: GEOMETRY_HEADER, POINT_CLOUD: POINT_CLOUD_HEADER}
+MOST_KNOWN = 10_000
+SURELY_SHORT = 900
+"""Characters of a subject that cannot be too long, however many bytes they have."""
 NO_HEADERS: Mapping[str, str] = {}
 
 _encoder = msgspec.json.Encoder(order="sorted")
@@ -101,6 +104,46 @@ def _spatial_headers(event_type: EventType, identifier: Mapping[str, str]) -> di
                 box = spatial.Box.around(spatial.parse_cloud(identifier[field]))
                 return {BBOX_HEADER: box.header(), POINT_CLOUD_HEADER: identifier[field]}
     return None
+
+
+class NotificationWriter:
+    """Turns notifications of one event type into messages. Made once, used for many: of the values that come again and
+    again it remembers how a subject spells them."""
+
+    def __init__(self, name: str, event_type: EventType) -> None:
+        self._name = name
+        self._event_type = event_type
+        place = schema.topic_of(name, event_type)
+        self._base = topics.encode_token(place.base)
+        self._known: dict[str, dict[object, str]] = {field: {} for field in place.key_order}
+        """By field, the tokens of texts and whole numbers."""
+        self._all_routed = set(place.key_order) == set(event_type.identifier)
+
+    def message(self, identifier: Mapping[str, Any], payload: Any) -> Message:
+        """Raises `InvalidNotificationError`."""
+        subject = self._known_subject(identifier)
+        if subject is not None and payload is not None:
+            return Message(subject=subject, data=_encode_payload(self._name, payload))
+        canonical = schema.canonical_identifier(self._name, self._event_type, identifier)
+        message = encode(self._name, self._event_type, canonical, payload)
+        for field, known in self._known.items():
+            if len(known) == MOST_KNOWN:
+                known.clear()
+            if type(identifier[field]) in (str, int):
+                known[identifier[field]] = topics.encode_token(canonical[field])
+        return message
+
+    def _known_subject(self, identifier: Mapping[str, Any]) -> str | None:
+        if not self._all_routed or identifier.keys() != self._known.keys():
+            return None
+        tokens = [self._base]
+        for field, known in self._known.items():
+            value = identifier[field]
+            if (type(value) is not str and type(value) is not int) or (token := known.get(value)) is None:
+                return None
+            tokens.append(token)
+        subject = ".".join(tokens)
+        return subject if len(subject) < SURELY_SHORT else None
 
 
 class NotificationReader:

@@ -20,6 +20,7 @@ __all__ = [
     "Event",
     "Events",
     "Measured",
+    "PublishOutcome",
     "Published",
     "Settled",
     "Skipped",
@@ -28,12 +29,16 @@ __all__ = [
 ]
 
 
+PublishOutcome = Literal["stored", "duplicate", "failed"]
+
+
 class Published(Struct, frozen=True, kw_only=True):
-    """A publish ended: stored, found to be stored already, or given up."""
+    """Publishing `count` notifications ended: stored, found to be stored already, or given up."""
 
     event_type: str
-    outcome: Literal["stored", "duplicate", "failed"]
+    outcome: PublishOutcome
     attempts: int
+    count: int = 1
 
 
 class Settled(Struct, frozen=True, kw_only=True):

@@ -66,9 +66,9 @@ class _Counts(dict[str, int]):
     def __init__(self, known: tuple[str, ...] = ()) -> None:
         super().__init__(dict.fromkeys(known, 0))
 
-    def add(self, word: str) -> None:
+    def add(self, word: str, count: int = 1) -> None:
         known = word if word in self or len(self) < MOST_REASONS else "other"
-        self[known] = self.get(known, 0) + 1
+        self[known] = self.get(known, 0) + count
 
 
 class _Agent:
@@ -254,9 +254,9 @@ class Metrics:
         match event:
             case Settled(agent=agent):
                 self._agents[agent].settled(event)
-            case Published(event_type=event_type, outcome=outcome, attempts=attempts):
-                self._published[event_type].outcomes.add(outcome)
-                self._published[event_type].retries += attempts - 1
+            case Published(event_type=event_type, count=count):
+                self._published[event_type].outcomes.add(event.outcome, count)
+                self._published[event_type].retries += (event.attempts - 1) * count
             case ConnectionChanged(connected=connected):
                 self.connected = connected
                 self.connections += connected

@@ -12,7 +12,7 @@ import copy
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from types import TracebackType
@@ -31,6 +31,7 @@ from aviso_workers.backends import (
     Consumer,
     Delivery,
     KeyValue,
+    Outgoing,
     PubAck,
     StreamInfo,
     open_backend,
@@ -45,7 +46,7 @@ from aviso_workers.engine import dead_lettering, sweeping
 from aviso_workers.engine.dead_lettering import DeadLetter
 from aviso_workers.engine.handling import caller
 from aviso_workers.engine.session import SWEEP, Session, open_session
-from aviso_workers.errors import AvisoWorkersError, ConfigError, NotFoundError, UnavailableError
+from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, Event, Events, Settled
 from aviso_workers.notifications import Notification, Notify, Receipt, Source, Stream
 from aviso_workers.streams import StreamSpec
@@ -428,6 +429,17 @@ class _Recorder:
         ack = await self._backend.publish(message, **stated)
         self._note(message, ack)
         return ack
+
+    async def publish_many(
+        self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
+    ) -> list[PubAck | BackendError]:
+        if self.cut_off:
+            return [UnavailableError("the worker was ended")] * len(outgoing)
+        results = await self._backend.publish_many(outgoing, timeout_seconds=timeout_seconds)
+        for each, result in zip(outgoing, results, strict=True):
+            if isinstance(result, PubAck):
+                self._note(each.message, result)
+        return results
 
     def consume(
         self, stream: str, consumer: str, *, deliver: Callable[[Delivery], None], room: Callable[[], int]

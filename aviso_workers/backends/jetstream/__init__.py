@@ -18,7 +18,7 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from aviso_workers import config, streams
-from aviso_workers.backends import ConnectionListener, ConsumerInfo, Delivery, KeyValue, PubAck, StreamInfo
+from aviso_workers.backends import ConnectionListener, ConsumerInfo, Delivery, KeyValue, Outgoing, PubAck, StreamInfo
 from aviso_workers.backends.jetstream import key_value, reading
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.consuming import Outbox, PullConsumer
@@ -221,9 +221,16 @@ class JetStreamBackend:
         )
 
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
-        return await self._publisher.publish(
-            message, message_id=message_id, stream=stream, timeout_seconds=timeout_seconds
-        )
+        outgoing = Outgoing(message, message_id, stream)
+        [result] = await self._publisher.publish([outgoing], timeout_seconds=timeout_seconds)
+        if isinstance(result, BackendError):
+            raise result
+        return result
+
+    async def publish_many(
+        self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
+    ) -> list[PubAck | BackendError]:
+        return await self._publisher.publish(outgoing, timeout_seconds=timeout_seconds)
 
     async def key_value(self, bucket: str, *, ttl_seconds: float | None = None) -> KeyValue:
         context = self._connection.nc.jetstream(domain=self._settings.domain)
