@@ -16,6 +16,7 @@ __all__ = [
     "AgentStarted",
     "AgentStopped",
     "ConnectionChanged",
+    "ConnectionSlow",
     "ConsumerDiffers",
     "Event",
     "Events",
@@ -126,6 +127,12 @@ class ConnectionChanged(Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class ConnectionSlow(Struct, frozen=True, kw_only=True):
+    """The connection was made, and works slower than it could."""
+
+    reason: str
+
+
 class Measured(Struct, frozen=True, kw_only=True):
     """A router measured something that Prometheus is to see as a gauge, in place of what it was before."""
 
@@ -147,6 +154,7 @@ Event = (
     | StreamProvisioned
     | ConsumerDiffers
     | ConnectionChanged
+    | ConnectionSlow
     | Measured
 )
 

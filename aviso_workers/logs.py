@@ -15,6 +15,7 @@ from aviso_workers.events import (
     AgentStarted,
     AgentStopped,
     ConnectionChanged,
+    ConnectionSlow,
     ConsumerDiffers,
     Event,
     Settled,
@@ -103,6 +104,8 @@ def observe(event: Event) -> None:
             log.info("connection.up")
         case ConnectionChanged():
             log.warning("connection.down", reason=event.reason)
+        case ConnectionSlow():
+            log.warning("connection.slow", reason=event.reason, cure="install the nats-py that aviso-workers asks for")
 
 
 def _observe_end(event: Settled) -> None:

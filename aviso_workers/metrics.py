@@ -26,7 +26,16 @@ from aviso_workers.app import App
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.engine.ordering import Line
 from aviso_workers.errors import BackendError, NotFoundError
-from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged, Event, Measured, Published, Settled
+from aviso_workers.events import (
+    AgentDisturbed,
+    AgentStarted,
+    ConnectionChanged,
+    ConnectionSlow,
+    Event,
+    Measured,
+    Published,
+    Settled,
+)
 
 __all__ = ["Metrics"]
 
@@ -130,6 +139,12 @@ class Metric(Struct, frozen=True):
 OF_PROCESS = (
     Metric(Gauge, "ready", "Whether /readyz says yes: connected, and every agent reads.", lambda own: own.ready()),
     Metric(Gauge, "connected", "Whether the backend is connected.", lambda own: own.connected),
+    Metric(
+        Gauge,
+        "connection_slow",
+        "Whether notifications take the long way through nats-py, because its version is not one that was tested.",
+        lambda own: own.slow,
+    ),
     Metric(Counter, "reconnects", "Connections made after the first.", lambda own: max(0, own.connections - 1)),
     Metric(
         Gauge,
@@ -232,7 +247,7 @@ class Metrics:
         bases = {name: schema.topic_of(name, kind).base for name, kind in app.config.notification_schema.items()}
         self.ready = ready
         self.loop_lag_seconds = loop_lag_seconds
-        self.connected = False
+        self.connected = self.slow = False
         self.connections = 0
         self._published = {name: _Published() for name in bases}
         self._agents = {agent.name: _Agent(_line_of(app, agent.name)) for agent in app.agents}
@@ -260,6 +275,8 @@ class Metrics:
             case ConnectionChanged(connected=connected):
                 self.connected = connected
                 self.connections += connected
+            case ConnectionSlow():
+                self.slow = True
             case AgentDisturbed(agent=agent, stream=stream, error=error) if agent in self._agents:
                 self._agents[agent].pull_errors.add(_code(error))
                 if isinstance(error, NotFoundError):

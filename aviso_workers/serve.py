@@ -6,6 +6,7 @@ the connection closes after the last agent has settled what it held.
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 
 import anyio
@@ -19,12 +20,20 @@ from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged
 from aviso_workers.metrics import Metrics
 from aviso_workers.status import Health, StatusServer
 
-__all__ = ["serve"]
+__all__ = ["run", "serve"]
 
 log = structlog.get_logger("aviso_workers")
 
 TURN_SECONDS = 1.0
 LAG_SECONDS = 2.0
+
+
+def run(app: App, *, status_port: int | None = None) -> None:
+    """`serve` on an event loop of its own: uvloop's, where that is installed."""
+    anyio.run(
+        lambda: serve(app, status_port=status_port),
+        backend_options={"use_uvloop": importlib.util.find_spec("uvloop") is not None},
+    )
 
 
 async def serve(app: App, *, status_port: int | None = None) -> None:

@@ -179,6 +179,10 @@ class Backend(Protocol):
     @property
     def connected(self) -> bool: ...
     @property
+    def slow_because(self) -> str:
+        """Why it works slower than it could; empty where it does not."""
+
+    @property
     def max_payload(self) -> int:
         """The largest message (headers and body) that it takes, in bytes."""
 

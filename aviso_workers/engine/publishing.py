@@ -98,7 +98,8 @@ class Publisher:
         async def store(chunk: list[_Prepared]) -> None:
             nonlocal count, failure
             try:
-                count += len(await self._store(chunk))
+                stored = await self._store(chunk)
+                count += len(stored)
             except Exception as error:
                 failure = failure or error  # raised below, outside of the group, so that it arrives as itself
                 sending.cancel_scope.cancel()

@@ -444,9 +444,12 @@ class TestSettling:
             await publish(f"mars.{number}")
         inbox = inbox_of(1)
         async with open_reader(inbox) as reader:
-            (await inbox.next()).nak()
+            delivery = await inbox.next()
+            inbox.capacity = 0  # nothing new is asked for meanwhile
+            delivery.nak()
             await reader.settled()
             await elapse(0.1)
+            inbox.capacity = 1
             reader.refill()
 
             assert (await inbox.next()).message.subject == "mars.0"

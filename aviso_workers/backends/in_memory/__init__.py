@@ -82,6 +82,10 @@ class InMemoryBackend:
         return self._connection.up
 
     @property
+    def slow_because(self) -> str:
+        return ""
+
+    @property
     def max_payload(self) -> int:
         return MAX_PAYLOAD
 

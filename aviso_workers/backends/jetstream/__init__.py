@@ -77,6 +77,10 @@ class JetStreamBackend:
         return self._connection.ready
 
     @property
+    def slow_because(self) -> str:
+        return self._connection.wire.slow_because
+
+    @property
     def max_payload(self) -> int:
         return self._connection.nc.max_payload
 

@@ -112,7 +112,7 @@ class Headers(Mapping[str, str]):
             for line in self._block.split(b"\r\n")[1:]:
                 name, colon, value = line.partition(b":")
                 name = name.strip()
-                if colon and name.isascii() and name.split() == [name]:
+                if colon and name.isascii() and len(name.split()) < 2:
                     self._fields[name.decode()] = value.strip().decode("utf-8", "replace")
         return self._fields
 
