@@ -164,7 +164,8 @@ class NotificationReader:
 
         Raises `UndecodableError`, with the path of the mistake where the payload does not fit its type.
         """
-        tokens = topics.decode_subject(message.subject)
+        subject = message.subject
+        tokens = topics.decode_subject(subject) if "%" in subject else subject.split(".")
         if len(tokens) != len(self._keys) + 1:
             raise UndecodableError(
                 f"{message.subject!r} has {len(tokens) - 1} identifier values, {self._name} has {len(self._keys)}"
@@ -172,8 +173,9 @@ class NotificationReader:
         if not self._where.matches(tokens, _footprint(message) if self._where.place else None):
             return None
         headers = message.headers if message.headers is not None else NO_HEADERS
-        # A decoded "*" or an empty token means that the publisher left the field out.
-        identifier = {key: value for key, value in zip(self._keys, tokens[1:], strict=True) if value not in ("", "*")}
+        identifier = dict(zip(self._keys, tokens[1:], strict=True))
+        if "*" in tokens or "" in tokens:  # decoded, they mean that the publisher left the field out
+            identifier = {key: value for key, value in identifier.items() if value not in ("", "*")}
         for field, header in self._spatial:
             if header in headers:
                 identifier.setdefault(field, headers[header])
@@ -183,7 +185,7 @@ class NotificationReader:
             payload=self._decode_payload(message.data),
             sequence=message.sequence,
             time=store_time(message),
-            topic=message.subject,
+            topic=subject,
             headers=headers,
             num_delivered=num_delivered,
         )
