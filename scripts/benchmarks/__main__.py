@@ -16,12 +16,22 @@ from aviso_workers.errors import AvisoWorkersError
 from benchmarks import reporting
 from benchmarks.consuming import consume
 from benchmarks.ground import Cores
+from benchmarks.latency import delay
+from benchmarks.memory import remember
+from benchmarks.publishing import publish
+from benchmarks.replaying import replay
 from benchmarks.rivals import Rivals
 from benchmarks.rounds import Figures, Size
+from benchmarks.startup import start_up
 from main_job.children import ShortfallError
 
 BENCHMARKS = {
     "consume": consume,
+    "publish": publish,
+    "replay": replay,
+    "latency": delay,
+    "memory": remember,
+    "startup": start_up,
 }
 WHOLE = Size(repetitions=3, scale=1)
 SHORT = Size(repetitions=1, scale=0.01)

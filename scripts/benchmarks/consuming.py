@@ -23,7 +23,8 @@ def consume(cores: Cores, rivals: Rivals, size: Size, say: Say) -> Figures:
             {
                 "nats-fetch": size.count(50_000),
                 "nats-callback": size.count(100_000),
-                "faststream": size.count(10_000),
+                "faststream 1": size.count(10_000),
+                "faststream 64": size.count(10_000),
                 "faststream-pull": size.count(10_000),
                 "faststream-batch": size.count(50_000),
             }

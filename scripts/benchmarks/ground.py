@@ -111,7 +111,7 @@ class Ground:
     @contextmanager
     def process(self, name: str, command: Sequence[str | Path], *, counts: Sequence[int]) -> Iterator[Child]:
         self._started += 1
-        unique = f"{name}-{self._started}"
+        unique = f"{name}-{self._started}".replace(" ", "-")
         environment = self._environment | {
             "BENCHMARK_NAME": unique,
             "BENCHMARK_NATS_URL": self.nats_url,

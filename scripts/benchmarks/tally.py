@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["MARKS_VARIABLE", "Tally"]
+__all__ = ["MARKS_VARIABLE", "Tally", "memory_mib"]
 
 MARKS_VARIABLE = "BENCHMARK_MARKS"
 """Counts at which a mark is told, rising, joined with commas."""
@@ -40,15 +40,15 @@ class Tally:
 
     def _tell(self) -> None:
         seconds, cpu_seconds = time.perf_counter() - self._began, time.process_time() - self._cpu_began
-        mark = {"mark": self.count, "seconds": seconds, "cpu_seconds": cpu_seconds, **_memory()}
+        mark = {"mark": self.count, "seconds": seconds, "cpu_seconds": cpu_seconds, **memory_mib(os.getpid())}
         print(json.dumps(mark), flush=True)
         self._marks.pop(0)
         self._next = self._marks[0] if self._marks else 1 << 62
 
 
-def _memory() -> dict[str, float]:
-    """MiB that are resident now and were at most; nothing where the system does not tell."""
-    status = Path("/proc/self/status")
+def memory_mib(process: int) -> dict[str, float]:
+    """What is resident now, and was at most; nothing where the system does not tell."""
+    status = Path(f"/proc/{process}/status")
     if not status.exists():
         return {}
     fields = dict(line.split(":", 1) for line in status.read_text().splitlines())

@@ -33,7 +33,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     reached: bool | None
 
 
-FASTSTREAM = ("consume.faststream.per_second", "consume.faststream-pull.per_second")
+FASTSTREAM = tuple(f"consume.{mode}.per_second" for mode in ("faststream 1", "faststream 64", "faststream-pull"))
 AGENT, BATCH = "consume.agent.per_second", "consume.batch.per_second"
 PUBLISHED, REPLAYED = "publish.notify-many.per_second", "replay.replay.per_second"
 

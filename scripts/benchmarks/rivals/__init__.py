@@ -41,12 +41,14 @@ class Rivals:
         stamp.write_text(fingerprint)
 
     def contestants(self, counts: Mapping[str, int]) -> list[Contestant]:
-        """A contestant for each name, measured with so many notifications."""
+        """A contestant for each script and its argument, measured with so many notifications."""
         if not self.wanted:
             return []
         from benchmarks.rounds import Contestant
 
-        return [
-            Contestant(name=name, count=count, command=(PYTHON, "-m", f"benchmarks.rivals.{name.replace('-', '_')}"))
-            for name, count in counts.items()
-        ]
+        found = []
+        for name, count in counts.items():
+            script, *arguments = name.split()
+            command: list[str | Path] = [PYTHON, "-m", f"benchmarks.rivals.{script.replace('-', '_')}", *arguments]
+            found.append(Contestant(name=name, count=count, command=command))
+        return found
