@@ -16,9 +16,9 @@ COUNT = 200_000
 def consume(cores: Cores, rivals: Rivals, size: Size, say: Say) -> Figures:
     count = size.count(COUNT)
     contestants = [
-        Contestant(name="agent", count=count, app="notifications"),
-        Contestant(name="batch", count=count, app="batches"),
-        Contestant(name="bare-loop", count=count, command=(sys.executable, "-m", "benchmarks.bare_loop")),
+        Contestant(name="agent", count=count, app="notifications", acks=True),
+        Contestant(name="batch", count=count, app="batches", acks=True),
+        Contestant(name="bare-loop", count=count, command=(sys.executable, "-m", "benchmarks.bare_loop"), acks=True),
         *rivals.contestants(
             {
                 "nats-fetch": size.count(50_000),
@@ -27,7 +27,8 @@ def consume(cores: Cores, rivals: Rivals, size: Size, say: Say) -> Figures:
                 "faststream 64": size.count(10_000),
                 "faststream-pull": size.count(10_000),
                 "faststream-batch": size.count(50_000),
-            }
+            },
+            acks=True,
         ),
     ]
     with grounded(cores) as ground:

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from aviso_workers import App, config
+from aviso_workers.agents import durable_name
 from aviso_workers.server import NatsServer
 from benchmarks import filling
 from benchmarks.tally import MARKS_VARIABLE
@@ -28,6 +29,7 @@ CONFIG = Path(__file__).with_name("config.yaml")
 COMMANDS = Path(sys.executable).parent
 NATS_URL_VARIABLE = "AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL"
 READY_SECONDS = 30.0
+ACKED_SECONDS = 10.0
 READY_POLL_SECONDS = 0.005
 
 
@@ -86,13 +88,6 @@ class Ground:
         """An app of this process on this server."""
         return App(name, config=config.load(CONFIG, environ={NATS_URL_VARIABLE: self.nats_url}))
 
-    def measure(
-        self, name: str, command: Sequence[str | Path], *, counts: Sequence[int], within_seconds: float
-    ) -> list[Mark]:
-        """Run the process until it has told a mark for each of the counts. Raises `ShortfallError`."""
-        with self.process(name, command, counts=counts) as child:
-            return self.marks(child, len(counts), within_seconds=within_seconds)
-
     @contextmanager
     def worker(self, name: str, app: str, *, counts: Sequence[int]) -> Iterator[tuple[Child, float]]:
         """`aviso-workers worker` with an app of `benchmarks.agents`, and the seconds that it took to be ready."""
@@ -139,6 +134,22 @@ class Ground:
             alive=[child],
         )
         return found
+
+    def check_acked(self, child: Child, count: int) -> None:
+        """Make sure that the server has the acks of all that the process has counted. Raises `ShortfallError`."""
+        found = 0
+
+        def acked() -> bool:
+            nonlocal found
+            found = anyio.run(self._ack_floor, child.name)
+            return found >= count
+
+        wait_until(acked, lambda: f"{child.name} has acked {found:,} of {count:,}", within_seconds=ACKED_SECONDS)
+
+    async def _ack_floor(self, name: str) -> int:
+        async with self.app("look") as app:
+            consumers = await app.session.backend.consumers(filling.STREAM)
+        return next((found.ack_floor for found in consumers if found.name in (name, durable_name(name, "count"))), 0)
 
     @property
     def _environment(self) -> dict[str, str]:

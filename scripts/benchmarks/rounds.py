@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from msgspec import Struct
@@ -39,12 +40,18 @@ class Contestant(Struct, frozen=True, kw_only=True):
     app: str = ""
     """Instead of a command: an app of `benchmarks.agents`, run by `aviso-workers worker`."""
 
+    acks: bool = False
+    """Whether the server must have the acks of all that was counted."""
+
     def run(self, ground: Ground) -> Mark:
-        if not self.app:
-            (mark,) = ground.measure(self.name, self.command, counts=[self.count], within_seconds=RUN_SECONDS)
-            return mark
-        with ground.worker(self.name, self.app, counts=[self.count]) as (child, _):
+        with ExitStack() as stack:
+            if self.app:
+                child, _ = stack.enter_context(ground.worker(self.name, self.app, counts=[self.count]))
+            else:
+                child = stack.enter_context(ground.process(self.name, self.command, counts=[self.count]))
             (mark,) = ground.marks(child, 1, within_seconds=RUN_SECONDS)
+            if self.acks:
+                ground.check_acked(child, self.count)
             return mark
 
 

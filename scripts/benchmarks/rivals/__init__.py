@@ -40,7 +40,7 @@ class Rivals:
         subprocess.run([*pip, "install", "--quiet", "--requirement", REQUIREMENTS], check=True)
         stamp.write_text(fingerprint)
 
-    def contestants(self, counts: Mapping[str, int]) -> list[Contestant]:
+    def contestants(self, counts: Mapping[str, int], *, acks: bool = False) -> list[Contestant]:
         """A contestant for each script and its argument, measured with so many notifications."""
         if not self.wanted:
             return []
@@ -50,5 +50,5 @@ class Rivals:
         for name, count in counts.items():
             script, *arguments = name.split()
             command: list[str | Path] = [PYTHON, "-m", f"benchmarks.rivals.{script.replace('-', '_')}", *arguments]
-            found.append(Contestant(name=name, count=count, command=command))
+            found.append(Contestant(name=name, count=count, command=command, acks=acks))
         return found

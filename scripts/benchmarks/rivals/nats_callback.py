@@ -31,7 +31,7 @@ async def main() -> None:
         config=ConsumerConfig(max_ack_pending=2000),
     )
     await counted.wait()
-    await connection.close()
+    await connection.drain()
 
 
 asyncio.run(main())
