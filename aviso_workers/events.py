@@ -6,6 +6,7 @@ no observer can change what happens. Facts carry no subject and no payload.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
@@ -29,6 +30,8 @@ __all__ = [
     "TaskFailed",
 ]
 
+
+log = logging.getLogger(__name__)
 
 PublishOutcome = Literal["stored", "duplicate", "failed"]
 
@@ -160,7 +163,10 @@ Event = (
 
 
 class Events:
-    """Where facts are stated and listened to. Listeners are called at once, in the order they came."""
+    """Where facts are stated and listened to. Listeners are called at once, in the order they came.
+
+    One that raises is logged, and the others are called all the same.
+    """
 
     def __init__(self) -> None:
         self._listeners: dict[type, list[Callable[[Any], None]]] = {kind: [] for kind in get_args(Event)}
@@ -172,4 +178,7 @@ class Events:
 
     def emit(self, event: Event) -> None:
         for listener in self._listeners[type(event)]:
-            listener(event)
+            try:
+                listener(event)
+            except Exception:
+                log.exception("a listener failed")
