@@ -25,6 +25,7 @@ __all__ = [
     "PublishOutcome",
     "Published",
     "Settled",
+    "SettledOutcome",
     "Skipped",
     "StreamProvisioned",
     "TaskFailed",
@@ -45,13 +46,16 @@ class Published(Struct, frozen=True, kw_only=True):
     count: int = 1
 
 
+SettledOutcome = Literal["acked", "retried", "dead_lettered"]
+
+
 class Settled(Struct, frozen=True, kw_only=True):
     """A delivery was settled; `seconds` is the time the handling took."""
 
     agent: str
     event_type: str
     sequence: int
-    outcome: Literal["acked", "retried", "dead_lettered"]
+    outcome: SettledOutcome
     reason: str
     seconds: float
     waited_seconds: float
