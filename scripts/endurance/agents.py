@@ -53,11 +53,15 @@ async def in_lanes(notification: Notification[Deed]) -> None:
 
 @router.agent(EVENT, ack_wait=ACK_WAIT_SECONDS, retry=RETRY, batch=Batching(size=50, within=0.1))
 async def in_batches(batch: Batch[Deed]) -> None:
-    for notification in batch:
+    async def do(notification: Notification[Deed]) -> None:
         try:
             await _do("in_batches", notification)
         except RuntimeError:
             batch.retry(notification)
+
+    async with anyio.create_task_group() as together:
+        for notification in batch:
+            together.start_soon(do, notification)
 
 
 @router.agent(EVENT, concurrency=16, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
