@@ -153,7 +153,7 @@ class Connection:
         try:
             with anyio.move_on_after(PING_SECONDS), suppress(nats.errors.Error, OSError):
                 await self.nc._flush_pending(force_flush=True)
-                if self.ready:
+                if self.ready and not pong.done():  # else it is lost, and perhaps there is another one by now
                     await self.nc._send_ping(pong)
                     return await asyncio.shield(pong)
             return False
