@@ -92,8 +92,8 @@ class Publisher:
     def __init__(self, client: App, *, rate: float, seed: int) -> None:
         self.stored: dict[int, Deed] = {}
         """By number, what was published and acknowledged."""
-        self.unsure = 0
-        """How many were not acknowledged in time: they may be stored or not."""
+        self.failed = Counter[str]()
+        """Why notifications were not acknowledged; they may be stored or not."""
         self.stop = anyio.Event()
         self._client = client
         self._rate = rate
@@ -110,8 +110,8 @@ class Publisher:
     async def _publish(self, number: int, deed: Deed) -> None:
         try:
             await self._client.notify(EVENT, {"lane": number % LANES, "number": number}, deed)
-        except BackendError:
-            self.unsure += 1
+        except BackendError as error:
+            self.failed[f"{type(error).__name__}: {error}".replace(f".{number}:", ":")] += 1
         else:
             self.stored[number] = deed
 
@@ -142,12 +142,18 @@ class Chaos:
         self.places = [Place(f"worker-{number}", self.deployment, stack) for number in range(1, workers + 1)]
 
     async def strike(self, stroke: Stroke) -> None:
+        with self._noting_problems():
+            await self._strike(stroke)
+
+    async def _strike(self, stroke: Stroke) -> None:
         match stroke.kind:
             case Kind.KILL | Kind.TERMINATE | Kind.PAUSE:
                 place = self.places[stroke.target % len(self.places)]
                 async with place.turn:
                     self._note(stroke, place.name)
                     await self._strike_worker(place, stroke)
+            case Kind.RESTART | Kind.CRASH if self._server_turn.locked():
+                pass  # it is away: one stroke after another would be an outage without an end
             case Kind.RESTART | Kind.CRASH:
                 async with self._server_turn:
                     self._note(stroke, "")
@@ -198,18 +204,21 @@ class Chaos:
         await anyio.sleep(stroke.seconds)
         place.start()
 
+    def note(self, problem: str) -> None:
+        self.problems.append(problem)
+        console.print(f"wrong: {problem}")
+
     @contextmanager
     def _noting_problems(self) -> Iterator[None]:
         try:
             yield
-        except ShortfallError as error:
-            self.problems.append(str(error))
+        except (ShortfallError, AvisoWorkersError) as error:
+            self.note(str(error))
 
     async def _delete_consumer(self, name: str) -> None:
-        client = await nats.connect(self._server.url)
-        with suppress(nats.errors.Error):  # it was never made anew since the last time
-            await client.jetstream().delete_consumer(STREAM, name)
-        await client.close()
+        with suppress(nats.errors.Error):  # it was not made anew since the last time
+            async with await nats.connect(self._server.url) as client:
+                await client.jetstream().delete_consumer(STREAM, name)
 
     def _start_server(self) -> NatsServer:
         # In this thread: the kernel ends the server with the thread that has started it.
@@ -250,11 +259,14 @@ async def settled(client: App, chaos: Chaos, published: dict[int, Deed]) -> str:
     handled, since, left = -1, time.monotonic(), "not asked yet"
     while left and time.monotonic() < since + STILL_SECONDS:
         await anyio.sleep(1.0)
-        accounts = await account(client, chaos.deployment)
-        if (now := sum(account.handled.total() + len(account.buried) for account in accounts)) > handled:
+        try:
+            accounts = await account(client, chaos.deployment)
+            left = ", ".join([f"{len(lost)} of {a.agent}" for a in accounts if (lost := a.lost(published))])
+            left = left or await _lag(client)
+        except BackendError as error:
+            left = str(error)
+        if (now := sum(numbers.total() for numbers in chaos.deployment.handled().values())) > handled:
             handled, since = now, time.monotonic()
-        left = ", ".join([f"{len(lost)} of {a.agent}" for a in accounts if (lost := a.lost(published))])
-        left = left or await _lag(client)
     return left
 
 
@@ -283,7 +295,7 @@ async def conduct(chaos: Chaos, *, seed: int, seconds: float, rate: float) -> bo
         console.print(f"{len(publisher.stored):,} published; until they are done:")
         await chaos.ready()
         if left := await settled(client, chaos, publisher.stored):
-            chaos.problems.append(f"nothing happens any more, and there is still: {left}")
+            chaos.note(f"nothing happens any more, and there is still: {left}")
         await chaos.end()
         return report(await account(client, chaos.deployment), publisher, chaos)
 
@@ -301,17 +313,16 @@ def report(accounts: list[Account], publisher: Publisher, chaos: Chaos) -> bool:
         table.add_row(each.agent, *(f"{len(count):,}" for count in counts))
     console.print(table)
 
-    problems = list(chaos.problems)
+    for name, lines in chaos.deployment.strays().items():
+        chaos.note("\n  ".join([f"{name} wrote:", *lines]))
     for each in accounts:
         if lost := each.lost(published):
-            problems.append(f"{each.agent} has lost {_numbers(lost)}")
+            chaos.note(f"{each.agent} has lost {_numbers(lost)}")
         if doomed := [number for number in each.buried if number in published and not published[number].fails]:
             reasons = ", ".join({each.buried[number] for number in doomed})
-            problems.append(f"{each.agent} has given up what does not fail ({reasons}): {_numbers(doomed)}")
-    for problem in problems:
-        console.print(problem)
-    if publisher.unsure:
-        console.print(f"{publisher.unsure:,} were not acknowledged in time: they are not counted")
+            chaos.note(f"{each.agent} has given up what does not fail ({reasons}): {_numbers(doomed)}")
+    for why, times in publisher.failed.items():
+        console.print(f"{times:,} were not acknowledged and are not counted: {why}")
     handled = set(published).intersection(*(each.handled for each in accounts))
     repeated = set[int]().union(*(each.repeated() for each in accounts))
     buried = set[int]().union(*(each.buried for each in accounts))
@@ -320,7 +331,7 @@ def report(accounts: list[Account], publisher: Publisher, chaos: Chaos) -> bool:
         f"{'nothing lost' if nothing_lost else 'lost'}: {len(published):,} published, {len(handled):,} handled, "
         f"{len(repeated):,} handled more than once, {len(buried):,} dead letters"
     )
-    return not problems
+    return not chaos.problems
 
 
 def main() -> int:

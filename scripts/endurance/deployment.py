@@ -92,6 +92,12 @@ class Deployment:
             handled[agent][int(number)] += 1
         return handled
 
+    def strays(self) -> dict[str, list[str]]:
+        """By worker, the lines of its log that are no entry: nobody caught what they tell of."""
+        lines = {file.stem: file.read_text(errors="replace").splitlines() for file in self.log_dir.iterdir()}
+        found = {name: [line for line in of_one if not line.startswith("{")] for name, of_one in lines.items()}
+        return {name: stray for name, stray in found.items() if stray}
+
     @property
     def _environment(self) -> dict[str, str]:
         """Nothing that the caller has set for another aviso-workers."""
