@@ -23,13 +23,14 @@ from rich.console import Console
 from aviso_workers.errors import AvisoWorkersError
 from aviso_workers.server import NatsServer
 from endurance.agents import EVENT, Deed, router
-from endurance.deployment import Deployment, Worker
+from endurance.deployment import Deployment
 from main_job.children import ShortfallError, free_port, wait_until
 
 START_SECONDS = 30.0
 READY_SECONDS = 20.0
 """How long after its server a worker may become ready. Agents that fail to start wait for up to 10 s."""
 HANDLED_SECONDS = 20.0
+STOP_SECONDS = 20.0
 ASK_SECONDS = 1.0
 MOST_CPU = 0.01
 """Of one core."""
@@ -50,7 +51,7 @@ class Case:
         self._store_dir = directory / "nats"
 
     @contextmanager
-    def without_server(self, *, had_one: bool) -> Iterator[Worker]:
+    def without_server(self, *, had_one: bool) -> Iterator[None]:
         """Its worker; with `had_one`, the server goes when the worker has become ready."""
         with ExitStack() as stack:
             server = stack.enter_context(self._server()) if had_one else None
@@ -60,7 +61,7 @@ class Case:
                 server.stop()
             self._expect("not ready", lambda: worker.ask("/readyz")[0] == 503, within_seconds=START_SECONDS)
             self._since, self._used = time.monotonic(), worker.cpu_seconds()
-            yield worker
+            yield
 
     def _server(self) -> NatsServer:
         return NatsServer.start(store_dir=self._store_dir, port=self._port)
@@ -92,8 +93,10 @@ class Case:
                 lambda: {agent for agent, numbers in self.deployment.handled().items() if numbers} == agents,
                 within_seconds=HANDLED_SECONDS,
             )
-            self.worker.child.stop()
-            return ready - started, time.monotonic() - ready
+            done = time.monotonic()
+            self.worker.child.process.terminate()
+            self.worker.child.wait(within_seconds=STOP_SECONDS)
+            return ready - started, done - ready
 
     async def _publish(self) -> None:
         async with self.deployment.client() as client:
