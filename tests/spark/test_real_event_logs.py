@@ -156,3 +156,46 @@ def test_reading_goes_on_anywhere(log: EventLog, events: list[JobEvent]) -> None
     rest = read(log, Position(index=file.index, offset=offset, size=1))
     assert 0 < len(rest) < len(events)
     assert rest == events[-len(rest) :]
+
+
+def test_what_sparks_own_compaction_leaves_is_read(
+    log: EventLog, events: list[JobEvent], start_spark: Callable[..., SparkSession], tmp_path: Path
+) -> None:
+    rolled = tmp_path / f"eventlog_v2_{log.name}"
+    rolled.mkdir()
+    (rolled / f"appstatus_{log.name}").touch()
+    lines = [json.dumps(event, separators=(",", ":")) + "\n" for event in raw(log)]
+    size = -(-len(lines) // 4)
+    for index in range(4):
+        (rolled / f"events_{index + 1}_{log.name}").write_text("".join(lines[index * size : (index + 1) * size]))
+    spark = start_spark(tmp_path / "logs", {})
+    try:
+        compact(spark, rolled)
+    finally:
+        spark.stop()
+    compacted = event_log.look(str(rolled))
+    assert compacted is not None
+    assert [(file.place, file.codec) for file in compacted.files] == [
+        ((2, True), ""),
+        ((3, False), ""),
+        ((4, False), ""),
+    ]
+    batch = EventLogReader(partial(job_events.decode, application=Application(id=log.name)), Position()).read(compacted)
+    left = [event for event in events if event in batch.events]
+    assert batch.events == left
+    assert "application" in {event.kind for event in left}
+    assert len(left) < len(events), "of the two oldest files, what belongs to ended jobs is gone"
+    assert len(batch.problems) == 1, batch.problems
+
+
+def compact(spark: SparkSession, rolled: Path) -> None:
+    """All but the last two files, as a history server does."""
+    jvm: Any = spark._jvm
+    context: Any = spark.sparkContext._jsc
+    path = jvm.org.apache.hadoop.fs.Path(rolled.as_uri())
+    files = path.getFileSystem(context.hadoopConfiguration())
+    history = jvm.org.apache.spark.deploy.history
+    found = history.EventLogFileReader.apply(files, path).get().listEventLogFiles()
+    compactor = history.EventLogFileCompactor(context.sc().conf(), context.hadoopConfiguration(), files, 2, 0.0)
+    outcome = compactor.compact(found)
+    assert outcome.code().toString() == "SUCCESS", outcome.toString()

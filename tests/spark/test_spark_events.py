@@ -34,6 +34,7 @@ def app(server: NatsServer, tmp_path: Path) -> App:
             "spark_job": {
                 "topic": {"base": "spark", "key_order": list(KEYS)},
                 "identifier": {key: {"type": "StringHandler", "required": True} for key in KEYS},
+                "storage_policy": {"allow_duplicates": True},
             }
         },
         "workers": {"agents": {"spark-events": {"event_log_dirs": [str(tmp_path / "logs")]}}},
