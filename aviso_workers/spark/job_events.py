@@ -19,9 +19,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from aviso_workers.config import Config
 from aviso_workers.errors import UndecodableError
 
-__all__ = ["EVENT_TYPE", "Application", "JobEvent", "decode", "lost"]
+__all__ = ["EVENT_TYPE", "PROJECTIONS", "Application", "JobEvent", "cluster_of", "decode", "lost"]
 
 EVENT_TYPE = "spark_job"
 
@@ -87,6 +88,11 @@ class JobEvent(Struct, frozen=True, kw_only=True):
         """What the event is: the same for everybody who hears of it, and on every repeat."""
         application = f"{self.application.id}:{self.application.attempt}"
         return f"spark:{cluster}:{application}:{self.kind}.{self.event}:{self.occurrence}"
+
+
+def cluster_of(config: Config) -> str:
+    """What ids and identifiers call the cluster, for all who publish or look: the agent's setting."""
+    return str(config.workers.agents.get("spark-events", {}).get("cluster", "local"))
 
 
 def decode(line: bytes | str, application: Application) -> JobEvent | None:
