@@ -74,11 +74,7 @@ log = structlog.get_logger(__name__)
 
 
 def listen(spark: Any, *, config: Config | str | Path | None = None) -> Listening:
-    """Publish what happens in the application of this SparkSession, from now on until it or this process ends.
-
-    `config` is a path, a loaded `Config`, or None for the file that the environment names. Needs no NATS server to be
-    there: events wait for one, for a minute at most. Raises `ConfigError` and `UnknownEventTypeError`.
-    """
+    """What `aviso_workers.spark.listen` says."""
     loaded = config if isinstance(config, Config) else load(config)
     if EVENT_TYPE not in loaded.notification_schema:
         raise UnknownEventTypeError(EVENT_TYPE, loaded.notification_schema)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -18,9 +17,8 @@ from aviso_agents import spark_events
 from aviso_workers import App
 from aviso_workers.errors import UnknownEventTypeError
 from aviso_workers.server import NatsServer
-from aviso_workers.spark import event_log, job_events, listen, listening
-from aviso_workers.spark.event_log import EventLogReader, Position
-from aviso_workers.spark.job_events import Application
+from aviso_workers.spark import listen, listening
+from tests.spark.logs import ids_in, logs_in
 
 pytestmark = pytest.mark.anyio
 
@@ -189,11 +187,8 @@ def work(spark: SparkSession, directory: Path) -> None:
 
 def in_log(directory: Path) -> list[str]:
     """The ids of all events of the one application that has its log there."""
-    (path,) = event_log.find(str(directory))
-    log = event_log.look(path)
-    assert log is not None
-    decode = partial(job_events.decode, application=Application.of_log(log.name))
-    return [event.message_id("local") for event in EventLogReader(decode, Position()).read(log).events]
+    (log,) = logs_in(directory).values()
+    return ids_in(log)
 
 
 async def ids(app: App) -> Counter[str]:
@@ -210,9 +205,7 @@ async def until_published(app: App, directory: Path) -> None:
                 break
         entry = None
         bucket = await app.key_value(spark_events.BUCKET)
-        (path,) = event_log.find(str(directory))
-        log = event_log.look(path)
-        assert log is not None
+        (log,) = logs_in(directory).values()
         while entry is None or str(log.files[-1].size) not in entry.value.decode():
             entry = await bucket.get(f"local/{log.name}")
             await anyio.sleep(0.01)

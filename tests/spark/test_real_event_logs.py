@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zstandard
 from msgspec import Struct
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
@@ -18,25 +17,12 @@ from pyspark.sql import SparkSession
 from aviso_workers.spark import event_log, job_events
 from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
 from aviso_workers.spark.job_events import Application, JobEvent
+from tests.spark.logs import NAMES, raw
 
 MODES = {
     "rolling": {},  # Spark's default: compressed, several files
     "single": {"spark.eventLog.rolling.enabled": "false"},
     "plain": {"spark.eventLog.rolling.enabled": "false", "spark.eventLog.compress": "false"},
-}
-NAMES = {
-    "SparkListenerApplicationStart": "application.start",
-    "SparkListenerApplicationEnd": "application.end",
-    "SparkListenerJobStart": "job.start",
-    "SparkListenerJobEnd": "job.end",
-    "SparkListenerStageSubmitted": "stage.start",
-    "SparkListenerStageCompleted": "stage.end",
-    "SparkListenerExecutorAdded": "executor.added",
-    "SparkListenerSQLExecutionStart": "sql.start",
-    "SparkListenerSQLExecutionEnd": "sql.end",
-    "StreamingQueryListener$QueryStartedEvent": "query.start",
-    "StreamingQueryListener$QueryProgressEvent": "query.progress",
-    "StreamingQueryListener$QueryTerminatedEvent": "query.end",
 }
 
 
@@ -90,17 +76,6 @@ def read(log: EventLog, position: Position) -> list[JobEvent]:
     batch = EventLogReader(decode, position).read(log)
     assert (batch.problems, batch.more) == ([], False)
     return batch.events
-
-
-def raw(log: EventLog) -> list[dict[str, Any]]:
-    """The log, read in another way: the whole of it at once."""
-    lines: list[bytes] = []
-    for file in log.files:
-        with open(file.path, "rb") as opened:
-            if file.codec:
-                opened = zstandard.ZstdDecompressor().stream_reader(opened, read_across_frames=True)  # type: ignore[assignment]
-            lines += opened.read().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def test_the_log_is_complete_and_named_by_its_application(log: EventLog, application: Recorded) -> None:
