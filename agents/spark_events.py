@@ -1,9 +1,14 @@
 """What Spark jobs do, as notifications: follows Spark's event logs and publishes them as event type `spark_job`.
 
 Each event has an id made of what it is, and how far a log was read is stored in JetStream KV once everything before is
-acknowledged. Killed in between, the router publishes the same ids again and the stream's duplicate window takes them
-for what they are. So: at least once from the log on, and exactly once where it is back within that window. The events
-of one application are published one after the other, in the order of its log; applications do not wait for each other.
+acknowledged. Killed in between, the router would publish the same ids again. So it first asks the stream which of them
+it holds, and does so whenever it was not level with a log for a while, as where a store shows a file when it is closed:
+the driver's own listener (`aviso_workers.spark.listen`) may have published them long ago. For what is younger there is
+the stream's duplicate window. So: from the log on, each event is stored once. The events of one application are
+published one after the other, in the order of its log; applications do not wait for each other.
+
+A driver that is killed leaves its log open. Where that has not grown for `lost_after_seconds`, the application is
+published as lost, which Spark has no event for.
 
 Run one worker with it per directory: a second one publishes everything once more, for the duplicate window to sort out.
 Needs `aviso-workers[spark]`; neither pyspark nor Java is used.
@@ -11,7 +16,12 @@ Needs `aviso-workers[spark]`; neither pyspark nor Java is used.
 
 from __future__ import annotations
 
+import math
 import re
+import time
+from collections.abc import Set
+from contextlib import aclosing
+from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated
 
@@ -38,6 +48,10 @@ AT_ONCE = 8
 """Applications that are read at the same time."""
 OPEN_LOGS = 64
 """Logs kept open. When another one grows it is opened again, and where it is compressed, decompressed again."""
+RECALL_SECONDS = 60.0
+"""Not level with a log for so long, the agent asks what the stream holds: half of the usual duplicate window."""
+SLACK_SECONDS = 600.0
+"""How much later than a file says an event of it may have been stored: two clocks, and Spark's own queues."""
 
 log = structlog.get_logger(__name__)
 
@@ -51,6 +65,17 @@ class SparkEvents(Struct, frozen=True, kw_only=True):
     """Part of every identifier and id: two clusters may give one application id."""
     poll_seconds: Annotated[float, Meta(gt=0)] = 0.05
     """The wait between two looks at the logs."""
+    lost_after_seconds: Annotated[float, Meta(ge=0)] = 3600
+    """An application is lost when its log is open and has not grown for so long; 0: never."""
+
+
+class Checkpoint(Struct, frozen=True, kw_only=True):
+    """What is stored of an application."""
+
+    position: Position = Position()
+    level: float = 0.0
+    """Seconds since 1970: all that was written to the log until then is published."""
+    lost: bool = False
 
 
 router = Router("spark-events", settings=SparkEvents)
@@ -66,9 +91,9 @@ async def tail(app: App) -> None:
 class _Tail:
     """Looks at all logs by turns, and has those that grew published, each in a task of its own."""
 
-    def __init__(self, app: App, settings: SparkEvents, positions: KeyValue) -> None:
+    def __init__(self, app: App, settings: SparkEvents, checkpoints: KeyValue) -> None:
         self._settings = settings
-        self._new = partial(_Application, app=app, cluster=settings.cluster, positions=positions)
+        self._new = partial(_Application, app=app, settings=settings, checkpoints=checkpoints)
         self._slots = anyio.CapacityLimiter(AT_ONCE)
         self._followed: dict[str, _Application] = {}
         self._finished: set[str] = set()
@@ -120,7 +145,7 @@ class _Tail:
         for application, found in zip(asked, await anyio.to_thread.run_sync(_look_at_all, known), strict=True):
             if isinstance(found, OSError):
                 application.report(str(found))
-            elif found is not None and found != application.published:
+            elif found is not None and (found != application.published or application.overdue(found)):
                 grown.append((application, found))
         return grown
 
@@ -145,17 +170,21 @@ class _Tail:
 class _Application:
     """One application: how far its log is published, and the next part of it."""
 
-    def __init__(self, path: str, *, app: App, cluster: str, positions: KeyValue) -> None:
+    def __init__(self, path: str, *, app: App, settings: SparkEvents, checkpoints: KeyValue) -> None:
         self.path = path
         self.busy = False
         self.grew_at = anyio.current_time()
         self.published: EventLog | None = None
         """The log as it was when all of it was published."""
         self._app = app
-        self._cluster = cluster
-        self._positions = positions
-        self._stored = Position()
+        self._settings = settings
+        self._checkpoints = checkpoints
+        self._stored = Checkpoint()
         self._reader: EventLogReader[JobEvent] | None = None
+        self._held: Set[str] = frozenset()
+        """Ids that the stream holds, of events that may not be read yet."""
+        self._known_at = -math.inf
+        """When there was no event that the stream held and we knew nothing of."""
         self._problem = ""
 
     @property
@@ -172,6 +201,12 @@ class _Application:
             log.warning("spark_events.unreadable", path=self.path, problem=problem)
         self._problem = problem
 
+    def overdue(self, log: EventLog) -> bool:
+        """Whether it is to be called lost."""
+        after = self._settings.lost_after_seconds
+        silent = 0 < after < time.time() - log.modified
+        return silent and not log.complete and not self._stored.lost and self._stored != Checkpoint()
+
     async def publish(self, grown: EventLog) -> None:
         """Publish what the log has more than before, and store how far that goes. Raises `BackendError`."""
         if grown.problem:
@@ -187,10 +222,13 @@ class _Application:
         self.published, self.grew_at = grown, anyio.current_time()
 
     async def _publish(self, grown: EventLog) -> None:
-        key = _key(self._cluster, grown.name)
-        reader = self._reader = self._reader or await self._resume(key, grown)
+        reader = self._reader = self._reader or await self._resume(grown)
+        repeats = grown.repeats(reader.position)
         more = True
         while more:
+            if repeats or anyio.current_time() - self._known_at > RECALL_SECONDS:
+                self._held = await self._recall(grown, since=0 if repeats else self._stored.level)
+                self._known_at, repeats = anyio.current_time(), False
             batch = await anyio.to_thread.run_sync(reader.read, grown)
             for problem in batch.problems:
                 self.report(problem)
@@ -198,23 +236,44 @@ class _Application:
                 await self._notify(event)
             more = batch.more
             # Task events alone are not worth a write; the end is, so that a restart need not open what is complete.
-            if batch.events or (grown.complete and not more and reader.position != self._stored):
-                await self._positions.put(key, msgspec.json.encode(reader.position))
-                self._stored = reader.position
+            if batch.events or (grown.complete and not more and reader.position != self._stored.position):
+                level = self._stored.level if more else grown.modified
+                await self._store(grown, Checkpoint(position=reader.position, level=level))
+        self._held, self._known_at = frozenset(), anyio.current_time()
+        if self.overdue(grown):
+            await self._notify(job_events.lost(Application.of_log(grown.name), heard=grown.modified))
+            await self._store(grown, msgspec.structs.replace(self._stored, lost=True))
 
-    async def _resume(self, key: str, grown: EventLog) -> EventLogReader[JobEvent]:
-        entry = await self._positions.get(key)
-        if entry is not None:
-            self._stored = msgspec.json.decode(entry.value, type=Position)
+    async def _resume(self, grown: EventLog) -> EventLogReader[JobEvent]:
+        entry = await self._checkpoints.get(self._key(grown))
+        try:
+            self._stored = msgspec.json.decode(entry.value, type=Checkpoint) if entry else Checkpoint()
+        except msgspec.DecodeError as error:
+            self.report(f"read from its beginning, as what is stored of it is no checkpoint: {error}")
         decode = partial(job_events.decode, application=Application.of_log(grown.name))
-        return EventLogReader(decode, self._stored)
+        return EventLogReader(decode, self._stored.position)
+
+    async def _store(self, grown: EventLog, checkpoint: Checkpoint) -> None:
+        await self._checkpoints.put(self._key(grown), msgspec.json.encode(checkpoint))
+        self._stored = checkpoint
+
+    def _key(self, log: EventLog) -> str:
+        return _key(self._settings.cluster, log.name)
+
+    async def _recall(self, log: EventLog, *, since: float) -> Set[str]:
+        """The ids that the stream holds of the application, from a little before `since` on."""
+        where = {"cluster": self._settings.cluster, "application": Application.of_log(log.name).id}
+        start = datetime.fromtimestamp(max(0, since - SLACK_SECONDS), UTC)
+        async with aclosing(self._app.replay(job_events.EVENT_TYPE, where, from_date=start)) as stored:
+            return {notification.headers.get("Nats-Msg-Id", "") async for notification in stored}
 
     async def _notify(self, event: JobEvent) -> None:
-        message_id = event.message_id(self._cluster)
+        message_id = event.message_id(self._settings.cluster)
+        if message_id in self._held:
+            return
+        identifier = event.identifier(self._settings.cluster)
         try:
-            await self._app.notify(
-                job_events.EVENT_TYPE, event.identifier(self._cluster), event.payload, message_id=message_id
-            )
+            await self._app.notify(job_events.EVENT_TYPE, identifier, event.payload, message_id=message_id)
         except UnknownEventTypeError:
             raise  # No event can be published: nothing of the log must count as read.
         except (InvalidNotificationError, RefusedError) as error:

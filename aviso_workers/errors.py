@@ -16,7 +16,8 @@
     │   ├── OutcomeUnknownError     it may have been done; try again with the same message id
     │   └── RefusedError            not done and not worth repeating
     │       └── NotFoundError       no such stream, consumer, key or message
-    └── ServerProcessError          a nats-server of our own could not be found or started
+    ├── ServerProcessError          a nats-server of our own could not be found or started
+    └── SparkRestError              Spark's REST API could not be asked, or did not answer as it should
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ __all__ = [
     "OutcomeUnknownError",
     "RefusedError",
     "ServerProcessError",
+    "SparkRestError",
     "UnavailableError",
     "UndecodableError",
     "UnknownEventTypeError",
@@ -127,3 +129,7 @@ class NotFoundError(RefusedError):
 
 class ServerProcessError(AvisoWorkersError):
     """A nats-server of our own could not be found, started or reached."""
+
+
+class SparkRestError(AvisoWorkersError):
+    """Spark's REST API could not be asked, or what answered is another one's."""

@@ -20,6 +20,7 @@ from aviso_workers.cli import (
     notifying,
     reading,
     reporting,
+    sparking,
     steering,
     working,
 )
@@ -29,6 +30,7 @@ from aviso_workers.errors import (
     DeclarationError,
     InvalidNotificationError,
     InvalidPositionError,
+    SparkRestError,
 )
 
 __all__ = ["main"]
@@ -56,6 +58,7 @@ command.command()(steering.pause)
 command.command()(steering.resume)
 command.command()(steering.reset)
 command.add_typer(burying.dead_letters, name="dead-letters")
+command.add_typer(sparking.spark, name="spark")
 command.add_typer(administering.streams, name="streams")
 command.add_typer(configuring.config, name="config")
 
@@ -75,7 +78,7 @@ def _run() -> int:
         command()
     except SystemExit as end:
         return int(end.code or 0)
-    except (ConfigError, DeclarationError, InvalidNotificationError, InvalidPositionError) as error:
+    except (ConfigError, DeclarationError, InvalidNotificationError, InvalidPositionError, SparkRestError) as error:
         _complain(error)
         return 2
     except AvisoWorkersError as error:

@@ -2,3 +2,28 @@
 
 Importing this package needs no pyspark, so that the event log of a Spark somewhere else can be followed without one.
 """
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aviso_workers.config import Config
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from aviso_workers.spark.listening import Listening
+
+__all__ = ["listen"]
+
+
+def listen(spark: SparkSession, *, config: Config | str | Path | None = None) -> Listening:
+    """Publish what happens in the application of this session, from now on until it or this process ends.
+
+    `config` is a path, a loaded `Config`, or None for the file that the environment names. Needs no NATS server to be
+    there: events wait for one, for a minute at most. Raises `ConfigError` and `UnknownEventTypeError`.
+    """
+    from aviso_workers.spark import listening
+
+    return listening.listen(spark, config=config)

@@ -11,7 +11,11 @@ layouts, and both are read while they are being written:
 ends a frame at every flush, so that whatever it has flushed can be read. Offsets count decompressed bytes: a
 compressed file that is opened again is decompressed from its beginning, and skipped up to there.
 
-Not done here: what an event means (`job_events`), and compacted files (`*.compact`), which are left alone.
+A history server may compact the older files of a rolling log: `events_<n>_<name>[.<codec>].compact` replaces all up to
+the n-th and leaves out jobs that have ended. Who had not read as far as that reads it from its beginning, and meets
+events again.
+
+Not done here: what an event means (`job_events`), and who has published it.
 """
 
 from __future__ import annotations
@@ -45,7 +49,9 @@ PLAIN_CHUNK = 256 << 10
 
 EVENT = b'{"Event":"'
 ROLLING = "eventlog_v2_"
-ROLLED_FILE = re.compile(r"events_(\d+)_[^.]+(\.\w+)?")
+ROLLED_FILE = re.compile(r"events_(\d+)_[^.]+(\.\w+)?(\.compact)?")
+COMPACTED = ".compact"
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 APP_STATUS = "appstatus_"
 IN_PROGRESS = ".inprogress"
 OTHER_CODECS = ("lz4", "lzf", "snappy")
@@ -59,7 +65,16 @@ class LogFile(Struct, frozen=True, kw_only=True):
 
     @property
     def codec(self) -> str:
-        return os.path.basename(self.path).removesuffix(IN_PROGRESS).partition(".")[2]
+        return os.path.basename(self.path).removesuffix(IN_PROGRESS).removesuffix(COMPACTED).partition(".")[2]
+
+    @property
+    def compacted(self) -> bool:
+        return self.path.endswith(COMPACTED)
+
+    @property
+    def place(self) -> tuple[int, bool]:
+        """In the order of reading: what is compacted comes after what it was made of."""
+        return (self.index, self.compacted)
 
 
 class EventLog(Struct, frozen=True, kw_only=True):
@@ -69,6 +84,8 @@ class EventLog(Struct, frozen=True, kw_only=True):
     files: tuple[LogFile, ...]
     complete: bool
     """Spark has closed it. A driver that was killed leaves it open for ever."""
+    modified: float
+    """Seconds since 1970 when it was last written to."""
 
     @property
     def name(self) -> str:
@@ -84,6 +101,10 @@ class EventLog(Struct, frozen=True, kw_only=True):
             return "not a Spark event log"
         return None
 
+    def repeats(self, position: Position) -> bool:
+        """Whether reading on from there begins with a compacted file, which holds what was read before."""
+        return any(file.compacted and file.place > position.place for file in self.files)
+
 
 class Position(Struct, frozen=True, kw_only=True):
     """How far a log was read."""
@@ -93,6 +114,11 @@ class Position(Struct, frozen=True, kw_only=True):
     """Decompressed bytes of that file, up to the end of its last complete line."""
     size: int = 0
     """Bytes of that file that were read. It holds nothing new before it has more."""
+    compacted: bool = False
+
+    @property
+    def place(self) -> tuple[int, bool]:
+        return (self.index, self.compacted)
 
 
 class Batch(Struct, Generic[T], frozen=True, kw_only=True):
@@ -138,24 +164,31 @@ def _look_at_rolling(path: str) -> EventLog:
     # All names before any size: a file that they show to be closed then has its last size.
     with os.scandir(path) as listing:
         entries = list(listing)
-    files, complete = [], False
+    files, complete, modified = [], False, 0.0
     for entry in entries:
         if match := ROLLED_FILE.fullmatch(entry.name):
-            files.append(LogFile(path=entry.path, index=int(match[1]), size=entry.stat().st_size))
+            found = entry.stat()
+            files.append(LogFile(path=entry.path, index=int(match[1]), size=found.st_size))
+            modified = max(modified, found.st_mtime)
         elif entry.name.startswith(APP_STATUS):
-            complete = not entry.name.endswith(IN_PROGRESS)
-    return EventLog(path=path, files=tuple(sorted(files, key=lambda file: file.index)), complete=complete)
+            # Where a rename is a copy, both are there for a moment.
+            complete = complete or not entry.name.endswith(IN_PROGRESS)
+            modified = max(modified, entry.stat().st_mtime)
+    first = max((file.place for file in files if file.compacted), default=(0, False))
+    files = sorted((file for file in files if file.place >= first), key=lambda file: file.place)
+    return EventLog(path=path, files=tuple(files), complete=complete, modified=modified)
 
 
 def _look_at_single(path: str) -> EventLog:
     # In this order, because the one is renamed to the other.
     try:
         current, complete = path + IN_PROGRESS, False
-        size = os.stat(current).st_size
+        found = os.stat(current)
     except FileNotFoundError:
         current, complete = path, True
-        size = os.stat(current).st_size
-    return EventLog(path=path, files=(LogFile(path=current, index=0, size=size),), complete=complete)
+        found = os.stat(current)
+    file = LogFile(path=current, index=0, size=found.st_size)
+    return EventLog(path=path, files=(file,), complete=complete, modified=found.st_mtime)
 
 
 class EventLogReader(Generic[T]):
@@ -171,7 +204,7 @@ class EventLogReader(Generic[T]):
         self._decode = decode
         self._reached = position
         self._lines: _Lines | None = None
-        self._given_up: int | None = None
+        self._given_up: tuple[int, bool] | None = None
 
     @property
     def open(self) -> bool:
@@ -200,12 +233,12 @@ class EventLogReader(Generic[T]):
     def _read_files(self, log: EventLog, events: list[T], problems: list[str]) -> bool:
         left = READ_BYTES
         for file in log.files:
-            if file.index < self._reached.index or file.index == self._given_up:
+            if file.place < self._reached.place or file.place == self._given_up:
                 continue
-            if file.index > self._reached.index:
+            if file.place > self._reached.place:
                 problems += self._missing(log, file)
                 self.close()
-                self._reached = Position(index=file.index)
+                self._reached = Position(index=file.index, compacted=file.compacted)
             try:
                 left -= self._read_file(file, left, events, problems)
                 if left <= 0:
@@ -214,11 +247,13 @@ class EventLogReader(Generic[T]):
                     self._lines.check_end()
             except UndecodableError as error:
                 problems.append(f"{file.path}: {error}")
-                self._given_up = file.index
+                self._given_up = file.place
                 self.close()
         return False
 
     def _missing(self, log: EventLog, file: LogFile) -> list[str]:
+        if file.compacted:
+            return [f"{file.path}: compacted before all of it was read; of jobs that had ended some events are missing"]
         first, last = self._reached.index + 1, file.index - 1
         return [f"{log.path}: events_{first} to events_{last} went before they were read"] if first <= last else []
 
@@ -242,7 +277,8 @@ class EventLogReader(Generic[T]):
                     else:
                         events += [] if event is None else [event]
         finally:
-            self._reached = Position(index=file.index, offset=max(lines.offset, self._reached.offset), size=lines.size)
+            offset = max(lines.offset, self._reached.offset)
+            self._reached = Position(index=file.index, offset=offset, size=lines.size, compacted=file.compacted)
             if bad:
                 problems.append(f"{file.path}: left out {bad} lines, the first {reason}")
         return lines.decompressed - begin
@@ -261,7 +297,10 @@ class _Lines:
         """Bytes read."""
         self.decompressed = 0
         self._file = open(file.path, "rb", buffering=0)  # noqa: SIM115, closed by close()
-        self._frames = _ZstdFrames() if file.codec == "zstd" else None
+        # A history server compresses as it is told itself, and keeps the name.
+        zstd = self._file.read(len(ZSTD_MAGIC)) == ZSTD_MAGIC if file.compacted else file.codec == "zstd"
+        self._file.seek(0)
+        self._frames = _ZstdFrames() if zstd else None
         self._start = start
         self._rest: list[bytes] = []
         self._rest_bytes = 0

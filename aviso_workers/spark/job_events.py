@@ -1,8 +1,8 @@
 """What a Spark listener event says, as a notification of event type `spark_job`.
 
-Called by whatever hears of events as JSON: today the agent that tails event logs (`aviso_agents.spark_events`). Spark
-writes the same JSON for a listener inside of the driver, so that whoever reads it there gets the same ids, and a
-stream that heard both ways holds each event once.
+Called by whoever hears of events as JSON: the agent that tails event logs (`aviso_agents.spark_events`) and the
+listeners inside of a driver (`listening`). It is the same JSON and makes the same ids, so that a stream that heard both
+ways holds each event once.
 
 Pure. Each event is projected by one function below: a few fields that people ask for, under names of ours, times in
 milliseconds since 1970. Never a task's events (most of every log), and never Spark's properties as a whole: they are
@@ -19,9 +19,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from aviso_workers.config import Config
 from aviso_workers.errors import UndecodableError
 
-__all__ = ["EVENT_TYPE", "Application", "JobEvent", "decode"]
+__all__ = ["EVENT_TYPE", "PROJECTIONS", "Application", "JobEvent", "cluster_of", "decode", "lost"]
 
 EVENT_TYPE = "spark_job"
 
@@ -30,6 +31,7 @@ TEXT_LIMIT = 2000
 
 HEAD = b'{"Event":"'
 YARN_ATTEMPT = re.compile(r"(application_\d+_\d+)_(\d+)")
+SPELLING = str.maketrans(dict.fromkeys(" :/", "-") | dict.fromkeys(".${}'\"", "_"))
 
 Json = Mapping[str, Any]
 
@@ -52,6 +54,12 @@ class Application(Struct, frozen=True, kw_only=True):
             return cls(id=match[1], attempt=match[2])
         return cls(id=name)
 
+    @classmethod
+    def of_run(cls, application_id: str, attempt: str | None) -> Application:
+        """The application that Spark itself calls so; `attempt` is None where there is but one."""
+        name = application_id if attempt is None else f"{application_id}_{attempt}"
+        return cls.of_log(name.translate(SPELLING).lower())
+
 
 class JobEvent(Struct, frozen=True, kw_only=True):
     """One thing that happened in a Spark application."""
@@ -60,7 +68,7 @@ class JobEvent(Struct, frozen=True, kw_only=True):
     kind: str
     """`application`, `job`, `stage`, `sql`, `query` (a streaming one) or `executor`."""
     event: str
-    """`start` or `end`; of a query also `progress`; of an executor `added` or `removed`."""
+    """`start` or `end`; of an application also `lost`; of a query `progress`; of an executor `added` or `removed`."""
     id: str
     """Of what it happened to: application id, job id, `stage.attempt`, SQL execution id, query id, executor id."""
     occurrence: str
@@ -82,6 +90,11 @@ class JobEvent(Struct, frozen=True, kw_only=True):
         return f"spark:{cluster}:{application}:{self.kind}.{self.event}:{self.occurrence}"
 
 
+def cluster_of(config: Config) -> str:
+    """What ids and identifiers call the cluster, for all who publish or look: the agent's setting."""
+    return str(config.workers.agents.get("spark-events", {}).get("cluster", "local"))
+
+
 def decode(line: bytes | str, application: Application) -> JobEvent | None:
     """The event in one line of an event log; None where it says nothing here. Raises `UndecodableError`."""
     line = line.encode() if isinstance(line, str) else line
@@ -101,6 +114,22 @@ def decode(line: bytes | str, application: Application) -> JobEvent | None:
         id=subject,
         occurrence=subject if fact.occurrence is None else fact.occurrence,
         payload={field: value for field, value in fact.payload.items() if value is not None},
+    )
+
+
+def lost(application: Application, *, heard: float) -> JobEvent:
+    """The event that Spark cannot write: nothing was heard of the application since `heard`, seconds since 1970.
+
+    That its driver is gone is a guess. One that was only idle goes on writing, and may be lost again.
+    """
+    milliseconds = int(heard * 1000)
+    return JobEvent(
+        application=application,
+        kind="application",
+        event="lost",
+        id=application.id,
+        occurrence=f"{application.id}/{milliseconds}",
+        payload={"last_heard": milliseconds},
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,6 +21,8 @@ from aviso_agents import spark_events
 from aviso_workers import App, KeyValue, Receipt
 from aviso_workers.errors import UnavailableError, UnknownEventTypeError
 from aviso_workers.events import Event, Published
+from aviso_workers.spark import job_events
+from aviso_workers.spark.job_events import Application
 
 pytestmark = pytest.mark.anyio
 
@@ -27,12 +31,15 @@ KEYS = ("cluster", "application", "kind", "event", "id")
 
 
 class SparkLog:
-    """The single, compressed event log of an application that starts jobs and ends them."""
+    """The compressed event log of an application that starts jobs and ends them: a single file, or rolling ones."""
 
-    def __init__(self, directory: Path, name: str) -> None:
-        directory.mkdir(exist_ok=True)
+    def __init__(self, directory: Path, name: str, *, rolling: bool = False) -> None:
         self.name = name
-        self._path = directory / f"{name}.zstd.inprogress"
+        self._directory = directory / f"eventlog_v2_{name}" if rolling else directory
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._path = self._directory / (f"events_1_{name}.zstd" if rolling else f"{name}.zstd.inprogress")
+        self._status = self._directory / f"appstatus_{name}.inprogress" if rolling else self._path
+        self._status.touch()
         self._jobs = 0
         self.write("SparkListenerLogStart")
         self.write("SparkListenerApplicationStart", **{"App Name": name, "Timestamp": 1})
@@ -47,7 +54,37 @@ class SparkLog:
 
     def end(self) -> None:
         self.write("SparkListenerApplicationEnd", Timestamp=9)
-        self._path.rename(self._path.with_suffix(""))
+        ended = self._status.rename(self._status.with_suffix(""))
+        self._path = ended if self._path == self._status else self._path
+        self._status = ended
+
+    def roll(self) -> None:
+        """Go on in the next file."""
+        self._path = self._file(self._index + 1)
+
+    def compact(self, *, without: int) -> None:
+        """What a history server makes of all files but the newest, without the events of one job, that has ended."""
+        events = b"".join(
+            zstandard.ZstdDecompressor().stream_reader(file.read_bytes(), read_across_frames=True).read()
+            for file in map(self._file, range(1, self._index))
+        )
+        kept = [line for line in events.splitlines(keepends=True) if f'"Job ID":{without},'.encode() not in line]
+        compacted = self._file(self._index - 1).with_suffix(".zstd.compact")
+        compacted.write_bytes(zstandard.ZstdCompressor().compress(b"".join(kept)))
+        for index in range(1, self._index):
+            self._file(index).unlink()
+
+    def silent_for(self, seconds: float) -> None:
+        """As if nothing had been written for so long."""
+        for file in {self._path, self._status}:
+            os.utime(file, (time.time() - seconds,) * 2)
+
+    @property
+    def _index(self) -> int:
+        return int(self._path.name.split("_")[1])
+
+    def _file(self, index: int) -> Path:
+        return self._directory / f"events_{index}_{self.name}.zstd"
 
     def write(self, event: str, /, **fields: Any) -> None:
         text = json.dumps({"Event": event, **fields}, separators=(",", ":")) + "\n"
@@ -58,7 +95,7 @@ class SparkLog:
     def facts(self) -> list[str]:
         """What the notifications of this log say, in order; before its end, without it."""
         jobs = [f"job.{event} {job}" for job in range(self._jobs) for event in ("start", "end")]
-        end = [] if self._path.exists() else [f"application.end {self.name}"]
+        end = [] if self._status.suffix == ".inprogress" else [f"application.end {self.name}"]
         return [f"application.start {self.name}", *jobs, *end]
 
 
@@ -122,8 +159,8 @@ class Story:
         self.outcomes: Counter[str] = Counter()
         app.events.listen(self._count)
 
-    def log(self, name: str = "local-1") -> SparkLog:
-        return SparkLog(self.directory, name)
+    def log(self, name: str = "local-1", *, rolling: bool = False) -> SparkLog:
+        return SparkLog(self.directory, name, rolling=rolling)
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
@@ -143,6 +180,15 @@ class Story:
                     return
         raise AssertionError(f"{len(arrived)} of {count} notifications arrived: {arrived}")
 
+    async def publish_as_a_listener(self, line: str) -> None:
+        """What the driver's own listener does with an event."""
+        event = job_events.decode(line, Application(id="local-1"))
+        assert event is not None
+        cluster = cluster_of(self.app)
+        await self.app.notify(
+            job_events.EVENT_TYPE, event.identifier(cluster), event.payload, message_id=event.message_id(cluster)
+        )
+
     async def stored(self, application: str = "local-1") -> list[str]:
         where = {"application": application}
         return [fact(found.identifier) async for found in self.app.replay("spark_job", where, from_id=1)]
@@ -150,6 +196,11 @@ class Story:
     def _count(self, event: Event) -> None:
         if isinstance(event, Published):
             self.outcomes[event.outcome] += 1
+
+
+def job_start(job: int) -> str:
+    fields = {"Event": "SparkListenerJobStart", "Job ID": job, "Submission Time": 1, "Stage Infos": []}
+    return json.dumps(fields, separators=(",", ":"))
 
 
 def fact(identifier: Any) -> str:
@@ -179,10 +230,12 @@ def make_app(tmp_path: Path, directory: Path, backend: dict[str, Any]) -> Callab
     cluster = f"c{uuid.uuid4().hex[:8]}"
 
     def make_app(*, event_type: str = "spark_job", **settings: Any) -> App:
-        declared = {
+        declared: dict[str, Any] = {
             "topic": {"base": f"spark-{cluster}", "key_order": list(KEYS)},
             "identifier": {key: {"type": "StringHandler", "required": True} for key in KEYS},
         }
+        if backend["kind"] == "jetstream":
+            declared["storage_policy"] = {"allow_duplicates": True}
         settings = {"event_log_dirs": [str(directory)], "cluster": cluster, "poll_seconds": 0.01} | settings
         document = {
             "notification_backend": backend,
@@ -242,13 +295,13 @@ async def test_killed_after_publishing_and_before_storing_its_position_it_publis
     async with story.following():
         await story.positions.signal.until(lambda: story.positions.put_to != [])
     assert await story.stored() == log.facts, "each once, and in order"
-    assert story.outcomes == {"stored": 52, "duplicate": 41}
+    assert story.outcomes == {"stored": 52}, "what the stream holds is not even sent again"
 
     async with story.following():
         later = story.log("local-2")
         await story.arrived(53)
     assert await story.stored("local-2") == later.facts
-    assert story.outcomes == {"stored": 53, "duplicate": 41}, "the first log is not read again"
+    assert story.outcomes == {"stored": 53}, "the first log is not read again"
 
 
 async def test_without_the_server_it_fails_and_comes_back_to_where_it_was(
@@ -271,7 +324,117 @@ async def test_without_the_server_it_fails_and_comes_back_to_where_it_was(
     async with story.following():
         await story.arrived(22)
     assert await story.stored() == log.facts
-    assert story.outcomes == {"stored": 22, "duplicate": 5}
+    assert story.outcomes == {"stored": 22}
+
+
+async def test_a_checkpoint_that_cannot_be_read_is_told_and_costs_nothing(story: Story, told: Told) -> None:
+    log = story.log()
+    log.jobs(3)
+    async with story.following():
+        await story.positions.signal.until(lambda: story.positions.put_to != [])
+        (key,) = story.positions.put_to
+    await story.positions.put(key, b"not one")
+    log.jobs(1)
+    async with story.following():
+        await story.arrived(9)
+    assert await story.stored() == log.facts
+    assert story.outcomes == {"stored": 9}
+    (problem,) = told.entries
+    assert "no checkpoint" in problem["problem"]
+
+
+async def test_a_file_that_shows_when_it_is_closed_adds_what_nobody_published(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spark_events, "RECALL_SECONDS", 0.0)  # as if the file had been open for an hour
+    log = story.log(rolling=True)
+    async with story.following():
+        await story.arrived(1)
+        for job in (0, 1):
+            await story.publish_as_a_listener(job_start(job))
+        log.roll()
+        log.jobs(2)
+        await story.arrived(5)
+    assert Counter(await story.stored()) == Counter(log.facts)
+    assert story.outcomes == {"stored": 5}, "nothing is left for the duplicate window to find"
+
+
+async def test_a_log_goes_on_in_file_after_file(story: Story) -> None:
+    log = story.log(rolling=True)
+    async with story.following():
+        for _ in range(3):
+            log.jobs(2)
+            log.roll()
+        log.jobs(1)
+        log.end()
+        await story.arrived(16)
+    assert await story.stored() == log.facts
+
+
+async def test_what_was_compacted_meanwhile_is_read_and_nothing_of_it_stored_twice(story: Story, told: Told) -> None:
+    log = story.log(rolling=True)
+    log.jobs(2)
+    async with story.following():
+        await story.arrived(5)
+    log.jobs(2)
+    log.roll()
+    log.jobs(1)
+    log.roll()
+    log.jobs(1)
+    log.compact(without=2)
+    log.end()
+    async with story.following():
+        await story.arrived(12)
+    left = [fact for fact in log.facts if not fact.endswith(" 2")]
+    assert await story.stored() == left
+    assert story.outcomes == {"stored": len(left)}
+    (problem,) = told.entries
+    assert "compacted before all of it was read" in problem["problem"]
+
+
+async def test_compaction_behind_what_was_read_changes_nothing(story: Story, told: Told) -> None:
+    log = story.log(rolling=True)
+    log.jobs(2)
+    log.roll()
+    log.jobs(1)
+    async with story.following():
+        await story.arrived(7)
+        log.compact(without=0)
+        log.jobs(1)
+        await story.arrived(9)
+    assert await story.stored() == log.facts
+    assert (story.outcomes, told.entries) == ({"stored": 9}, [])
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+@pytest.mark.parametrize("backend", ["jetstream"], indirect=True)  # which keeps every event of a subject
+async def test_an_application_that_falls_silent_is_lost_once_and_may_come_back(story: Story, rolling: bool) -> None:
+    log = story.log(rolling=rolling)
+    log.jobs(1)
+    log.silent_for(4000)
+    lost = "application.lost local-1"
+    for _ in range(2):
+        async with story.following():
+            await story.arrived(4)
+    assert await story.stored() == [*log.facts, lost]
+    log.jobs(1)
+    async with story.following():
+        await story.arrived(6)
+        log.silent_for(5000)
+        await story.arrived(7)
+    assert (await story.stored())[4:] == ["job.start 1", "job.end 1", lost]
+    assert story.outcomes == {"stored": 7}
+
+
+async def test_an_application_that_has_ended_is_not_lost(story: Story) -> None:
+    log = story.log(rolling=True)
+    log.end()
+    log.silent_for(4000)
+    async with story.following():
+        await story.arrived(2)
+        story.log("local-2")
+        await story.arrived(3)
+    assert await story.stored() == log.facts
 
 
 async def test_an_event_that_cannot_be_published_is_told_and_passed_over(story: Story, told: Told) -> None:
@@ -365,6 +528,7 @@ async def test_a_log_that_is_removed_is_forgotten(story: Story) -> None:
         ({"event_log_dirs": []}, "event_log_dirs"),
         ({"cluster": "my cluster"}, "cluster"),
         ({"poll_seconds": 0}, "poll_seconds"),
+        ({"lost_after_seconds": -1}, "lost_after_seconds"),
         ({"event_log_dir": "/tmp"}, "did you mean 'event_log_dirs'"),
     ],
 )

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
+from aviso_agents import spark_events
+from aviso_workers import App
+from aviso_workers.server import NatsServer
+
+KEYS = ("cluster", "application", "kind", "event", "id")
 QUICK_START = {
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     "spark.sql.shuffle.partitions": "2",
@@ -36,6 +45,69 @@ def start_spark() -> Iterator[Callable[..., SparkSession]]:
         patched.setenv("SPARK_LOCAL_IP", "127.0.0.1")
         yield start_spark
         _end_jvm()
+
+
+@pytest.fixture
+def start_driver(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`start_driver(program, *arguments)`: a Spark driver of its own, whose event log is in `tmp_path / "logs"`."""
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    (tmp_path / "spark").mkdir()
+    logging = {"spark.eventLog.enabled": "true", "spark.eventLog.dir": (tmp_path / "logs").as_uri()}
+    settings = "".join(f"{key} {value}\n" for key, value in {**QUICK_START, **logging}.items())
+    (tmp_path / "spark" / "spark-defaults.conf").write_text(settings)
+    ours = {"SPARK_CONF_DIR": str(tmp_path / "spark"), "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
+    with ExitStack() as running:
+
+        def start_driver(program: str, *arguments: str | Path) -> subprocess.Popen[str]:
+            driver = subprocess.Popen(
+                [sys.executable, "-c", program, *arguments],
+                env=os.environ | ours,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            running.enter_context(driver)
+            running.callback(driver.kill)
+            return driver
+
+        yield start_driver
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NatsServer]:
+    with NatsServer.start(store_dir=tmp_path / "jetstream") as server:
+        yield server
+
+
+@pytest.fixture
+def config(server: NatsServer, tmp_path: Path) -> Path:
+    """A file for drivers and agents: events of the logs in `tmp_path / "logs"` go to the server, every one is kept."""
+    document = {
+        "notification_backend": {"kind": "jetstream", "jetstream": {"nats_url": server.url, "reconnect_delay_ms": 100}},
+        "notification_schema": {
+            "spark_job": {
+                "topic": {"base": "spark", "key_order": list(KEYS)},
+                "identifier": {key: {"type": "StringHandler", "required": True} for key in KEYS},
+                "storage_policy": {"allow_duplicates": True},
+            }
+        },
+        "workers": {
+            "agents": {"spark-events": {"event_log_dirs": [str(tmp_path / "logs")]}},
+            "status": {"port": 0},
+            "logging": {"format": "json"},
+        },
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+@pytest.fixture
+def app(config: Path) -> App:
+    app = App("spark", config=config)
+    app.include(spark_events.router)
+    return app
 
 
 def _end_jvm() -> None:

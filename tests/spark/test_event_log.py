@@ -121,6 +121,11 @@ def test_a_rolling_log_has_its_files_in_order_and_is_complete_by_its_status(tmp_
     assert rolling.look().complete
 
 
+def test_where_a_rename_is_a_copy_the_log_is_complete_with_the_copy(rolling: RollingLog) -> None:
+    (rolling.path / "appstatus_local-1").touch()
+    assert rolling.look().complete
+
+
 def test_a_log_is_equal_to_itself_until_it_grows(rolling: RollingLog) -> None:
     rolling.write(1, line(1))
     before = rolling.look()
@@ -276,6 +281,58 @@ def test_a_large_log_comes_in_parts_and_is_never_held_whole(tmp_path: Path, monk
     tracemalloc.stop()
     assert reader.position.offset == size
     assert peak < size / 3, f"{peak} bytes of memory for a log of {size}"
+
+
+# What was compacted
+
+
+def compact(rolling: RollingLog, index: int, *lines: bytes) -> None:
+    for old in range(1, index + 1):
+        rolling.write(old).unlink()
+    name = rolling.write(index).rename(rolling.path / f"events_{index}_local-1{rolling.codec}.compact")
+    name.write_bytes(on_disk(list(lines), ".zstd"))  # by a history server that compresses, whatever the name says
+
+
+def test_a_compacted_file_stands_for_all_before_it(rolling: RollingLog) -> None:
+    rolling.write(4, line(4))
+    compact(rolling, 3, line(1), line(3))
+    events, problems = read_all(EventLogReader(take, Position()), rolling.look())
+    assert events == [line(1), line(3), line(4)]
+    assert [problem.partition(": ")[2] for problem in problems] == [
+        "compacted before all of it was read; of jobs that had ended some events are missing"
+    ]
+
+
+def test_what_it_was_made_of_is_not_read_beside_it(rolling: RollingLog) -> None:
+    compact(rolling, 2, line(2))
+    rolling.write(1, line(1))
+    rolling.write(2, line(2))
+    (rolling.path / f"events_3_local-1{rolling.codec}.compact.inprogress").write_bytes(b"not ready")
+    assert [file.place for file in rolling.look().files] == [(2, True)]
+
+
+def test_who_is_past_it_reads_nothing_again(rolling: RollingLog) -> None:
+    reader = EventLogReader(take, Position())
+    for number in (1, 2, 3):
+        rolling.write(number, line(number))
+    read_all(reader, rolling.look())
+    compact(rolling, 2, line(2))
+    rolling.write(3, line(4))
+    log = rolling.look()
+    assert not log.repeats(reader.position)
+    assert read_all(reader, log) == ([line(4)], [])
+
+
+def test_who_was_in_the_middle_of_it_begins_it_anew(rolling: RollingLog) -> None:
+    reader = EventLogReader(take, Position())
+    rolling.write(1, line(1))
+    read_all(reader, rolling.look())
+    rolling.write(2, line(2))
+    compact(rolling, 1, line(1), line(11))
+    log = rolling.look()
+    assert log.repeats(reader.position)
+    assert read_all(reader, log)[0] == [line(1), line(11), line(2)]
+    assert not log.repeats(reader.position)
 
 
 # What cannot be read

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zstandard
 from msgspec import Struct
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
@@ -18,25 +17,12 @@ from pyspark.sql import SparkSession
 from aviso_workers.spark import event_log, job_events
 from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
 from aviso_workers.spark.job_events import Application, JobEvent
+from tests.spark.logs import NAMES, raw
 
 MODES = {
     "rolling": {},  # Spark's default: compressed, several files
     "single": {"spark.eventLog.rolling.enabled": "false"},
     "plain": {"spark.eventLog.rolling.enabled": "false", "spark.eventLog.compress": "false"},
-}
-NAMES = {
-    "SparkListenerApplicationStart": "application.start",
-    "SparkListenerApplicationEnd": "application.end",
-    "SparkListenerJobStart": "job.start",
-    "SparkListenerJobEnd": "job.end",
-    "SparkListenerStageSubmitted": "stage.start",
-    "SparkListenerStageCompleted": "stage.end",
-    "SparkListenerExecutorAdded": "executor.added",
-    "SparkListenerSQLExecutionStart": "sql.start",
-    "SparkListenerSQLExecutionEnd": "sql.end",
-    "StreamingQueryListener$QueryStartedEvent": "query.start",
-    "StreamingQueryListener$QueryProgressEvent": "query.progress",
-    "StreamingQueryListener$QueryTerminatedEvent": "query.end",
 }
 
 
@@ -92,17 +78,6 @@ def read(log: EventLog, position: Position) -> list[JobEvent]:
     return batch.events
 
 
-def raw(log: EventLog) -> list[dict[str, Any]]:
-    """The log, read in another way: the whole of it at once."""
-    lines: list[bytes] = []
-    for file in log.files:
-        with open(file.path, "rb") as opened:
-            if file.codec:
-                opened = zstandard.ZstdDecompressor().stream_reader(opened, read_across_frames=True)  # type: ignore[assignment]
-            lines += opened.read().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def test_the_log_is_complete_and_named_by_its_application(log: EventLog, application: Recorded) -> None:
     assert (log.complete, log.problem) == (True, None)
     assert Application.of_log(log.name) == Application(id=application.id)
@@ -156,3 +131,46 @@ def test_reading_goes_on_anywhere(log: EventLog, events: list[JobEvent]) -> None
     rest = read(log, Position(index=file.index, offset=offset, size=1))
     assert 0 < len(rest) < len(events)
     assert rest == events[-len(rest) :]
+
+
+def test_what_sparks_own_compaction_leaves_is_read(
+    log: EventLog, events: list[JobEvent], start_spark: Callable[..., SparkSession], tmp_path: Path
+) -> None:
+    rolled = tmp_path / f"eventlog_v2_{log.name}"
+    rolled.mkdir()
+    (rolled / f"appstatus_{log.name}").touch()
+    lines = [json.dumps(event, separators=(",", ":")) + "\n" for event in raw(log)]
+    size = -(-len(lines) // 4)
+    for index in range(4):
+        (rolled / f"events_{index + 1}_{log.name}").write_text("".join(lines[index * size : (index + 1) * size]))
+    spark = start_spark(tmp_path / "logs", {})
+    try:
+        compact(spark, rolled)
+    finally:
+        spark.stop()
+    compacted = event_log.look(str(rolled))
+    assert compacted is not None
+    assert [(file.place, file.codec) for file in compacted.files] == [
+        ((2, True), ""),
+        ((3, False), ""),
+        ((4, False), ""),
+    ]
+    batch = EventLogReader(partial(job_events.decode, application=Application(id=log.name)), Position()).read(compacted)
+    left = [event for event in events if event in batch.events]
+    assert batch.events == left
+    assert "application" in {event.kind for event in left}
+    assert {event.id for event in events[-5:]} <= {event.id for event in left}, "the newest files are as they were"
+    assert len(batch.problems) == 1, batch.problems
+
+
+def compact(spark: SparkSession, rolled: Path) -> None:
+    """All but the last two files, as a history server does."""
+    jvm: Any = spark._jvm
+    context: Any = spark.sparkContext._jsc
+    path = jvm.org.apache.hadoop.fs.Path(rolled.as_uri())
+    files = path.getFileSystem(context.hadoopConfiguration())
+    history = jvm.org.apache.spark.deploy.history
+    found = history.EventLogFileReader.apply(files, path).get().listEventLogFiles()
+    compactor = history.EventLogFileCompactor(context.sc().conf(), context.hadoopConfiguration(), files, 2, 0.0)
+    outcome = compactor.compact(found)
+    assert outcome.code().toString() == "SUCCESS", outcome.toString()

@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
 import pytest
-import yaml
 from pyspark.sql import SparkSession
 
 from aviso_agents import spark_events
 from aviso_workers import App, Notification
-from aviso_workers.server import NatsServer
 
 PATIENCE_SECONDS = 20.0
-KEYS = ("cluster", "application", "kind", "event", "id")
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[NatsServer]:
-    with NatsServer.start(store_dir=tmp_path / "jetstream") as server:
-        yield server
-
-
-@pytest.fixture
-def app(server: NatsServer, tmp_path: Path) -> App:
-    document = {
-        "notification_backend": {"kind": "jetstream", "jetstream": {"nats_url": server.url}},
-        "notification_schema": {
-            "spark_job": {
-                "topic": {"base": "spark", "key_order": list(KEYS)},
-                "identifier": {key: {"type": "StringHandler", "required": True} for key in KEYS},
-            }
-        },
-        "workers": {"agents": {"spark-events": {"event_log_dirs": [str(tmp_path / "logs")]}}},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(document))
-    return App("spark", config=tmp_path / "config.yaml")
 
 
 @pytest.mark.anyio

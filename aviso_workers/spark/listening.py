@@ -1,0 +1,275 @@
+"""Listeners inside of a Spark driver: what its jobs do is published within milliseconds.
+
+Called by the author of a driver, through `aviso_workers.spark.listen`. In a classic session it is a SparkListener that
+py4j shows to the JVM, with a queue of its own on Spark's bus, so that it can hold up nobody else's; it hears of
+streaming queries as well. A session of Spark Connect has no JVM here: there it is a StreamingQueryListener, and jobs
+are not heard of. Either way an event is decoded where it is heard, put into a bounded queue, and published by a thread.
+
+The event log says the same, and later: ids are made of the same JSON, so that the agent `spark-events` and a listener
+together store each event once. What happens before the listener is there, what waits too long, and how a driver ended
+that was killed: that the agent adds.
+
+The bus, its queues and JsonProtocol are Spark's own and may change: the tests run against the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar
+
+import anyio
+import msgspec
+import structlog
+from msgspec import Struct
+
+from aviso_workers.config import Config, load
+from aviso_workers.engine.publishing import Publisher
+from aviso_workers.engine.session import open_session
+from aviso_workers.errors import (
+    BackendError,
+    InvalidNotificationError,
+    RefusedError,
+    UndecodableError,
+    UnknownEventTypeError,
+)
+from aviso_workers.events import Events
+from aviso_workers.notifications import Notify
+from aviso_workers.spark import job_events
+from aviso_workers.spark.job_events import EVENT_TYPE, Application, JobEvent
+
+__all__ = ["Listening", "listen"]
+
+QUEUE = "aviso"
+MOST_WAITING = 10_000
+"""Events between Spark and the thread that publishes; with more than that, the newest are dropped."""
+YOUNG_SECONDS = 60.0
+"""What has waited longer is left to the agent, which may have published it: half of the usual duplicate window."""
+AGAIN_SECONDS = 1.0
+CLOSE_SECONDS = 10.0
+HEARD = frozenset(
+    f"on{event}"
+    for event in (
+        "ApplicationStart",
+        "ApplicationEnd",
+        "JobStart",
+        "JobEnd",
+        "StageSubmitted",
+        "StageCompleted",
+        "ExecutorAdded",
+        "ExecutorRemoved",
+        "OtherEvent",
+    )
+)
+"""Of a SparkListener's methods those that say something here: never the ones about tasks, of which there are most."""
+QUERY_EVENT = "org.apache.spark.sql.streaming.StreamingQueryListener$Query"
+
+log = structlog.get_logger(__name__)
+
+
+def listen(spark: Any, *, config: Config | str | Path | None = None) -> Listening:
+    """What `aviso_workers.spark.listen` says."""
+    loaded = config if isinstance(config, Config) else load(config)
+    if EVENT_TYPE not in loaded.notification_schema:
+        raise UnknownEventTypeError(EVENT_TYPE, loaded.notification_schema)
+    application = Application.of_run(spark.conf.get("spark.app.id"), spark.conf.get("spark.app.attempt.id", None))
+    listening = Listening(loaded, application)
+    remote = type(spark).__module__.startswith("pyspark.sql.connect.")
+    listening.start(_listen_to_queries if remote else _listen_to_jobs, spark)
+    return listening
+
+
+class _Waiting(Struct, frozen=True):
+    event: JobEvent
+    since: float
+
+
+class Listening:
+    """A listener at work. Close it, or leave its `with` block, to hear no more; at exit it closes itself."""
+
+    def __init__(self, config: Config, application: Application) -> None:
+        self.stored = 0
+        """Events that the stream holds, whoever published them first."""
+        self.dropped = 0
+        """Events that were heard and given up: too many waited, one waited too long, or a server refused it."""
+        self._config = config
+        self._cluster = job_events.cluster_of(config)
+        self._application = application
+        self._waiting: deque[_Waiting] = deque()
+        self._leave: Callable[[], None] = lambda: None
+        self._close_by: float | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=anyio.run, args=(self._work,), name="aviso-listener", daemon=True)
+
+    def start(self, add: Callable[[Any, Callable[[str], None]], Callable[[], None]], spark: Any) -> None:
+        self._thread.start()
+        self._started.wait()
+        self._leave = add(spark, self._hear)
+        atexit.register(self.close)
+
+    def close(self, *, within_seconds: float = CLOSE_SECONDS) -> None:
+        """Hear no more, and wait until what was heard is stored. Again: does nothing."""
+        if self._close_by is not None:
+            return
+        self._leave()
+        self._close_by = time.monotonic() + within_seconds
+        self._loop.call_soon_threadsafe(self._wake.set)
+        self._thread.join(within_seconds)
+        self.dropped += len(self._waiting)
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Listening:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _hear(self, line: str) -> None:
+        """Take an event as Spark writes it. Called in Spark's threads: it neither waits nor raises."""
+        try:
+            event = job_events.decode(line, self._application)
+        except UndecodableError as error:
+            self._drop("spark_listener.undecodable", problem=str(error))
+            return
+        if event is None:
+            return
+        if len(self._waiting) >= MOST_WAITING:
+            self._drop("spark_listener.full", waiting=MOST_WAITING)
+            return
+        self._waiting.append(_Waiting(event, time.monotonic()))
+        self._loop.call_soon_threadsafe(self._wake.set)
+
+    def _drop(self, reason: str, **details: Any) -> None:
+        self.dropped += 1
+        if self.dropped & (self.dropped - 1) == 0:  # the 1st, 2nd, 4th, ...: a flood is not to become one of lines
+            log.warning(reason, dropped=self.dropped, **details, then="the event log has it")
+
+    async def _work(self) -> None:
+        self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
+        self._started.set()
+        while not self._done:
+            try:
+                async with open_session(app="spark-listener", config=self._config, events=Events()) as session:
+                    await self._publish(session.publisher)
+            except BackendError as error:
+                log.warning("spark_listener.unavailable", problem=str(error), then="trying again")
+                await anyio.sleep(AGAIN_SECONDS)
+
+    @property
+    def _done(self) -> bool:
+        return self._close_by is not None and (not self._waiting or time.monotonic() > self._close_by)
+
+    async def _publish(self, publisher: Publisher) -> None:
+        """Publish one after the other until closed. Raises `BackendError`; then the event still waits."""
+        while not self._done:
+            while self._waiting:
+                await self._publish_one(publisher, self._waiting[0])
+                self._waiting.popleft()
+            self._wake.clear()
+            if not self._done:
+                await self._wake.wait()
+
+    async def _publish_one(self, publisher: Publisher, waiting: _Waiting) -> None:
+        event, message_id = waiting.event, waiting.event.message_id(self._cluster)
+        if time.monotonic() - waiting.since > YOUNG_SECONDS:
+            self._drop("spark_listener.too_late", event_id=message_id)
+            return
+        try:
+            await publisher.notify(Notify(EVENT_TYPE, event.identifier(self._cluster), event.payload, message_id))
+        except (InvalidNotificationError, RefusedError) as error:
+            self._drop("spark_listener.refused", event_id=message_id, problem=str(error))
+        else:
+            self.stored += 1
+
+
+def _listen_to_jobs(spark: Any, hear: Callable[[str], None]) -> Callable[[], None]:
+    """Add a SparkListener to a classic session; returns what removes it."""
+    from py4j.protocol import Py4JError
+    from pyspark import java_gateway
+
+    context = spark.sparkContext
+    start_callbacks: Any = java_gateway.ensure_callback_server_started
+    start_callbacks(context._gateway)
+    to_json = context._jvm.org.apache.spark.util.JsonProtocol.sparkEventToJsonString
+
+    def pass_on(event: Any) -> None:
+        try:
+            hear(to_json(event))
+        except Py4JError as error:  # Spark would print a page about it
+            log.warning("spark_listener.failed", problem=str(error))
+
+    def pass_on_if_known(event: Any) -> None:
+        # Many of them carry whole query plans: too long to be written down just to be left out.
+        if event.getClass().getName().encode() in job_events.PROJECTIONS:
+            pass_on(event)
+
+    # py4j makes a new Java object of ours at each call, and Spark removes none but the one that was added.
+    held = context._jvm.java.util.ArrayList()
+    held.add(_SparkListener(dict.fromkeys(HEARD, pass_on) | {"onOtherEvent": pass_on_if_known}))
+    listener = held.get(0)
+    bus = context._jsc.sc().listenerBus()
+    bus.addToQueue(listener, QUEUE)
+
+    def leave() -> None:
+        try:
+            bus.removeListener(listener)
+        except (Py4JError, OSError):
+            log.debug("spark_listener.jvm_gone")
+
+    return leave
+
+
+class _SparkListener:
+    """All methods of a SparkListener: those that are given, and others that do nothing."""
+
+    class Java:
+        implements: ClassVar = ["org.apache.spark.scheduler.SparkListenerInterface"]
+
+    def __init__(self, methods: dict[str, Callable[[Any], None]]) -> None:
+        self._methods = methods
+
+    def __getattr__(self, name: str) -> Callable[[Any], None]:
+        if not name.startswith("on"):
+            raise AttributeError(name)
+        return self._methods.get(name, _ignore)
+
+
+def _ignore(event: Any) -> None:
+    pass
+
+
+def _listen_to_queries(spark: Any, hear: Callable[[str], None]) -> Callable[[], None]:
+    """Add a StreamingQueryListener to a session of Spark Connect; returns what removes it."""
+    from pyspark.sql.streaming.listener import StreamingQueryListener
+
+    def tell(kind: str, fields: dict[str, Any]) -> None:
+        hear(msgspec.json.encode({"Event": f"{QUERY_EVENT}{kind}Event", **fields}).decode())
+
+    class QueryListener(StreamingQueryListener):
+        """What it is told is put into the event log's words."""
+
+        def onQueryStarted(self, event: Any) -> None:  # noqa: N802
+            fields = {"id": event.id, "runId": event.runId, "name": event.name, "timestamp": event.timestamp}
+            tell("Started", fields)
+
+        def onQueryProgress(self, event: Any) -> None:  # noqa: N802
+            tell("Progress", {"progress": msgspec.json.decode(event.progress.json)})
+
+        def onQueryIdle(self, event: Any) -> None:  # noqa: N802
+            pass
+
+        def onQueryTerminated(self, event: Any) -> None:  # noqa: N802
+            fields = {"id": event.id, "runId": event.runId, "exception": event.exception}
+            tell("Terminated", {**fields, "errorClassOnException": event.errorClassOnException})
+
+    listener = QueryListener()
+    spark.streams.addListener(listener)
+    return lambda: spark.streams.removeListener(listener)

@@ -1,0 +1,56 @@
+"""Event logs as the tests see them."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from aviso_workers.spark import event_log, job_events
+from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
+from aviso_workers.spark.job_events import Application
+
+__all__ = ["NAMES", "ids_in", "logs_in", "raw"]
+
+NAMES = {
+    "SparkListenerApplicationStart": "application.start",
+    "SparkListenerApplicationEnd": "application.end",
+    "SparkListenerJobStart": "job.start",
+    "SparkListenerJobEnd": "job.end",
+    "SparkListenerStageSubmitted": "stage.start",
+    "SparkListenerStageCompleted": "stage.end",
+    "SparkListenerExecutorAdded": "executor.added",
+    "SparkListenerSQLExecutionStart": "sql.start",
+    "SparkListenerSQLExecutionEnd": "sql.end",
+    "StreamingQueryListener$QueryStartedEvent": "query.start",
+    "StreamingQueryListener$QueryProgressEvent": "query.progress",
+    "StreamingQueryListener$QueryTerminatedEvent": "query.end",
+}
+
+
+def logs_in(directory: Path) -> dict[str, EventLog]:
+    """All event logs in a directory, by name."""
+    found = [event_log.look(path) for path in event_log.find(str(directory))]
+    return {log.name: log for log in found if log is not None}
+
+
+def raw(log: EventLog) -> list[dict[str, Any]]:
+    """The log, read in another way: the whole of it at once."""
+    lines: list[bytes] = []
+    for file in log.files:
+        with open(file.path, "rb") as opened:
+            if file.codec:
+                opened = zstandard.ZstdDecompressor().stream_reader(opened, read_across_frames=True)  # type: ignore[assignment]
+            lines += opened.read().rpartition(b"\n")[0].splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def ids_in(log: EventLog) -> list[str]:
+    """The ids of all events of a log, in order."""
+    decode = partial(job_events.decode, application=Application.of_log(log.name))
+    batch = EventLogReader(decode, Position()).read(log)
+    assert not batch.more
+    return [event.message_id("local") for event in batch.events]

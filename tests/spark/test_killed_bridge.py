@@ -1,0 +1,121 @@
+"""The process that follows event logs is killed at random moments: the stream holds each event once, in order.
+
+With a duplicate window so short that it cannot help. `AVISO_BRIDGE_KILLS` and `AVISO_BRIDGE_SEED` make another run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+from pyspark.sql import SparkSession
+
+from aviso_workers import App
+from aviso_workers.streams import SECOND
+from tests.commands import Command
+from tests.spark.logs import ids_in, logs_in
+from tests.spark.test_listening import work
+
+pytestmark = pytest.mark.anyio
+
+PATIENCE_SECONDS = 60.0
+KILLS = int(os.environ.get("AVISO_BRIDGE_KILLS", "20"))
+SEED = int(os.environ.get("AVISO_BRIDGE_SEED", "6"))
+APPLICATIONS = 60
+BUSY_SECONDS = 0.6
+"""About how long the process is at work with what each life finds."""
+
+
+class Growing:
+    """The log of a real application, growing under many names."""
+
+    def __init__(self, source: Path, directory: Path, chance: random.Random) -> None:
+        (file,) = source.glob("eventlog_v2_*/events_1_*")
+        self._content = file.read_bytes()
+        self._chance = chance
+        self._ends = [0] * APPLICATIONS
+        self._files = []
+        for number in range(APPLICATIONS):
+            log = directory / f"eventlog_v2_local-{number}"
+            log.mkdir(parents=True)
+            (log / f"appstatus_local-{number}.inprogress").touch()
+            self._files.append(log / f"events_1_local-{number}.zstd")
+
+    def grow(self, share: float) -> None:
+        """Write about this share of each, up to anywhere; all that is left, where it is 1."""
+        for number, file in enumerate(self._files):
+            step = int(len(self._content) * share * self._chance.uniform(0.5, 1.5))
+            end = len(self._content) if share == 1 else self._ends[number] + step
+            with file.open("ab") as out:
+                out.write(self._content[self._ends[number] : end])
+            self._ends[number] = min(end, len(self._content))
+
+    def end(self) -> None:
+        for file in self._files:
+            status = file.with_name(f"appstatus_{file.parent.name.removeprefix('eventlog_v2_')}.inprogress")
+            status.rename(status.with_suffix(""))
+
+
+async def test_killed_at_random_moments_it_stores_each_event_once_and_in_order(
+    app: App,
+    config: Path,
+    start: Callable[..., Command],
+    start_spark: Callable[..., SparkSession],
+    tmp_path: Path,
+) -> None:
+    chance = random.Random(SEED)
+    spark = await anyio.to_thread.run_sync(start_spark, tmp_path / "recorded", {})
+    try:
+        await anyio.to_thread.run_sync(work, spark, tmp_path)
+    finally:
+        await anyio.to_thread.run_sync(spark.stop)
+    logs = Growing(tmp_path / "recorded", tmp_path / "logs", chance)
+    interrupted = 0
+    async with app:
+        await shorten_duplicate_window(app)
+        for _ in range(KILLS):
+            before = await stored(app)
+            logs.grow(1 / (KILLS + 1))
+            worker = start("worker", "--agent", "spark-events", "--config", config)
+            worker.until("worker.started")
+            await anyio.sleep(chance.uniform(0, BUSY_SECONDS))
+            worker.end(signal.SIGKILL)
+            interrupted += before < await stored(app) < sum(map(len, expected(tmp_path).values()))
+        logs.grow(1)
+        logs.end()
+        wanted = expected(tmp_path)
+        worker = start("worker", "--agent", "spark-events", "--config", config)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while await stored(app) < sum(map(len, wanted.values())):  # noqa: ASYNC110
+                await anyio.sleep(0.05)
+        assert worker.end(signal.SIGTERM) == 0
+        found = defaultdict(list)
+        async for each in app.replay("spark_job", from_id=1):
+            found[each.identifier["application"]].append(each.headers["Nats-Msg-Id"])
+    twice = [which for ids in found.values() for which, times in Counter(ids).items() if times > 1]
+    assert twice == [], f"{len(twice)} events are stored more than once, with seed {SEED}"
+    assert found == wanted
+    assert interrupted >= KILLS / 4, f"only {interrupted} of {KILLS} kills came in the middle of work"
+
+
+def expected(directory: Path) -> dict[str, list[str]]:
+    return {name: ids_in(log) for name, log in logs_in(directory / "logs").items() if log.files}
+
+
+async def stored(app: App) -> int:
+    return (await app.session.backend.stream_info("SPARK")).messages
+
+
+async def shorten_duplicate_window(app: App) -> None:
+    """To a tenth of a second, the least that a server takes."""
+    async for _ in app.replay("spark_job", from_id=1):
+        raise AssertionError("the stream is new")
+    info = await app.session.backend.stream_info("SPARK")
+    await app.session.backend.update_stream({**info.config, "duplicate_window": SECOND // 10})

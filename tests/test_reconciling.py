@@ -1,0 +1,136 @@
+"""What was published is held against what Spark says."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from aviso_workers.errors import SparkRestError
+from aviso_workers.ops.reconciling import Comparison, Difference, Published, compare
+from aviso_workers.spark.job_events import Application
+from aviso_workers.spark.rest import SparkRest, States
+
+APPLICATION = Application(id="local-1")
+
+
+def compare_jobs(spark: States, published: States, *, times: dict[str, int] | None = None) -> Comparison:
+    comparisons = compare(APPLICATION, spark, Published(published, Counter(times or {})))
+    return next(each for each in comparisons if each.kind == "job")
+
+
+@pytest.mark.parametrize("state", ["running", "succeeded", "failed"])
+def test_what_is_the_same_agrees(state: str) -> None:
+    found = compare_jobs({("job", "1"): state}, {("job", "1"): state})
+    assert (found.agrees, found.spark, found.published) == (True, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("spark", "published"), [("succeeded", "failed"), ("failed", "succeeded"), ("failed", "running")]
+)
+def test_what_is_not_the_same_differs(spark: str, published: str) -> None:
+    found = compare_jobs({("job", "1"): spark}, {("job", "1"): published})
+    assert not found.agrees
+    assert found.differences == [Difference(id="1", spark=spark, published=published)]
+
+
+@pytest.mark.parametrize("state", ["running", "succeeded"])
+def test_what_is_not_published_differs(state: str) -> None:
+    found = compare_jobs({("job", "1"): state, ("stage", "1.0"): state}, {("stage", "1.0"): state})
+    assert found.differences == [Difference(id="1", spark=state, published="not published")]
+
+
+def test_spark_may_lag_behind() -> None:
+    assert compare_jobs({("job", "1"): "running"}, {("job", "1"): "failed"}).agrees
+
+
+def test_spark_may_have_forgotten() -> None:
+    found = compare_jobs({("job", "2"): "failed"}, {("job", "1"): "failed", ("job", "2"): "failed"})
+    assert (found.agrees, found.only_published) == (True, 1)
+
+
+def test_a_lost_application_runs_by_sparks_word() -> None:
+    of_application = next(
+        iter(
+            compare(
+                APPLICATION,
+                {("application", "local-1"): "running"},
+                Published({("application", "local-1"): "lost"}, Counter()),
+            )
+        )
+    )
+    assert of_application.agrees
+
+
+def test_what_is_stored_twice_is_told_with_its_kind() -> None:
+    times = {"spark:local:local-1:0:job.end:1": 2, "spark:local:local-1:0:job.start:1": 1}
+    found = compare_jobs({("job", "1"): "failed"}, {("job", "1"): "failed"}, times=times)
+    assert not found.agrees
+    assert found.twice == ["spark:local:local-1:0:job.end:1"]
+
+
+# Spark's REST API
+
+
+class Answers(ThreadingHTTPServer):
+    """Answers with `text` as if it were Spark, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        answers = self
+        self.text, self.asked = b"[]", list[str]()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                answers.asked.append(self.path)
+                self.send_response(200 if answers.text else 404)
+                self.end_headers()
+                self.wfile.write(answers.text)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+@pytest.fixture
+def answers() -> Iterator[Answers]:
+    with Answers() as answers:
+        threading.Thread(target=answers.serve_forever, daemon=True).start()
+        yield answers
+        answers.shutdown()
+
+
+def test_applications_are_asked_for_by_their_begin(answers: Answers) -> None:
+    answers.text = b'[{"id": "app-1", "attempts": [{"attemptId": "2", "completed": true}, {"completed": false}]}]'
+    found = SparkRest(f"{answers.url}/").applications(since=datetime(2026, 11, 20, 6, tzinfo=UTC))
+    assert found == [("app-1", "2", True), ("app-1", None, False)]
+    assert answers.asked == ["/api/v1/applications?minDate=2026-11-20T06:00:00.000GMT"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [(b"", "404"), (b"<html>", "not an answer of Spark's REST API"), (b'{"a": 1}', "not an answer of Spark's")],
+)
+def test_another_answer_than_sparks_is_told(answers: Answers, text: bytes, problem: str) -> None:
+    answers.text = text
+    with pytest.raises(SparkRestError, match=problem):
+        SparkRest(answers.url).applications()
+
+
+def test_nobody_there_is_told(free_port: int) -> None:
+    with pytest.raises(SparkRestError, match="no answer"):
+        SparkRest(f"http://127.0.0.1:{free_port}").applications()
+
+
+def test_what_is_no_url_is_told() -> None:
+    with pytest.raises(SparkRestError, match="is no URL of a history server"):
+        SparkRest("history:18080")
