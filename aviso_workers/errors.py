@@ -16,7 +16,11 @@
     │   ├── OutcomeUnknownError     it may have been done; try again with the same message id
     │   └── RefusedError            not done and not worth repeating
     │       └── NotFoundError       no such stream, consumer, key or message
-    └── ServerProcessError          a nats-server of our own could not be found or started
+    ├── ServerProcessError          a nats-server of our own could not be found or started
+    └── SparkError                  what concerns the Spark data source
+        ├── InvalidOptionError      an option that is unknown, cannot be read, or contradicts another
+        ├── DataLossError           messages that a query was to read are gone from their stream
+        └── ExecutorError           Spark's executors lack something that the data source needs
 """
 
 from __future__ import annotations
@@ -27,15 +31,19 @@ __all__ = [
     "AvisoWorkersError",
     "BackendError",
     "ConfigError",
+    "DataLossError",
     "DeclarationError",
+    "ExecutorError",
     "InvalidIdentifierError",
     "InvalidNotificationError",
+    "InvalidOptionError",
     "InvalidPayloadError",
     "InvalidPositionError",
     "NotFoundError",
     "OutcomeUnknownError",
     "RefusedError",
     "ServerProcessError",
+    "SparkError",
     "UnavailableError",
     "UndecodableError",
     "UnknownEventTypeError",
@@ -127,3 +135,19 @@ class NotFoundError(RefusedError):
 
 class ServerProcessError(AvisoWorkersError):
     """A nats-server of our own could not be found, started or reached."""
+
+
+class SparkError(AvisoWorkersError):
+    """What concerns the Spark data source."""
+
+
+class InvalidOptionError(SparkError):
+    """An option of the data source is unknown, cannot be read, or contradicts another one."""
+
+
+class DataLossError(SparkError):
+    """Messages that a query was to read are gone from their stream, or the stream is not the one that it knew."""
+
+
+class ExecutorError(SparkError):
+    """Spark's executors cannot run the data source: a package is missing, or their Python is another one."""

@@ -19,9 +19,11 @@ from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubs
 from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import BackendError, UnavailableError
 
-__all__ = ["count", "read"]
+__all__ = ["count", "read", "read_chunks"]
 
 BUFFER = 1000
+CHUNK = 5000
+CHUNK_BYTES = 4 * 1024 * 1024
 INACTIVE_SECONDS = 60
 """After this long without a pull the server removes the consumer: longer than any heartbeat, short for a crash."""
 SECOND = 1_000_000_000
@@ -52,6 +54,32 @@ async def read(
             yield message
             if message.sequence == last_sequence:
                 return
+    finally:
+        with anyio.CancelScope(shield=True):
+            await reader.close()
+
+
+async def read_chunks(
+    connection: Connection,
+    stream: str,
+    *,
+    filter_subjects: Sequence[str],
+    start_sequence: int,
+    last_sequence: int,
+) -> AsyncGenerator[list[Message], None]:
+    """See `backends.Backend.read_chunks`."""
+    start = {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, start_sequence)}
+    created = await _create_consumer(connection, stream, filter_subjects, start)
+    reader = _Reader(connection, stream=stream, consumer=created["name"], bounded=True, start_sequence=start_sequence)
+    await reader.open()
+    try:
+        while chunk := await reader.next_chunk(last_sequence):
+            if chunk[-1].sequence < last_sequence:
+                yield chunk
+                continue
+            if wanted := [message for message in chunk if message.sequence <= last_sequence]:
+                yield wanted
+            return
     finally:
         with anyio.CancelScope(shield=True):
             await reader.close()
@@ -101,12 +129,17 @@ def _before_start(message: Message, start_sequence: int, start_time: datetime | 
 class _Reader:
     """A buffer that is kept filled from one ephemeral consumer."""
 
-    def __init__(self, connection: Connection, *, stream: str, consumer: str, bounded: bool) -> None:
+    def __init__(
+        self, connection: Connection, *, stream: str, consumer: str, bounded: bool, start_sequence: int = 1
+    ) -> None:
         self._connection = connection
         self._stream = stream
         self._consumer = consumer
         self._bounded = bounded
         self._buffer: deque[Message] = deque()
+        self._buffered_bytes = 0
+        self._seen = start_sequence - 1
+        """The sequence up to which chunks were given away."""
         self._changed = anyio.Event()
         self._lost: BackendError | None = None
         self._pulls = PullSubscription(
@@ -143,8 +176,37 @@ class _Reader:
             if self._pulls.silent():
                 raise UnavailableError(f"the server is silent about consumer {self._consumer} of {self._stream}")
 
+    async def next_chunk(self, last_sequence: int) -> list[Message]:
+        """What has come, as soon as it is worth it; nothing when a bounded reading has seen everything there is.
+
+        No more is asked for than there can be up to `last_sequence`: what comes beyond it would be thrown away.
+        """
+        while True:
+            self._changed = anyio.Event()
+            seen = self._buffer[-1].sequence if self._buffer else self._seen
+            room = min(CHUNK, last_sequence - seen - self._pulls.outstanding)
+            full = len(self._buffer) >= CHUNK or self._buffered_bytes >= CHUNK_BYTES
+            if room > 0 and not full and self._pulls.outstanding <= CHUNK and not self._pulls.exhausted:
+                await self._pulls.ask(room, wait=False)
+            complete = seen >= last_sequence or not self._pulls.outstanding or self._pulls.exhausted
+            if full or (self._buffer and complete):
+                chunk = list(self._buffer)
+                self._buffer.clear()
+                self._buffered_bytes = 0
+                self._seen = chunk[-1].sequence
+                return chunk
+            if lost := self._pulls.error or self._lost:
+                raise UnavailableError(f"reading {self._stream} was interrupted: {lost}") from lost
+            if complete:
+                return []
+            with anyio.move_on_after(HEARTBEAT_SECONDS):
+                await self._changed.wait()
+            if self._pulls.silent():
+                raise UnavailableError(f"the server is silent about consumer {self._consumer} of {self._stream}")
+
     def _on_message(self, received: Received) -> None:
         self._buffer.append(received.message)
+        self._buffered_bytes += len(received.message.data)
         self._change()
 
     def _on_disconnect(self) -> None:
