@@ -17,7 +17,11 @@
     │   └── RefusedError            not done and not worth repeating
     │       └── NotFoundError       no such stream, consumer, key or message
     ├── ServerProcessError          a nats-server of our own could not be found or started
-    └── SparkRestError              Spark's REST API could not be asked, or did not answer as it should
+    └── SparkError                  what concerns Spark
+        ├── InvalidOptionError      an option of the data source is unknown, cannot be read, or contradicts another
+        ├── DataLossError           messages that a query was to read are gone from their stream
+        ├── ExecutorError           Spark's executors lack something that the data source needs
+        └── SparkRestError          Spark's REST API could not be asked, or did not answer as it should
 """
 
 from __future__ import annotations
@@ -28,15 +32,19 @@ __all__ = [
     "AvisoWorkersError",
     "BackendError",
     "ConfigError",
+    "DataLossError",
     "DeclarationError",
+    "ExecutorError",
     "InvalidIdentifierError",
     "InvalidNotificationError",
+    "InvalidOptionError",
     "InvalidPayloadError",
     "InvalidPositionError",
     "NotFoundError",
     "OutcomeUnknownError",
     "RefusedError",
     "ServerProcessError",
+    "SparkError",
     "SparkRestError",
     "UnavailableError",
     "UndecodableError",
@@ -131,5 +139,21 @@ class ServerProcessError(AvisoWorkersError):
     """A nats-server of our own could not be found, started or reached."""
 
 
-class SparkRestError(AvisoWorkersError):
+class SparkError(AvisoWorkersError):
+    """What concerns Spark."""
+
+
+class InvalidOptionError(SparkError):
+    """An option of the data source is unknown, cannot be read, or contradicts another one."""
+
+
+class DataLossError(SparkError):
+    """Messages that a query was to read are gone from their stream, or the stream is not the one that it knew."""
+
+
+class ExecutorError(SparkError):
+    """Spark's executors cannot run the data source: a package is missing, or their Python is another one."""
+
+
+class SparkRestError(SparkError):
     """Spark's REST API could not be asked, or what answered is another one's."""

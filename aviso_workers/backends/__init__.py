@@ -265,6 +265,11 @@ class Backend(Protocol):
         interrupted (read on after the last sequence that came), `NotFoundError` where the stream is gone.
         """
 
+    def read_chunks(
+        self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
+    ) -> AsyncGenerator[list[Message], None]:
+        """As `read`, some thousand messages or some megabytes at a time: for what goes through much of a stream."""
+
     async def count(self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int = 1) -> int:
         """How many messages `read` would give now. Raises `NotFoundError`."""
 

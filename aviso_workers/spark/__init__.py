@@ -1,4 +1,4 @@
-"""The Spark wing: Spark jobs as notifications.
+"""The Spark wing: notifications as data frames, Spark jobs as notifications.
 
 Importing this package needs no pyspark, so that the event log of a Spark somewhere else can be followed without one.
 """
@@ -15,7 +15,18 @@ if TYPE_CHECKING:
 
     from aviso_workers.spark.listening import Listening
 
-__all__ = ["listen"]
+__all__ = ["listen", "register"]
+
+
+def register(spark: SparkSession) -> None:
+    """Make the format `aviso` known to a session: then `spark.read.format("aviso")`, and the same with `readStream`,
+    `write` and `writeStream`.
+
+    Raises `ExecutorError` where the executors lack something that it needs.
+    """
+    from aviso_workers.spark import data_source
+
+    data_source.register(spark)
 
 
 def listen(spark: SparkSession, *, config: Config | str | Path | None = None) -> Listening:

@@ -225,3 +225,25 @@ async def test_what_would_come_can_be_counted(five, backend, filters, start, exp
 async def test_a_stream_that_is_missing_cannot_be_counted(backend):
     with pytest.raises(NotFoundError):
         await backend.count("MARS", filter_subjects=())
+
+
+async def test_chunks_hold_the_same_as_single_messages(five, backend):
+    bounds = {"filter_subjects": ("mars.*",), "start_sequence": 2, "last_sequence": 4}
+
+    chunks = [chunk async for chunk in backend.read_chunks("MARS", **bounds)]
+
+    assert [message.sequence for chunk in chunks for message in chunk] == [2, 3, 4]
+    assert [chunk async for chunk in backend.read_chunks("MARS", **(bounds | {"start_sequence": 9}))] == []
+
+
+async def test_chunks_pass_over_what_was_deleted_and_what_is_filtered_out(five, backend):
+    await backend.delete_message("MARS", 2)
+
+    async def sequences(**bounds) -> list[int]:
+        with anyio.fail_after(10):
+            chunks = backend.read_chunks("MARS", **bounds)
+            return [message.sequence async for chunk in chunks for message in chunk]
+
+    assert await sequences(filter_subjects=(), start_sequence=1, last_sequence=5) == [1, 3, 4, 5]
+    assert await sequences(filter_subjects=("mars.4",), start_sequence=1, last_sequence=4) == []
+    assert await sequences(filter_subjects=("mars.4",), start_sequence=1, last_sequence=99) == [5]

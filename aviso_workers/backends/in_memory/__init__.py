@@ -185,6 +185,15 @@ class InMemoryBackend:
             last_sequence=last_sequence,
         )
 
+    async def read_chunks(
+        self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
+    ) -> AsyncGenerator[list[Message], None]:
+        messages = self.read(
+            stream, filter_subjects=filter_subjects, start_sequence=start_sequence, last_sequence=last_sequence
+        )
+        if found := [message async for message in messages]:
+            yield found
+
     async def count(self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int = 1) -> int:
         await self._connection.reach()
         return reading.count(self._account.stream(stream), filter_subjects, start_sequence)

@@ -219,6 +219,17 @@ class JetStreamBackend:
             last_sequence=last_sequence,
         )
 
+    def read_chunks(
+        self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
+    ) -> AsyncGenerator[list[Message], None]:
+        return reading.read_chunks(
+            self._connection,
+            stream,
+            filter_subjects=filter_subjects,
+            start_sequence=start_sequence,
+            last_sequence=last_sequence,
+        )
+
     async def count(self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int = 1) -> int:
         return await reading.count(
             self._connection, stream, filter_subjects=filter_subjects, start_sequence=start_sequence

@@ -6,8 +6,8 @@ engine opens the next one after the last sequence that was seen.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from typing import Any
 
@@ -18,9 +18,12 @@ from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubs
 from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import BackendError, UnavailableError
 
-__all__ = ["count", "read"]
+__all__ = ["count", "read", "read_chunks"]
 
-BUFFER = 1000
+AHEAD = 1000
+"""Messages that are under way or wait for whoever reads."""
+CHUNK = 5000
+CHUNK_BYTES = 4 * 1024 * 1024
 INACTIVE_SECONDS = 60
 """After this long without a pull the server removes the consumer: longer than any heartbeat, short for a crash."""
 SECOND = 1_000_000_000
@@ -39,22 +42,23 @@ async def read(
     start: dict[str, Any] = {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, start_sequence)}
     if start_time is not None:
         start = {"deliver_policy": "by_start_time", "opt_start_time": start_time.isoformat()}
-    created = await _create_consumer(connection, stream, filter_subjects, start)
-    reader = _Reader(connection, stream=stream, consumer=created["name"], bounded=last_sequence is not None)
-    await reader.open()
-    try:
+    async with _reader(connection, stream, filter_subjects, start, ahead=AHEAD, last_sequence=last_sequence) as reader:
         while messages := await reader.more():
             for message in messages:
-                if last_sequence is not None and message.sequence > last_sequence:
-                    return
                 if message.sequence < start_sequence or (start_time is not None and store_time(message) < start_time):
                     continue  # a start beyond the end: the server begins with whatever comes next
                 yield message
-                if message.sequence == last_sequence:
-                    return
-    finally:
-        with anyio.CancelScope(shield=True):
-            await reader.close()
+
+
+async def read_chunks(
+    connection: Connection, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
+) -> AsyncGenerator[list[Message], None]:
+    """See `backends.Backend.read_chunks`."""
+    start = {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, start_sequence)}
+    ahead = 2 * CHUNK
+    async with _reader(connection, stream, filter_subjects, start, ahead=ahead, last_sequence=last_sequence) as reader:
+        while messages := await reader.more(worth=CHUNK):
+            yield messages
 
 
 async def count(connection: Connection, stream: str, *, filter_subjects: Sequence[str], start_sequence: int) -> int:
@@ -92,15 +96,41 @@ async def _delete_consumer(connection: Connection, stream: str, name: str) -> No
         await connection.api(f"CONSUMER.DELETE.{stream}.{name}")
 
 
-class _Reader:
-    """A buffer that is kept filled from one ephemeral consumer."""
+@asynccontextmanager
+async def _reader(
+    connection: Connection,
+    stream: str,
+    filter_subjects: Sequence[str],
+    start: Mapping[str, Any],
+    *,
+    ahead: int,
+    last_sequence: int | None,
+) -> AsyncIterator[_Reader]:
+    created = await _create_consumer(connection, stream, filter_subjects, start)
+    reader = _Reader(connection, stream=stream, consumer=created["name"], ahead=ahead, last_sequence=last_sequence)
+    await reader.open()
+    try:
+        yield reader
+    finally:
+        with anyio.CancelScope(shield=True):
+            await reader.close()
 
-    def __init__(self, connection: Connection, *, stream: str, consumer: str, bounded: bool) -> None:
+
+class _Reader:
+    """A buffer that is kept filled from one ephemeral consumer, up to `last_sequence` or on and on."""
+
+    def __init__(
+        self, connection: Connection, *, stream: str, consumer: str, ahead: int, last_sequence: int | None
+    ) -> None:
         self._connection = connection
         self._stream = stream
         self._consumer = consumer
-        self._bounded = bounded
+        self._ahead = ahead
+        self._last = last_sequence
         self._buffer: list[Message] = []
+        self._buffered_bytes = 0
+        self._seen = 0
+        """The newest sequence that came."""
         self._changed = anyio.Event()
         self._lost: BackendError | None = None
         self._pulls = PullSubscription(
@@ -116,30 +146,50 @@ class _Reader:
         await self._pulls.close()
         await _delete_consumer(self._connection, self._stream, self._consumer)
 
-    async def more(self) -> list[Message]:
-        """The next messages, in order; none where a bounded reading has seen everything there is."""
+    async def more(self, *, worth: int = 1) -> list[Message]:
+        """The next messages, in order, as soon as there are so many; none where a bounded reading has seen all."""
         while True:
-            if self._pulls.outstanding <= BUFFER // 2 and not self._pulls.exhausted:
-                self._pulls.ask(BUFFER // 2, wait=not self._bounded)
-            if self._buffer:
-                messages, self._buffer = self._buffer, []
+            self._ask()
+            complete = self._complete()
+            enough = len(self._buffer) >= worth or self._buffered_bytes >= CHUNK_BYTES
+            if self._buffer and (enough or complete):
+                messages, self._buffer, self._buffered_bytes = self._buffer, [], 0
                 return messages
             if lost := self._pulls.error or self._lost:
                 # The consumer is ours alone: whatever became of it, another one can read on.
                 raise UnavailableError(f"reading {self._stream} was interrupted: {lost}") from lost
-            if self._pulls.exhausted:
-                if self._bounded:
-                    return []
-                self._pulls.exhausted = False
-                continue  # the request has expired: the next one goes out at once
+            if complete:
+                return []
             self._changed = anyio.Event()
             with anyio.move_on_after(HEARTBEAT_SECONDS):
                 await self._changed.wait()
             if self._pulls.silent():
                 raise UnavailableError(f"the server is silent about consumer {self._consumer} of {self._stream}")
 
+    def _ask(self) -> None:
+        """Ask for more when half of what may be under way has come; never for what would be thrown away."""
+        if self._last is None:
+            self._pulls.exhausted = False  # a request has expired: the next one goes out at once
+        elif self._pulls.exhausted:
+            return
+        under_way = len(self._buffer) + self._pulls.outstanding
+        wanted = self._ahead // 2
+        if self._last is not None:
+            wanted = min(wanted, self._last - self._seen - self._pulls.outstanding)
+        if wanted > 0 and under_way <= self._ahead // 2:
+            self._pulls.ask(wanted, wait=self._last is None)
+
+    def _complete(self) -> bool:
+        """Whether nothing more comes."""
+        return self._last is not None and (self._pulls.exhausted or not self._pulls.outstanding)
+
     def _on_message(self, message: Message, reply: bytes, num_delivered: int) -> None:
-        self._buffer.append(message)
+        self._seen = message.sequence
+        if self._last is not None and message.sequence > self._last:
+            self._pulls.exhausted = True
+        else:
+            self._buffer.append(message)
+            self._buffered_bytes += len(message.data)
         self._change()
 
     def _on_disconnect(self) -> None:

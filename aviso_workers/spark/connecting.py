@@ -1,0 +1,50 @@
+"""The backend for code that does not run in an event loop, as Spark calls it: on the driver and in tasks.
+
+The loop runs in a thread of its own, so that the server is answered while Spark is busy with what was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from os.path import exists
+from typing import Any, TypeVar
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from pyspark import SparkFiles
+
+from aviso_workers import config
+from aviso_workers.backends import Backend, open_backend
+from aviso_workers.config import Config
+
+__all__ = ["Connection", "connected", "load_config"]
+
+T = TypeVar("T")
+
+
+class Connection:
+    """An open backend, and the way to it."""
+
+    def __init__(self, portal: BlockingPortal, backend: Backend) -> None:
+        self.backend = backend
+        self._portal = portal
+
+    def call(self, what: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+        return self._portal.call(what, *arguments)
+
+
+@contextmanager
+def connected(settings: Config) -> Iterator[Connection]:
+    """Raises as `open_backend` does."""
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(open_backend(settings)) as backend:
+        yield Connection(portal, backend)
+
+
+def load_config(path: str | None) -> Config:
+    """The configuration as this process sees it: a file here, or one that was given to spark-submit with `--files`.
+
+    Raises `ConfigError`.
+    """
+    if path is None or exists(path):
+        return config.load(path)
+    return config.load(SparkFiles.get(path))

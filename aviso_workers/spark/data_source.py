@@ -1,0 +1,67 @@
+"""`spark.read.format("aviso")` and its three sisters: options in, readers and writers out.
+
+Spark calls this on the driver, each time in a process of its own. What is found out here goes to the tasks with the
+readers and writers; the connection does not, because it holds credentials: every process takes it from the
+configuration that it finds itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyspark.sql import SparkSession
+from pyspark.sql.datasource import DataSource
+from pyspark.sql.types import StructType
+
+from aviso_workers.errors import InvalidOptionError, UnknownEventTypeError
+from aviso_workers.spark import executors, options, reading, writing
+from aviso_workers.spark.connecting import load_config
+from aviso_workers.spark.schema import columns
+
+__all__ = ["AvisoDataSource", "register"]
+
+
+class AvisoDataSource(DataSource):
+    """Notifications as rows."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "aviso"
+
+    def schema(self) -> str:
+        wanted = self._plan(None)
+        return columns(wanted.reading, wanted.layout)
+
+    def reader(self, schema: StructType) -> reading.BatchReader:
+        return reading.BatchReader(self._plan(False), schema)
+
+    def streamReader(self, schema: StructType) -> reading.StreamReader:  # noqa: N802
+        return reading.StreamReader(self._plan(True), schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> writing.BatchWriter:
+        if overwrite:
+            raise InvalidOptionError('a stream cannot be overwritten: write with mode("append")')
+        return writing.BatchWriter(self._writing(schema))
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> writing.StreamWriter:  # noqa: N802
+        if overwrite:
+            raise InvalidOptionError('a stream cannot be overwritten: write with outputMode("append")')
+        return writing.StreamWriter(self._writing(schema))
+
+    def _plan(self, streaming: bool | None) -> Any:
+        wanted = options.parse_reading(self.options, streaming=streaming)
+        return reading.plan(wanted, load_config(wanted.config))
+
+    def _writing(self, schema: StructType) -> options.Writing:
+        wanted = options.parse_writing(self.options)
+        known = load_config(wanted.config).notification_schema
+        if wanted.event not in known:
+            raise UnknownEventTypeError(wanted.event, known)
+        writing.check_columns(schema.names, wanted, known[wanted.event])
+        return wanted
+
+
+def register(spark: SparkSession) -> None:
+    """Make the format `aviso` known to a session. Raises `ExecutorError` where its executors cannot run it."""
+    executors.check(spark)
+    spark.dataSource.register(AvisoDataSource)

@@ -1,0 +1,86 @@
+"""Where a query is in a stream, how far its next step goes, and how a step is divided among tasks.
+
+Pure: `reading` asks servers. An offset is the sequence up to which everything was taken, together with the time at
+which the stream was created: after it was deleted and created again, equal sequences mean other messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+from msgspec import Struct
+from pyspark.sql.datasource import InputPartition
+
+from aviso_workers.backends import StreamInfo
+from aviso_workers.errors import DataLossError
+
+__all__ = ["Offset", "Range", "missing", "split"]
+
+LEAST_PER_PARTITION = 1000
+"""Fewer are read faster by one task than by several: each needs a connection of its own."""
+
+
+class Offset(Struct, frozen=True, kw_only=True):
+    """Everything up to `sequence`, inclusive, was taken from the stream that was created then."""
+
+    stream: str
+    created: str
+    sequence: int
+
+    @classmethod
+    def parse(cls, found: Mapping[str, Any]) -> Offset:
+        """From a checkpoint."""
+        return cls(stream=found["stream"], created=found["created"], sequence=found["sequence"])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"stream": self.stream, "created": self.created, "sequence": self.sequence}
+
+
+@dataclass
+class Range(InputPartition):
+    """What one task reads: the sequences from `first` to `last`, both inclusive."""
+
+    first: int
+    last: int
+    created: str
+
+
+def created(info: StreamInfo) -> str:
+    """When a stream was created, as offsets have it."""
+    return info.created.isoformat() if isinstance(info.created, datetime) else ""
+
+
+def split(first: int, last: int, *, partitions: int, created: str) -> list[Range]:
+    """The sequences from `first` to `last` in ranges of about one size."""
+    count = last - first + 1
+    if count <= 0:
+        return []
+    partitions = max(1, min(partitions, count // LEAST_PER_PARTITION))
+    edges = [first + count * number // partitions for number in range(partitions + 1)]
+    return [Range(first=begin, last=following - 1, created=created) for begin, following in pairwise(edges)]
+
+
+def missing(info: StreamInfo, *, stream: str, first: int, created_then: str) -> DataLossError | None:
+    """What speaks against reading on at sequence `first`; None where nothing does.
+
+    Messages that were deleted within a stream are none of it. Nor is its beginning, where it keeps only the newest
+    messages of a topic: those were replaced. Only when nothing at all is left of it, there was more than that.
+    """
+    now = created(info)
+    if now != created_then:
+        return DataLossError(
+            f"stream {stream} was deleted and created again at {now}; the query knew the one of {created_then}: its "
+            f"messages from {first} on are gone. Start with a new checkpoint, or set failOnDataLoss to false to read "
+            "the new stream from its beginning"
+        )
+    gone_to = min(info.first_sequence, info.last_sequence + 1) - 1 if info.first_sequence else 0
+    if gone_to < first or (info.config.get("max_msgs_per_subject", -1) > 0 and info.messages):
+        return None
+    return DataLossError(
+        f"stream {stream}: messages {first} to {gone_to} are gone, which the query was still to read. Set "
+        "failOnDataLoss to false to go on without them, and let the stream keep more or the query run more often"
+    )

@@ -1,0 +1,227 @@
+"""The options of the data source `aviso`, read once and refused where they cannot mean anything.
+
+`data_source` calls `parse_reading` and `parse_writing`. Spark folds the case of option names, so the fields of
+filters are matched without case. There is no option for a server or a secret: a query's connection is that of the
+configuration, because options travel further than people think. A value is never repeated for an option that is
+unknown, since it may be a secret.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from aviso_workers import positions
+from aviso_workers.errors import InvalidOptionError, InvalidPositionError
+from aviso_workers.literals import Duration
+
+__all__ = ["Reading", "Writing", "parse_reading", "parse_writing", "where_of"]
+
+WHERE = "where."
+SHARED = ("config", "event")
+READING = (
+    "stream",
+    "startingOffsets",
+    "startingTimestamp",
+    "numPartitions",
+    "failOnDataLoss",
+    "includeHeaders",
+    "payloadSchema",
+    "mode",
+)
+BATCH = ("endingOffsets", "endingTimestamp")
+STREAMING = ("maxMessagesPerTrigger", "minMessagesPerTrigger", "maxTriggerDelay")
+WRITING = ("msgIdColumn",)
+SPARKS_OWN = ("checkpointlocation", "queryname")
+"""What Spark passes on to a sink though it is for itself."""
+SECRETIVE = re.compile(r"pass|token|secret|cred|nkey|seed|user|jwt|auth|url|server", re.IGNORECASE)
+
+Edge = Literal["earliest", "latest"]
+Mode = Literal["PERMISSIVE", "FAILFAST"]
+
+
+class Reading(Struct, frozen=True, kw_only=True):
+    """What a query is to read."""
+
+    config: str | None = None
+    """File of the configuration, as the driver and the executors see it. Default: the one of the environment."""
+    event: str | None = None
+    stream: str | None = None
+    where: Mapping[str, Any] = {}
+    """By field in lower case."""
+    start: Edge | int | None = None
+    """An integer is the first sequence; None leaves it to the kind of query."""
+    start_time: datetime | None = None
+    end: Literal["latest"] | int = "latest"
+    """An integer is the last sequence, inclusive."""
+    end_time: datetime | None = None
+    most_per_trigger: int | None = None
+    least_per_trigger: int | None = None
+    trigger_delay_seconds: int = 15 * 60
+    """After so long a trigger takes what there is, though it is less than `least_per_trigger`."""
+    partitions: int = 4
+    fail_on_data_loss: bool = True
+    include_headers: bool = False
+    payload_schema: str | None = None
+    mode: Mode = "PERMISSIVE"
+
+
+class Writing(Struct, frozen=True, kw_only=True):
+    """Where rows are to go."""
+
+    event: str
+    config: str | None = None
+    id_column: str | None = None
+
+
+def parse_reading(options: Mapping[str, str], *, streaming: bool | None = None) -> Reading:
+    """Raises `InvalidOptionError`. `streaming` None: not known yet, so the options of both kinds may stand there."""
+    where = {name[len(WHERE) :]: _wanted(name, value) for name, value in options.items() if name.startswith(WHERE)}
+    kinds = {True: STREAMING, False: BATCH, None: (*BATCH, *STREAMING)}
+    foreign = {True: BATCH, False: STREAMING, None: ()}[streaming]
+    given = _named(options, known=(*SHARED, *READING, *kinds[streaming]), foreign=foreign, streaming=bool(streaming))
+    _refuse_contradictions(given, where)
+    start = _offset(given, "startingOffsets", edges=("earliest", "latest"))
+    end = _offset(given, "endingOffsets", edges=("latest",))
+    most, least = _count(given, "maxMessagesPerTrigger"), _count(given, "minMessagesPerTrigger")
+    if most is not None and least is not None and least > most:
+        raise InvalidOptionError(f"minMessagesPerTrigger {least} is more than maxMessagesPerTrigger {most}")
+    return Reading(
+        config=given.get("config"),
+        event=given.get("event"),
+        stream=given.get("stream"),
+        where=where,
+        start=start,
+        start_time=_time(given, "startingTimestamp"),
+        end="latest" if end is None else end,
+        end_time=_time(given, "endingTimestamp"),
+        most_per_trigger=most,
+        least_per_trigger=least,
+        trigger_delay_seconds=_duration(given, "maxTriggerDelay", otherwise=Reading().trigger_delay_seconds),
+        partitions=_count(given, "numPartitions") or Reading().partitions,
+        fail_on_data_loss=_flag(given, "failOnDataLoss", otherwise=True),
+        include_headers=_flag(given, "includeHeaders", otherwise=False),
+        payload_schema=given.get("payloadSchema"),
+        mode=_mode(given),
+    )
+
+
+def parse_writing(options: Mapping[str, str]) -> Writing:
+    """Raises `InvalidOptionError`."""
+    given = _named(options, known=(*SHARED, *WRITING))
+    if "event" not in given:
+        raise InvalidOptionError("writing needs the option event: the event type whose notifications the rows are")
+    return Writing(event=given["event"], config=given.get("config"), id_column=given.get("msgIdColumn"))
+
+
+def _named(
+    options: Mapping[str, str], *, known: tuple[str, ...], foreign: tuple[str, ...] = (), streaming: bool = False
+) -> dict[str, str]:
+    """The options by the spelling that the documentation has."""
+    names = {name.lower(): name for name in known}
+    found = {}
+    for name, value in options.items():
+        folded = name.lower()
+        if folded.startswith(WHERE) or folded in SPARKS_OWN:
+            continue
+        if folded in names:
+            if not value.strip():
+                raise InvalidOptionError(f"option {names[folded]} must not be empty")
+            found[names[folded]] = value
+            continue
+        for other in foreign:
+            if other.lower() == folded:
+                raise InvalidOptionError(f"option {other} is for {'read' if streaming else 'readStream'} only")
+        raise InvalidOptionError(f"unknown option {name!r}; {_cure(folded, names)}")
+    return found
+
+
+def _cure(name: str, known: Mapping[str, str]) -> str:
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f"did you mean {known[near[0]]!r}?"
+    if SECRETIVE.search(name):
+        return "servers and credentials belong in the configuration file or the environment, never in an option"
+    return f"there are: {', '.join(sorted(known.values()))}"
+
+
+def _refuse_contradictions(given: Mapping[str, str], where: Mapping[str, Any]) -> None:
+    if ("event" in given) == ("stream" in given):
+        raise InvalidOptionError("give one of the options event (an event type) and stream (a stream's name)")
+    if where and "event" not in given:
+        raise InvalidOptionError("the where options need the option event, which says what their fields are")
+    for one, other in (("startingOffsets", "startingTimestamp"), ("endingOffsets", "endingTimestamp")):
+        if one in given and other in given:
+            raise InvalidOptionError(f"give one of the options {one} and {other}")
+    if "mode" in given and "payloadSchema" not in given:
+        raise InvalidOptionError("option mode says what becomes of payloads that do not fit, and needs payloadSchema")
+    if "maxTriggerDelay" in given and "minMessagesPerTrigger" not in given:
+        raise InvalidOptionError("option maxTriggerDelay limits the wait for minMessagesPerTrigger, which is not given")
+
+
+def _wanted(name: str, value: str) -> Any:
+    """A value, or in JSON's brackets a list of values or an operator, as agents have it in `where`."""
+    if value[:1] not in ("[", "{"):
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except msgspec.DecodeError as error:
+        raise InvalidOptionError(f"option {name} is no JSON: {error}") from error
+
+
+def _offset(given: Mapping[str, str], name: str, *, edges: tuple[str, ...]) -> Any:
+    value = given.get(name)
+    if value is None or value.lower() in edges:
+        return value and value.lower()
+    try:
+        return positions.parse_id(value, name=name)
+    except InvalidPositionError as error:
+        raise InvalidOptionError(f"option {name} must be {' or '.join(edges)} or a sequence, not {value!r}") from error
+
+
+def _time(given: Mapping[str, str], name: str) -> datetime | None:
+    try:
+        return positions.parse_date(given[name], name=f"option {name}") if name in given else None
+    except InvalidPositionError as error:
+        raise InvalidOptionError(str(error)) from error
+
+
+def _count(given: Mapping[str, str], name: str) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if not value.isascii() or not value.isdigit() or int(value) == 0:
+        raise InvalidOptionError(f"option {name} must be a whole number above 0, not {value!r}")
+    return int(value)
+
+
+def _duration(given: Mapping[str, str], name: str, *, otherwise: int) -> int:
+    try:
+        return int(Duration.parse(given[name])) if name in given else otherwise
+    except ValueError as error:
+        raise InvalidOptionError(f"option {name}: {error}") from error
+
+
+def _flag(given: Mapping[str, str], name: str, *, otherwise: bool) -> bool:
+    value = given.get(name, str(otherwise)).lower()
+    if value not in ("true", "false"):
+        raise InvalidOptionError(f"option {name} must be true or false, not {given[name]!r}")
+    return value == "true"
+
+
+def _mode(given: Mapping[str, str]) -> Any:
+    mode = given.get("mode", "PERMISSIVE").upper()
+    if mode not in ("PERMISSIVE", "FAILFAST"):
+        raise InvalidOptionError(f"option mode must be PERMISSIVE or FAILFAST, not {given['mode']!r}")
+    return mode
+
+
+def where_of(reading: Reading, fields: Iterable[str]) -> dict[str, Any]:
+    """The filters by the event type's own spelling of their fields; what it does not know stays as it is."""
+    spelled = {field.lower(): field for field in fields}
+    return {spelled.get(name.lower(), name): wanted for name, wanted in reading.where.items()}

@@ -1,0 +1,327 @@
+"""Batch and streaming reads: planned on the driver, carried out in tasks by our own backend.
+
+Spark makes the readers by `data_source`, pickles them, and calls them in processes of its own: so they hold what was
+asked for and no connection. A task opens one, reads its range of sequences as an ephemeral consumer gives it, and
+reads on where that is interrupted. What is lost for good is told by name, before anything is read in its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+from msgspec import Struct
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    ReadMinRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from aviso_workers import schema, streams, topics
+from aviso_workers.backends import Backend, Message, StreamInfo
+from aviso_workers.codec import NotificationReader
+from aviso_workers.config import Config
+from aviso_workers.errors import (
+    InvalidOptionError,
+    NotFoundError,
+    UnavailableError,
+    UndecodableError,
+    UnknownEventTypeError,
+)
+from aviso_workers.schema import EventType, Where
+from aviso_workers.spark import offsets
+from aviso_workers.spark.connecting import Connection, connected, load_config
+from aviso_workers.spark.offsets import Offset, Range
+from aviso_workers.spark.options import Reading, where_of
+from aviso_workers.spark.schema import Columns, Layout, layout
+
+__all__ = ["BatchReader", "StreamReader", "plan"]
+
+PATIENCE_SECONDS = 30.0
+"""How long a server may be away before a query fails: longer than an election, as for publishing."""
+AGAIN_AFTER_SECONDS = 0.5
+
+T = TypeVar("T")
+logger = logging.getLogger("aviso_workers.spark")
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """What is read, as driver and tasks know it. No connection, and nothing that is secret."""
+
+    reading: Reading
+    stream: str
+    layout: Layout
+    event_type: EventType | None = None
+    where: Where | None = None
+
+    @property
+    def filters(self) -> tuple[str, ...]:
+        return topics.filter_subjects(self.where) if self.where else ()
+
+    @property
+    def filters_are_wide(self) -> bool:
+        """Whether the server's filters may let more through than was asked for."""
+        if self.where is None:
+            return False
+        lists = [accepted for _, accepted in self.where.conditions if isinstance(accepted, frozenset)]
+        narrow = len(self.filters) == math.prod(map(len, lists))
+        return self.where.place is not None or len(lists) < len(self.where.conditions) or not narrow
+
+
+def plan(reading: Reading, config: Config) -> Plan:
+    """Raises `UnknownEventTypeError` and `InvalidIdentifierError`."""
+    if config.notification_backend.kind != "jetstream":
+        raise InvalidOptionError("Spark reads and writes with notification_backend.kind: jetstream only")
+    known = config.notification_schema
+    if reading.event is None:
+        return Plan(reading=reading, stream=reading.stream or "", layout=layout(reading, known))
+    event_type = known.get(reading.event)
+    if event_type is None:
+        raise UnknownEventTypeError(reading.event, known)
+    where = schema.parse_where(reading.event, event_type, where_of(reading, event_type.identifier))
+    stream = streams.event_stream(reading.event, event_type, config).name
+    return Plan(reading=reading, stream=stream, layout=layout(reading, known), event_type=event_type, where=where)
+
+
+class BatchReader(DataSourceReader):
+    """What a stream holds when the query is planned.
+
+    It takes no filters from Spark, though Spark offers them. PySpark 4.3 keeps what a reader was narrowed to with the
+    data frame that was loaded, and uses it for the next query on that frame as well, whatever that one filters: rows
+    would be missing without a word. What the server is to leave out, the `where` options say.
+    """
+
+    def __init__(self, plan: Plan, wanted: StructType) -> None:
+        self._plan = plan
+        self._wanted = wanted
+
+    def partitions(self) -> Sequence[InputPartition]:
+        plan, reading = self._plan, self._plan.reading
+        with connected(load_config(reading.config)) as connection:
+            info = _info(connection, plan.stream)
+            first = info.first_sequence if reading.start in (None, "earliest") else _number(reading.start, info)
+            last = info.last_sequence if reading.end == "latest" else min(reading.end, info.last_sequence)
+            if reading.start_time is not None:
+                first = connection.call(_first_since, connection.backend, plan.stream, reading.start_time, info)
+            if reading.end_time is not None:
+                after = reading.end_time + timedelta(microseconds=1)
+                last = connection.call(_first_since, connection.backend, plan.stream, after, info) - 1
+        if first <= last:
+            first = _from_what_is_left(plan, info, first)
+        created = offsets.created(info)
+        return list(offsets.split(first, last, partitions=reading.partitions, created=created))
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        return _batches(self._plan, self._wanted, partition)
+
+
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """What comes to a stream, in micro-batches of sequences.
+
+    Spark keeps one of these in a process of the driver, where it plans and never reads: that has a connection, from
+    the first question until `stop`.
+    """
+
+    def __init__(self, plan: Plan, wanted: StructType) -> None:
+        self._plan = plan
+        self._wanted = wanted
+        self._target: int | None = None
+        """With Trigger.AvailableNow: where the query ends."""
+        self._planned = 0
+        self._triggered = time.monotonic()
+        self._open = ExitStack()
+        self._connection: Connection | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_plan": self._plan, "_wanted": self._wanted}
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        reading = self._plan.reading
+        info = self._info()
+        sequence = info.last_sequence + 1 if reading.start in (None, "latest") else _number(reading.start, info)
+        if (since := reading.start_time) is not None:
+            sequence = self._ask(lambda one: one.call(_first_since, one.backend, self._plan.stream, since, info))
+        return self._offset(info, sequence - 1).as_dict()
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        reading = self._plan.reading
+        if reading.most_per_trigger is not None:
+            return ReadMaxRows(reading.most_per_trigger)
+        if reading.least_per_trigger is not None:
+            return ReadMinRows(reading.least_per_trigger)
+        return ReadAllAvailable()
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        info = self._info()
+        begin = self._left(info, Offset.parse(start))
+        last = info.last_sequence if self._target is None else min(self._target, info.last_sequence)
+        if isinstance(limit, ReadMaxRows):
+            last = min(last, begin.sequence + limit.max_rows)
+        if not isinstance(limit, ReadAllAvailable) and self._too_few(last - begin.sequence):
+            return start
+        self._planned = max(last, begin.sequence)
+        if self._planned == begin.sequence and begin == Offset.parse(start):
+            return start
+        self._triggered = time.monotonic()
+        return self._offset(info, self._planned).as_dict()
+
+    def reportLatestOffset(self) -> dict[str, Any]:  # noqa: N802
+        """With `lag`: the messages that match and are beyond what the query has planned."""
+        info, plan, start = self._info(), self._plan, self._planned + 1
+        lag = self._ask(lambda one: one.call(_count, one.backend, plan.stream, plan.filters, start))
+        return self._offset(info, info.last_sequence).as_dict() | {"lag": lag}
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        self._target = self._info().last_sequence
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        begin, until = Offset.parse(start), Offset.parse(end)
+        info = self._info()
+        first = self._left(info, begin).sequence + 1
+        partitions = self._plan.reading.partitions
+        return offsets.split(first, until.sequence, partitions=partitions, created=until.created)
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        return _batches(self._plan, self._wanted, partition)
+
+    def stop(self) -> None:
+        self._connection = None
+        self._open.close()
+
+    def _offset(self, info: StreamInfo, sequence: int) -> Offset:
+        return Offset(stream=self._plan.stream, created=offsets.created(info), sequence=max(0, sequence))
+
+    def _left(self, info: StreamInfo, begin: Offset) -> Offset:
+        """Where reading can go on from `begin`. Raises `DataLossError`."""
+        if begin.stream != self._plan.stream:
+            raise InvalidOptionError(
+                f"the checkpoint is of stream {begin.stream}, the query reads {self._plan.stream}: take another one"
+            )
+        same = begin.created == offsets.created(info)
+        first = _from_what_is_left(self._plan, info, begin.sequence + 1, created=begin.created)
+        return begin if same and first == begin.sequence + 1 else self._offset(info, first - 1)
+
+    def _too_few(self, count: int) -> bool:
+        reading = self._plan.reading
+        if reading.least_per_trigger is None or self._target is not None:
+            return False
+        overdue = time.monotonic() - self._triggered >= reading.trigger_delay_seconds
+        return count < reading.least_per_trigger and not overdue
+
+    def _info(self) -> StreamInfo:
+        return self._ask(lambda connection: _info(connection, self._plan.stream))
+
+    def _ask(self, question: Callable[[Connection], T]) -> T:
+        """The answer, also when the server is away for a while."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                if self._connection is None:
+                    settings = load_config(self._plan.reading.config)
+                    self._connection = self._open.enter_context(connected(settings))
+                return question(self._connection)
+            except UnavailableError:
+                self.stop()
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(AGAIN_AFTER_SECONDS)
+
+
+def _batches(plan: Plan, wanted: StructType, partition: InputPartition) -> Iterator[Any]:
+    """What Spark calls in a task: the record batches of a range of sequences."""
+    if not isinstance(partition, Range):
+        return  # Spark makes one of its own where there is nothing to read
+    columns = Columns(wanted, plan.layout, reading=plan.reading)
+    matches = _matcher(plan)
+    for chunk in _chunks(plan, partition):
+        if messages := [message for message in chunk if matches(message)] if matches else chunk:
+            yield columns.batch(messages)
+
+
+def _chunks(plan: Plan, range: Range) -> Iterator[list[Message]]:
+    """In order, once each, also where reading was interrupted in between. Raises `DataLossError`."""
+    settings = load_config(plan.reading.config)
+    first, deadline = range.first, time.monotonic() + PATIENCE_SECONDS
+    while first <= range.last:
+        try:
+            with connected(settings) as connection:
+                first = _from_what_is_left(plan, _info(connection, plan.stream), first, created=range.created)
+                reading = connection.backend.read_chunks(
+                    plan.stream, filter_subjects=plan.filters, start_sequence=first, last_sequence=range.last
+                )
+                with ExitStack() as closing:
+                    closing.callback(connection.call, reading.aclose)
+                    while (chunk := connection.call(anext, reading, None)) is not None:
+                        yield chunk
+                        first, deadline = chunk[-1].sequence + 1, time.monotonic() + PATIENCE_SECONDS
+                return
+        except UnavailableError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(AGAIN_AFTER_SECONDS)
+
+
+def _matcher(plan: Plan) -> Callable[[Message], bool] | None:
+    """Whether a message is one that was asked for; None where the server has decided it."""
+    if not plan.filters_are_wide or plan.event_type is None or plan.reading.event is None:
+        return None
+    reader = NotificationReader(plan.reading.event, plan.event_type, where=plan.where)
+
+    def matches(message: Message) -> bool:
+        try:
+            return reader.notification(message) is not None
+        except UndecodableError:
+            return False
+
+    return matches
+
+
+def _from_what_is_left(plan: Plan, info: StreamInfo, first: int, *, created: str | None = None) -> int:
+    """Where to read on from `first`. Raises `DataLossError`, or warns of it where it does not matter to the query."""
+    known = offsets.created(info) if created is None else created
+    lost = offsets.missing(info, stream=plan.stream, first=first, created_then=known)
+    if lost is None:
+        return first
+    if plan.reading.fail_on_data_loss:
+        raise lost
+    logger.warning("%s; reading goes on without them", str(lost).partition(". ")[0])
+    return info.first_sequence if known == offsets.created(info) else 1
+
+
+def _info(connection: Connection, stream: str) -> StreamInfo:
+    try:
+        return connection.call(connection.backend.stream_info, stream)
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"there is no stream {stream}: publish to it first, or make it with `aviso-workers streams apply`",
+            code=error.code,
+        ) from error
+
+
+async def _count(backend: Backend, stream: str, filters: Sequence[str], start: int) -> int:
+    return await backend.count(stream, filter_subjects=filters, start_sequence=start)
+
+
+async def _first_since(backend: Backend, stream: str, since: datetime, info: StreamInfo) -> int:
+    """The sequence of the first message that was stored at that time or later; the next one, if there is none."""
+    if since >= datetime.now(UTC):
+        return info.last_sequence + 1
+    reading = backend.read(stream, filter_subjects=(), start_time=since, last_sequence=info.last_sequence)
+    async with aclosing(reading):
+        message = await anext(reading, None)
+    return message.sequence if message else info.last_sequence + 1
+
+
+def _number(start: Any, info: StreamInfo) -> int:
+    if isinstance(start, int):
+        return max(1, start)
+    return info.first_sequence if start == "earliest" else info.last_sequence + 1

@@ -1,0 +1,206 @@
+"""The columns of the data source, and stored messages as Arrow record batches of them.
+
+`data_source` asks for the columns when a query is planned, `reading` makes a `Columns` of what Spark then wants and
+turns messages into batches inside of a task. Where an event type is given, its identifier is a struct with a typed
+field for each of its own; a struct and not columns beside the others, because an event type may have a field `time`.
+
+Work is done for a whole batch at a time wherever Arrow can: a task turns some hundred thousand messages a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from msgspec import Struct
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
+
+from aviso_workers import codec, schema, topics
+from aviso_workers.codec import Message
+from aviso_workers.errors import InvalidOptionError, UndecodableError
+from aviso_workers.schema import DateHandler, EventType, FloatHandler, IntHandler, Rule
+from aviso_workers.spark.options import Reading
+from aviso_workers.spark.payloads import CORRUPT, PayloadReader
+
+__all__ = ["Columns", "Layout", "columns"]
+
+WHOLE_NUMBER = r"^[+-]?[0-9]{1,18}$"
+"""What surely fits into 64 bits; what does not is null."""
+NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+SPATIAL_HEADERS = {codec.POLYGON: codec.GEOMETRY_HEADER, codec.POINT_CLOUD: codec.POINT_CLOUD_HEADER}
+READS_AS = {IntHandler: "BIGINT", FloatHandler: "DOUBLE", DateHandler: "DATE"}
+ABSENT = ("", "*")
+"""Tokens of a field that the publisher left out."""
+
+
+class Layout(Struct, frozen=True, kw_only=True):
+    """What is known of the messages of a stream before they are read."""
+
+    event_types: Mapping[str, tuple[str, tuple[str, ...]]]
+    """By base: the event type's name and its `key_order`."""
+    event: str | None = None
+    rules: Mapping[str, Rule] = {}
+    """The identifier fields of `event`."""
+
+
+def layout(reading: Reading, event_types: Mapping[str, EventType]) -> Layout:
+    """`event_types` are those of the configuration; the one that is read must be among them."""
+    known = {}
+    for name, event_type in event_types.items():
+        topic = schema.topic_of(name, event_type)
+        known[topic.base] = name, topic.key_order
+    rules = event_types[reading.event].identifier if reading.event else {}
+    return Layout(event_types=known, event=reading.event, rules=rules)
+
+
+def columns(reading: Reading, known: Layout) -> str:
+    """The columns, as Spark's DDL."""
+    fields = [f"`{field}` {READS_AS.get(type(rule), 'STRING')}" for field, rule in known.rules.items()]
+    found = {
+        "event_type": "STRING",
+        "sequence": "BIGINT",
+        "time": "TIMESTAMP",
+        "topic": "STRING",
+        "identifier": f"STRUCT<{', '.join(fields)}>" if known.event else "MAP<STRING, STRING>",
+        "payload": f"STRUCT<{reading.payload_schema}>" if reading.payload_schema else "STRING",
+    }
+    if reading.payload_schema and reading.mode == "PERMISSIVE":
+        found[CORRUPT] = "STRING"
+    if reading.include_headers:
+        found["headers"] = "MAP<STRING, STRING>"
+    return ", ".join(f"{name} {kind}" for name, kind in found.items())
+
+
+class Columns:
+    """Turns messages into record batches of the columns that Spark wants. Made once in a task."""
+
+    def __init__(self, wanted: StructType, known: Layout, *, reading: Reading) -> None:
+        self._schema: pa.Schema = to_arrow_schema(wanted, timezone="UTC")
+        self._known = known
+        self._spatial = [field for field in known.rules if field in SPATIAL_HEADERS]
+        payload = wanted["payload"].dataType
+        self._payloads = PayloadReader(payload, mode=reading.mode) if isinstance(payload, StructType) else None
+
+    def batch(self, messages: Sequence[Message]) -> pa.RecordBatch:
+        """Raises `UndecodableError` where a payload does not fit, and mode is FAILFAST."""
+        found: dict[str, Any] = {
+            "sequence": pa.array([message.sequence for message in messages], pa.int64()),
+            "time": _times([message.timestamp_ns for message in messages]),
+            "topic": pa.array([message.subject for message in messages], pa.string()),
+        }
+        found |= self._identities(messages, found["topic"])
+        found |= self._bodies(messages)
+        if "headers" in self._schema.names:
+            kind = self._schema.field("headers").type
+            found["headers"] = pa.array([list((message.headers or {}).items()) for message in messages], kind)
+        return pa.RecordBatch.from_arrays([found[name] for name in self._schema.names], schema=self._schema)
+
+    def _bodies(self, messages: Sequence[Message]) -> dict[str, pa.Array]:
+        texts = _texts([message.data for message in messages])
+        if self._payloads is None:
+            return {"payload": texts}
+        values, corrupt = self._payloads.read(texts.to_pylist(), [message.sequence for message in messages])
+        return {
+            "payload": pa.array(values, self._schema.field("payload").type),
+            CORRUPT: pa.array(corrupt, pa.string()),
+        }
+
+    def _identities(self, messages: Sequence[Message], subjects: pa.Array) -> dict[str, pa.Array]:
+        if self._known.event is not None:
+            names = pa.repeat(pa.scalar(self._known.event), len(messages))
+            return {"event_type": names, "identifier": self._struct(messages, subjects)}
+        found = [self._look(message.subject) for message in messages]
+        kind = self._schema.field("identifier").type
+        return {
+            "event_type": pa.array([name for name, _ in found], pa.string()),
+            "identifier": pa.array([pairs for _, pairs in found], kind),
+        }
+
+    def _look(self, subject: str) -> tuple[str, list[tuple[str, str]] | None]:
+        """The event type of a subject, and its identifier; of one that belongs to none, its base and no identifier."""
+        try:
+            base, *values = topics.decode_subject(subject)
+        except UndecodableError:
+            base, values = subject.partition(".")[0], []
+        name, keys = self._known.event_types.get(base, (base, ()))
+        if not keys or len(keys) != len(values):
+            return name, None
+        return name, [(key, value) for key, value in zip(keys, values, strict=True) if value not in ABSENT]
+
+    def _struct(self, messages: Sequence[Message], subjects: pa.Array) -> pa.StructArray:
+        kind: pa.StructType = self._schema.field("identifier").type
+        (keys,) = [keys for name, keys in self._known.event_types.values() if name == self._known.event]
+        tokens = _tokens(subjects, len(keys) + 1)
+        texts = dict(zip(keys, tokens[1:], strict=True))
+        for field in self._spatial:
+            header = SPATIAL_HEADERS[field]
+            texts[field] = pa.array([(message.headers or {}).get(header) for message in messages], pa.string())
+        missing = pa.nulls(len(messages), pa.string())
+        children = [_typed(texts.get(field, missing), rule) for field, rule in self._known.rules.items()]
+        return pa.StructArray.from_arrays(children, fields=list(kind))
+
+
+def _times(nanoseconds: Iterable[int]) -> pa.Array:
+    return pc.divide(pa.array(nanoseconds, pa.int64()), 1000).cast(pa.timestamp("us", "UTC"))
+
+
+def _texts(bodies: list[bytes]) -> pa.Array:
+    """JSON as text; null where there is no payload."""
+    try:
+        texts = pa.array(bodies, pa.binary()).cast(pa.string())
+    except pa.ArrowInvalid:  # not UTF-8, as nobody but a stranger writes it
+        texts = pa.array([body.decode("utf-8", "replace") for body in bodies], pa.string())
+    absent = pc.is_in(texts, value_set=pa.array(["", "null"]))
+    return pc.if_else(absent, None, texts)
+
+
+def _tokens(subjects: pa.Array, count: int) -> list[pa.Array]:
+    """The tokens of subjects by position, decoded; null where a subject has another number of them or left one out."""
+    split = pc.split_pattern(subjects, ".")
+    fits = pc.equal(pc.list_value_length(split), count)
+    if not pc.all(fits).as_py():
+        blank = pa.array([[""] * count], split.type)
+        split = pc.if_else(fits, split, blank[0])
+    columns = [pc.list_element(split, position) for position in range(count)]
+    return [_decoded(column) for column in columns]
+
+
+def _decoded(tokens: pa.Array) -> pa.Array:
+    tokens = pc.if_else(pc.is_in(tokens, value_set=pa.array(ABSENT)), None, tokens)
+    if not pc.any(pc.match_substring(tokens, "%")).as_py():
+        return tokens
+    return pa.array([_decode(token) for token in tokens.to_pylist()], pa.string())
+
+
+def _decode(token: str | None) -> str | None:
+    try:
+        value = topics.decode_token(token) if token is not None else None
+    except UndecodableError:
+        return None
+    return None if value in ABSENT else value
+
+
+def _typed(texts: pa.Array, rule: Rule) -> pa.Array:
+    """The values of a field; null where one does not fit its rule, as it may be in a stream that others use."""
+    match rule:
+        case IntHandler():
+            return pc.if_else(pc.match_substring_regex(texts, WHOLE_NUMBER), texts, None).cast(pa.int64())
+        case FloatHandler():
+            return pc.if_else(pc.match_substring_regex(texts, NUMBER), texts, None).cast(pa.float64())
+        case DateHandler():
+            parsed = pc.strptime(texts, format=rule.canonical_format, unit="s", error_is_null=True)
+            return parsed.cast(pa.date32())
+        case _:
+            return texts
+
+
+def check_wanted(wanted: StructType, expected: StructType) -> None:
+    """Raise `InvalidOptionError` where the query states columns of its own."""
+    if wanted.names != expected.names:
+        raise InvalidOptionError(
+            f"the data source has the columns {', '.join(expected.names)}: leave .schema() out; "
+            "the option payloadSchema says what payloads look like"
+        )

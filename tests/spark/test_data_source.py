@@ -1,0 +1,347 @@
+"""Notifications as data frames and back, with a real Spark and a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from aviso_workers import App, Notification, Notify
+from aviso_workers.backends import Message
+from aviso_workers.server import NatsServer
+from aviso_workers.spark import register
+
+PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
+IDENTIFIER = {"class": "od", "date": "20261120", "time": "0600", "step": 0}
+
+
+@pytest.fixture(scope="module")
+def spark(start_spark: Callable[..., SparkSession], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    settings = {"spark.master": "local[2,2]", "spark.sql.session.timeZone": "UTC"}
+    spark = start_spark(tmp_path_factory.mktemp("logs"), settings)
+    register(spark)
+    yield spark
+    spark.stop()
+
+
+class Place:
+    """A server, a configuration with the event types `mars` and `copy`, and what one wants to do with them."""
+
+    def __init__(self, spark: SparkSession, server: NatsServer, directory: Path) -> None:
+        self.server = server
+        self.directory = directory
+        self._spark = spark
+        rules = {
+            "class": {"type": "StringHandler"},
+            "date": {"type": "DateHandler"},
+            "time": {"type": "TimeHandler"},
+            "step": {"type": "IntHandler", "range": [0, 100_000]},
+        }
+        event_type = {
+            "topic": {"key_order": list(rules)},
+            "identifier": {field: {**rule, "required": True} for field, rule in rules.items()},
+            "storage_policy": {"allow_duplicates": True},
+        }
+        document = {
+            "notification_backend": {"kind": "jetstream", "jetstream": {"nats_url": server.url}},
+            "notification_schema": {
+                name: {**event_type, "topic": {**event_type["topic"], "base": name}} for name in ("mars", "copy")
+            },
+        }
+        self.config = directory / "aviso.yaml"
+        self.config.write_text(json.dumps(document))
+
+    def publish(self, *steps: int, payload: Any = None, event: str = "mars", **identifier: Any) -> None:
+        wanted = [Notify(event, {**IDENTIFIER, **identifier, "step": step}, payload) for step in steps]
+        self._with_app(lambda app: app.notify_many(wanted))
+
+    def publish_raw(self, subject: str) -> None:
+        """A message that no schema has seen."""
+        message = Message(subject=subject, data=b"")
+        self._with_app(
+            lambda app: app.session.backend.publish(message, message_id=subject, stream="MARS", timeout_seconds=5)
+        )
+
+    def stored(self, event: str = "mars") -> list[Notification[Any]]:
+        async def replay(app: App) -> list[Notification[Any]]:
+            return [notification async for notification in app.replay(event)]
+
+        return self._with_app(replay)
+
+    def do(self, deed: str, *arguments: Any) -> Any:
+        """A deed of the backend, such as `purge_stream`."""
+        return self._with_app(lambda app: getattr(app.session.backend, deed)(*arguments))
+
+    def read(self, event: str = "mars", **options: Any) -> DataFrame:
+        return self._spark.read.format("aviso").options(**self._options(event, options)).load()
+
+    def read_stream(self, event: str = "mars", **options: Any) -> DataFrame:
+        return self._spark.readStream.format("aviso").options(**self._options(event, options)).load()
+
+    def write(self, frame: DataFrame, event: str = "mars", **options: Any) -> None:
+        frame.write.format("aviso").mode("append").options(**self._options(event, options)).save()
+
+    def rows(self, count: int, *, first: int = 0) -> DataFrame:
+        """Rows that are notifications, in two partitions."""
+        fixed = [F.lit(IDENTIFIER[field]).alias(field) for field in ("class", "date", "time")]
+        payload = F.to_json(F.struct(F.col("id").alias("number"))).alias("payload")
+        return self._spark.range(first, first + count, 1, 2).select(*fixed, F.col("id").alias("step"), payload)
+
+    def _options(self, event: str, options: dict[str, Any]) -> dict[str, str]:
+        source = {} if "stream" in options else {"event": event}
+        return {"config": str(self.config), **source, **{name: str(value) for name, value in options.items()}}
+
+    def _with_app(self, deed: Callable[[App], Any]) -> Any:
+        async def run() -> Any:
+            async with App("test", config=self.config) as app:
+                return await deed(app)
+
+        return anyio.run(run)
+
+
+@pytest.fixture
+def place(spark: SparkSession, nats_server: NatsServer, tmp_path: Path) -> Place:
+    return Place(spark, nats_server, tmp_path)
+
+
+def steps(frame: DataFrame) -> list[int]:
+    return sorted(row["step"] for row in frame.select("identifier.step").collect())
+
+
+class TestReading:
+    def test_a_notification_is_a_row_of_typed_columns(self, place: Place):
+        place.publish(6, payload={"location": "/a"})
+
+        (row,) = place.read().collect()
+
+        assert row.asDict(recursive=True) | {"time": None} == {
+            "event_type": "mars",
+            "sequence": 1,
+            "time": None,
+            "topic": "mars.od.20261120.0600.6",
+            "identifier": {"class": "od", "date": date(2026, 11, 20), "time": "0600", "step": 6},
+            "payload": '{"location":"/a"}',
+        }
+        (notification,) = place.stored()
+        assert row["time"].replace(tzinfo=UTC) == notification.time
+
+    def test_values_are_spelled_as_they_were_before_they_were_escaped(self, place: Place):
+        place.publish(1, **{"class": "a.b*c%"})
+
+        assert place.read().first()["identifier"]["class"] == "a.b*c%"
+
+    def test_what_does_not_fit_the_schema_is_null(self, place: Place):
+        place.publish(1)
+        for subject in ("mars.od", "mars.od.yesterday.0600.many", "mars.*.20261120.0600.2"):
+            place.publish_raw(subject)
+
+        found = [row["identifier"] for row in place.read().orderBy("sequence").collect()]
+
+        assert [(one["class"], one["date"], one["step"]) for one in found] == [
+            ("od", date(2026, 11, 20), 1),
+            (None, None, None),
+            ("od", None, None),
+            (None, date(2026, 11, 20), 2),
+        ]
+
+    def test_a_stream_is_read_without_an_event_type(self, place: Place):
+        place.publish(1, payload="x")
+        place.publish_raw("mars.od")
+
+        first, second = place.read(stream="MARS", includeHeaders=True).orderBy("sequence").collect()
+
+        assert first["identifier"] == {"class": "od", "date": "20261120", "time": "0600", "step": "1"}
+        assert first["headers"]["Nats-Expected-Stream"] == "MARS"
+        assert (second["event_type"], second["identifier"], second["payload"]) == ("mars", None, None)
+
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({}, [0, 1, 2, 3, 4, 5]),
+            ({"startingOffsets": "latest"}, []),
+            ({"startingOffsets": 3}, [2, 3, 4, 5]),
+            ({"startingOffsets": 2, "endingOffsets": 4}, [1, 2, 3]),
+            ({"endingOffsets": 99}, [0, 1, 2, 3, 4, 5]),
+            ({"where.step": '{"between": [1, 3]}'}, [1, 2, 3]),
+            ({"where.step": "[1, 5]", "where.class": "od"}, [1, 5]),
+            ({"where.CLASS": "rd"}, []),
+            ({"startingTimestamp": "2020-01-01T00:00:00Z"}, [0, 1, 2, 3, 4, 5]),
+            ({"endingTimestamp": "2020-01-01T00:00:00Z"}, []),
+            ({"startingTimestamp": "2100-01-01T00:00:00Z"}, []),
+        ],
+    )
+    def test_options_say_what_is_read(self, place: Place, options: dict[str, Any], expected: list[int]):
+        place.publish(*range(6))
+
+        assert steps(place.read(**options)) == expected
+
+    def test_times_are_inclusive(self, place: Place):
+        place.publish(1)
+        place.publish(2)
+        place.publish(3)
+        second = place.stored()[1].time.isoformat()
+
+        assert steps(place.read(startingTimestamp=second)) == [2, 3]
+        assert steps(place.read(endingTimestamp=second)) == [1, 2]
+
+    def test_many_partitions_read_everything_once(self, place: Place):
+        place.publish(*range(5000))
+        gone = (1200, 1250, 2500, 2501, 4999)
+        for sequence in gone:
+            place.do("delete_message", "MARS", sequence)
+
+        frame = place.read(numPartitions=3)
+
+        assert frame.rdd.getNumPartitions() == 3
+        found = sorted(row["sequence"] for row in frame.select("sequence").collect())
+        assert found == [number for number in range(1, 5001) if number not in gone]
+
+    def test_a_range_that_is_gone_fails_by_name(self, place: Place, caplog: pytest.LogCaptureFixture):
+        place.publish(*range(6))
+        for sequence in (1, 2):
+            place.do("delete_message", "MARS", sequence)
+
+        with pytest.raises(PySparkException, match="stream MARS: messages 1 to 2 are gone"):
+            place.read(startingOffsets=1).collect()
+        assert steps(place.read(startingOffsets=1, failOnDataLoss=False)) == [2, 3, 4, 5]
+        assert steps(place.read()) == [2, 3, 4, 5]
+
+    def test_a_missing_stream_is_named(self, place: Place):
+        with pytest.raises(PySparkException, match="there is no stream MARS"):
+            place.read().collect()
+
+    def test_one_frame_can_be_filtered_again_and_again(self, spark: SparkSession, place: Place):
+        """Where Spark hands filters to data sources, it also remembers for a frame what the last one left."""
+        place.publish(*range(6))
+        spark.conf.set(PUSHDOWN, "true")
+        try:
+            frame = place.read()
+            assert steps(frame.where("sequence > 2 and sequence <= 4")) == [2, 3]
+            assert steps(frame.where("identifier.step > 3 or payload is not null")) == [4, 5]
+            assert steps(frame) == [0, 1, 2, 3, 4, 5]
+        finally:
+            spark.conf.unset(PUSHDOWN)
+
+
+class TestPayloads:
+    SCHEMA = "location STRING, size BIGINT, parts ARRAY<STRUCT<n INT>>, made TIMESTAMP"
+
+    def test_a_schema_makes_columns_of_them(self, place: Place):
+        payload = {"location": "/a", "parts": [{"n": 1}], "made": "2026-11-20T06:00:00Z", "other": 1}
+        place.publish(1, payload=payload)
+        place.publish(2)
+
+        full, empty = place.read(payloadSchema=self.SCHEMA).orderBy("sequence").collect()
+
+        assert full["payload"].asDict(recursive=True) == {
+            "location": "/a",
+            "size": None,
+            "parts": [{"n": 1}],
+            "made": datetime(2026, 11, 20, 6),
+        }
+        assert (full["_corrupt_record"], empty["payload"], empty["_corrupt_record"]) == (None, None, None)
+
+    def test_one_that_does_not_fit_is_kept_as_text(self, place: Place):
+        place.publish(1, payload={"size": "big"})
+        place.publish(2, payload={"size": 5})
+
+        bad, good = place.read(payloadSchema="size BIGINT").orderBy("sequence").collect()
+
+        assert (bad["payload"], bad["_corrupt_record"]) == (None, '{"size":"big"}')
+        assert (good["payload"]["size"], good["_corrupt_record"]) == (5, None)
+
+    def test_or_ends_the_query(self, place: Place):
+        place.publish(1, payload={"size": "big"})
+
+        frame = place.read(payloadSchema="size BIGINT", mode="FAILFAST")
+
+        assert "_corrupt_record" not in frame.columns
+        with pytest.raises(PySparkException, match=r"payload of message 1 does not fit payloadSchema.*\$\.size"):
+            frame.collect()
+
+
+class TestWriting:
+    def test_rows_are_checked_notifications(self, place: Place):
+        place.write(place.rows(40))
+
+        stored = place.stored()
+        assert sorted(int(one.identifier["step"]) for one in stored) == list(range(40))
+        assert {one.identifier["time"] for one in stored} == {"0600"}
+        assert all(one.payload == {"number": int(one.identifier["step"])} for one in stored)
+
+    def test_what_was_read_can_be_written(self, place: Place):
+        place.publish(1, 2, payload=["x"])
+
+        place.write(place.read(), event="copy")
+        place.write(place.read().select("topic", "payload"), event="mars")
+
+        assert [(one.topic, one.payload) for one in place.stored("copy")] == [
+            ("copy.od.20261120.0600.1", ["x"]),
+            ("copy.od.20261120.0600.2", ["x"]),
+        ]
+        assert len(place.stored()) == 4
+
+    def test_payloads_may_be_structs(self, place: Place):
+        struct = F.struct(F.lit(5).alias("size"), F.array(F.lit("a")).alias("parts"))
+
+        place.write(place.rows(1).withColumn("payload", struct))
+
+        assert place.stored()[0].payload == {"size": 5, "parts": ["a"]}
+
+    def test_a_column_of_ids_stores_nothing_twice(self, place: Place):
+        rows = place.rows(20).withColumn("id", F.concat(F.lit("field/"), F.col("step")))
+
+        place.write(rows, msgIdColumn="id")
+        place.write(rows, msgIdColumn="id")
+
+        assert len(place.stored()) == 20
+
+    def test_a_task_that_is_tried_again_stores_nothing_twice(self, place: Place):
+        @F.udf("string")
+        def fail_once(number: int) -> str:
+            from pyspark import TaskContext
+
+            context = TaskContext.get()
+            if context and context.attemptNumber() == 0 and number % 1000 == 999:
+                raise RuntimeError("the first attempt fails near its end")
+            return str(number)
+
+        rows = place.rows(2000).withColumn("payload", fail_once(F.col("step")))
+
+        place.write(rows)
+
+        assert sorted(int(one.identifier["step"]) for one in place.stored()) == list(range(2000))
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            (lambda rows: rows.drop("time"), "mars: there is no column for the identifier field 'time'"),
+            (lambda rows: rows.withColumnRenamed("step", "stepp"), "column 'stepp' is no part of a notification"),
+            (lambda rows: rows.withColumn("step", F.lit(-1)), "mars: identifier field 'step' must be within"),
+            (lambda rows: rows.withColumn("payload", F.lit("{")), "mars: the payload of a row is not JSON"),
+            (lambda rows: rows.select(F.lit("mars.od").alias("topic")), "topic 'mars.od' is not mars.<class>.<date>"),
+        ],
+    )
+    def test_what_is_no_notification_is_refused(self, place: Place, change: Callable[..., DataFrame], said: str):
+        with pytest.raises(PySparkException, match=said):
+            place.write(change(place.rows(1)))
+
+    def test_rows_go_to_no_other_stream(self, place: Place):
+        """The subject says where a message goes; the stream that is expected, where it must not."""
+        place.publish(1)
+
+        assert place.read(includeHeaders=True).first()["headers"]["Nats-Expected-Stream"] == "MARS"
+
+    def test_a_stream_is_not_overwritten(self, place: Place):
+        options = {"config": str(place.config), "event": "mars"}
+
+        with pytest.raises(PySparkException, match="a stream cannot be overwritten"):
+            place.rows(1).write.format("aviso").mode("overwrite").options(**options).save()

@@ -1,0 +1,93 @@
+"""What a query may ask for, and how it is told what it may not."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from aviso_workers.errors import InvalidOptionError
+from aviso_workers.spark.options import parse_reading, parse_writing
+
+
+def test_an_event_type_is_read_from_its_beginning_unless_more_is_said():
+    reading = parse_reading({"event": "mars"}, streaming=False)
+
+    assert (reading.event, reading.start, reading.end, reading.fail_on_data_loss) == ("mars", None, "latest", True)
+
+
+def test_names_are_found_in_any_case_as_spark_hands_them_over():
+    reading = parse_reading(
+        {
+            "event": "mars",
+            "where.class": "od",
+            "where.step": '{"gte": 6}',
+            "startingoffsets": "17",
+            "maxmessagespertrigger": "500",
+            "minmessagespertrigger": "10",
+            "maxtriggerdelay": "2m",
+            "includeheaders": "TRUE",
+        },
+        streaming=True,
+    )
+
+    assert reading.where == {"class": "od", "step": {"gte": 6}}
+    assert (reading.start, reading.most_per_trigger, reading.least_per_trigger) == (17, 500, 10)
+    assert (reading.trigger_delay_seconds, reading.include_headers) == (120, True)
+
+
+def test_times_are_read_as_a_replay_reads_them():
+    reading = parse_reading({"event": "mars", "startingtimestamp": "2026-11-20T06:00:00Z"})
+
+    assert reading.start_time == datetime(2026, 11, 20, 6, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("options", "streaming", "said"),
+    [
+        ({}, False, "give one of the options event"),
+        ({"event": "mars", "stream": "MARS"}, False, "give one of the options event"),
+        ({"event": " "}, False, "option event must not be empty"),
+        ({"event": "mars", "startingofset": "1"}, False, "did you mean 'startingOffsets'?"),
+        ({"event": "mars", "maxmessagespertrigger": "5"}, False, "maxMessagesPerTrigger is for readStream only"),
+        ({"event": "mars", "endingoffsets": "5"}, True, "endingOffsets is for read only"),
+        ({"event": "mars", "endingoffsets": "earliest"}, False, "endingOffsets must be latest or a sequence"),
+        ({"event": "mars", "startingoffsets": "-1"}, False, "startingOffsets must be earliest or latest or a sequence"),
+        (
+            {"event": "mars", "startingoffsets": "1", "startingtimestamp": "0"},
+            False,
+            "give one of the options starting",
+        ),
+        ({"event": "mars", "startingtimestamp": "yesterday"}, False, "startingTimestamp must be a date with a time"),
+        ({"event": "mars", "numpartitions": "0"}, False, "numPartitions must be a whole number above 0"),
+        ({"event": "mars", "failondataloss": "no"}, False, "failOnDataLoss must be true or false"),
+        ({"event": "mars", "maxtriggerdelay": "5m"}, True, "limits the wait for minMessagesPerTrigger"),
+        ({"event": "mars", "minmessagespertrigger": "1", "maxtriggerdelay": "5"}, True, "option maxTriggerDelay: "),
+        (
+            {"event": "mars", "minmessagespertrigger": "9", "maxmessagespertrigger": "5"},
+            True,
+            "minMessagesPerTrigger 9 is more than maxMessagesPerTrigger 5",
+        ),
+        ({"event": "mars", "mode": "FAILFAST"}, False, "needs payloadSchema"),
+        ({"event": "mars", "payloadschema": "a INT", "mode": "DROPMALFORMED"}, False, "PERMISSIVE or FAILFAST"),
+        ({"stream": "MARS", "where.class": "od"}, False, "need the option event"),
+        ({"event": "mars", "where.class": "[od"}, False, "option where.class is no JSON"),
+    ],
+)
+def test_what_means_nothing_is_refused_with_the_cure(options: dict[str, str], streaming: bool, said: str):
+    with pytest.raises(InvalidOptionError, match=said.replace("?", r"\?")):
+        parse_reading(options, streaming=streaming)
+
+
+@pytest.mark.parametrize("name", ["token", "password", "nats_url", "nkey_seed", "credentials"])
+def test_a_secret_is_no_option_and_is_not_repeated(name: str):
+    with pytest.raises(InvalidOptionError, match="configuration file or the environment") as refused:
+        parse_reading({"event": "mars", name: "hunter2"})
+
+    assert "hunter2" not in str(refused.value)
+
+
+def test_writing_needs_an_event_type_and_passes_over_what_is_for_spark():
+    assert parse_writing({"event": "mars", "checkpointlocation": "/tmp/x"}).event == "mars"
+    with pytest.raises(InvalidOptionError, match="writing needs the option event"):
+        parse_writing({})
