@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Protocol
 
 import anyio
@@ -65,12 +66,15 @@ def fail_after(clock: Clock, seconds: float) -> Iterator[anyio.CancelScope]:
 
 
 class LoopClock:
-    """Real time. Made where an event loop runs, and used there."""
+    """Real time: that of the event loop in which it is first asked."""
 
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.monotonic = loop.time
-        self.call_at = loop.call_at
+    @cached_property
+    def monotonic(self) -> Callable[[], float]:
+        return asyncio.get_running_loop().time
+
+    @cached_property
+    def call_at(self) -> Callable[[float, Callable[[], None]], Timer]:
+        return asyncio.get_running_loop().call_at
 
     def time_ns(self) -> int:
         return time.time_ns()
