@@ -31,7 +31,7 @@ async def connection(nats_server: NatsServer) -> AsyncGenerator[Connection, None
 
 def stand_still(server: NatsServer) -> None:
     server.process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, server.process.pid, os.WSTOPPED)  # until then it may answer
+    os.waitid(os.P_PID, server.process.pid, os.WSTOPPED | os.WNOWAIT)  # a signal takes its time
 
 
 async def test_a_server_that_answers_has_what_was_sent_before(connection):

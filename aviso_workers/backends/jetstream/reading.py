@@ -6,7 +6,6 @@ engine opens the next one after the last sequence that was seen.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -15,7 +14,7 @@ from typing import Any
 import anyio
 
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription, Received
+from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription
 from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import BackendError, UnavailableError
 
@@ -44,14 +43,15 @@ async def read(
     reader = _Reader(connection, stream=stream, consumer=created["name"], bounded=last_sequence is not None)
     await reader.open()
     try:
-        while (message := await reader.next()) is not None:
-            if last_sequence is not None and message.sequence > last_sequence:
-                return
-            if _before_start(message, start_sequence, start_time):
-                continue  # a start beyond the end: the server begins with whatever comes next
-            yield message
-            if message.sequence == last_sequence:
-                return
+        while messages := await reader.more():
+            for message in messages:
+                if last_sequence is not None and message.sequence > last_sequence:
+                    return
+                if message.sequence < start_sequence or (start_time is not None and store_time(message) < start_time):
+                    continue  # a start beyond the end: the server begins with whatever comes next
+                yield message
+                if message.sequence == last_sequence:
+                    return
     finally:
         with anyio.CancelScope(shield=True):
             await reader.close()
@@ -92,12 +92,6 @@ async def _delete_consumer(connection: Connection, stream: str, name: str) -> No
         await connection.api(f"CONSUMER.DELETE.{stream}.{name}")
 
 
-def _before_start(message: Message, start_sequence: int, start_time: datetime | None) -> bool:
-    if start_time is None:
-        return message.sequence < start_sequence
-    return store_time(message) < start_time
-
-
 class _Reader:
     """A buffer that is kept filled from one ephemeral consumer."""
 
@@ -106,7 +100,7 @@ class _Reader:
         self._stream = stream
         self._consumer = consumer
         self._bounded = bounded
-        self._buffer: deque[Message] = deque()
+        self._buffer: list[Message] = []
         self._changed = anyio.Event()
         self._lost: BackendError | None = None
         self._pulls = PullSubscription(
@@ -122,29 +116,30 @@ class _Reader:
         await self._pulls.close()
         await _delete_consumer(self._connection, self._stream, self._consumer)
 
-    async def next(self) -> Message | None:
-        """The next message; None where a bounded reading has seen everything there is."""
+    async def more(self) -> list[Message]:
+        """The next messages, in order; none where a bounded reading has seen everything there is."""
         while True:
-            self._changed = anyio.Event()
-            if len(self._buffer) + self._pulls.outstanding <= BUFFER // 2 and not self._pulls.exhausted:
-                await self._pulls.ask(BUFFER // 2, wait=not self._bounded)
+            if self._pulls.outstanding <= BUFFER // 2 and not self._pulls.exhausted:
+                self._pulls.ask(BUFFER // 2, wait=not self._bounded)
             if self._buffer:
-                return self._buffer.popleft()
+                messages, self._buffer = self._buffer, []
+                return messages
             if lost := self._pulls.error or self._lost:
                 # The consumer is ours alone: whatever became of it, another one can read on.
                 raise UnavailableError(f"reading {self._stream} was interrupted: {lost}") from lost
             if self._pulls.exhausted:
                 if self._bounded:
-                    return None
+                    return []
                 self._pulls.exhausted = False
                 continue  # the request has expired: the next one goes out at once
+            self._changed = anyio.Event()
             with anyio.move_on_after(HEARTBEAT_SECONDS):
                 await self._changed.wait()
             if self._pulls.silent():
                 raise UnavailableError(f"the server is silent about consumer {self._consumer} of {self._stream}")
 
-    def _on_message(self, received: Received) -> None:
-        self._buffer.append(received.message)
+    def _on_message(self, message: Message, reply: bytes, num_delivered: int) -> None:
+        self._buffer.append(message)
         self._change()
 
     def _on_disconnect(self) -> None:
