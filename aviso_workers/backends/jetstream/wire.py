@@ -164,7 +164,7 @@ class _ShortWire:
     async def ping(self, pong: asyncio.Future[bool]) -> None:
         self._flush()
         await self._nc._flush_pending(force_flush=True)
-        if self._nc.is_connected and not pong.done():  # else that connection is lost, though there may be another one
+        if self._nc.is_connected and not pong.done():  # else it is lost, and perhaps there is another one by now
             await self._nc._send_ping(pong)
 
     def abort(self) -> None:
@@ -296,7 +296,7 @@ class PublicWire:
             await self._sending
         while self._nc.pending_data_size and self._nc.is_connected:  # a PING of nats-py overtakes what waits
             await checkpoint()
-        if pong.done():  # that connection is lost, though there may be another one by now
+        if pong.done():  # it is lost, and perhaps there is another one by now
             return
         # It never times out, because a PONG that comes after that ends nats-py's reader.
         flushing = self._loop.create_task(self._nc.flush(timeout=NEVER_SECONDS))
