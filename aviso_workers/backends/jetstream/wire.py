@@ -296,6 +296,8 @@ class PublicWire:
             await self._sending
         while self._nc.pending_data_size and self._nc.is_connected:  # a PING of nats-py overtakes what waits
             await checkpoint()
+        if pong.done():  # it is lost, and perhaps there is another one by now
+            return
         # It never times out, because a PONG that comes after that ends nats-py's reader.
         flushing = self._loop.create_task(self._nc.flush(timeout=NEVER_SECONDS))
         flushing.add_done_callback(lambda flushed: None if pong.done() else pong.set_result(not flushed.cancelled()))
