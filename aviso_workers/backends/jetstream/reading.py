@@ -40,14 +40,21 @@ async def read(
 ) -> AsyncGenerator[Message, None]:
     """See `backends.Backend.read`."""
     start: dict[str, Any] = {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, start_sequence)}
-    if start_time is not None:
-        start = {"deliver_policy": "by_start_time", "opt_start_time": start_time.isoformat()}
+
+    def before(message: Message) -> bool:
+        return message.sequence < start_sequence
+
+    if (time := start_time) is not None:
+        start = {"deliver_policy": "by_start_time", "opt_start_time": time.isoformat()}
+
+        def before(message: Message) -> bool:
+            return store_time(message) < time
+
     async with _reader(connection, stream, filter_subjects, start, ahead=AHEAD, last_sequence=last_sequence) as reader:
         while messages := await reader.more():
             for message in messages:
-                if message.sequence < start_sequence or (start_time is not None and store_time(message) < start_time):
-                    continue  # a start beyond the end: the server begins with whatever comes next
-                yield message
+                if not before(message):  # a start beyond the end: the server begins with whatever comes next
+                    yield message
 
 
 async def read_chunks(
