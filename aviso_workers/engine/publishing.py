@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import anyio
@@ -42,7 +42,6 @@ CHUNK_BYTES = 1024 * 1024
 CHUNKS_UNDER_WAY = 3
 HEADER_ALLOWANCE = 512
 """Bytes of a message that our own headers may take."""
-NONE: Mapping[str, str] = {}
 
 
 def encode(config: Config, wanted: Notify) -> Message:
@@ -120,7 +119,9 @@ class Publisher:
         """Raises `InvalidNotificationError`."""
         writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
         message = writer.message(wanted.identifier, wanted.payload)
-        size = len(message.data) + sum(len(key) + len(value) for key, value in (message.headers or NONE).items())
+        size = len(message.data)
+        if message.headers:
+            size += sum(len(key) + len(value) for key, value in message.headers.items())
         if size + HEADER_ALLOWANCE > self._backend.max_payload:
             raise InvalidPayloadError(
                 f"{wanted.event_type}: the notification has {size} bytes, the server takes {self._backend.max_payload}"

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio
 import msgspec
@@ -49,21 +49,14 @@ class _Answer(msgspec.Struct, frozen=True):
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
-class _Message(NamedTuple):
-    """A message that is ready to be sent."""
-
-    place: int
-    """Among those that are published together."""
-    subject: bytes
-    headers: bytes
-    data: bytes
-
-
 class _Batch:
     """Messages of one stream. It is over when there is an answer, or will be none."""
 
-    def __init__(self, messages: Sequence[_Message]) -> None:
-        self.messages = messages
+    def __init__(self) -> None:
+        self.messages: list[tuple[bytes, bytes, bytes]] = []
+        """Subject, header block and data of each."""
+        self.places: list[int] = []
+        """Of each, among those that are published together."""
         self.over = anyio.Event()
         self.answer: _Answer | None = None
 
@@ -106,12 +99,10 @@ class Ingester:
         results: dict[int, PubAck | BackendError] = {}
         for batch in await self._ingest(self._batches(outgoing), timeout_seconds=timeout_seconds):
             if batch.answer is None:
-                for message in batch.messages:
-                    results[message.place] = self._publisher.unknown(outgoing[message.place], sent_at)
-                continue
-            ack = PubAck(stream=batch.answer.stream, sequence=0)
-            for message in batch.messages[: batch.answer.count]:
-                results[message.place] = ack
+                results.update((place, self._publisher.unknown(outgoing[place], sent_at)) for place in batch.places)
+            else:
+                ack = PubAck(stream=batch.answer.stream, sequence=0)
+                results.update(dict.fromkeys(batch.places[: batch.answer.count], ack))
         left = [place for place in range(len(outgoing)) if place not in results]
         if left:
             left_seconds = max(0.0, sent_at + timeout_seconds - anyio.current_time())
@@ -121,16 +112,21 @@ class Ingester:
 
     def _batches(self, outgoing: Sequence[Outgoing]) -> list[_Batch]:
         """What of it can go as batches. A message that is refused before it is sent would end its batch."""
-        most = self._connection.nc.max_payload
-        messages: dict[str, list[_Message]] = {}
+        batches: defaultdict[str, _Batch] = defaultdict(_Batch)
         if len(outgoing) < FEWEST or not self._connection.ready:
             return []
+        most = self._connection.nc.max_payload
         for place, each in enumerate(outgoing):
-            if each.stream in self._streams:
-                with suppress(RefusedError):
-                    subject, headers = encode(each, most=most)
-                    messages.setdefault(each.stream, []).append(_Message(place, subject, headers, each.message.data))
-        return [_Batch(of_stream) for of_stream in messages.values() if len(of_stream) >= FEWEST]
+            if each.stream not in self._streams:
+                continue
+            try:
+                subject, headers = encode(each, most=most)
+            except RefusedError:
+                continue
+            batch = batches[each.stream]
+            batch.messages.append((subject, headers, each.message.data))
+            batch.places.append(place)
+        return [batch for batch in batches.values() if len(batch.messages) >= FEWEST]
 
     async def _ingest(self, batches: list[_Batch], *, timeout_seconds: float) -> list[_Batch]:
         """Send the batches; returns them when they are over, or the time is."""
@@ -150,7 +146,7 @@ class Ingester:
         self._under_way[batch_id] = batch
         prefix = b"%b.%b.%d.fail" % (self._inbox, batch_id, FLOW)
         send, last = self._connection.wire.send, len(batch.messages)
-        for number, (_, subject, headers, data) in enumerate(batch.messages, 1):
+        for number, (subject, headers, data) in enumerate(batch.messages, 1):
             operation = START if number == 1 else COMMIT if number == last else ADD
             send(subject, data, reply=b"%b.%d.%d.$FI" % (prefix, number, operation), headers=headers)
         return batch_id
