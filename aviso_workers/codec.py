@@ -39,7 +39,7 @@ NO_HEADERS: Mapping[str, str] = {}
 _encoder = msgspec.json.Encoder(order="sorted")
 
 
-class Message(Struct, frozen=True, kw_only=True):
+class Message(Struct, frozen=True, kw_only=True, gc=False):
     """A message as a stream holds it."""
 
     subject: str

@@ -10,9 +10,9 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import anyio
+from msgspec import Struct
 
 from aviso_workers import streams
 from aviso_workers.backends import Backend, Outgoing, PubAck
@@ -52,7 +52,7 @@ def encode(config: Config, wanted: Notify) -> Message:
     return NotificationWriter(wanted.event_type, declared).message(wanted.identifier, wanted.payload)
 
 
-class _Prepared(NamedTuple):
+class _Prepared(Struct, frozen=True, gc=False):
     """A notification that is ready to be sent."""
 
     event_type: str
@@ -172,7 +172,7 @@ class Publisher:
             attempt += 1
 
     async def _attempt(self, chunk: Sequence[_Prepared]) -> Sequence[PubAck | BackendError]:
-        specs = {prepared.spec.name: prepared.spec for prepared in chunk}
+        specs = {prepared.event_type: prepared.spec for prepared in chunk}
         try:
             for spec in specs.values():
                 await self._provisioner.ensure(spec)
