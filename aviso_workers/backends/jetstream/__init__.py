@@ -1,8 +1,8 @@
 """The JetStream backend: the only folder that knows nats-py.
 
-`connection` owns the connection and `wire` is the short way through it; `publishing`, `consuming`, `reading` and
-`key_value` use it, `pulling` asks for messages, `faults` says what an error means. Streams and consumers are managed
-over JetStream's raw JSON, because nats-py's classes drop the fields that they do not know.
+`connection` owns the connection and `wire` is the short way through it; `publishing`, `ingesting`, `consuming`,
+`reading` and `key_value` use it, `pulling` asks for messages, `faults` says what an error means. Streams and consumers
+are managed over JetStream's raw JSON, because nats-py's classes drop the fields that they do not know.
 """
 
 from __future__ import annotations

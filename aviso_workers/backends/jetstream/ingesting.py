@@ -32,7 +32,7 @@ __all__ = ["Ingester"]
 FEWEST = 10
 """The least batch has about as many answers: fewer messages are better acknowledged one by one."""
 FLOW = 500
-"""Messages after which the server says how far it is. It never says so more rarely, and at first more often."""
+"""The server says how far it is after so many messages at the latest, and more often at first."""
 START, ADD, COMMIT = 0, 1, 2
 NO_FAST_BATCHES = 10205
 
@@ -76,7 +76,7 @@ class Ingester:
         self._under_way: dict[bytes, _Batch] = {}
         """By id."""
         self._numbers = itertools.count(1)
-        self._nonce = secrets.token_hex(8)
+        self._nonce = secrets.token_hex(8).encode()
         """Makes the ids ours: a stream has one batch of an id, whoever sends to it."""
         self._inbox = b""
 
@@ -142,7 +142,7 @@ class Ingester:
 
     def _send(self, batch: _Batch) -> bytes:
         """Returns the batch's id."""
-        batch_id = b"%b%d" % (self._nonce.encode(), next(self._numbers))
+        batch_id = b"%b%d" % (self._nonce, next(self._numbers))
         self._under_way[batch_id] = batch
         prefix = b"%b.%b.%d.fail" % (self._inbox, batch_id, FLOW)
         send, last = self._connection.wire.send, len(batch.messages)
