@@ -3,6 +3,7 @@ them when the server dies."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
@@ -45,6 +46,12 @@ def messages(count: int, *, name: str = "message") -> list[Outgoing]:
 def answers(backend: JetStreamBackend) -> int:
     """How many messages the server has sent us so far."""
     return int(backend._connection.nc.stats["in_msgs"])
+
+
+def stop(server: NatsServer) -> None:
+    """Return when it stands still."""
+    server.process.send_signal(signal.SIGSTOP)
+    os.waitpid(server.process.pid, os.WUNTRACED)
 
 
 async def test_many_are_answered_by_few(backend):
@@ -116,7 +123,7 @@ async def test_a_message_that_must_not_be_sent_does_not_end_the_batch_of_the_oth
 
 async def test_what_a_silent_server_may_have_stored_is_unknown(backend, nats_server):
     await backend.create_stream(MARS)
-    nats_server.process.send_signal(signal.SIGSTOP)
+    stop(nats_server)
 
     results = await backend.publish_many(messages(20), timeout_seconds=0.1)
 
@@ -128,7 +135,7 @@ async def test_what_a_silent_server_may_have_stored_is_unknown(backend, nats_ser
 
 async def test_what_was_under_way_when_the_server_died_is_unknown_at_once(backend, nats_server):
     await backend.create_stream(MARS)
-    nats_server.process.send_signal(signal.SIGSTOP)
+    stop(nats_server)
     results: list[Any] = []
 
     async def publish() -> None:
