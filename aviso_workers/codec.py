@@ -32,12 +32,14 @@ SPATIAL_HEADERS = {POLYGON: GEOMETRY_HEADER, POINT_CLOUD: POINT_CLOUD_HEADER}
 MOST_KNOWN = 10_000
 SURELY_SHORT = 900
 """Characters of a subject that cannot be too long, however many bytes they have."""
+REMEMBERED = frozenset({str, int})
+"""Types of values of which equal ones are spelled alike: 1.0 equals 1, and so does True."""
 NO_HEADERS: Mapping[str, str] = {}
 
 _encoder = msgspec.json.Encoder(order="sorted")
 
 
-class Message(Struct, frozen=True, kw_only=True):
+class Message(Struct, frozen=True, kw_only=True, gc=False):
     """A message as a stream holds it."""
 
     subject: str
@@ -129,19 +131,22 @@ class NotificationWriter:
         for field, known in self._known.items():
             if len(known) == MOST_KNOWN:
                 known.clear()
-            if type(identifier[field]) in (str, int):
+            if type(identifier[field]) in REMEMBERED:
                 known[identifier[field]] = topics.encode_token(canonical[field])
         return message
 
     def _known_subject(self, identifier: Mapping[str, Any]) -> str | None:
-        if not self._all_routed or identifier.keys() != self._known.keys():
+        if not self._all_routed or len(identifier) != len(self._known):
             return None
         tokens = [self._base]
-        for field, known in self._known.items():
-            value = identifier[field]
-            if (type(value) is not str and type(value) is not int) or (token := known.get(value)) is None:
-                return None
-            tokens.append(token)
+        try:
+            for field, known in self._known.items():
+                value = identifier[field]
+                if type(value) not in REMEMBERED:
+                    return None
+                tokens.append(known[value])
+        except KeyError:
+            return None
         subject = ".".join(tokens)
         return subject if len(subject) < SURELY_SHORT else None
 

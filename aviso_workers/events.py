@@ -38,7 +38,10 @@ PublishOutcome = Literal["stored", "duplicate", "failed"]
 
 
 class Published(Struct, frozen=True, kw_only=True):
-    """Publishing `count` notifications ended: stored, found to be stored already, or given up."""
+    """Publishing `count` notifications ended: stored, found to be stored already, or given up.
+
+    Of many that are published together, those that were there already may count as stored: see `PubAck.sequence`.
+    """
 
     event_type: str
     outcome: PublishOutcome

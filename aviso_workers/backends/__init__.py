@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-class Outgoing(Struct, frozen=True):
+class Outgoing(Struct, frozen=True, gc=False):
     """A message to be stored in `stream`; one of the same id within the duplicate window is stored once."""
 
     message: Message
@@ -57,7 +57,9 @@ class Outgoing(Struct, frozen=True):
 class PubAck(Struct, frozen=True, kw_only=True):
     stream: str
     sequence: int
+    """0 where it is not known: of many that were stored together, a server says how many there are."""
     duplicate: bool = False
+    """It was stored before; False where `sequence` is not known either."""
 
 
 class StreamInfo(Struct, frozen=True, kw_only=True):
@@ -279,7 +281,10 @@ class Backend(Protocol):
     async def publish_many(
         self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
     ) -> list[PubAck | BackendError]:
-        """Store messages in this order, all under way at once; what became of each. One timeout is for all of them."""
+        """Store messages in this order, all under way at once; what became of each. One timeout is for all of them.
+
+        One alone is answered as `publish` does; of more, an acknowledgement may leave the sequence out.
+        """
 
     async def key_value(self, bucket: str, *, ttl_seconds: float | None = None) -> KeyValue:
         """The bucket of that name. Where it is missing it is created; it forgets values older than `ttl_seconds`."""

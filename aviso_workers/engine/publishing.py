@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 import anyio
+from msgspec import Struct
 
 from aviso_workers import streams
 from aviso_workers.backends import Backend, Outgoing, PubAck
@@ -42,7 +42,6 @@ CHUNK_BYTES = 1024 * 1024
 CHUNKS_UNDER_WAY = 3
 HEADER_ALLOWANCE = 12 * 1024
 """Bytes that headers may take, also those of the dead letter that it may become, with its subject and an error."""
-NONE: Mapping[str, str] = {}
 
 
 def encode(config: Config, wanted: Notify) -> Message:
@@ -53,7 +52,7 @@ def encode(config: Config, wanted: Notify) -> Message:
     return NotificationWriter(wanted.event_type, declared).message(wanted.identifier, wanted.payload)
 
 
-class _Prepared(NamedTuple):
+class _Prepared(Struct, frozen=True, gc=False):
     """A notification that is ready to be sent."""
 
     event_type: str
@@ -120,7 +119,9 @@ class Publisher:
         """Raises `InvalidNotificationError`."""
         writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
         message = writer.message(wanted.identifier, wanted.payload)
-        size = len(message.data) + sum(len(key) + len(value) for key, value in (message.headers or NONE).items())
+        size = len(message.data)
+        if message.headers:
+            size += sum(len(key) + len(value) for key, value in message.headers.items())
         max_payload = self._backend.max_payload
         most = max_payload - min(HEADER_ALLOWANCE, max_payload // 2)
         if size > most:
@@ -173,7 +174,7 @@ class Publisher:
             attempt += 1
 
     async def _attempt(self, chunk: Sequence[_Prepared]) -> Sequence[PubAck | BackendError]:
-        specs = {prepared.spec.name: prepared.spec for prepared in chunk}
+        specs = {prepared.event_type: prepared.spec for prepared in chunk}
         try:
             for spec in specs.values():
                 await self._provisioner.ensure(spec)

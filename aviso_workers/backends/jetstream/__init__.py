@@ -1,8 +1,8 @@
 """The JetStream backend: the only folder that knows nats-py.
 
-`connection` owns the connection and `wire` is the short way through it; `publishing`, `consuming`, `reading` and
-`key_value` use it, `pulling` asks for messages, `faults` says what an error means. Streams and consumers are managed
-over JetStream's raw JSON, because nats-py's classes drop the fields that they do not know.
+`connection` owns the connection and `wire` is the short way through it; `publishing`, `ingesting`, `consuming`,
+`reading` and `key_value` use it, `pulling` asks for messages, `faults` says what an error means. Streams and consumers
+are managed over JetStream's raw JSON, because nats-py's classes drop the fields that they do not know.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from aviso_workers.backends import ConnectionListener, ConsumerInfo, Delivery, K
 from aviso_workers.backends.jetstream import key_value, reading
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.consuming import Outbox, PullConsumer
+from aviso_workers.backends.jetstream.ingesting import Ingester
 from aviso_workers.backends.jetstream.publishing import Publisher
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.codec import Message
@@ -42,6 +43,7 @@ class JetStreamBackend:
         self._settings = settings
         self._connection = Connection(settings, on_connection=on_connection)
         self._publisher = Publisher(self._connection)
+        self._ingester = Ingester(self._connection, self._publisher)
         self._outbox = Outbox(self._connection)
         self._made: dict[tuple[str, str], str] = {}
         self._tasks: TaskGroup
@@ -49,6 +51,7 @@ class JetStreamBackend:
     async def __aenter__(self) -> JetStreamBackend:
         await self._connection.open()
         await self._publisher.open()
+        await self._ingester.open()
         await self._outbox.open()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
@@ -88,13 +91,16 @@ class JetStreamBackend:
         await self._connection.failed()
 
     async def stream_info(self, stream: str) -> StreamInfo:
-        return _stream_info(await self._connection.api(f"STREAM.INFO.{stream}"))
+        return self._stream_info(await self._connection.api(f"STREAM.INFO.{stream}"))
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:
-        return _stream_info(await self._connection.api(f"STREAM.CREATE.{spec.name}", msgspec.to_builtins(spec)))
+        config = msgspec.to_builtins(spec)
+        if self._has_server(2, 14):
+            config["allow_batched"] = True  # ours to say as long as nobody else has made the stream
+        return self._stream_info(await self._connection.api(f"STREAM.CREATE.{spec.name}", config))
 
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
-        return _stream_info(await self._connection.api(f"STREAM.UPDATE.{config['name']}", config))
+        return self._stream_info(await self._connection.api(f"STREAM.UPDATE.{config['name']}", config))
 
     async def purge_stream(self, stream: str) -> int:
         return int((await self._connection.api(f"STREAM.PURGE.{stream}"))["purged"])
@@ -172,11 +178,20 @@ class JetStreamBackend:
 
     def _require_server(self, major: int, minor: int, *, to: str) -> None:
         """An older server does not answer at all to what it does not know."""
-        found = self._connection.nc.connected_server_version
-        if (found.major, found.minor) < (major, minor):
+        if not self._has_server(major, minor):
+            found = self._connection.nc.connected_server_version
             raise RefusedError(
                 f"to {to}, nats-server {major}.{minor} or newer is needed; this one is {found.major}.{found.minor}"
             )
+
+    def _has_server(self, major: int, minor: int) -> bool:
+        found = self._connection.nc.connected_server_version
+        return (found.major, found.minor) >= (major, minor)
+
+    def _stream_info(self, answer: Mapping[str, Any]) -> StreamInfo:
+        info = _stream_info(answer)
+        self._ingester.learn(info.config)
+        return info
 
     @asynccontextmanager
     async def consume(
@@ -245,7 +260,7 @@ class JetStreamBackend:
     async def publish_many(
         self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
     ) -> list[PubAck | BackendError]:
-        return await self._publisher.publish(outgoing, timeout_seconds=timeout_seconds)
+        return await self._ingester.publish(outgoing, timeout_seconds=timeout_seconds)
 
     async def key_value(self, bucket: str, *, ttl_seconds: float | None = None) -> KeyValue:
         context = self._connection.nc.jetstream(domain=self._settings.domain)

@@ -119,7 +119,10 @@ class Headers(Mapping[str, str]):
 
 def header_block(fields: Mapping[str, str]) -> bytes:
     """Headers as they are sent. A line break in a value becomes a space, because it would end the header."""
-    lines = [f"{name}: {value.strip().translate(LINE_BREAKS)}\r\n" for name, value in fields.items()]
+    lines = [
+        f"{name}: {value.strip() if value.isprintable() else value.strip().translate(LINE_BREAKS)}\r\n"
+        for name, value in fields.items()
+    ]
     return b"NATS/1.0\r\n%b\r\n" % "".join(lines).encode()
 
 
