@@ -19,7 +19,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from aviso_workers import positions, schema
+from aviso_workers import positions, schema, topics
 from aviso_workers.agents import Router
 from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, load
@@ -30,6 +30,7 @@ from aviso_workers.errors import (
     ConfigError,
     DeclarationError,
     InvalidIdentifierError,
+    InvalidNotificationError,
     UnknownEventTypeError,
 )
 from aviso_workers.events import Events, Measured
@@ -121,10 +122,15 @@ class App(Router):
             if agent.event_type not in event_types:
                 found.append(f"agent {agent.name!r}: {UnknownEventTypeError(agent.event_type, event_types)}")
                 continue
+            declared = event_types[agent.event_type]
             try:
-                schema.parse_where(agent.event_type, event_types[agent.event_type], agent.where)
+                schema.parse_where(agent.event_type, declared, agent.where)
             except InvalidIdentifierError as error:
                 found.append(f"agent {agent.name!r}: where: {error}")
+            try:
+                topics.key_of(schema.topic_of(agent.event_type, declared), agent.policy.order_by)
+            except InvalidNotificationError as error:
+                found.append(f"agent {agent.name!r}: {error}")
         for router in self._routers:
             try:
                 self.settings(router)

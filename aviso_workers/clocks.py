@@ -65,16 +65,15 @@ def fail_after(clock: Clock, seconds: float) -> Iterator[anyio.CancelScope]:
 
 
 class LoopClock:
-    """Real time."""
+    """Real time. Made where an event loop runs, and used there."""
 
-    def monotonic(self) -> float:
-        return asyncio.get_running_loop().time()
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.monotonic = loop.time
+        self.call_at = loop.call_at
 
     def time_ns(self) -> int:
         return time.time_ns()
-
-    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
-        return asyncio.get_running_loop().call_at(when, callback)
 
     async def sleep(self, seconds: float) -> None:
         await anyio.sleep(seconds)

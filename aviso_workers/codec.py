@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from aviso_workers import spatial, topics
+from aviso_workers import schema, spatial, topics
 from aviso_workers.errors import InvalidPayloadError, UndecodableError
 from aviso_workers.notifications import Notification
 from aviso_workers.schema import EventType, PointCloudHandler, PolygonHandler, Where, parse_where
 
-__all__ = ["Message", "NotificationReader", "encode", "store_time"]
+__all__ = ["Message", "NotificationReader", "NotificationWriter", "encode", "store_time"]
 
 BBOX_HEADER = "spatial_bbox"
 GEOMETRY_HEADER = "spatial_geometry"
@@ -27,6 +27,12 @@ POINT_CLOUD_HEADER = "spatial_point_cloud"
 POLYGON = "polygon"
 """The one field name whose polygon an aviso-server carries in a header."""
 POINT_CLOUD = "point_cloud"
+
+SPATIAL_HEADERS = {POLYGON: GEOMETRY_HEADER, POINT_CLOUD: POINT_CLOUD_HEADER}
+MOST_KNOWN = 10_000
+SURELY_SHORT = 900
+"""Characters of a subject that cannot be too long, however many bytes they have."""
+NO_HEADERS: Mapping[str, str] = {}
 
 _encoder = msgspec.json.Encoder(order="sorted")
 
@@ -37,7 +43,7 @@ class Message(Struct, frozen=True, kw_only=True):
     subject: str
     data: bytes
     headers: Mapping[str, str] | None = None
-    """Multiple values of one header are joined with a comma."""
+    """Of several values of one name, the last."""
     sequence: int = 0
     timestamp_ns: int = 0
     """Store time, nanoseconds since 1970 UTC."""
@@ -45,8 +51,7 @@ class Message(Struct, frozen=True, kw_only=True):
 
 def store_time(message: Message) -> datetime:
     """When the stream stored it, UTC, cut to whole microseconds: a replay from this time begins with it."""
-    seconds, nanoseconds = divmod(message.timestamp_ns, 1_000_000_000)
-    return datetime.fromtimestamp(seconds, UTC).replace(microsecond=nanoseconds // 1000)
+    return datetime.fromtimestamp(message.timestamp_ns // 1000 / 1e6, UTC)  # a float holds microseconds until 2255
 
 
 def encode(name: str, event_type: EventType, identifier: Mapping[str, str], payload: Any) -> Message:
@@ -101,6 +106,46 @@ def _spatial_headers(event_type: EventType, identifier: Mapping[str, str]) -> di
     return None
 
 
+class NotificationWriter:
+    """Turns notifications of one event type into messages. Made once, used for many: of the values that come again and
+    again it remembers how a subject spells them."""
+
+    def __init__(self, name: str, event_type: EventType) -> None:
+        self._name = name
+        self._event_type = event_type
+        place = schema.topic_of(name, event_type)
+        self._base = topics.encode_token(place.base)
+        self._known: dict[str, dict[object, str]] = {field: {} for field in place.key_order}
+        """By field, the tokens of texts and whole numbers."""
+        self._all_routed = set(place.key_order) == set(event_type.identifier)
+
+    def message(self, identifier: Mapping[str, Any], payload: Any) -> Message:
+        """Raises `InvalidNotificationError`."""
+        subject = self._known_subject(identifier)
+        if subject is not None and payload is not None:
+            return Message(subject=subject, data=_encode_payload(self._name, payload))
+        canonical = schema.canonical_identifier(self._name, self._event_type, identifier)
+        message = encode(self._name, self._event_type, canonical, payload)
+        for field, known in self._known.items():
+            if len(known) == MOST_KNOWN:
+                known.clear()
+            if type(identifier[field]) in (str, int):
+                known[identifier[field]] = topics.encode_token(canonical[field])
+        return message
+
+    def _known_subject(self, identifier: Mapping[str, Any]) -> str | None:
+        if not self._all_routed or identifier.keys() != self._known.keys():
+            return None
+        tokens = [self._base]
+        for field, known in self._known.items():
+            value = identifier[field]
+            if (type(value) is not str and type(value) is not int) or (token := known.get(value)) is None:
+                return None
+            tokens.append(token)
+        subject = ".".join(tokens)
+        return subject if len(subject) < SURELY_SHORT else None
+
+
 class NotificationReader:
     """Turns the stored messages of one event type into notifications of one payload type, and leaves out what a
     filter does not let through. Made once, used for many."""
@@ -111,6 +156,7 @@ class NotificationReader:
         self._name = name
         self._where = where or parse_where(name, event_type, {})
         self._keys = self._where.topic.key_order
+        self._spatial = [(field, header) for field, header in SPATIAL_HEADERS.items() if field in event_type.identifier]
         self._decode_payload = _payload_decoder(payload_type)
 
     def notification(self, message: Message, *, num_delivered: int = 1) -> Notification[Any] | None:
@@ -118,17 +164,19 @@ class NotificationReader:
 
         Raises `UndecodableError`, with the path of the mistake where the payload does not fit its type.
         """
-        tokens = topics.decode_subject(message.subject)
+        subject = message.subject
+        tokens = topics.decode_subject(subject) if "%" in subject else subject.split(".")
         if len(tokens) != len(self._keys) + 1:
             raise UndecodableError(
                 f"{message.subject!r} has {len(tokens) - 1} identifier values, {self._name} has {len(self._keys)}"
             )
         if not self._where.matches(tokens, _footprint(message) if self._where.place else None):
             return None
-        headers = message.headers or {}
-        # A decoded "*" or an empty token means that the publisher left the field out.
-        identifier = {key: value for key, value in zip(self._keys, tokens[1:], strict=True) if value not in ("", "*")}
-        for field, header in ((POLYGON, GEOMETRY_HEADER), (POINT_CLOUD, POINT_CLOUD_HEADER)):
+        headers = message.headers if message.headers is not None else NO_HEADERS
+        identifier = dict(zip(self._keys, tokens[1:], strict=True))
+        if "*" in tokens or "" in tokens:  # decoded, they mean that the publisher left the field out
+            identifier = {key: value for key, value in identifier.items() if value not in ("", "*")}
+        for field, header in self._spatial:
             if header in headers:
                 identifier.setdefault(field, headers[header])
         return Notification(
@@ -137,7 +185,7 @@ class NotificationReader:
             payload=self._decode_payload(message.data),
             sequence=message.sequence,
             time=store_time(message),
-            topic=message.subject,
+            topic=subject,
             headers=headers,
             num_delivered=num_delivered,
         )

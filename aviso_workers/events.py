@@ -7,7 +7,7 @@ no observer can change what happens. Facts carry no subject and no payload.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from msgspec import Struct
 
@@ -16,10 +16,12 @@ __all__ = [
     "AgentStarted",
     "AgentStopped",
     "ConnectionChanged",
+    "ConnectionSlow",
     "ConsumerDiffers",
     "Event",
     "Events",
     "Measured",
+    "PublishOutcome",
     "Published",
     "Settled",
     "Skipped",
@@ -28,20 +30,24 @@ __all__ = [
 ]
 
 
+PublishOutcome = Literal["stored", "duplicate", "failed"]
+
+
 class Published(Struct, frozen=True, kw_only=True):
-    """A publish ended: stored, found to be stored already, or given up."""
+    """Publishing `count` notifications ended: stored, found to be stored already, or given up."""
 
     event_type: str
-    outcome: Literal["stored", "duplicate", "failed"]
+    outcome: PublishOutcome
     attempts: int
+    count: int = 1
 
 
 class Settled(Struct, frozen=True, kw_only=True):
     """A delivery was settled; `seconds` is the time the handling took."""
 
     agent: str
-    notification: str
-    """`<event type>@<sequence>`."""
+    event_type: str
+    sequence: int
     outcome: Literal["acked", "retried", "dead_lettered"]
     reason: str
     seconds: float
@@ -51,6 +57,11 @@ class Settled(Struct, frozen=True, kw_only=True):
     """From the time at which the stream stored the notification."""
     num_delivered: int
     error: Exception | None = None
+
+    @property
+    def notification(self) -> str:
+        """`<event type>@<sequence>`."""
+        return f"{self.event_type}@{self.sequence}"
 
 
 class AgentStarted(Struct, frozen=True, kw_only=True):
@@ -116,6 +127,12 @@ class ConnectionChanged(Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class ConnectionSlow(Struct, frozen=True, kw_only=True):
+    """The connection was made, and works slower than it could."""
+
+    reason: str
+
+
 class Measured(Struct, frozen=True, kw_only=True):
     """A router measured something that Prometheus is to see as a gauge, in place of what it was before."""
 
@@ -137,6 +154,7 @@ Event = (
     | StreamProvisioned
     | ConsumerDiffers
     | ConnectionChanged
+    | ConnectionSlow
     | Measured
 )
 
@@ -145,11 +163,13 @@ class Events:
     """Where facts are stated and listened to. Listeners are called at once, in the order they came."""
 
     def __init__(self) -> None:
-        self._listeners: list[Callable[[Event], None]] = []
+        self._listeners: dict[type, list[Callable[[Any], None]]] = {kind: [] for kind in get_args(Event)}
 
-    def listen(self, listener: Callable[[Event], None]) -> None:
-        self._listeners.append(listener)
+    def listen(self, listener: Callable[[Any], None], *kinds: type[Event]) -> None:
+        """Call the listener with facts of these kinds, or of all."""
+        for kind in kinds or self._listeners:
+            self._listeners[kind].append(listener)
 
     def emit(self, event: Event) -> None:
-        for listener in self._listeners:
+        for listener in self._listeners[type(event)]:
             listener(event)

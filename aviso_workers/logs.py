@@ -15,6 +15,7 @@ from aviso_workers.events import (
     AgentStarted,
     AgentStopped,
     ConnectionChanged,
+    ConnectionSlow,
     ConsumerDiffers,
     Event,
     Settled,
@@ -53,6 +54,8 @@ def configure(settings: Logging) -> None:
 def observe(event: Event) -> None:
     """An observer of the engine's facts."""
     match event:
+        case Settled(outcome="acked"):
+            pass
         case Settled():
             _observe_end(event)
         case ConsumerDiffers():
@@ -101,6 +104,8 @@ def observe(event: Event) -> None:
             log.info("connection.up")
         case ConnectionChanged():
             log.warning("connection.down", reason=event.reason)
+        case ConnectionSlow():
+            log.warning("connection.slow", reason=event.reason, cure="install the nats-py that aviso-workers asks for")
 
 
 def _observe_end(event: Settled) -> None:

@@ -26,7 +26,16 @@ from aviso_workers.app import App
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.engine.ordering import Line
 from aviso_workers.errors import BackendError, NotFoundError
-from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged, Event, Measured, Published, Settled
+from aviso_workers.events import (
+    AgentDisturbed,
+    AgentStarted,
+    ConnectionChanged,
+    ConnectionSlow,
+    Event,
+    Measured,
+    Published,
+    Settled,
+)
 
 __all__ = ["Metrics"]
 
@@ -66,9 +75,9 @@ class _Counts(dict[str, int]):
     def __init__(self, known: tuple[str, ...] = ()) -> None:
         super().__init__(dict.fromkeys(known, 0))
 
-    def add(self, word: str) -> None:
+    def add(self, word: str, count: int = 1) -> None:
         known = word if word in self or len(self) < MOST_REASONS else "other"
-        self[known] = self.get(known, 0) + 1
+        self[known] = self.get(known, 0) + count
 
 
 class _Agent:
@@ -130,6 +139,12 @@ class Metric(Struct, frozen=True):
 OF_PROCESS = (
     Metric(Gauge, "ready", "Whether /readyz says yes: connected, and every agent reads.", lambda own: own.ready()),
     Metric(Gauge, "connected", "Whether the backend is connected.", lambda own: own.connected),
+    Metric(
+        Gauge,
+        "connection_slow",
+        "Whether notifications take the long way through nats-py, because its version is not one that was tested.",
+        lambda own: own.slow,
+    ),
     Metric(Counter, "reconnects", "Connections made after the first.", lambda own: max(0, own.connections - 1)),
     Metric(
         Gauge,
@@ -232,7 +247,7 @@ class Metrics:
         bases = {name: schema.topic_of(name, kind).base for name, kind in app.config.notification_schema.items()}
         self.ready = ready
         self.loop_lag_seconds = loop_lag_seconds
-        self.connected = False
+        self.connected = self.slow = False
         self.connections = 0
         self._published = {name: _Published() for name in bases}
         self._agents = {agent.name: _Agent(_line_of(app, agent.name)) for agent in app.agents}
@@ -254,12 +269,14 @@ class Metrics:
         match event:
             case Settled(agent=agent):
                 self._agents[agent].settled(event)
-            case Published(event_type=event_type, outcome=outcome, attempts=attempts):
-                self._published[event_type].outcomes.add(outcome)
-                self._published[event_type].retries += attempts - 1
+            case Published(event_type=event_type, count=count):
+                self._published[event_type].outcomes.add(event.outcome, count)
+                self._published[event_type].retries += (event.attempts - 1) * count
             case ConnectionChanged(connected=connected):
                 self.connected = connected
                 self.connections += connected
+            case ConnectionSlow():
+                self.slow = True
             case AgentDisturbed(agent=agent, stream=stream, error=error) if agent in self._agents:
                 self._agents[agent].pull_errors.add(_code(error))
                 if isinstance(error, NotFoundError):

@@ -5,12 +5,14 @@ A notification is an identifier and a payload, with the sequence and the time at
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct, field
 
+from aviso_workers.errors import DeclarationError
 from aviso_workers.verdicts import Reject, Retry
 
 __all__ = ["Batch", "Batching", "Notification", "Notify", "Receipt", "Stream"]
@@ -61,10 +63,19 @@ class Notification(Struct, Generic[T], frozen=True, kw_only=True):
 
 
 class Batching(Struct, frozen=True):
-    """How a batch agent's notifications are collected: `size` of them, or what came `within` seconds of the first."""
+    """How a batch agent's notifications are collected: `size` of them, or what came `within` seconds of the first.
+
+    Raises `DeclarationError` for numbers that make no sense.
+    """
 
     size: int = 100
     within: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.size >= 1:
+            raise DeclarationError(f"Batching: size must be 1 or more, found {self.size}")
+        if not 0 <= self.within < math.inf:
+            raise DeclarationError(f"Batching: within must be a number of seconds from 0, found {self.within}")
 
 
 class Batch(Generic[T]):

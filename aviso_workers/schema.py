@@ -314,7 +314,7 @@ class Where(msgspec.Struct, frozen=True, kw_only=True):
     conditions: tuple[tuple[int, Condition], ...] = ()
     place: spatial.Filter | None = None
 
-    def matches(self, tokens: tuple[str, ...], footprint: spatial.Footprint | None = None) -> bool:
+    def matches(self, tokens: Sequence[str], footprint: spatial.Footprint | None = None) -> bool:
         """Whether a notification passes: `tokens` are those of its subject, decoded.
 
         `footprint` is looked at only if `place` is set; without one, such a filter lets nothing through.

@@ -6,6 +6,7 @@ the connection closes after the last agent has settled what it held.
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 
 import anyio
@@ -19,12 +20,20 @@ from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged
 from aviso_workers.metrics import Metrics
 from aviso_workers.status import Health, StatusServer
 
-__all__ = ["serve"]
+__all__ = ["run", "serve"]
 
 log = structlog.get_logger("aviso_workers")
 
 TURN_SECONDS = 1.0
 LAG_SECONDS = 2.0
+
+
+def run(app: App, *, status_port: int | None = None) -> None:
+    """`serve` on an event loop of its own: uvloop's, where that is installed."""
+    anyio.run(
+        lambda: serve(app, status_port=status_port),
+        backend_options={"use_uvloop": importlib.util.find_spec("uvloop") is not None},
+    )
 
 
 async def serve(app: App, *, status_port: int | None = None) -> None:
@@ -44,8 +53,9 @@ async def serve(app: App, *, status_port: int | None = None) -> None:
     readiness = _Readiness(app)
     health = readiness.health
     metrics = Metrics(app, ready=lambda: not health.unready, loop_lag_seconds=health.late_seconds)
-    for observer in (logs.observe, metrics.observe, readiness.observe):
-        app.events.listen(observer)
+    app.events.listen(logs.observe)
+    app.events.listen(metrics.observe)
+    app.events.listen(readiness.observe, ConnectionChanged, AgentStarted, AgentDisturbed)
     port = settings.status.port if status_port is None else status_port
     status = StatusServer(host=settings.status.host, port=port, health=health, metrics=metrics.render)
     with status:
@@ -131,8 +141,6 @@ class _Readiness:
                 self._agents.pop((agent, stream), None)
             case AgentDisturbed(agent=agent, stream=stream, error=error):
                 self._agents[agent, stream] = str(error)
-            case _:
-                return
         self._say()
 
     def stop(self) -> None:

@@ -9,10 +9,12 @@ and `settle` waits for it. With `server` all of it happens on a real nats-server
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, cast
 
@@ -23,19 +25,31 @@ from msgspec import structs
 from aviso_workers import streams
 from aviso_workers.agents import Agent
 from aviso_workers.app import App
-from aviso_workers.backends import Backend, ConnectionListener, PubAck, open_backend
+from aviso_workers.backends import (
+    Backend,
+    ConnectionListener,
+    Consumer,
+    Delivery,
+    KeyValue,
+    Outgoing,
+    PubAck,
+    StreamInfo,
+    open_backend,
+)
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.clocks import VirtualClock, at_rest
+from aviso_workers.clocks import Clock, VirtualClock, at_rest
 from aviso_workers.codec import Message, NotificationReader
 from aviso_workers.config import Config, JetStream
 from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
 from aviso_workers.engine import dead_lettering, sweeping
 from aviso_workers.engine.dead_lettering import DeadLetter
+from aviso_workers.engine.handling import caller
 from aviso_workers.engine.session import SWEEP, Session, open_session
-from aviso_workers.errors import AvisoWorkersError, NotFoundError
+from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, Event, Events, Settled
 from aviso_workers.notifications import Notification, Notify, Receipt, Source, Stream
+from aviso_workers.streams import StreamSpec
 
 __all__ = ["Harness", "harness"]
 
@@ -50,6 +64,7 @@ ELSEWHERE = (
 """Settings that belong to another server than a test has."""
 NAP_SECONDS = 0.001
 LOOK_SECONDS = 0.05
+_WITHIN_CODE: ContextVar[bool] = ContextVar("within_code", default=False)
 
 
 def harness(app: App, *, server: str | None = None, workers: int = 1) -> Harness:
@@ -71,20 +86,29 @@ class Harness:
         """What the agents and the test have published, in order, with canonical identifiers."""
         self.dead_letters: list[DeadLetter] = []
         """What was given up, in order."""
-        self._clock = None if server else VirtualClock()
+        self._code = _Code()
+        self._clock = None if server else _Clock(self._code)
         self._server = server
         self._config: Config
         self._watch: Backend
         """A client that no `disconnect` concerns."""
         self._readers: dict[str, NotificationReader]
         """By stream."""
-        self._code = _Code()
+        self._made: set[str] = set()
+        """Streams that the app has made, or may have."""
         self._settled: list[Settled] = []
         self._disturbed: dict[str, Exception] = {}
         self._count = workers
         self._workers: list[_Worker] = []
         self._stack: AsyncExitStack
         self._tasks = anyio.create_task_group()
+        self._failure: Exception | None = None
+        """What ended a worker that should have gone on; raised where the test ends, which is at once."""
+
+    @property
+    def clock(self) -> Clock:
+        """The time that the agents live by."""
+        return self._watch.clock
 
     async def notify(self, event_type: str, identifier: Mapping[str, Any], payload: Any = None) -> Receipt:
         """Publish a notification, as `App.notify` does."""
@@ -96,8 +120,10 @@ class Harness:
         Time passes as far as needed, at most `within_seconds` (default: an hour; on a server, where it is real time,
         30 s). Raises `AssertionError`, which tells what is not settled and why.
         """
-        patience = within_seconds or (VIRTUAL_PATIENCE_SECONDS if self._clock else REAL_PATIENCE_SECONDS)
-        deadline = self._watch.clock.monotonic() + patience
+        patience = VIRTUAL_PATIENCE_SECONDS if self._clock else REAL_PATIENCE_SECONDS
+        if within_seconds is not None:
+            patience = within_seconds
+        deadline = self.clock.monotonic() + patience
         while unsettled := await self._unsettled():
             if not await self._let_time_pass(deadline):
                 raise AssertionError("\n  ".join([f"not settled within {patience:g} s:", *unsettled]))
@@ -122,22 +148,30 @@ class Harness:
     async def start(self) -> None:
         """Start workers, until there are as many as there were at the beginning."""
         while len(self._workers) < self._count:
-            worker = _Worker(self._hear, self.app.events.emit)
-            agents = [self._code.watched(agent) for agent in self.app.agents]
+            worker = _Worker(self._failed, self._hear, self.app.events.emit)
+            agents = [self._code.watched(agent, self.clock) for agent in self.app.agents]
             await self._tasks.start(worker.run, self.app, self._config, self._open, agents)
             self._workers.append(worker)
+        if self._clock:
+            await at_rest()  # they read by now
 
     async def stop(self) -> None:
-        """Stop the workers in order, as a deploy does; what runs may take until the drain timeout is over."""
+        """Stop the workers in order, as a deploy does; what runs may take until the drain timeout is over.
+
+        Time passes as far as that needs.
+        """
         stopping, self._workers = self._workers, []
         for worker in stopping:
             worker.stop.set()
+        while self._clock and not all(worker.ended.is_set() for worker in stopping):
+            if not await self._let_time_pass(math.inf):
+                await self._clock.advance_to_next_call(until=math.inf)  # the drain timeout is for code that hangs
         for worker in stopping:
             await worker.ended.wait()
 
     async def crash(self, worker: int = 0) -> None:
         """End a worker as `kill -9` does, so that it gives nothing back, and start another in its place."""
-        await self._workers.pop(worker).kill(disconnect=self._clock is not None)
+        await self._workers.pop(worker).kill()
         await self.start()
 
     def disconnect(self, worker: int | None = None) -> None:
@@ -151,6 +185,8 @@ class Harness:
             client.reconnect()
 
     async def __aenter__(self) -> Harness:
+        if mistakes := self.app.mistakes():
+            raise ConfigError(mistakes)
         before = self.app.config
         self._config = _config(before, self._server)
         self._readers = {
@@ -160,7 +196,7 @@ class Harness:
         async with AsyncExitStack() as stack:
             self._watch = await stack.enter_async_context(self._opening())
             if self._server:
-                await stack.enter_async_context(self._new_streams_removed())
+                await stack.enter_async_context(self._own_streams_removed())
             self.app.configure(self._config, opening=self._open)
             stack.callback(self.app.configure, before)
             await stack.enter_async_context(self.app)
@@ -179,10 +215,12 @@ class Harness:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
         self._tasks.cancel_scope.cancel()
-        if isinstance(error, anyio.get_cancelled_exc_class()):
-            return await self._tasks.__aexit__(kind, error, traceback)
-        await self._tasks.__aexit__(None, None, None)  # the test's own error leaves as it is, not in a group
-        return None
+        stopped = isinstance(error, anyio.get_cancelled_exc_class())
+        # The test's own error leaves as it is, not in a group.
+        handled = await self._tasks.__aexit__(*((kind, error, traceback) if stopped else (None, None, None)))
+        if self._failure is not None:
+            raise self._failure
+        return handled if stopped else None
 
     def _opening(self, on_connection: ConnectionListener | None = None) -> AbstractAsyncContextManager[Backend]:
         """Another client of the streams that all of them share."""
@@ -195,10 +233,10 @@ class Harness:
     @asynccontextmanager
     async def _open(self, config: Config, *, on_connection: ConnectionListener | None = None) -> AsyncIterator[Backend]:
         async with self._opening(on_connection) as backend:
-            yield cast(Backend, _Recorder(backend, self._note))
+            yield cast(Backend, _Recorder(backend, self._note, self._made.add))
 
     @asynccontextmanager
-    async def _new_streams_removed(self) -> AsyncIterator[None]:
+    async def _own_streams_removed(self) -> AsyncIterator[None]:
         before = set(await self._watch.stream_names())
         if taken := before & {*self._readers, dead_lettering.STREAM, dead_lettering.RETRIES, sweeping.STREAM}:
             raise AvisoWorkersError(
@@ -209,11 +247,11 @@ class Harness:
             yield
         finally:
             with anyio.CancelScope(shield=True):
-                for name in set(await self._watch.stream_names()) - before:
+                for name in (set(await self._watch.stream_names()) - before) & self._made:
                     await self._watch.delete_stream(name)
 
     def _note(self, message: Message, ack: PubAck) -> None:
-        stored = structs.replace(message, sequence=ack.sequence, timestamp_ns=self._watch.clock.time_ns())
+        stored = structs.replace(message, sequence=ack.sequence, timestamp_ns=self.clock.time_ns())
         if ack.duplicate:
             return
         if ack.stream == dead_lettering.STREAM:
@@ -227,6 +265,10 @@ class Harness:
                 self._settled.append(event)
             case AgentDisturbed():
                 self._disturbed[event.agent] = event.error
+
+    def _failed(self, error: Exception) -> None:
+        self._failure = error
+        self._tasks.cancel_scope.cancel()
 
     def _name(self, agent: Agent[Any, Any] | str) -> str:
         name = agent if isinstance(agent, str) else agent.name
@@ -246,16 +288,12 @@ class Harness:
         """False where that does not help, or no time is left."""
         if self._clock is None:
             await anyio.sleep(LOOK_SECONDS)
-            return self._watch.clock.monotonic() < deadline
-        if not (began := self._code_began()):
+            return self.clock.monotonic() < deadline
+        await at_rest()  # nothing may happen between this and the next call: code that ends now needs no time
+        if (seconds := self._code.seconds) is None:
             return await self._clock.advance_to_next_call(until=deadline)
         await anyio.sleep(NAP_SECONDS)
-        return time.monotonic() - began < CODE_PATIENCE_SECONDS
-
-    def _code_began(self) -> float | None:
-        """Since when the author's code runs for what is not settled. One that is past its timeout may run as well."""
-        busy = {name for worker in self._workers for name, run in worker.session.runs.items() if run.line.running}
-        return min((began for name, began in tuple(self._code.running.values()) if name in busy), default=None)
+        return seconds < CODE_PATIENCE_SECONDS
 
     async def _unsettled(self) -> list[str]:
         """A sentence for each agent that has something left."""
@@ -296,21 +334,24 @@ class Harness:
     def _reasons(self, agent: str) -> Iterator[str]:
         if not self._workers:
             yield "no worker runs"
+        if not all(worker.session.backend.connected for worker in self._workers):
+            yield "the connection was taken away"
         if last := self.settled(agent)[-1:]:
             yield f"the last one was {last[0].outcome} ({last[0].reason or 'done'}: {last[0].error})"
         if agent in self._disturbed:
             yield f"reading was disturbed: {self._disturbed[agent]}"
-        if any(name == agent for name, _ in tuple(self._code.running.values())):
+        if any(name == agent for name, _ in self._code.running.values()):
             yield "its code runs, in real time; `advance` lets time pass meanwhile"
 
 
 class _Worker:
     """The agents of an app at work, as in a process of their own."""
 
-    def __init__(self, *listeners: Callable[[Event], None]) -> None:
+    def __init__(self, failed: Callable[[Exception], None], *listeners: Callable[[Event], None]) -> None:
         self.stop = anyio.Event()
         self.ended = anyio.Event()
         self.session: Session
+        self._failed = failed
         self._listeners = listeners
         self._life = anyio.CancelScope()
 
@@ -324,14 +365,16 @@ class _Worker:
                 async with open_session(app=app.name, config=config, events=events, opening=opening) as session:
                     self.session = session
                     task_status.started()
-                    await session.work(app, self.stop, agents=agents)
+                    try:
+                        await session.work(app, self.stop, agents=agents)
+                    except Exception as error:
+                        self._failed(error)
         finally:
             self.ended.set()
 
-    async def kill(self, *, disconnect: bool) -> None:
+    async def kill(self) -> None:
         self._listeners = ()
-        if disconnect:
-            cast(Any, self.session.backend).disconnect()  # so that nothing it still does gets through
+        cast(_Recorder, self.session.backend).cut()
         self._life.cancel()
         await self.ended.wait()
 
@@ -340,20 +383,103 @@ class _Worker:
             listener(event)
 
 
-class _Recorder:
-    """A backend of which it is known what was published."""
+class _Clock(VirtualClock):
+    """Time that also passes where the author's code waits for it, as in a publish that is tried again."""
 
-    def __init__(self, backend: Backend, note: Callable[[Message, PubAck], None]) -> None:
+    def __init__(self, code: _Code) -> None:
+        super().__init__()
+        self._code = code
+
+    async def sleep(self, seconds: float) -> None:
+        with self._code.asleep():
+            await super().sleep(seconds)
+
+
+class _Recorder:
+    """A backend of which it is known what was published and made, and that can be cut off from who works with it."""
+
+    def __init__(
+        self, backend: Backend, note: Callable[[Message, PubAck], None], note_stream: Callable[[str], None]
+    ) -> None:
+        self.cut_off = False
         self._backend = backend
         self._note = note
+        self._note_stream = note_stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
+    def cut(self) -> None:
+        """Let nothing through any more, as if the process were dead."""
+        self.cut_off = True
+        if isinstance(self._backend, InMemoryBackend):
+            self._backend.disconnect()
+
+    async def create_stream(self, spec: StreamSpec) -> StreamInfo:
+        self._note_stream(spec.name)
+        return await self._backend.create_stream(spec)
+
+    async def key_value(self, bucket: str, **stated: Any) -> KeyValue:
+        self._note_stream(f"KV_{bucket}")
+        return await self._backend.key_value(bucket, **stated)
+
     async def publish(self, message: Message, **stated: Any) -> PubAck:
+        if self.cut_off:
+            raise UnavailableError("the worker was ended")
         ack = await self._backend.publish(message, **stated)
         self._note(message, ack)
         return ack
+
+    async def publish_many(
+        self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
+    ) -> list[PubAck | BackendError]:
+        if self.cut_off:
+            return [UnavailableError("the worker was ended")] * len(outgoing)
+        results = await self._backend.publish_many(outgoing, timeout_seconds=timeout_seconds)
+        for each, result in zip(outgoing, results, strict=True):
+            if isinstance(result, PubAck):
+                self._note(each.message, result)
+        return results
+
+    def consume(
+        self, stream: str, consumer: str, *, deliver: Callable[[Delivery], None], room: Callable[[], int]
+    ) -> AbstractAsyncContextManager[Consumer]:
+        def deliver_mortal(delivery: Delivery) -> None:
+            deliver(_Mortal(delivery, self))
+
+        return self._backend.consume(stream, consumer, deliver=deliver_mortal, room=room)
+
+
+class _Mortal:
+    """A delivery that nobody can settle once the worker that holds it is dead."""
+
+    def __init__(self, delivery: Delivery, holder: _Recorder) -> None:
+        self._delivery = delivery
+        self._holder = holder
+
+    @property
+    def message(self) -> Message:
+        return self._delivery.message
+
+    @property
+    def num_delivered(self) -> int:
+        return self._delivery.num_delivered
+
+    def ack(self) -> None:
+        if not self._holder.cut_off:
+            self._delivery.ack()
+
+    def nak(self, *, delay_seconds: float = 0.0) -> None:
+        if not self._holder.cut_off:
+            self._delivery.nak(delay_seconds=delay_seconds)
+
+    def term(self, reason: str) -> None:
+        if not self._holder.cut_off:
+            self._delivery.term(reason)
+
+    def in_progress(self) -> None:
+        if not self._holder.cut_off:
+            self._delivery.in_progress()
 
 
 class _Code:
@@ -361,30 +487,34 @@ class _Code:
 
     def __init__(self) -> None:
         self.running: dict[object, tuple[str, float]] = {}
-        """By call, the agent and when it began, on the real clock. Changed by threads as well."""
+        """By call, the agent and when it began, on the real clock. A call is over when nobody waits for it."""
         self.faults: dict[str, deque[Exception]] = {}
         """By agent."""
+        self._asleep = 0
 
-    def watched(self, agent: Agent[Any, Any]) -> Agent[Any, Any]:
+    @property
+    def seconds(self) -> float | None:
+        """How long, in real time, some of it has run; None where none does but to wait for the clock."""
+        began = [began for _, began in self.running.values()]
+        return time.monotonic() - min(began) if len(began) > self._asleep else None
+
+    def watched(self, agent: Agent[Any, Any], clock: Clock) -> Agent[Any, Any]:
         """The agent with its function called from here."""
-        name, function = agent.name, agent.function
+        watched, plain = copy.copy(agent), copy.copy(agent)
+        plain.policy = structs.replace(agent.policy, timeout=None)  # the time of the call is kept by who calls it
+        call = caller(plain, clock)
 
-        def call(argument: Any) -> object:
-            with self._inside(name):
-                self.strike(name)
-                return function(argument)
+        async def call_one(argument: Any) -> object:
+            with self._inside(agent.name):
+                self.strike(agent.name)
+                return await call(argument)
 
-        async def call_async(argument: Any) -> object:
-            with self._inside(name):
-                self.strike(name)
-                return await function(argument)
+        async def call_stream(stream: Stream[Any]) -> object:
+            with self._inside(agent.name) as turn:
+                return await call(Stream(_Source(stream._source, self, turn)))
 
-        async def call_of_stream(stream: Stream[Any]) -> object:
-            with self._inside(name) as call:
-                return await function(Stream(_Source(stream._source, self, call)))
-
-        watched = copy.copy(agent)
-        watched.function = call_of_stream if agent.form is Stream else call if agent.in_thread else call_async
+        watched.function = call_stream if agent.form is Stream else call_one
+        watched.in_thread = False
         return watched
 
     def strike(self, agent: str) -> None:
@@ -392,21 +522,35 @@ class _Code:
             raise faults.popleft()
 
     @contextmanager
+    def asleep(self) -> Iterator[None]:
+        """Whoever is here waits for the clock. It counts where it is the author's code."""
+        ours = int(_WITHIN_CODE.get())
+        self._asleep += ours
+        try:
+            yield
+        finally:
+            self._asleep -= ours
+
+    @contextmanager
     def _inside(self, agent: str) -> Iterator[object]:
         call = object()
+        before = _WITHIN_CODE.set(True)
         self.running[call] = agent, time.monotonic()
         try:
             yield call
         finally:
+            _WITHIN_CODE.reset(before)
             del self.running[call]
 
     @contextmanager
     def outside(self, call: object) -> Iterator[str]:
         """The call has left the function for a while; of this agent."""
         agent, _ = self.running.pop(call)
+        before = _WITHIN_CODE.set(False)
         try:
             yield agent
         finally:
+            _WITHIN_CODE.reset(before)
             self.running[call] = agent, time.monotonic()
 
 

@@ -11,6 +11,7 @@ all numbers where a range is wanted: `schema.Where.matches` decides.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from string import hexdigits
@@ -117,10 +118,11 @@ def topic(event_type_name: str, event_type: EventType, identifier: Mapping[str, 
 
 def key_of(topic: schema.Topic, fields: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     """From a subject to the values of these fields, as they stand in it. Raises InvalidNotificationError."""
-    unknown = [field for field in fields if field not in topic.key_order]
-    if unknown:
-        known = ", ".join(topic.key_order)
-        raise InvalidNotificationError(f"order_by: {unknown[0]!r} is no part of the topic, which has: {known}")
+    for field in fields:
+        if field not in topic.key_order:
+            near = difflib.get_close_matches(field, topic.key_order, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(topic.key_order) or 'nothing'}"
+            raise InvalidNotificationError(f"order_by: {field!r} is no part of the topic; {hint}")
     positions = [topic.key_order.index(field) + 1 for field in fields]
 
     def key(subject: str) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ import pytest
 from aviso_workers.server import NatsServer
 from tests.commands import Command
 
+pytest_plugins = ["pytester"]
+
 # A machine that has more to do is no mistake of the code.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")

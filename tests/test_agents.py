@@ -227,6 +227,19 @@ def test_a_policy_that_cannot_work_is_refused(router: Router, stated: dict[str, 
         router.agent("mars", **stated)(index)
 
 
+@pytest.mark.parametrize(
+    ("stated", "complaint"),
+    [
+        ({"size": 0}, "Batching: size must be 1 or more, found 0"),
+        ({"within": -0.5}, r"Batching: within must be a number of seconds from 0, found -0\.5"),
+        ({"within": float("nan")}, "Batching: within must be a number of seconds from 0, found nan"),
+    ],
+)
+def test_batches_that_cannot_be_collected_are_refused(stated: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(DeclarationError, match=complaint):
+        Batching(**stated)
+
+
 def test_two_agents_of_one_name_are_refused(router: Router) -> None:
     router.agent("mars")(index)
     with pytest.raises(DeclarationError, match="agent 'index' is declared twice in 'tests': give one another name"):

@@ -158,6 +158,17 @@ class TestMistakes:
         assert found[2].startswith("workers.agents.needy: Object missing required field `needed`")
         assert len(found) == 3
 
+    @pytest.mark.parametrize(
+        ("field", "hint"), [("clas", "did you mean 'class'?"), ("levelist", "it has: class, step")]
+    )
+    def test_of_an_order_are_told_with_what_there_is(self, app: App, field: str, hint: str) -> None:
+        @app.agent("mars", order_by=("step", field), where={"stop": 1})
+        async def one(notification: Notification[Any]) -> None: ...
+
+        of_filter, of_order = app.mistakes()
+        assert of_filter.startswith("agent 'one': where: mars: identifier field 'stop' is unknown")
+        assert of_order == f"agent 'one': order_by: {field!r} is no part of the topic; {hint}"
+
     def test_of_the_configuration_are_told_and_not_raised(self) -> None:
         (mistake,) = App("tests", config="nowhere.yaml").mistakes()
         assert "nowhere.yaml" in mistake

@@ -52,7 +52,8 @@ def settled(**stated: Any) -> Settled:
     return Settled(
         **{
             "agent": "index",
-            "notification": "mars@42",
+            "event_type": "mars",
+            "sequence": 42,
             "outcome": "retried",
             "reason": "ValueError",
             "seconds": 0.12345,

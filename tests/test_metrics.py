@@ -100,7 +100,8 @@ def settled(outcome: Literal["acked", "retried", "dead_lettered"], **stated: Any
     return Settled(
         **{
             "agent": "index",
-            "notification": "mars@1",
+            "event_type": "mars",
+            "sequence": 1,
             "outcome": outcome,
             "reason": "",
             "seconds": 0.02,

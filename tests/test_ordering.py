@@ -18,7 +18,6 @@ class Held:
     """A delivery; its subject is its lane."""
 
     num_delivered = 1
-    num_pending = 0
 
     def __init__(self, sequence: int, lane: str) -> None:
         self.message = Message(subject=lane, data=b"null", sequence=sequence)

@@ -26,6 +26,7 @@ from msgspec import Struct
 from aviso_workers.clocks import Clock
 from aviso_workers.codec import Message
 from aviso_workers.config import Config
+from aviso_workers.errors import BackendError
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 
 __all__ = [
@@ -38,10 +39,19 @@ __all__ = [
     "KeyValue",
     "Message",
     "Opening",
+    "Outgoing",
     "PubAck",
     "StreamInfo",
     "open_backend",
 ]
+
+
+class Outgoing(Struct, frozen=True):
+    """A message to be stored in `stream`; one of the same id within the duplicate window is stored once."""
+
+    message: Message
+    message_id: str
+    stream: str
 
 
 class PubAck(Struct, frozen=True, kw_only=True):
@@ -90,9 +100,6 @@ class Delivery(Protocol):
     def message(self) -> Message: ...
     @property
     def num_delivered(self) -> int: ...
-    @property
-    def num_pending(self) -> int:
-        """How many messages waited behind this one when it was sent."""
 
     def ack(self) -> None:
         """It is done."""
@@ -171,6 +178,10 @@ class Backend(Protocol):
 
     @property
     def connected(self) -> bool: ...
+    @property
+    def slow_because(self) -> str:
+        """Why it works slower than it could; empty where it does not."""
+
     @property
     def max_payload(self) -> int:
         """The largest message (headers and body) that it takes, in bytes."""
@@ -263,7 +274,12 @@ class Backend(Protocol):
         """How many messages `read` would give now. Raises `NotFoundError`."""
 
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
-        """Store one message in `stream`; one of the same id within the duplicate window is stored once."""
+        """Store one message; see `Outgoing`."""
+
+    async def publish_many(
+        self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
+    ) -> list[PubAck | BackendError]:
+        """Store messages in this order, all under way at once; what became of each. One timeout is for all of them."""
 
     async def key_value(self, bucket: str, *, ttl_seconds: float | None = None) -> KeyValue:
         """The bucket of that name. Where it is missing it is created; it forgets values older than `ttl_seconds`."""

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
-import anyio
 import typer
 
+from aviso_workers import serve
 from aviso_workers.cli.finding import AgentOption, ConfigOption, Target, find_app
 from aviso_workers.errors import ConfigError
-from aviso_workers.serve import serve
 from aviso_workers.server import NatsServer
 
 __all__ = ["dev", "worker"]
@@ -31,7 +30,7 @@ def worker(
     status_port: StatusPort = None,
 ) -> None:
     """Run the agents of an app until SIGTERM or Ctrl-C."""
-    anyio.run(lambda: serve(find_app(target, agent=agent, config=config), status_port=status_port))
+    serve.run(find_app(target, agent=agent, config=config), status_port=status_port)
 
 
 def dev(
@@ -52,4 +51,4 @@ def dev(
         store_dir.mkdir(parents=True, exist_ok=True)
         with NatsServer.start(store_dir=store_dir, port=url.port or 4222) as server:
             typer.echo(f"nats-server {server.url}, streams in {store_dir}", err=True)
-            anyio.run(lambda: serve(app, status_port=status_port))
+            serve.run(app, status_port=status_port)

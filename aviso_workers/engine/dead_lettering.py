@@ -160,10 +160,6 @@ class Requeued:
     def num_delivered(self) -> int:
         return self._delivery.num_delivered
 
-    @property
-    def num_pending(self) -> int:
-        return self._delivery.num_pending
-
     def ack(self) -> None:
         self._delivery.ack()
 

@@ -50,6 +50,8 @@ class Failures:
 
     async def forget(self, delivery: Delivery) -> None:
         """It is settled."""
+        if delivery.num_delivered == 1 and not self._kept:
+            return
         key = self._key(delivery)
         if await self.count(delivery):
             self._kept.pop(key, None)

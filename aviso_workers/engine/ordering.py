@@ -20,6 +20,22 @@ from aviso_workers.clocks import Clock
 
 __all__ = ["Line"]
 
+TURN_SECONDS = 0.005
+"""Handlers that never wait get so long before others of the loop have a turn."""
+
+
+class _Place:
+    """A delivery's place in the line."""
+
+    __slots__ = ("delivery", "since", "waited")
+
+    def __init__(self, delivery: Delivery, since: float) -> None:
+        self.delivery = delivery
+        self.since = since
+        """Since when it waits."""
+        self.waited: float | None = None
+        """The seconds that it waited; None while it does."""
+
 
 class Line:
     """Deliveries that wait or run. With `key` of a subject, those of one key form a lane; without, each is its own."""
@@ -28,17 +44,18 @@ class Line:
         self.ordered = key is not None
         self._clock = clock
         self._key = key
-        self._held: dict[int, Delivery] = {}
+        self._held: dict[int, _Place] = {}
         """All, by sequence, in order of arrival."""
-        self._since: dict[int, float] = {}
-        """By sequence, since when it waits."""
-        self._running: dict[int, float] = {}
-        """By sequence, the seconds that it waited."""
         self._ready: deque[Delivery] = deque()
         self._lanes: dict[Hashable, deque[Delivery]] = {}
         """Per busy key, what waits behind its head."""
         self._idle: deque[anyio.Event] = deque()
+        self._waking = False
+        """Whether somebody who was idle has been called and has not come yet."""
+        self._taken_at = self._turn_ends = 0.0
         self._closed = False
+        self.running = 0
+        """Deliveries whose handling has begun."""
         self.finished = 0
         """Deliveries that came to their end here."""
         self.made_room: Callable[[], None] = _nobody
@@ -48,14 +65,9 @@ class Line:
         return len(self._held)
 
     @property
-    def running(self) -> int:
-        """Deliveries whose handling has begun."""
-        return len(self._running)
-
-    @property
     def waiting(self) -> int:
         """Deliveries whose handling has not begun, or has failed and will begin again."""
-        return len(self._held) - len(self._running)
+        return len(self._held) - self.running
 
     @property
     def oldest_age_seconds(self) -> float:
@@ -63,26 +75,28 @@ class Line:
         held = tuple(self._held.values())  # at once, because a scrape comes from a thread
         if not held:
             return 0.0
-        oldest_ns = min(delivery.message.timestamp_ns for delivery in held)
+        oldest_ns = min(place.delivery.message.timestamp_ns for place in held)
         return max(0.0, (self._clock.time_ns() - oldest_ns) / 1e9)
 
     def waited_seconds(self, delivery: Delivery) -> float:
         """How long one that runs waited, for its turn in its lane and for a free worker."""
-        return self._running.get(delivery.message.sequence, 0.0)
+        place = self._held.get(delivery.message.sequence)
+        return (place.waited if place else None) or 0.0
 
     def holds(self, delivery: Delivery) -> bool:
         """False for one whose stream was deleted and made anew: its sequence is that of another message now."""
-        return self._held.get(delivery.message.sequence) is delivery
+        return self._place(delivery) is not None
 
     def put(self, delivery: Delivery) -> None:
-        held = self._held.get(delivery.message.sequence)
-        if held is not None and held.message.timestamp_ns == delivery.message.timestamp_ns:
-            return  # delivered again while it is held: settling the older delivery settles both
-        self._held[delivery.message.sequence] = delivery
-        self._running.pop(delivery.message.sequence, None)
-        self._since[delivery.message.sequence] = self._clock.monotonic()
+        message = delivery.message
+        held = self._held.get(message.sequence)
+        if held is not None:
+            if held.delivery.message.timestamp_ns == message.timestamp_ns:
+                return  # delivered again while it is held: settling the older delivery settles both
+            self._waits(held)
+        self._held[message.sequence] = _Place(delivery, self._clock.monotonic())
         if self._key is not None:
-            key = self._key(delivery.message.subject)
+            key = self._key(message.subject)
             if key in self._lanes:
                 self._lanes[key].append(delivery)
                 return
@@ -91,31 +105,28 @@ class Line:
 
     async def take(self) -> Delivery | None:
         """The next delivery; None when the line is closed."""
-        while not (delivery := self._next()):
+        if self._taken_at >= self._turn_ends:  # handlers that never wait must not stop the loop
+            await checkpoint()
+            self._turn_ends = self._clock.monotonic() + TURN_SECONDS
+        while (place := self._next()) is None:
             if self._closed:
                 await checkpoint()  # who asks again and again must not stop the loop
                 return None
-            turn = anyio.Event()
-            self._idle.append(turn)
-            try:
-                await turn.wait()
-            except anyio.get_cancelled_exc_class():
-                if turn.is_set():
-                    self._wake()  # it was our turn: pass it on
-                else:
-                    self._idle.remove(turn)
-                raise
-        sequence = delivery.message.sequence
-        self._running[sequence] = self._clock.monotonic() - self._since[sequence]
+            await self._turn()
+        if self._ready:
+            self._wake()  # one calls the next, so that who never waits does not wake all of them in vain
+        now = self._taken_at = self._clock.monotonic()
+        place.waited = now - place.since
+        self.running += 1
         self.made_room()
-        return delivery
+        return place.delivery
 
     def done(self, delivery: Delivery) -> None:
         """It is settled: it is held no more, and what waits behind it may go."""
-        if self.holds(delivery):
+        if place := self._place(delivery):
             self.finished += 1
-            for of_sequence in (self._held, self._since, self._running):
-                of_sequence.pop(delivery.message.sequence)
+            self._waits(place)
+            del self._held[delivery.message.sequence]
         if self._key is None:
             return
         key = self._key(delivery.message.subject)
@@ -127,8 +138,9 @@ class Line:
     def again(self, delivery: Delivery, *, after_seconds: float) -> None:
         """It waits, at the head of its lane, and goes once more after the delay."""
         due = self._clock.monotonic() + after_seconds
-        self._running.pop(delivery.message.sequence, None)
-        self._since[delivery.message.sequence] = due
+        if place := self._place(delivery):
+            self._waits(place)
+            place.since = due
         self._clock.call_at(due, lambda: self._offer(delivery))
 
     def close(self) -> None:
@@ -137,11 +149,11 @@ class Line:
         self._ready.clear()
         self._lanes.clear()
         while self._idle:
-            self._wake()
+            self._idle.popleft().set()
 
     def give_back(self) -> int:
         """Give back what has not begun; returns how many those were."""
-        return self._give_back([sequence for sequence in self._held if sequence not in self._running])
+        return self._give_back([sequence for sequence, place in self._held.items() if place.waited is None])
 
     def abandon(self) -> int:
         """Give back everything, what runs as well; returns how many those were."""
@@ -151,16 +163,40 @@ class Line:
         """Tell the server, again and again, that what is held is being worked on."""
         while True:
             await self._clock.sleep(every_seconds)
-            for delivery in tuple(self._held.values()):
-                delivery.in_progress()
+            for place in tuple(self._held.values()):
+                place.delivery.in_progress()
 
-    def _next(self) -> Delivery | None:
+    def _place(self, delivery: Delivery) -> _Place | None:
+        place = self._held.get(delivery.message.sequence)
+        return place if place is not None and place.delivery is delivery else None
+
+    def _waits(self, place: _Place) -> None:
+        """It does not run, or not any more."""
+        self.running -= place.waited is not None
+        place.waited = None
+
+    def _next(self) -> _Place | None:
         while self._ready:
             delivery = self._ready.popleft()
-            if self.holds(delivery):
-                return delivery
+            if place := self._place(delivery):
+                return place
             self.done(delivery)
         return None
+
+    async def _turn(self) -> None:
+        """Wait until there may be something to take."""
+        turn = anyio.Event()
+        self._idle.append(turn)
+        try:
+            await turn.wait()
+        except anyio.get_cancelled_exc_class():
+            if turn.is_set():  # it was our turn: pass it on
+                self._waking = False
+                self._wake()
+            else:
+                self._idle.remove(turn)
+            raise
+        self._waking = False
 
     def _offer(self, delivery: Delivery) -> None:
         if not self._closed:
@@ -168,12 +204,15 @@ class Line:
             self._wake()
 
     def _wake(self) -> None:
-        if self._idle:
+        if self._idle and not self._waking:
+            self._waking = True
             self._idle.popleft().set()
 
     def _give_back(self, sequences: list[int]) -> int:
         for sequence in sorted(sequences):  # in order, so that they come back in order
-            self._held.pop(sequence).nak()
+            place = self._held.pop(sequence)
+            self._waits(place)
+            place.delivery.nak()
         return len(sequences)
 
 

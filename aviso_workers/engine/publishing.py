@@ -6,15 +6,17 @@ between attempts happens here and nowhere below.
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterable
-from typing import Any
+import itertools
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import anyio
 
-from aviso_workers import codec, schema, streams
-from aviso_workers.backends import Backend, PubAck
-from aviso_workers.codec import Message
+from aviso_workers import streams
+from aviso_workers.backends import Backend, Outgoing, PubAck
+from aviso_workers.codec import Message, NotificationWriter
 from aviso_workers.config import Config
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import (
@@ -24,7 +26,7 @@ from aviso_workers.errors import (
     UnavailableError,
     UnknownEventTypeError,
 )
-from aviso_workers.events import Events, Published
+from aviso_workers.events import Events, Published, PublishOutcome
 from aviso_workers.notifications import Notify, Receipt
 from aviso_workers.streams import StreamSpec
 
@@ -34,19 +36,29 @@ ACK_TIMEOUT_SECONDS = 5.0
 """How long one attempt waits for its acknowledgement."""
 LONGEST_DELAY_SECONDS = 1.0
 """Attempts do not get rarer than this: an election ends within seconds, and nobody should wait much longer than it."""
-WINDOW = 256
-"""Publishes under way at once when many are to be stored."""
+CHUNK = 500
+"""Notifications that are sent together when many are to be stored."""
+CHUNK_BYTES = 1024 * 1024
+CHUNKS_UNDER_WAY = 3
 HEADER_ALLOWANCE = 512
 """Bytes of a message that our own headers may take."""
+NONE: Mapping[str, str] = {}
 
 
 def encode(config: Config, wanted: Notify) -> Message:
     """The message that a notification is on the wire. Raises `InvalidNotificationError`."""
-    event_type = config.notification_schema.get(wanted.event_type)
-    if event_type is None:
+    declared = config.notification_schema.get(wanted.event_type)
+    if declared is None:
         raise UnknownEventTypeError(wanted.event_type, config.notification_schema)
-    identifier = schema.canonical_identifier(wanted.event_type, event_type, wanted.identifier)
-    return codec.encode(wanted.event_type, event_type, identifier, wanted.payload)
+    return NotificationWriter(wanted.event_type, declared).message(wanted.identifier, wanted.payload)
+
+
+class _Prepared(NamedTuple):
+    """A notification that is ready to be sent."""
+
+    event_type: str
+    spec: StreamSpec
+    outgoing: Outgoing
 
 
 class Publisher:
@@ -58,6 +70,10 @@ class Publisher:
         self._settings = config.notification_backend.jetstream
         self._provisioner = provisioner
         self._events = events
+        self._writers: dict[str, tuple[NotificationWriter, StreamSpec]] = {}
+        """By event type, and its stream."""
+        self._nonce = secrets.token_hex(8)
+        self._numbers = itertools.count(1)
 
     async def notify(self, wanted: Notify) -> Receipt:
         """Store one notification and return the receipt.
@@ -66,77 +82,126 @@ class Publisher:
         and when `publish_deadline_seconds` are over `UnavailableError`, or `OutcomeUnknownError` if any of the
         attempts may have stored it.
         """
-        message = encode(self._config, wanted)
-        size = len(message.data) + sum(len(key) + len(value) for key, value in (message.headers or {}).items())
-        if size + HEADER_ALLOWANCE > self._backend.max_payload:
-            raise InvalidPayloadError(
-                f"{wanted.event_type}: the notification has {size} bytes, the server takes {self._backend.max_payload}"
-            )
-        spec = streams.event_stream(
-            wanted.event_type, self._config.notification_schema[wanted.event_type], self._config
-        )
-        ack = await self._until_acknowledged(wanted.event_type, message, spec, wanted.message_id or uuid.uuid4().hex)
+        [ack] = await self._store([self._prepare(wanted)])
         return Receipt(stream=ack.stream, sequence=ack.sequence, duplicate=ack.duplicate)
 
     async def notify_many(self, wanted: Iterable[Notify]) -> int:
         """Store all of them, some at a time, and return how many there were.
 
-        They are taken from the iterable as they can be sent; their order in the stream may differ slightly. Raises
-        as `notify` does, at the first that fails; what was sent before may be stored.
+        They are taken from the iterable as they can be sent; their order in the stream may differ where one is tried
+        again. Raises as `notify` does, at the first that fails; what was sent before may be stored.
         """
-        taking, count = iter(wanted), 0
+        count = 0
         failure: Exception | None = None
+        room = anyio.Semaphore(CHUNKS_UNDER_WAY)
 
-        async def take() -> None:
+        async def store(chunk: list[_Prepared]) -> None:
             nonlocal count, failure
             try:
-                for notification in taking:
-                    await self.notify(notification)
-                    count += 1
-            except Exception as error:  # ours, or whatever the iterable raises
+                stored = await self._store(chunk)
+                count += len(stored)
+            except Exception as error:
                 failure = failure or error  # raised below, outside of the group, so that it arrives as itself
                 sending.cancel_scope.cancel()
+            room.release()
 
         async with anyio.create_task_group() as sending:
-            for _ in range(WINDOW):
-                sending.start_soon(take)
+            try:
+                for chunk in _chunks(map(self._prepare, wanted)):
+                    await room.acquire()
+                    sending.start_soon(store, chunk)
+            except Exception as error:  # one that is not valid, or whatever the iterable raises
+                failure = error
         if failure is not None:
             raise failure
         return count
 
-    async def _until_acknowledged(self, event_type: str, message: Message, spec: StreamSpec, message_id: str) -> PubAck:
+    def _prepare(self, wanted: Notify) -> _Prepared:
+        """Raises `InvalidNotificationError`."""
+        writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
+        message = writer.message(wanted.identifier, wanted.payload)
+        size = len(message.data) + sum(len(key) + len(value) for key, value in (message.headers or NONE).items())
+        if size + HEADER_ALLOWANCE > self._backend.max_payload:
+            raise InvalidPayloadError(
+                f"{wanted.event_type}: the notification has {size} bytes, the server takes {self._backend.max_payload}"
+            )
+        message_id = wanted.message_id or f"{self._nonce}{next(self._numbers):x}"
+        return _Prepared(wanted.event_type, spec, Outgoing(message, message_id, spec.name))
+
+    def _writer(self, event_type: str) -> tuple[NotificationWriter, StreamSpec]:
+        declared = self._config.notification_schema.get(event_type)
+        if declared is None:
+            raise UnknownEventTypeError(event_type, self._config.notification_schema)
+        made = NotificationWriter(event_type, declared), streams.event_stream(event_type, declared, self._config)
+        self._writers[event_type] = made
+        return made
+
+    async def _store(self, chunk: Sequence[_Prepared]) -> list[PubAck]:
+        """Try until all are acknowledged, or too much time is over."""
         clock = self._backend.clock
         deadline = clock.monotonic() + self._settings.publish_deadline_seconds
-        attempt = 1
-        outcome: type[BackendError] = UnavailableError
+        acks: dict[str, PubAck] = {}
+        attempt, left = 1, chunk
+        failure: type[BackendError] = UnavailableError
         while True:
-            try:
-                await self._provisioner.ensure(spec)
-                ack = await self._backend.publish(
-                    message, message_id=message_id, stream=spec.name, timeout_seconds=ACK_TIMEOUT_SECONDS
-                )
-            except (UnavailableError, OutcomeUnknownError) as error:
-                if isinstance(error, OutcomeUnknownError):
-                    outcome = OutcomeUnknownError
+            stored: Counter[tuple[str, PublishOutcome]] = Counter()
+            tried, left = left, []
+            for prepared, result in zip(tried, await self._attempt(tried), strict=True):
+                if isinstance(result, PubAck):
+                    acks[prepared.outgoing.message_id] = result
+                    stored[prepared.event_type, "duplicate" if result.duplicate else "stored"] += 1
+                elif isinstance(result, UnavailableError | OutcomeUnknownError):
+                    left.append(prepared)
+                    error = result
+                    failure = OutcomeUnknownError if isinstance(result, OutcomeUnknownError) else failure
                 else:
-                    self._provisioner.forget(spec.name)
-                delay = self._delay_seconds(attempt)
-                in_time = clock.monotonic() + delay < deadline
-                if not in_time and attempt >= self._settings.publish_retry_attempts:
-                    self._emit(event_type, "failed", attempt)
-                    raise outcome(f"{error}; given up after {attempt} attempts", code=error.code) from error
-                await clock.sleep(delay)
-                attempt += 1
-            except BackendError:
-                self._emit(event_type, "failed", attempt)
-                raise
-            else:
-                self._emit(event_type, "duplicate" if ack.duplicate else "stored", attempt)
-                return ack
+                    self._emit(prepared.event_type, "failed", attempt)
+                    raise result
+            for (event_type, outcome), count in stored.items():
+                self._emit(event_type, outcome, attempt, count=count)
+            if not left:
+                return [acks[prepared.outgoing.message_id] for prepared in chunk]
+            delay = self._delay_seconds(attempt)
+            in_time = clock.monotonic() + delay < deadline
+            if not in_time and attempt >= self._settings.publish_retry_attempts:
+                for prepared in left:
+                    self._emit(prepared.event_type, "failed", attempt)
+                raise failure(f"{error}; given up after {attempt} attempts", code=error.code) from error
+            await clock.sleep(delay)
+            attempt += 1
+
+    async def _attempt(self, chunk: Sequence[_Prepared]) -> Sequence[PubAck | BackendError]:
+        specs = {prepared.spec.name: prepared.spec for prepared in chunk}
+        try:
+            for spec in specs.values():
+                await self._provisioner.ensure(spec)
+        except BackendError as error:
+            return [error] * len(chunk)
+        results = await self._backend.publish_many(
+            [prepared.outgoing for prepared in chunk], timeout_seconds=ACK_TIMEOUT_SECONDS
+        )
+        for prepared, result in zip(chunk, results, strict=True):
+            if isinstance(result, UnavailableError):
+                self._provisioner.forget(prepared.spec.name)
+        return results
 
     def _delay_seconds(self, attempt: int) -> float:
         base = self._settings.publish_retry_base_delay_ms / 1000
         return float(min(max(LONGEST_DELAY_SECONDS, base), base * 2 ** min(attempt - 1, 32)))
 
-    def _emit(self, event_type: str, outcome: Any, attempts: int) -> None:
-        self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=attempts))
+    def _emit(self, event_type: str, outcome: PublishOutcome, attempts: int, *, count: int = 1) -> None:
+        self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=attempts, count=count))
+
+
+def _chunks(prepared: Iterable[_Prepared]) -> Iterator[list[_Prepared]]:
+    """Some at a time: so many, or so many bytes."""
+    chunk: list[_Prepared] = []
+    size = 0
+    for each in prepared:
+        chunk.append(each)
+        size += len(each.outgoing.message.data)
+        if len(chunk) == CHUNK or size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk

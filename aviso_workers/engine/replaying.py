@@ -70,6 +70,7 @@ class Replayer:
 
         Raises `BackendError` when the connection is lost for good.
         """
+        seen = 0
         while last is None or (start.sequence or 0) <= last:
             reading = self._backend.read(
                 self._stream,
@@ -81,10 +82,11 @@ class Replayer:
             try:
                 async with aclosing(reading):
                     async for message in reading:
-                        start = Position(sequence=message.sequence + 1)
+                        seen = message.sequence
                         yield message
                 return
             except UnavailableError:
+                start = Position(sequence=seen + 1) if seen else start
                 with clocks.move_on_after(self._backend.clock, AGAIN_AFTER_SECONDS):
                     await self._backend.failed()
 

@@ -28,7 +28,7 @@ from aviso_workers.engine.streaming import AsStream
 from aviso_workers.engine.supervising import Feed, supervise_agent, supervise_task
 from aviso_workers.engine.sweeping import Sweep
 from aviso_workers.errors import BackendError, UnknownEventTypeError
-from aviso_workers.events import ConnectionChanged, Events
+from aviso_workers.events import ConnectionChanged, ConnectionSlow, Events
 from aviso_workers.notifications import Batch, Notification, Stream
 from aviso_workers.schema import EventType
 from aviso_workers.streams import ConsumerSpec, StreamSpec
@@ -220,6 +220,8 @@ async def open_session(
         events.emit(ConnectionChanged(connected=connected, reason=reason))
 
     async with opening(config, on_connection=on_connection) as backend:
+        if backend.slow_because:
+            events.emit(ConnectionSlow(reason=backend.slow_because))
         yield Session(backend, app=app, config=config, events=events)
 
 

@@ -19,6 +19,7 @@ from aviso_workers.verdicts import Ack, Again, DeadLetter, Verdict
 
 __all__ = ["Settler"]
 
+DONE = Ack()
 GRAVE_UNREACHABLE_SECONDS = 10.0
 """When a dead letter cannot be stored, its original comes back after this."""
 
@@ -48,8 +49,9 @@ class Settler:
     def pass_over(self, delivery: Delivery) -> None:
         """The agent did not ask for it: the server's filter is wider than the agent's."""
         if self._line.holds(delivery):
-            delivery.ack()
-        self._line.done(delivery)
+            self._ack(delivery)
+        else:
+            self._line.done(delivery)
 
     async def settle(self, delivery: Delivery, outcome: object, *, started: float) -> None:
         """End the delivery by what the handler returned, or the exception that it raised.
@@ -60,30 +62,30 @@ class Settler:
         if not self._line.holds(delivery):
             self._line.done(delivery)
             return
-        error = outcome if isinstance(outcome, Exception) else None
         seconds = self._clock.monotonic() - started
         waited = self._line.waited_seconds(delivery)
-        with anyio.CancelScope(shield=error is not None):
-            failures = await self._failures.count(delivery) if error else 0
-            verdict = verdicts.decide(
-                outcome, failures=failures, retry=self._agent.policy.retry, classifiers=self._agent.classifiers
-            )
-            verdict, error = await self._carry_out(delivery, verdict, failures=failures, error=error)
+        verdict: Verdict = DONE
+        error: Exception | None = None
+        if isinstance(outcome, Exception):
+            with anyio.CancelScope(shield=True):
+                verdict, error = await self._carry_out(delivery, outcome)
+        else:
+            self._ack(delivery)
         self._state(delivery, verdict, error=error, seconds=seconds, waited=waited)
         if not isinstance(verdict, Again):
             await self._failures.forget(delivery)
 
-    async def _carry_out(
-        self, delivery: Delivery, verdict: Verdict, *, failures: int, error: Exception | None
-    ) -> tuple[Verdict, Exception | None]:
+    async def _carry_out(self, delivery: Delivery, error: Exception) -> tuple[Verdict, Exception]:
         """What became of it, and because of which error."""
+        policy = self._agent.policy
+        failures = await self._failures.count(delivery)
+        verdict = verdicts.decide(error, failures=failures, retry=policy.retry, classifiers=self._agent.classifiers)
         match verdict:
             case Ack():
-                delivery.ack()
+                self._ack(delivery)
             case Again(after_seconds=delay):
                 await self._failures.add(delivery, before=failures, kept=self._line.ordered)
                 self._give_back(delivery, delay)
-                return verdict, error
             case DeadLetter(reason=reason):
                 try:
                     await self._dead_letters.bury(
@@ -98,8 +100,12 @@ class Settler:
                     self._give_back(delivery, GRAVE_UNREACHABLE_SECONDS)
                     return Again(after_seconds=GRAVE_UNREACHABLE_SECONDS, reason="dead_letter_failed"), unstored
                 delivery.term(reason)
-        self._line.done(delivery)
+                self._line.done(delivery)
         return verdict, error
+
+    def _ack(self, delivery: Delivery) -> None:
+        delivery.ack()
+        self._line.done(delivery)
 
     def _give_back(self, delivery: Delivery, delay: float) -> None:
         if self._line.ordered:
@@ -121,7 +127,8 @@ class Settler:
         self._events.emit(
             Settled(
                 agent=self._agent.name,
-                notification=f"{self._agent.event_type}@{delivery.message.sequence}",
+                event_type=self._agent.event_type,
+                sequence=delivery.message.sequence,
                 outcome=outcome,
                 reason=reason,
                 seconds=seconds,

@@ -100,8 +100,11 @@ async def _read(
     if feed.in_order and info.num_ack_pending and not len(run.line):
         await _sleep(backend.clock, feed.consumer.ack_wait / 1e9 + EXPIRY_SECONDS, stop)
 
-    def deliver(delivery: Delivery) -> None:
-        run.deliver(feed.unwrap(delivery) if feed.unwrap else delivery)
+    deliver: Callable[[Delivery], None] = run.line.put
+    if unwrap := feed.unwrap:
+
+        def deliver(delivery: Delivery) -> None:
+            run.line.put(unwrap(delivery))
 
     async with backend.consume(stream, consumer, deliver=deliver, room=run.room) as opened:
         run.attach(opened)

@@ -104,7 +104,8 @@ class Sweep:
         self._events.emit(
             Settled(
                 agent=agent.name,
-                notification=f"{agent.event_type}@{message.sequence}",
+                event_type=agent.event_type,
+                sequence=message.sequence,
                 outcome=outcome,
                 reason=reason,
                 seconds=0.0,

@@ -124,7 +124,7 @@ def test_what_is_installed_is_found_by_its_name(run: Run, unreachable: Path) -> 
         ((":app",), "':app' names no module; say MODULE:APP, e.g. mine.agents:app"),
         (("json:dumps",), "'json' has no App named 'dumps'; say MODULE:APP"),
         (("json",), "'json' has no App named 'app'; say MODULE:APP"),
-        (("--agent", "nothing"), "no agent 'nothing' is installed; there are: spark-events"),
+        (("--agent", "nothing"), "no agent 'nothing' is installed; there are: observer, spark-events"),
     ],
 )
 def test_what_names_no_app_is_refused(run: Run, arguments: tuple[str, ...], complaint: str) -> None:

@@ -127,9 +127,7 @@ class TestWhatIsDelivered:
         assert first.message.headers["traceparent"] == "00-1-2-03"
         assert first.message.timestamp_ns > 0
 
-    async def test_says_how_often_and_how_many_wait_behind_it(
-        self, create, publish, ensure, open_reader, inbox, eventually
-    ):
+    async def test_says_how_often_it_was_delivered(self, create, publish, ensure, open_reader, inbox, eventually):
         await create()
         await ensure()
         for number in range(3):
@@ -139,7 +137,6 @@ class TestWhatIsDelivered:
             deliveries = await inbox.take(3)
 
         assert [delivery.num_delivered for delivery in deliveries] == [1, 1, 1]
-        assert [delivery.num_pending for delivery in deliveries] == [2, 1, 0]
 
     async def test_comes_on_the_thread_of_the_loop(self, create, publish, ensure, backend, inbox):
         await create()
@@ -447,9 +444,12 @@ class TestSettling:
             await publish(f"mars.{number}")
         inbox = inbox_of(1)
         async with open_reader(inbox) as reader:
-            (await inbox.next()).nak()
+            delivery = await inbox.next()
+            inbox.capacity = 0  # nothing new is asked for meanwhile
+            delivery.nak()
             await reader.settled()
             await elapse(0.1)
+            inbox.capacity = 1
             reader.refill()
 
             assert (await inbox.next()).message.subject == "mars.0"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,11 +11,12 @@ import pytest
 from msgspec import structs
 
 from aviso_workers import Notify, config
-from aviso_workers.backends import Message, PubAck, StreamInfo
+from aviso_workers.backends import Message, Outgoing, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.engine import publishing
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import (
+    BackendError,
     InvalidIdentifierError,
     InvalidNotificationError,
     InvalidPayloadError,
@@ -47,13 +48,17 @@ class FlakyBackend(InMemoryBackend):
         failure = self.failures.pop(0) if self.failures else ""
         if failure == "unavailable":
             raise UnavailableError("no leader")
-        self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
         ack = await super().publish(message, message_id=message_id, **stated)
-        self.under_way -= 1
         if failure == "unanswered":
             raise OutcomeUnknownError("no answer")
         return ack
+
+    async def publish_many(self, outgoing: Sequence[Outgoing], **stated: Any) -> list[PubAck | BackendError]:
+        self.under_way += len(outgoing)
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        results = await super().publish_many(outgoing, **stated)
+        self.under_way -= len(outgoing)
+        return results
 
     async def stream_info(self, stream: str) -> StreamInfo:
         self.looks += 1
@@ -215,10 +220,28 @@ async def test_what_is_wrong_is_refused_before_anything_is_sent(
 class TestMany:
     async def test_are_all_stored_some_at_a_time(self, facts: Facts) -> None:
         async with FlakyBackend() as backend:
-            wanted = (structs.replace(STEP_6, payload=number) for number in range(1000))
-            assert await session_on(backend, facts).publisher.notify_many(wanted) == 1000
-            assert (await backend.stream_info("MARS")).messages == 1000
-        assert 1 < backend.most_under_way <= publishing.WINDOW
+            wanted = (structs.replace(STEP_6, payload=number) for number in range(5000))
+            assert await session_on(backend, facts).publisher.notify_many(wanted) == 5000
+            assert (await backend.stream_info("MARS")).last_sequence == 5000
+        assert 1 < backend.most_under_way <= publishing.CHUNK * publishing.CHUNKS_UNDER_WAY
+        assert sum(event.count for event in facts.of(Published) if event.outcome == "stored") == 5000
+
+    async def test_are_few_at_a_time_where_they_are_large(self, facts: Facts) -> None:
+        async with FlakyBackend() as backend:
+            wanted = (structs.replace(STEP_6, payload="x" * 600_000) for _ in range(20))
+            assert await session_on(backend, facts).publisher.notify_many(wanted) == 20
+        assert backend.most_under_way == 2 * publishing.CHUNKS_UNDER_WAY
+
+    async def test_are_tried_again_as_one_by_one(self, facts: Facts) -> None:
+        async with FlakyBackend("unavailable", "", "unanswered", "unavailable") as backend:
+            wanted = (structs.replace(STEP_6, payload=number) for number in range(3))
+            assert await session_on(backend, facts).publisher.notify_many(wanted) == 3
+            assert (await backend.stream_info("MARS")).messages == 3
+        assert [(event.outcome, event.attempts, event.count) for event in facts.of(Published)] == [
+            ("stored", 1, 1),
+            ("duplicate", 2, 1),
+            ("stored", 3, 1),
+        ]
 
     async def test_are_none_where_there_are_none(self, session: Session) -> None:
         assert await session.publisher.notify_many([]) == 0

@@ -131,8 +131,8 @@ async def test_its_consumer_is_told_when_there_is_room_again() -> None:
     run = run_of(Discarding)
     run.attach(Consumer())  # type: ignore[arg-type]
     stop = anyio.Event()
-    run.deliver(Delivery(1))  # type: ignore[arg-type]
-    run.deliver(Delivery(2))  # type: ignore[arg-type]
+    run.line.put(Delivery(1))  # type: ignore[arg-type]
+    run.line.put(Delivery(2))  # type: ignore[arg-type]
     assert run.room() == 0
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=1.0))
@@ -241,7 +241,7 @@ class TestStopping:
 
         class Consumer:
             async def stop(self) -> None:
-                run.deliver(delivery)  # type: ignore[arg-type]
+                run.line.put(delivery)  # type: ignore[arg-type]
 
         run = run_of(Refusing)
         run.attach(Consumer())  # type: ignore[arg-type]
@@ -249,3 +249,26 @@ class TestStopping:
         stop.set()
         await run.work(stop=stop, drain_timeout_seconds=1.0)
         assert (delivery.given_back, run.returned, len(run.line), run.room()) == (1, 1, 0, 0)
+
+
+async def test_a_lane_does_not_overtake_a_head_that_the_drain_timeout_cuts_off(
+    router: Router, notify, working, facts: Facts
+) -> None:
+    begun: list[str] = []
+    running = anyio.Event()
+
+    @router.agent("mars", order_by=("class",))
+    async def index(notification: Notification[Any]) -> None:
+        begun.append(notification.identifier["step"])
+        running.set()
+        if notification.num_delivered == 1:
+            await anyio.sleep(2 * DRAIN_SECONDS)
+
+    await notify(1)
+    await notify(2)
+    async with working(index):
+        await running.wait()
+    assert [event.returned for event in facts.of(AgentStopped)] == [2]
+    async with working(index):
+        await facts.wait_for(Settled, 2)
+    assert begun == ["1", "1", "2"]

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-from nats.aio.msg import Msg
+
+from aviso_workers.backends.jetstream.wire import Interest, Listener
 
 
 class PlayedConnection:
@@ -13,29 +12,33 @@ class PlayedConnection:
 
     def __init__(self) -> None:
         self.nc = self
+        self.wire = self
+        self.ready = True
         self.max_payload = 1024 * 1024
         self.on_reconnect: set[Callable[[], None]] = set()
         self.sent: list[tuple[str, bytes, str]] = []
-        self.heard: Callable[[Msg], Awaitable[None]]
+        self.heard: Listener
 
     def new_inbox(self) -> str:
         return "_INBOX.test"
 
-    async def subscribe(self, subject: str, *, cb: Callable[[Msg], Awaitable[None]], **limits: Any) -> Any:
-        self.heard = cb
-        return SimpleNamespace(_id=1)
+    async def listen(self, subject: str, listener: Listener) -> Interest:
+        self.heard = listener
+        return Interest(None)  # type: ignore[arg-type]
 
-    async def publish(self, subject: str, body: bytes, reply: str = "") -> None:
-        self.sent.append((subject, body, reply))
+    def send(self, subject: bytes, body: bytes, *, reply: bytes = b"") -> None:
+        self.sent.append((subject.decode(), body, reply.decode()))
 
-    async def post(self, subject: str, body: bytes, *, reply: str) -> None:
+    def post(self, subject: str, body: bytes, *, reply: str) -> None:
         self.sent.append((subject, body, reply))
 
     async def flush(self) -> None:
         pass
 
-    async def say(self, subject: str = "_INBOX.test", **headers: str) -> None:
-        await self.heard(Msg(_client=None, subject=subject, headers=headers or None))  # type: ignore[arg-type]
+    def say(self, subject: str = "_INBOX.test", status: str = "", **headers: str) -> None:
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        block = f"NATS/1.0 {status}\r\n{lines}\r\n".encode() if status or headers else b""
+        self.heard(subject.encode(), b"", block, b"")
 
 
 @pytest.fixture

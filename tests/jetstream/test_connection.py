@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import AsyncGenerator
@@ -28,6 +29,11 @@ async def connection(nats_server: NatsServer) -> AsyncGenerator[Connection, None
     await connection.close()
 
 
+def stand_still(server: NatsServer) -> None:
+    server.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, server.process.pid, os.WSTOPPED | os.WNOWAIT)  # a signal takes its time
+
+
 async def test_a_server_that_answers_has_what_was_sent_before(connection):
     async def hear(message) -> None:
         pass
@@ -44,13 +50,13 @@ async def test_a_server_that_answers_has_what_was_sent_before(connection):
 
 async def test_a_server_that_stands_still_does_not_answer(connection, nats_server, monkeypatch):
     monkeypatch.setattr(module, "PING_SECONDS", 0.1)
-    nats_server.process.send_signal(signal.SIGSTOP)
+    stand_still(nats_server)
 
     assert not await connection.answers()
 
 
 async def test_an_answer_that_comes_when_nobody_waits_any_more_does_no_harm(connection, nats_server):
-    nats_server.process.send_signal(signal.SIGSTOP)
+    stand_still(nats_server)
     with anyio.move_on_after(0.1) as waiting:
         await connection.answers()
     nats_server.process.send_signal(signal.SIGCONT)
@@ -61,7 +67,7 @@ async def test_an_answer_that_comes_when_nobody_waits_any_more_does_no_harm(conn
 
 
 async def test_a_lost_connection_answers_at_once_that_it_does_not(connection, nats_server):
-    nats_server.process.send_signal(signal.SIGSTOP)
+    stand_still(nats_server)
     started = time.monotonic()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(connection.answers)
@@ -73,7 +79,7 @@ async def test_a_lost_connection_answers_at_once_that_it_does_not(connection, na
 
 async def test_closing_does_not_wait_for_a_server_that_takes_nothing(connection, nats_server, monkeypatch):
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.2)
-    nats_server.process.send_signal(signal.SIGSTOP)
+    stand_still(nats_server)
     with anyio.move_on_after(0.5):
         for _ in range(50):  # more than the buffers on the way take
             await connection.nc.publish("numbers", b"x" * 1_000_000)

@@ -19,33 +19,33 @@ async def outbox(played) -> Outbox:
 
 
 async def test_a_settlement_is_sent_and_not_waited_for(played, outbox):
-    outbox.put("$JS.ACK.1", b"+ACK")
+    outbox.put(b"$JS.ACK.1", b"+ACK")
     await outbox.flush()
 
     assert played.sent == [("$JS.ACK.1", b"+ACK", "")]
 
 
 async def test_a_settlement_that_is_to_be_confirmed_is_waited_for(played, outbox):
-    outbox.put("$JS.ACK.1", b"+ACK", confirmed=True)
-    outbox.put("$JS.ACK.2", b"-NAK", confirmed=True)
+    outbox.put(b"$JS.ACK.1", b"+ACK", confirmed=True)
+    outbox.put(b"$JS.ACK.2", b"-NAK", confirmed=True)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(outbox.flush)
         await anyio.wait_all_tasks_blocked()
         for _, _, answer in tuple(played.sent):
             assert tasks.cancel_scope.cancel_called is False
-            await played.say(answer)
+            played.say(answer)
 
     assert [sent[:2] for sent in played.sent] == [("$JS.ACK.1", b"+ACK"), ("$JS.ACK.2", b"-NAK")]
 
 
 async def test_what_nobody_confirms_is_sent_again_until_somebody_does(played, outbox, monkeypatch):
     monkeypatch.setattr(consuming, "CONFIRM_SECONDS", 0.01)
-    outbox.put("$JS.ACK.1", b"+ACK", confirmed=True)
+    outbox.put(b"$JS.ACK.1", b"+ACK", confirmed=True)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(outbox.flush)
         while len(played.sent) < 3:
             await anyio.sleep(0.01)
-            await played.say(played.sent[0][2], Status="503")
-        await played.say(played.sent[0][2])
+            played.say(played.sent[0][2], status="503")
+        played.say(played.sent[0][2])
 
     assert set(played.sent) == {("$JS.ACK.1", b"+ACK", played.sent[0][2])}

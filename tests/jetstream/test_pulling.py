@@ -28,7 +28,7 @@ def asked(played) -> list[dict[str, Any]]:
 
 async def test_a_request_is_for_some_messages_within_half_a_minute_and_not_too_many_bytes(played, pulls):
     await pulls.open()
-    await pulls.ask(10, wait=True)
+    pulls.ask(10, wait=True)
 
     assert asked(played) == [
         {"batch": 10, "max_bytes": MOST_BYTES, "expires": 30 * SECOND, "idle_heartbeat": 5 * SECOND}
@@ -40,14 +40,14 @@ async def test_a_request_has_room_for_the_largest_message_that_the_server_takes(
     played.max_payload = 64 * 1024 * 1024
     larger = PullSubscription(played, stream="MARS", consumer="agent", on_message=print, on_change=lambda: None)
     await larger.open()
-    await larger.ask(1, wait=True)
+    larger.ask(1, wait=True)
 
     assert asked(played)[0]["max_bytes"] > played.max_payload
 
 
 async def test_a_request_obeys_the_limits_of_its_consumer(played, pulls):
     await pulls.open(limits={"max_batch": 5, "max_expires": 3 * SECOND, "max_bytes": 1000})
-    await pulls.ask(10, wait=True)
+    pulls.ask(10, wait=True)
 
     assert asked(played) == [{"batch": 5, "max_bytes": 1000, "expires": 3 * SECOND, "idle_heartbeat": SECOND}]
     assert pulls.outstanding == 5
@@ -82,21 +82,21 @@ async def test_a_status_ends_the_request_or_the_reading(
     played, pulls, status: str, description: str, left: dict[str, str], outstanding: int, error: type[BackendError]
 ):
     await pulls.open()
-    await pulls.ask(10, wait=True)
+    pulls.ask(10, wait=True)
 
-    await played.say(Status=status, Description=description, **left)
+    played.say(status=f"{status} {description}", **left)
 
     assert (pulls.outstanding, type(pulls.error)) == (outstanding, error or type(None))
 
 
 async def test_requests_that_nobody_answers_are_an_error_when_they_are_lost_again(played, pulls):
     await pulls.open()
-    await pulls.ask(10, wait=True)
-    await played.say(Status="100")
+    pulls.ask(10, wait=True)
+    played.say(status="100")
     pulls.forget()
     assert pulls.error is None
 
-    await pulls.ask(10, wait=True)
+    pulls.ask(10, wait=True)
     pulls.forget()
 
     assert "requests for messages are not answered" in str(pulls.error)
@@ -104,7 +104,7 @@ async def test_requests_that_nobody_answers_are_an_error_when_they_are_lost_agai
 
 async def test_after_a_reconnect_nothing_is_outstanding_and_the_consumer_is_to_be_looked_at(played, pulls):
     await pulls.open()
-    await pulls.ask(10, wait=True)
+    pulls.ask(10, wait=True)
     assert not pulls.silent()
 
     for act in played.on_reconnect:

@@ -158,7 +158,7 @@ async def test_a_poison_notification_is_tried_as_its_policy_says_and_then_buried
     assert len(tries) == RETRY.attempts
     waits = [later - earlier for earlier, later in itertools.pairwise(tries)]
     expected = [RETRY.delay_seconds(failures) for failures in range(1, RETRY.attempts)]
-    assert waits == pytest.approx(expected, rel=0.2)
+    assert waits == pytest.approx(expected, rel=0.2, abs=0.2)  # the short ones as exactly as a busy machine can
     (letter,) = await dead_letters(server)
     assert (letter.agent, letter.attempts, letter.reason) == ("work", RETRY.attempts, "attempts_exhausted")
     assert record.numbers("done") == dict.fromkeys(range(1, 201), 1)

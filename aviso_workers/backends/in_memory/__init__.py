@@ -19,7 +19,7 @@ from typing import Any
 import anyio
 
 from aviso_workers import config
-from aviso_workers.backends import ConnectionListener, ConsumerInfo, Delivery, KeyValue, PubAck, StreamInfo
+from aviso_workers.backends import ConnectionListener, ConsumerInfo, Delivery, KeyValue, Outgoing, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import reading
 from aviso_workers.backends.in_memory.account import MAX_PAYLOAD, Account
 from aviso_workers.backends.in_memory.connection import Connection
@@ -27,6 +27,7 @@ from aviso_workers.backends.in_memory.consuming import Dispatcher, InMemoryConsu
 from aviso_workers.backends.in_memory.key_value import InMemoryKeyValue
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.codec import Message
+from aviso_workers.errors import BackendError
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 
 __all__ = ["InMemoryBackend"]
@@ -79,6 +80,10 @@ class InMemoryBackend:
     @property
     def connected(self) -> bool:
         return self._connection.up
+
+    @property
+    def slow_because(self) -> str:
+        return ""
 
     @property
     def max_payload(self) -> int:
@@ -196,6 +201,21 @@ class InMemoryBackend:
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
         await self._connection.reach()
         return self._account.publish(message, message_id=message_id, stream=stream)
+
+    async def publish_many(
+        self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
+    ) -> list[PubAck | BackendError]:
+        results: list[PubAck | BackendError] = []
+        for each in outgoing:
+            try:
+                ack = await self.publish(
+                    each.message, message_id=each.message_id, stream=each.stream, timeout_seconds=timeout_seconds
+                )
+            except BackendError as error:
+                results.append(error)
+            else:
+                results.append(ack)
+        return results
 
     async def key_value(self, bucket: str, *, ttl_seconds: float | None = None) -> KeyValue:
         await self._connection.reach()

@@ -66,12 +66,11 @@ class InMemoryConsumer:
 class InMemoryDelivery:
     """One message of a durable consumer; see `backends.Delivery`. Settled without a connection, it is not."""
 
-    __slots__ = ("_dispatcher", "_reader", "message", "num_delivered", "num_pending")
+    __slots__ = ("_dispatcher", "_reader", "message", "num_delivered")
 
     def __init__(self, dispatcher: Dispatcher, reader: InMemoryConsumer, message: Message, num_delivered: int) -> None:
         self.message = message
         self.num_delivered = num_delivered
-        self.num_pending = dispatcher.durable.num_pending
         self._dispatcher = dispatcher
         self._reader = reader
 

@@ -1,8 +1,8 @@
 """The JetStream backend: the only folder that knows nats-py.
 
-`connection` owns the connection, `publishing`, `consuming`, `reading` and `key_value` use it, `pulling` asks for
-messages, `faults` says what an error means. Streams and consumers are managed over JetStream's raw JSON, because
-nats-py's classes drop the fields that they do not know.
+`connection` owns the connection and `wire` is the short way through it; `publishing`, `consuming`, `reading` and
+`key_value` use it, `pulling` asks for messages, `faults` says what an error means. Streams and consumers are managed
+over JetStream's raw JSON, because nats-py's classes drop the fields that they do not know.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from aviso_workers import config, streams
-from aviso_workers.backends import ConnectionListener, ConsumerInfo, Delivery, KeyValue, PubAck, StreamInfo
+from aviso_workers.backends import ConnectionListener, ConsumerInfo, Delivery, KeyValue, Outgoing, PubAck, StreamInfo
 from aviso_workers.backends.jetstream import key_value, reading
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.consuming import Outbox, PullConsumer
@@ -52,7 +52,6 @@ class JetStreamBackend:
         await self._outbox.open()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
-        self._tasks.start_soon(self._outbox.run)
         self._tasks.start_soon(self._connection.watch)
         return self
 
@@ -76,6 +75,10 @@ class JetStreamBackend:
     @property
     def connected(self) -> bool:
         return self._connection.ready
+
+    @property
+    def slow_because(self) -> str:
+        return self._connection.wire.slow_because
 
     @property
     def max_payload(self) -> int:
@@ -233,9 +236,16 @@ class JetStreamBackend:
         )
 
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
-        return await self._publisher.publish(
-            message, message_id=message_id, stream=stream, timeout_seconds=timeout_seconds
-        )
+        outgoing = Outgoing(message, message_id, stream)
+        [result] = await self._publisher.publish([outgoing], timeout_seconds=timeout_seconds)
+        if isinstance(result, BackendError):
+            raise result
+        return result
+
+    async def publish_many(
+        self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
+    ) -> list[PubAck | BackendError]:
+        return await self._publisher.publish(outgoing, timeout_seconds=timeout_seconds)
 
     async def key_value(self, bucket: str, *, ttl_seconds: float | None = None) -> KeyValue:
         context = self._connection.nc.jetstream(domain=self._settings.domain)

@@ -20,11 +20,10 @@ import anyio
 import msgspec
 import nats.errors
 from nats.aio.client import Client
-from nats.aio.transport import TcpTransport
 
 from aviso_workers import config
 from aviso_workers.backends import ConnectionListener
-from aviso_workers.backends.jetstream import faults
+from aviso_workers.backends.jetstream import faults, wire
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 
 __all__ = ["Connection"]
@@ -44,6 +43,7 @@ class Connection:
 
     def __init__(self, settings: config.JetStream, *, on_connection: ConnectionListener | None) -> None:
         self.nc = Client()
+        self.wire: wire.Wire
         self.on_reconnect: set[Callable[[], None]] = set()
         self.on_disconnect: set[Callable[[], None]] = set()
         self._settings = settings
@@ -80,6 +80,7 @@ class Connection:
                 await self.nc.close()
                 self._last_error = self._last_error or str(error) or type(error).__name__
             else:
+                self.wire = wire.attach(self.nc)
                 self._opened = True
                 self._tell(connected=True, reason="")
                 return
@@ -113,7 +114,8 @@ class Connection:
         # has taken it, which a silent one never does. What is not taken is delivered again.
         with anyio.move_on_after(CLOSE_SECONDS, shield=True), suppress(nats.errors.Error, OSError):
             await self.nc.close()
-        self._abort()
+        if self._opened:
+            self.wire.abort()  # nats-py goes on until its buffer is taken, and a silent server never takes it
 
     async def api(self, subject: str, request: Any = None) -> dict[str, Any]:
         """Ask JetStream's API over raw JSON, so that no field is lost on the way.
@@ -135,25 +137,35 @@ class Connection:
             raise faults.from_api(subject, decoded["error"])
         return decoded
 
-    async def post(self, subject: str, body: bytes, *, reply: str) -> None:
+    def post(self, subject: str, body: bytes, *, reply: str) -> None:
         """Send a request of JetStream's API whose answers come to the inbox `reply`, as pulls do."""
-        with faults.translated(subject):
-            await self.nc.publish(f"{self.api_prefix}.{subject}", body, reply=reply)
+        self.wire.send(f"{self.api_prefix}.{subject}".encode(), body, reply=reply.encode())
+
+    async def listen(self, subject: str, listener: wire.Listener) -> wire.Interest:
+        """Call the listener with what comes for the subject, also after a reconnect. Raises `UnavailableError`."""
+        with faults.translated(f"listen to {subject}"):
+            return await self.wire.listen(subject, listener)
+
+    async def leave(self, interest: wire.Interest) -> None:
+        """Listen no more; return when nothing more can arrive. What is on its way still does."""
+        with anyio.move_on_after(CLOSE_SECONDS):
+            self.wire.mute(interest)
+            await self.answers()
+        await self.wire.forget(interest)
 
     async def answers(self) -> bool:
         """Whether the server answers a PING; then it has what was sent so far.
 
-        nats-py's own flush is never used: its PING overtakes what waits to be written, and when it is cancelled or
-        takes too long, a PONG that comes later ends nats-py's reader.
+        Not by nats-py's own flush: its PING overtakes what waits to be written, and when it is cancelled or takes too
+        long, a PONG that comes later ends nats-py's reader.
         """
         pong: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._pongs.add(pong)
         try:
             with anyio.move_on_after(PING_SECONDS), suppress(nats.errors.Error, OSError):
-                await self.nc._flush_pending(force_flush=True)
                 if self.ready:
-                    await self.nc._send_ping(pong)
-                    return await asyncio.shield(pong)
+                    await self.wire.ping(pong)
+                    return self.ready and await asyncio.shield(pong)
             return False
         finally:
             self._pongs.discard(pong)
@@ -207,17 +219,11 @@ class Connection:
 
     async def _leave(self) -> None:
         """Reconnect, to another server where there is one."""
-        self._abort()
+        self.wire.abort()
         if self._settings.enable_auto_reconnect:
             await self.nc.force_reconnect()
         else:
             await self.nc.close()
-
-    def _abort(self) -> None:
-        """Drop the socket with what is still to be sent: nats-py waits for that, and a silent server never takes it."""
-        transport = self.nc._transport
-        if isinstance(transport, TcpTransport) and transport._io_writer is not None:
-            transport._io_writer.transport.abort()
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = str(error) or type(error).__name__

@@ -12,16 +12,13 @@ settle another message. So such settlements are dropped.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable
 
 import anyio
-import nats.errors
-from nats.aio.msg import Msg
 
 from aviso_workers.backends import Delivery
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription, Received
+from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 
@@ -34,13 +31,11 @@ SECOND = 1_000_000_000
 
 
 class Outbox:
-    """Sends settlements. `open` it, `run` it in a task; `put` from anywhere on the loop."""
+    """Sends settlements, and sends those again that are to be confirmed and are not. `open` it before use."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._waiting: deque[tuple[str, bytes, str]] = deque()
-        self._filled = anyio.Event()
-        self._unconfirmed: dict[str, tuple[str, bytes]] = {}
+        self._unconfirmed: dict[bytes, tuple[bytes, bytes]] = {}
         """By the subject on which the confirmation comes."""
         self._confirmed = anyio.Event()
         self._numbers = itertools.count(1)
@@ -48,49 +43,34 @@ class Outbox:
 
     async def open(self) -> None:
         self._inbox = self._connection.nc.new_inbox()
-        await self._connection.nc.subscribe(f"{self._inbox}.*", cb=self._on_confirmed)
+        await self._connection.listen(f"{self._inbox}.*", self._on_confirmed)
 
-    def put(self, reply: str, body: bytes, *, confirmed: bool = False) -> None:
-        """Send a settlement; with `confirmed`, `flush` waits until the consumer has taken it."""
-        answer = ""
+    def put(self, reply: bytes, body: bytes, *, confirmed: bool = False) -> None:
+        """Send a settlement; with `confirmed`, `flush` waits until the consumer has taken it.
+
+        One that gets lost does no harm: the server delivers again after ack_wait.
+        """
+        answer = b""
         if confirmed:
-            answer = f"{self._inbox}.{next(self._numbers)}"
+            answer = b"%b.%d" % (self._inbox.encode(), next(self._numbers))
             self._unconfirmed[answer] = (reply, body)
-        self._waiting.append((reply, body, answer))
-        if not self._filled.is_set():
-            self._filled.set()
-
-    async def run(self) -> None:
-        while True:
-            await self._filled.wait()
-            self._filled = anyio.Event()
-            await self._send()
+        self._connection.wire.send(reply, body, reply=answer)
 
     async def flush(self) -> None:
         """Return when the server has what was put so far, and has confirmed what is to be confirmed."""
-        await self._send()
         await self._connection.flush()
         while self._unconfirmed:
             self._confirmed = anyio.Event()
             with anyio.move_on_after(CONFIRM_SECONDS):
                 await self._confirmed.wait()
                 return
-            self._waiting.extend((reply, body, answer) for answer, (reply, body) in self._unconfirmed.items())
-            await self._send()
+            for answer, (reply, body) in self._unconfirmed.items():
+                self._connection.wire.send(reply, body, reply=answer)
 
-    async def _send(self) -> None:
-        while self._waiting:
-            reply, body, answer = self._waiting.popleft()
-            try:
-                await self._connection.nc.publish(reply, body, answer)
-            except nats.errors.Error:
-                # Not connected and nats-py's buffer is full: the server will deliver it again after ack_wait.
-                continue
-
-    async def _on_confirmed(self, message: Msg) -> None:
-        if message.headers:
+    def _on_confirmed(self, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> None:
+        if headers:
             return  # 503: the consumer has no leader just now
-        self._unconfirmed.pop(message.subject, None)
+        self._unconfirmed.pop(subject, None)
         if not self._unconfirmed:
             self._confirmed.set()
 
@@ -98,36 +78,28 @@ class Outbox:
 class JetStreamDelivery:
     """One message of a durable consumer."""
 
-    __slots__ = ("_received", "_settle")
+    __slots__ = ("_reply", "_settle", "message", "num_delivered")
 
-    def __init__(self, received: Received, settle: Callable[[str, bytes], None]) -> None:
-        self._received = received
+    def __init__(
+        self, message: Message, reply: bytes, num_delivered: int, settle: Callable[[bytes, bytes], None]
+    ) -> None:
+        self.message = message
+        self.num_delivered = num_delivered
+        self._reply = reply
         self._settle = settle
 
-    @property
-    def message(self) -> Message:
-        return self._received.message
-
-    @property
-    def num_delivered(self) -> int:
-        return self._received.num_delivered
-
-    @property
-    def num_pending(self) -> int:
-        return self._received.num_pending
-
     def ack(self) -> None:
-        self._settle(self._received.reply, b"+ACK")
+        self._settle(self._reply, b"+ACK")
 
     def nak(self, *, delay_seconds: float = 0.0) -> None:
         body = b'-NAK {"delay":%d}' % int(delay_seconds * SECOND) if delay_seconds > 0 else b"-NAK"
-        self._settle(self._received.reply, body)
+        self._settle(self._reply, body)
 
     def term(self, reason: str) -> None:
-        self._settle(self._received.reply, b"+TERM " + reason.encode())
+        self._settle(self._reply, b"+TERM " + reason.encode())
 
     def in_progress(self) -> None:
-        self._settle(self._received.reply, IN_PROGRESS)
+        self._settle(self._reply, IN_PROGRESS)
 
 
 class PullConsumer:
@@ -153,6 +125,7 @@ class PullConsumer:
         self._name = f"consumer {consumer} of stream {stream}"
         self._made = made
         self._made_at = ""
+        self._deliver = deliver
         self._room = room
         self._stopped = False
         self._changed = anyio.Event()
@@ -162,7 +135,7 @@ class PullConsumer:
             connection,
             stream=stream,
             consumer=consumer,
-            on_message=lambda received: deliver(JetStreamDelivery(received, self._settle)),
+            on_message=self._on_message,
             on_change=self._change,
         )
 
@@ -172,7 +145,7 @@ class PullConsumer:
         info = await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}")
         self._made_at = self._made[self._consumer] = info["created"]
         await self._pulls.open(limits=info["config"])
-        await self._ask()
+        self._ask()
         await self._pulls.check_allowed()
 
     async def run(self) -> None:
@@ -186,7 +159,7 @@ class PullConsumer:
                     await self._look()
                 if self._pulls.error:
                     raise self._pulls.error
-                await self._ask()
+                self._ask()
         except NotFoundError as error:
             self._made.pop(self._consumer, None)
             self._error = error
@@ -196,8 +169,7 @@ class PullConsumer:
             self._ended.set()
 
     def refill(self) -> None:
-        if self._wanted():
-            self._change()
+        self._ask()
 
     async def lost(self) -> None:
         await self._ended.wait()
@@ -213,9 +185,14 @@ class PullConsumer:
     async def close(self) -> None:
         await self._pulls.close()
 
-    async def _ask(self) -> None:
-        while (wanted := self._wanted()) and self._connection.ready:
-            await self._pulls.ask(wanted, wait=True)
+    def _ask(self) -> None:
+        """Ask for what there is room for, unless that would only be a small request."""
+        while not self._stopped and self._connection.ready:
+            outstanding = self._pulls.outstanding
+            wanted = self._room() - outstanding
+            if wanted <= 0 or wanted < outstanding:
+                return
+            self._pulls.ask(wanted, wait=True)
 
     async def _look(self) -> None:
         """Make sure that it is there and the one that was opened, then ask anew."""
@@ -226,14 +203,10 @@ class PullConsumer:
         if self._pulls.silent():  # a loop that was stuck finds by now what had come
             self._pulls.forget()
 
-    def _wanted(self) -> int:
-        """How much to ask for now; 0 where a further request would only be a small one."""
-        if self._stopped:
-            return 0
-        wanted = self._room() - self._pulls.outstanding
-        return wanted if wanted > 0 and wanted >= self._pulls.outstanding else 0
+    def _on_message(self, message: Message, reply: bytes, num_delivered: int) -> None:
+        self._deliver(JetStreamDelivery(message, reply, num_delivered, self._settle))
 
-    def _settle(self, reply: str, body: bytes) -> None:
+    def _settle(self, reply: bytes, body: bytes) -> None:
         if self._made.get(self._consumer) == self._made_at:
             # Who leaves must know that it arrived: nobody would repeat it.
             self._outbox.put(reply, body, confirmed=self._stopped and body != IN_PROGRESS)

@@ -1,4 +1,4 @@
-"""Publishing with acknowledgement: many at a time over one reply inbox, each with a deadline of its own.
+"""Publishing with acknowledgement: many at a time over one reply inbox, and a deadline for those of one call.
 
 nats-py's publish_async is not used: its futures never end after a disconnect. Here a lost connection answers every
 waiting publish at once with `OutcomeUnknownError`, and the engine repeats it under the same message id.
@@ -7,21 +7,19 @@ waiting publish at once with `OutcomeUnknownError`, and the engine repeats it un
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Sequence
 
 import anyio
 import msgspec
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
-from aviso_workers.backends import PubAck
+from aviso_workers.backends import Outgoing, PubAck
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.codec import Message
-from aviso_workers.errors import RefusedError, UnavailableError
+from aviso_workers.backends.jetstream.wire import header_block, status
+from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 
 __all__ = ["Publisher"]
-
-HEADER_FRAME = len(b"NATS/1.0\r\n\r\n")
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -39,62 +37,96 @@ class Publisher:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._waiting: dict[str, asyncio.Future[Msg]] = {}
-        self._count = 0
-        self._inbox = ""
-        self._subscription: Subscription | None = None
+        self._waiting: dict[bytes, tuple[_Batch, int]] = {}
+        """By the subject on which the acknowledgement comes: whose it is, and which of them."""
+        self._numbers = itertools.count(1)
+        self._inbox = b""
 
     async def open(self) -> None:
-        self._inbox = self._connection.nc.new_inbox()
-        self._subscription = await self._connection.nc.subscribe(f"{self._inbox}.*", cb=self._on_answer)
+        inbox = self._connection.nc.new_inbox()
+        self._inbox = inbox.encode()
+        await self._connection.listen(f"{inbox}.*", self._on_answer)
         self._connection.on_disconnect.add(self._on_disconnect)
 
-    async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
-        what = f"publish {message.subject}"
+    async def publish(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> list[PubAck | BackendError]:
+        """See `backends.Backend.publish_many`."""
         if not self._connection.ready:
-            # nats-py would buffer it and send it after the reconnect, when nobody waits for the answer any more.
-            raise UnavailableError(f"{what}: not connected")
-        headers = {**(message.headers or {}), "Nats-Msg-Id": message_id, "Nats-Expected-Stream": stream}
-        size = len(message.data) + HEADER_FRAME + sum(len(f"{k}: {v}\r\n".encode()) for k, v in headers.items())
-        if size > self._connection.nc.max_payload:
-            # A server closes the connection on which it comes.
-            raise RefusedError(f"{what}: {size} bytes, the server takes {self._connection.nc.max_payload}")
-        self._count += 1
-        token = str(self._count)
-        answer = asyncio.get_running_loop().create_future()
-        self._waiting[token] = answer
-        sent = anyio.current_time()
+            # It would be kept and sent after the reconnect, when nobody waits for the answer any more.
+            return [UnavailableError(f"{_what(each)}: not connected") for each in outgoing]
+        sent_at = anyio.current_time()
+        batch = _Batch(outgoing)
+        replies = [self._send(batch, index, each) for index, each in enumerate(outgoing)]
         try:
-            with faults.translated(what):
-                await self._connection.nc.publish(
-                    message.subject,
-                    message.data,
-                    reply=f"{self._inbox}.{token}",
-                    headers=headers,
-                )
-            with anyio.fail_after(timeout_seconds):
-                return _pub_ack(what, await answer)
-        except (TimeoutError, ConnectionResetError) as error:
-            self._connection.check_allowed(message.subject, since=sent)
-            raise faults.outcome_unknown(what) from error
+            if batch.missing:
+                with anyio.fail_after(timeout_seconds):
+                    await batch.complete
+        except (TimeoutError, ConnectionResetError):
+            for index, each in enumerate(outgoing):
+                if batch.results[index] is None:
+                    batch.results[index] = self._unknown(each, sent_at)
         finally:
-            del self._waiting[token]
+            for reply in replies:
+                self._waiting.pop(reply, None)
+        return [result for result in batch.results if result is not None]
 
-    async def _on_answer(self, message: Msg) -> None:
-        answer = self._waiting.get(message.subject.rpartition(".")[2])
-        if answer is not None and not answer.done():
-            answer.set_result(message)
+    def _send(self, batch: _Batch, index: int, outgoing: Outgoing) -> bytes:
+        """Send one; returns where its acknowledgement comes."""
+        message, message_id, stream = outgoing.message, outgoing.message_id, outgoing.stream
+        headers = header_block({**(message.headers or {}), "Nats-Msg-Id": message_id, "Nats-Expected-Stream": stream})
+        size, most = len(headers) + len(message.data), self._connection.nc.max_payload
+        if size > most:  # a server closes the connection on which it comes
+            batch.ends(index, RefusedError(f"{_what(outgoing)}: {size} bytes, the server takes {most}"))
+            return b""
+        if message.subject.split() != [message.subject]:
+            batch.ends(index, RefusedError(f"{_what(outgoing)}: {message.subject!r} is no subject"))
+            return b""
+        reply = b"%b.%d" % (self._inbox, next(self._numbers))
+        self._waiting[reply] = batch, index
+        self._connection.wire.send(message.subject.encode(), message.data, reply=reply, headers=headers)
+        return reply
+
+    def _unknown(self, outgoing: Outgoing, sent_at: float) -> BackendError:
+        try:
+            self._connection.check_allowed(outgoing.message.subject, since=sent_at)
+        except RefusedError as refused:
+            return refused
+        return faults.outcome_unknown(_what(outgoing))
+
+    def _on_answer(self, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> None:
+        if found := self._waiting.pop(subject, None):
+            batch, index = found
+            batch.ends(index, _result(batch.outgoing[index], headers, data))
 
     def _on_disconnect(self) -> None:
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(ConnectionResetError("the connection was lost before the acknowledgement"))
+        for batch, _ in self._waiting.values():
+            if not batch.complete.done():
+                batch.complete.set_exception(ConnectionResetError)
 
 
-def _pub_ack(what: str, message: Msg) -> PubAck:
-    if message.headers and message.headers.get("Status") == "503":
-        raise UnavailableError(f"{what}: no stream takes this subject, or its leader is being elected")
-    answer = _decode_answer(message.data)
+class _Batch:
+    """Messages that are published together."""
+
+    def __init__(self, outgoing: Sequence[Outgoing]) -> None:
+        self.outgoing = outgoing
+        self.results: list[PubAck | BackendError | None] = [None] * len(outgoing)
+        self.missing = len(outgoing)
+        self.complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def ends(self, index: int, result: PubAck | BackendError) -> None:
+        self.results[index] = result
+        self.missing -= 1
+        if not self.missing and not self.complete.done():
+            self.complete.set_result(None)
+
+
+def _result(outgoing: Outgoing, headers: bytes, data: bytes) -> PubAck | BackendError:
+    if headers and status(headers)[0] == "503":
+        return UnavailableError(f"{_what(outgoing)}: no stream takes this subject, or its leader is being elected")
+    answer = _decode_answer(data)
     if answer.error is not None:
-        raise faults.from_api(what, answer.error)
+        return faults.from_api(_what(outgoing), answer.error)
     return PubAck(stream=answer.stream, sequence=answer.seq, duplicate=answer.duplicate)
+
+
+def _what(outgoing: Outgoing) -> str:
+    return f"publish {outgoing.message.subject}"

@@ -8,24 +8,21 @@ lost is the reader's.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import anyio
 import msgspec
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
-from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.wire import Headers, Interest, status
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 
-__all__ = ["HEARTBEAT_SECONDS", "PullSubscription", "Received"]
+__all__ = ["HEARTBEAT_SECONDS", "PullSubscription"]
 
 EXPIRES_SECONDS = 30
 HEARTBEAT_SECONDS = 5.0
@@ -35,17 +32,11 @@ TOO_LARGE = "Message Size Exceeds MaxBytes"
 """For what is left of the request's bytes; what they are in the beginning, where not even one message fits."""
 ASK_AGAIN = ("Leadership Change", "Batch Completed", "Server Shutdown", TOO_LARGE)
 """Reasons of a 409 that only end the request."""
-CLOSE_SECONDS = 5.0
 SECOND = 1_000_000_000
 
 
-class Received(msgspec.Struct, frozen=True, kw_only=True):
-    """A message as it came, with what its reply subject says."""
-
-    message: Message
-    reply: str
-    num_delivered: int
-    num_pending: int
+Arrival = Callable[[Message, bytes, int], None]
+"""Called with a message, the subject that settles it, and how often it was delivered."""
 
 
 class PullSubscription:
@@ -57,7 +48,7 @@ class PullSubscription:
         *,
         stream: str,
         consumer: str,
-        on_message: Callable[[Received], None],
+        on_message: Arrival,
         on_change: Callable[[], None],
     ) -> None:
         self.outstanding = 0
@@ -71,9 +62,10 @@ class PullSubscription:
         self._name = f"consumer {consumer} of stream {stream}"
         self._on_message = on_message
         self._on_change = on_change
-        self._subscription: Subscription | None = None
+        self._interest: Interest | None = None
         self._closing = anyio.Lock()
-        self._last_heard = self._opened_at = anyio.current_time()
+        self._now = asyncio.get_running_loop().time
+        self._last_heard = self._opened_at = self._now()
         self._answered = False
         """Whether anything came since what was outstanding was taken for lost."""
         self._inbox = ""
@@ -87,23 +79,19 @@ class PullSubscription:
         self._most_messages = limits.get("max_batch") or self._most_messages
         self._most_bytes = min(self._most_bytes, limits.get("max_bytes") or self._most_bytes)
         self._expires_ns = min(self._expires_ns, limits.get("max_expires") or self._expires_ns)
-        with faults.translated(f"read {self._name}"):
-            self._inbox = self._connection.nc.new_inbox()
-            # No limits: nats-py drops what exceeds them, and what comes is limited by what was asked for.
-            self._subscription = await self._connection.nc.subscribe(
-                self._inbox, cb=self._on_received, pending_msgs_limit=0, pending_bytes_limit=0
-            )
+        self._inbox = self._connection.nc.new_inbox()
+        self._interest = await self._connection.listen(self._inbox, self._on_arrival)
         self._connection.on_reconnect.add(self._on_reconnect)
 
     async def close(self) -> None:
         """End the interest; return when nothing more can arrive. What is on its way still does."""
         self._connection.on_reconnect.discard(self._on_reconnect)
         async with self._closing:
-            if self._subscription is not None:
-                await self._end(self._subscription)
-                self._subscription = None
+            if self._interest is not None:
+                await self._connection.leave(self._interest)
+                self._interest = None
 
-    async def ask(self, batch: int, *, wait: bool) -> None:
+    def ask(self, batch: int, *, wait: bool) -> None:
         """Ask for `batch` messages: as they come within half a minute, or (not `wait`) those that are there."""
         batch = min(batch, self._most_messages)
         request: dict[str, Any] = {"batch": batch, "max_bytes": self._most_bytes}
@@ -115,8 +103,8 @@ class PullSubscription:
         else:
             request["no_wait"] = True
         self.outstanding += batch
-        self._last_heard = anyio.current_time()
-        await self._connection.post(self._subject, msgspec.json.encode(request), reply=self._inbox)
+        self._last_heard = self._now()
+        self._connection.post(self._subject, msgspec.json.encode(request), reply=self._inbox)
 
     async def check_allowed(self) -> None:
         """Raise `RefusedError` where the server denied us what was asked, `UnavailableError` where it is silent."""
@@ -126,7 +114,7 @@ class PullSubscription:
 
     def silent(self) -> bool:
         """Whether nothing came for two heartbeats: the server may no longer know of what we asked for."""
-        return anyio.current_time() - self._last_heard > 2 * HEARTBEAT_SECONDS
+        return self._now() - self._last_heard > 2 * HEARTBEAT_SECONDS
 
     def forget(self) -> None:
         """Take what is outstanding for lost. When that was in vain before, nobody hears us: that is the `error`."""
@@ -134,24 +122,37 @@ class PullSubscription:
             self.error = UnavailableError(f"{self._name}: requests for messages are not answered")
         self.outstanding = 0
         self._answered = False
-        self._last_heard = anyio.current_time()
+        self._last_heard = self._now()
 
-    async def _on_received(self, message: Msg) -> None:
-        self._last_heard = anyio.current_time()
+    def _on_arrival(self, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> None:
+        self._last_heard = self._now()
         self._answered = True
-        if message.reply and message.reply.startswith("$JS.ACK."):
-            self.outstanding = max(0, self.outstanding - 1)
-            self._on_message(_received(message))
+        if not reply.startswith(b"$JS.ACK."):
+            self._on_status(headers)
             return
-        self._on_status(message.headers or {})
+        if self.outstanding:
+            self.outstanding -= 1
+        # $JS.ACK.<stream>.<consumer>.<delivered>.<sequence>.<consumer sequence>.<time>.<pending>, or, newer,
+        # $JS.ACK.<domain>.<account>.<stream>...<pending>[.<token>]: count from the side that stays the same.
+        tokens = reply.split(b".")
+        delivered = 4 if len(tokens) == 9 else 6
+        message = Message(
+            subject=subject.decode(),
+            data=data,
+            headers=Headers(headers) if headers else None,
+            sequence=int(tokens[delivered + 1]),
+            timestamp_ns=int(tokens[delivered + 3]),
+        )
+        self._on_message(message, reply, int(tokens[delivered]))
 
-    def _on_status(self, headers: dict[str, str]) -> None:
-        status, description = headers.get("Status", ""), headers.get("Description", "")
-        if status == "100":
+    def _on_status(self, block: bytes) -> None:
+        code, description = status(block)
+        headers = Headers(block)
+        if code == "100":
             return
         # A server that ends a request early says how much of it was left; one that rejects it, nothing.
         self.outstanding = max(0, self.outstanding - int(headers.get("Nats-Pending-Messages", self.outstanding)))
-        match status:
+        match code:
             case "404" | "408":
                 self.exhausted = True
             case "409" if "Consumer Deleted" in description:
@@ -169,40 +170,10 @@ class PullSubscription:
             case "503":
                 self.error = UnavailableError(f"{self._name} does not answer")
             case _:
-                self.error = RefusedError(f"read {self._name}: {status} {description}")
+                self.error = RefusedError(f"read {self._name}: {code} {description}")
         self._on_change()
-
-    async def _end(self, subscription: Subscription) -> None:
-        # Not by nats-py's drain, which does not wait until the server has obeyed, and then throws away what comes.
-        nc = self._connection.nc
-        with anyio.move_on_after(CLOSE_SECONDS), suppress(NatsError, OSError):
-            await nc._send_unsubscribe(subscription._id)
-            if await self._connection.answers():
-                await subscription._pending_queue.join()
-        nc._remove_sub(subscription._id)
-        subscription._stop_processing()
 
     def _on_reconnect(self) -> None:
         self.outstanding = 0
         self._last_heard = -math.inf
         self._on_change()
-
-
-def _received(message: Msg) -> Received:
-    # $JS.ACK.<stream>.<consumer>.<delivered>.<sequence>.<consumer sequence>.<time>.<pending>, or, newer,
-    # $JS.ACK.<domain>.<account>.<stream>...<pending>[.<token>]: count from the side that stays the same.
-    tokens = message.reply.split(".")
-    first = 4 if len(tokens) == 9 else 6
-    delivered, sequence, _, timestamp_ns, pending = tokens[first : first + 5]
-    return Received(
-        message=Message(
-            subject=message.subject,
-            data=message.data,
-            headers=message.headers,
-            sequence=int(sequence),
-            timestamp_ns=int(timestamp_ns),
-        ),
-        reply=message.reply,
-        num_delivered=int(delivered),
-        num_pending=int(pending),
-    )

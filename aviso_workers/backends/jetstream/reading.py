@@ -6,7 +6,6 @@ engine opens the next one after the last sequence that was seen.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -15,7 +14,7 @@ from typing import Any
 import anyio
 
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription, Received
+from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription
 from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import BackendError, UnavailableError
 
@@ -43,43 +42,45 @@ async def read(
     if start_time is not None:
         start = {"deliver_policy": "by_start_time", "opt_start_time": start_time.isoformat()}
     created = await _create_consumer(connection, stream, filter_subjects, start)
-    reader = _Reader(connection, stream=stream, consumer=created["name"], bounded=last_sequence is not None)
+    reader = _Reader(connection, stream=stream, consumer=created["name"], ahead=BUFFER, last_sequence=last_sequence)
     await reader.open()
     try:
-        while (message := await reader.next()) is not None:
-            if last_sequence is not None and message.sequence > last_sequence:
-                return
-            if _before_start(message, start_sequence, start_time):
-                continue  # a start beyond the end: the server begins with whatever comes next
-            yield message
-            if message.sequence == last_sequence:
-                return
+        while messages := await reader.more():
+            for message in messages:
+                if last_sequence is not None and message.sequence > last_sequence:
+                    return
+                if message.sequence < start_sequence if start_time is None else store_time(message) < start_time:
+                    continue  # a start beyond the end: the server begins with whatever comes next
+                yield message
+                if message.sequence == last_sequence:
+                    return
     finally:
         with anyio.CancelScope(shield=True):
             await reader.close()
 
 
 async def read_chunks(
-    connection: Connection,
-    stream: str,
-    *,
-    filter_subjects: Sequence[str],
-    start_sequence: int,
-    last_sequence: int,
+    connection: Connection, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
 ) -> AsyncGenerator[list[Message], None]:
     """See `backends.Backend.read_chunks`."""
     start = {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, start_sequence)}
     created = await _create_consumer(connection, stream, filter_subjects, start)
-    reader = _Reader(connection, stream=stream, consumer=created["name"], bounded=True, start_sequence=start_sequence)
+    reader = _Reader(connection, stream=stream, consumer=created["name"], ahead=2 * CHUNK, last_sequence=last_sequence)
     await reader.open()
     try:
-        while chunk := await reader.next_chunk(last_sequence):
-            if chunk[-1].sequence < last_sequence:
+        chunk: list[Message] = []
+        size = 0
+        while messages := await reader.more():
+            if messages[-1].sequence > last_sequence:
+                chunk += [message for message in messages if message.sequence <= last_sequence]
+                break
+            chunk += messages
+            size += sum(len(message.data) for message in messages)
+            if len(chunk) >= CHUNK or size >= CHUNK_BYTES:
                 yield chunk
-                continue
-            if wanted := [message for message in chunk if message.sequence <= last_sequence]:
-                yield wanted
-            return
+                chunk, size = [], 0
+        if chunk:
+            yield chunk
     finally:
         with anyio.CancelScope(shield=True):
             await reader.close()
@@ -120,26 +121,19 @@ async def _delete_consumer(connection: Connection, stream: str, name: str) -> No
         await connection.api(f"CONSUMER.DELETE.{stream}.{name}")
 
 
-def _before_start(message: Message, start_sequence: int, start_time: datetime | None) -> bool:
-    if start_time is None:
-        return message.sequence < start_sequence
-    return store_time(message) < start_time
-
-
 class _Reader:
-    """A buffer that is kept filled from one ephemeral consumer."""
+    """A buffer that is kept filled from one ephemeral consumer: about `ahead` messages, none beyond the last one."""
 
     def __init__(
-        self, connection: Connection, *, stream: str, consumer: str, bounded: bool, start_sequence: int = 1
+        self, connection: Connection, *, stream: str, consumer: str, ahead: int, last_sequence: int | None
     ) -> None:
         self._connection = connection
         self._stream = stream
         self._consumer = consumer
-        self._bounded = bounded
-        self._buffer: deque[Message] = deque()
-        self._buffered_bytes = 0
-        self._seen = start_sequence - 1
-        """The sequence up to which chunks were given away."""
+        self._batch = ahead // 2
+        self._last_sequence = last_sequence
+        self._seen = 0
+        self._buffer: list[Message] = []
         self._changed = anyio.Event()
         self._lost: BackendError | None = None
         self._pulls = PullSubscription(
@@ -155,58 +149,41 @@ class _Reader:
         await self._pulls.close()
         await _delete_consumer(self._connection, self._stream, self._consumer)
 
-    async def next(self) -> Message | None:
-        """The next message; None where a bounded reading has seen everything there is."""
+    async def more(self) -> list[Message]:
+        """The next messages, in order; none where a bounded reading has seen everything there is."""
         while True:
-            self._changed = anyio.Event()
-            if len(self._buffer) + self._pulls.outstanding <= BUFFER // 2 and not self._pulls.exhausted:
-                await self._pulls.ask(BUFFER // 2, wait=not self._bounded)
+            left = self._left()
+            if left and self._pulls.outstanding <= self._batch and not self._pulls.exhausted:
+                self._pulls.ask(min(self._batch, left), wait=self._last_sequence is None)
             if self._buffer:
-                return self._buffer.popleft()
+                messages, self._buffer = self._buffer, []
+                self._seen = messages[-1].sequence
+                return messages
+            if not left and not self._pulls.outstanding:
+                return []
             if lost := self._pulls.error or self._lost:
                 # The consumer is ours alone: whatever became of it, another one can read on.
                 raise UnavailableError(f"reading {self._stream} was interrupted: {lost}") from lost
             if self._pulls.exhausted:
-                if self._bounded:
-                    return None
+                if self._last_sequence is not None:
+                    return []
                 self._pulls.exhausted = False
                 continue  # the request has expired: the next one goes out at once
-            with anyio.move_on_after(HEARTBEAT_SECONDS):
-                await self._changed.wait()
-            if self._pulls.silent():
-                raise UnavailableError(f"the server is silent about consumer {self._consumer} of {self._stream}")
-
-    async def next_chunk(self, last_sequence: int) -> list[Message]:
-        """What has come, as soon as it is worth it; nothing when a bounded reading has seen everything there is.
-
-        No more is asked for than there can be up to `last_sequence`: what comes beyond it would be thrown away.
-        """
-        while True:
             self._changed = anyio.Event()
-            seen = self._buffer[-1].sequence if self._buffer else self._seen
-            room = min(CHUNK, last_sequence - seen - self._pulls.outstanding)
-            full = len(self._buffer) >= CHUNK or self._buffered_bytes >= CHUNK_BYTES
-            if room > 0 and not full and self._pulls.outstanding <= CHUNK and not self._pulls.exhausted:
-                await self._pulls.ask(room, wait=False)
-            complete = seen >= last_sequence or not self._pulls.outstanding or self._pulls.exhausted
-            if full or (self._buffer and complete):
-                chunk = list(self._buffer)
-                self._buffer.clear()
-                self._buffered_bytes = 0
-                self._seen = chunk[-1].sequence
-                return chunk
-            if lost := self._pulls.error or self._lost:
-                raise UnavailableError(f"reading {self._stream} was interrupted: {lost}") from lost
-            if complete:
-                return []
             with anyio.move_on_after(HEARTBEAT_SECONDS):
                 await self._changed.wait()
             if self._pulls.silent():
                 raise UnavailableError(f"the server is silent about consumer {self._consumer} of {self._stream}")
 
-    def _on_message(self, received: Received) -> None:
-        self._buffer.append(received.message)
-        self._buffered_bytes += len(received.message.data)
+    def _left(self) -> int:
+        """How many messages there can still be that were not asked for: more would be sent for nothing."""
+        if self._last_sequence is None:
+            return self._batch
+        seen = self._buffer[-1].sequence if self._buffer else self._seen
+        return max(0, self._last_sequence - seen - self._pulls.outstanding)
+
+    def _on_message(self, message: Message, reply: bytes, num_delivered: int) -> None:
+        self._buffer.append(message)
         self._change()
 
     def _on_disconnect(self) -> None:

@@ -1,0 +1,52 @@
+"""The measured agents. Each is an app of its own, run by `aviso-workers worker`; the environment names the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import msgspec
+
+from aviso_workers import App, Batch, Batching, Notification
+from benchmarks.tally import Tally
+
+__all__ = ["batches", "notifications", "schedule"]
+
+
+class Field(msgspec.Struct, frozen=True):
+    """The payload."""
+
+    location: str
+    size: int
+    due_ns: int = 0
+    """When it was due to be published, on the system's monotonic clock."""
+
+
+tally = Tally()
+notifications = App(os.environ["BENCHMARK_NAME"])
+batches = App(os.environ["BENCHMARK_NAME"])
+schedule = App(os.environ["BENCHMARK_NAME"])
+latencies_ms: list[float] = []
+
+
+@notifications.agent("mars", name="count", concurrency=64)
+async def count(notification: Notification[Field]) -> None:
+    if notification.identifier["step"]:
+        tally.add()
+
+
+@batches.agent("mars", name="count", batch=Batching(size=500))
+async def count_batch(batch: Batch[Field]) -> None:
+    tally.add(len(batch))
+
+
+@schedule.agent("mars", name="count", concurrency=64)
+async def note_latency(notification: Notification[Field]) -> None:
+    due_ns = notification.payload.due_ns
+    if not due_ns:
+        return  # of the filling, or of a run before
+    latencies_ms.append((time.monotonic_ns() - due_ns) / 1e6)
+    if len(latencies_ms) == tally.wanted:
+        print(json.dumps(latencies_ms), flush=True)
+    tally.add()

@@ -1,0 +1,37 @@
+"""Consume: a stream that is full already is handled and acked by one process."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.ground import Cores, grounded
+from benchmarks.rivals import Rivals
+from benchmarks.rounds import Contestant, Figures, Say, Size, compete
+
+__all__ = ["consume"]
+
+COUNT = 200_000
+
+
+def consume(cores: Cores, rivals: Rivals, size: Size, say: Say) -> Figures:
+    count = size.count(COUNT)
+    contestants = [
+        Contestant(name="agent", count=count, app="notifications", acks=True),
+        Contestant(name="batch", count=count, app="batches", acks=True),
+        Contestant(name="bare-loop", count=count, command=(sys.executable, "-m", "benchmarks.bare_loop"), acks=True),
+        *rivals.contestants(
+            {
+                "nats-fetch": size.count(50_000),
+                "nats-callback": size.count(100_000),
+                "faststream 1": size.count(10_000),
+                "faststream 64": size.count(10_000),
+                "faststream-pull": size.count(10_000),
+                "faststream-batch": size.count(50_000),
+            },
+            acks=True,
+        ),
+    ]
+    with grounded(cores) as ground:
+        say(f"consume: storing {count:,} notifications")
+        ground.fill(count)
+        return compete(ground, "consume", contestants, size, say)

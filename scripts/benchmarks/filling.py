@@ -1,0 +1,62 @@
+"""The notifications that are measured: 250 bytes of JSON each, on 1,000 subjects, and a stream full of them.
+
+Stored with nats-py and not with what is measured; with the headers that aviso-workers publishes with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import nats
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+from aviso_workers import App, Notify
+
+__all__ = ["FILTER", "STREAM", "SUBJECTS", "fill", "make_notifications"]
+
+STREAM = "MARS"
+FILTER = "mars.>"
+SUBJECTS = 1000
+IDENTIFIER = {"class": "od", "date": "20261120", "time": "0000"}
+PAYLOAD_BYTES = 250
+CHUNK = 1000
+ACK_SECONDS = 30.0
+
+_EMPTY = json.dumps({"location": "", "size": 5_242_880}, separators=(",", ":"))
+PAYLOAD = {"location": "s3://forecasts/".ljust(PAYLOAD_BYTES - len(_EMPTY), "x"), "size": 5_242_880}
+BODY = json.dumps(PAYLOAD, separators=(",", ":")).encode()
+
+
+def make_notifications(count: int) -> Iterator[Notify]:
+    for number in range(count):
+        yield Notify("mars", {**IDENTIFIER, "step": number % SUBJECTS}, PAYLOAD)
+
+
+async def fill(nats_url: str, app: App, *, count: int) -> None:
+    """Make the stream as aviso-workers does, and store so many notifications in it."""
+    async with app:
+        await app.notify_many(make_notifications(1))
+    connection = await nats.connect(nats_url)
+    try:
+        stream = connection.jetstream(timeout=ACK_SECONDS)
+        for first in range(1, count, CHUNK):
+            await _store(stream, connection, first, min(first + CHUNK, count))
+    finally:
+        await connection.close()
+
+
+async def _store(stream: JetStreamContext, connection: Client, first: int, end: int) -> None:
+    """All but the last without an acknowledgement: a stream stores in order, so the last one's tells of them all."""
+    for number in range(first, end - 1):
+        await connection.publish(_subject(number), BODY, headers=_headers(number))
+    await stream.publish(_subject(end - 1), BODY, headers=_headers(end - 1))
+
+
+def _subject(number: int) -> str:
+    return ".".join(("mars", *IDENTIFIER.values(), str(number % SUBJECTS)))
+
+
+def _headers(number: int) -> dict[str, str]:
+    return {"Nats-Msg-Id": f"{number:032x}", "Nats-Expected-Stream": STREAM}

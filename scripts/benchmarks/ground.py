@@ -1,0 +1,175 @@
+"""Where a benchmark runs: a nats-server of its own, and one measured process at a time, alone on its core."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from urllib.request import urlopen
+
+import anyio
+import msgspec
+from msgspec import Struct
+
+from aviso_workers import App, config
+from aviso_workers.agents import durable_name
+from aviso_workers.server import NatsServer
+from benchmarks import filling
+from benchmarks.tally import MARKS_VARIABLE
+from main_job.children import Child, ShortfallError, free_port, running, wait_until
+
+__all__ = ["Cores", "Ground", "Mark", "grounded"]
+
+PROJECT = Path(__file__).parents[2]
+CONFIG = Path(__file__).with_name("config.yaml")
+COMMANDS = Path(sys.executable).parent
+NATS_URL_VARIABLE = "AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL"
+READY_SECONDS = 30.0
+ACKED_SECONDS = 10.0
+READY_POLL_SECONDS = 0.005
+
+
+class Mark(Struct, frozen=True, kw_only=True):
+    """What `Tally` tells."""
+
+    mark: int
+    """How many were counted by then."""
+    seconds: float
+    cpu_seconds: float
+    resident_mib: float | None = None
+    peak_mib: float | None = None
+
+
+class Cores(Struct, frozen=True, kw_only=True):
+    """Who runs where; both are empty where processes cannot be pinned."""
+
+    measured: frozenset[int] = frozenset()
+    others: frozenset[int] = frozenset()
+
+    @classmethod
+    def divide(cls) -> Cores:
+        """The last core is for the measured process, the rest for server and publisher, which we start and are."""
+        if sys.platform != "linux" or len(usable := os.sched_getaffinity(0)) < 2:
+            return cls()
+        measured = frozenset({max(usable)})
+        return cls(measured=measured, others=frozenset(usable - measured))
+
+    @contextmanager
+    def for_measured(self) -> Iterator[None]:
+        """What is started within the block runs on the measured core."""
+        if not self.measured:
+            yield
+            return
+        os.sched_setaffinity(0, self.measured)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, self.others)
+
+
+class Ground:
+    """A running server, and how processes are measured beside it."""
+
+    def __init__(self, directory: Path, nats_url: str, cores: Cores) -> None:
+        self.nats_url = nats_url
+        self._directory = directory
+        self._cores = cores
+        self._started = 0
+
+    def fill(self, count: int) -> None:
+        """Store so many notifications."""
+        anyio.run(lambda: filling.fill(self.nats_url, self.app("fill"), count=count))
+
+    def app(self, name: str) -> App:
+        """An app of this process on this server."""
+        return App(name, config=config.load(CONFIG, environ={NATS_URL_VARIABLE: self.nats_url}))
+
+    @contextmanager
+    def worker(self, name: str, app: str, *, counts: Sequence[int]) -> Iterator[tuple[Child, float]]:
+        """`aviso-workers worker` with an app of `benchmarks.agents`, and the seconds that it took to be ready."""
+        port = free_port()
+        target = f"benchmarks.agents:{app}"
+        command = (COMMANDS / "aviso-workers", "worker", target, "--config", CONFIG, "--status-port", str(port))
+        started = time.perf_counter()
+        with self.process(name, command, counts=counts) as child:
+            while not _is_ready(port):
+                child.check_alive()
+                if time.perf_counter() - started > READY_SECONDS:
+                    raise ShortfallError(f"{name} is not ready after {READY_SECONDS:.0f} s\n{child.last_words()}")
+                time.sleep(READY_POLL_SECONDS)
+            yield child, time.perf_counter() - started
+
+    @contextmanager
+    def process(self, name: str, command: Sequence[str | Path], *, counts: Sequence[int]) -> Iterator[Child]:
+        self._started += 1
+        unique = f"{name}-{self._started}".replace(" ", "-")
+        environment = self._environment | {
+            "BENCHMARK_NAME": unique,
+            "BENCHMARK_NATS_URL": self.nats_url,
+            MARKS_VARIABLE: ",".join(map(str, counts)),
+        }
+        with ExitStack() as stack:
+            with self._cores.for_measured():
+                started = running(unique, command, log_dir=self._directory, environment=environment)
+                child = stack.enter_context(started)
+            yield child
+
+    def marks(self, child: Child, number: int, *, within_seconds: float) -> list[Mark]:
+        """The first marks that the process tells, once they are there. Raises `ShortfallError`."""
+        found: list[Mark] = []
+
+        def told() -> bool:
+            lines = child.log_file.read_text().splitlines()
+            found[:] = [msgspec.json.decode(line, type=Mark) for line in lines if line.startswith('{"mark"')]
+            return len(found) >= number
+
+        wait_until(
+            told,
+            lambda: f"{child.name} has told {len(found)} of {number} marks\n{child.last_words()}",
+            within_seconds=within_seconds,
+            alive=[child],
+        )
+        return found
+
+    def check_acked(self, child: Child, count: int) -> None:
+        """Make sure that the server has the acks of all that the process has counted. Raises `ShortfallError`."""
+        found = 0
+
+        def acked() -> bool:
+            nonlocal found
+            found = anyio.run(self._ack_floor, child.name)
+            return found >= count
+
+        wait_until(acked, lambda: f"{child.name} has acked {found:,} of {count:,}", within_seconds=ACKED_SECONDS)
+
+    async def _ack_floor(self, name: str) -> int:
+        async with self.app("look") as app:
+            consumers = await app.session.backend.consumers(filling.STREAM)
+        return next((found.ack_floor for found in consumers if found.name in (name, durable_name(name, "count"))), 0)
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("AVISO", "NATS_"))}
+        return kept | {NATS_URL_VARIABLE: self.nats_url, "AVISO_WORKERS_CONFIG_FILE": str(CONFIG)}
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
+            return True
+    except OSError:
+        return False  # not there yet, or 503
+
+
+@contextmanager
+def grounded(cores: Cores) -> Iterator[Ground]:
+    """A fresh server, whose streams are forgotten afterwards."""
+    with (
+        tempfile.TemporaryDirectory(prefix="aviso-workers-bench-") as directory,
+        NatsServer.start(store_dir=Path(directory) / "nats") as server,
+    ):
+        yield Ground(Path(directory), server.url, cores)

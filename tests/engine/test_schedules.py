@@ -1,0 +1,294 @@
+"""A hundred random schedules of failures, crashes, deploys, lost connections and clock jumps, against the contract.
+
+The contract in short: no notification is lost, each is settled exactly once, as what its handler did says, and those
+of one lane are handled in order. `Book` is the model: it sees what handlers did and what reached the backend, and
+knows nothing of how the engine works. Everything happens in memory and in virtual time, so that a seed that fails
+fails again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import pytest
+from msgspec import Struct, structs
+
+from aviso_workers import App, Backoff, Batch, Batching, Notification, Reject, Stream
+from aviso_workers.backends.in_memory.consuming import InMemoryDelivery
+from aviso_workers.config import Config
+from aviso_workers.engine.settling import GRAVE_UNREACHABLE_SECONDS
+from aviso_workers.events import Settled
+from aviso_workers.schema import StoragePolicy
+from aviso_workers.testing import Harness, harness
+from tests.engine.conftest import MARS, config_with
+
+pytestmark = pytest.mark.anyio
+
+SCHEDULES = 100
+STEPS = 40
+ATTEMPTS = 3
+RETRY = Backoff(first=1, factor=3, attempts=ATTEMPTS)
+LANES = ("od", "rd", "ea")
+AGENTS = ("one_by_one", "in_lanes", "in_batches", "as_stream")
+
+
+class Deed(Struct, frozen=True, kw_only=True):
+    """A notification's payload: what its handlers are to do."""
+
+    seconds: float
+    """How long each of their runs takes."""
+    fails: int = 0
+    """How many runs fail before one succeeds."""
+    rejects: bool = False
+
+
+class Step(Struct, frozen=True, kw_only=True):
+    """One line of a schedule."""
+
+    what: Literal["publish", "advance", "crash", "deploy", "disconnect"]
+    seconds: float = 0.0
+    lane: str = ""
+    payload: Deed | str | None = None
+    worker: int = 0
+
+    def __str__(self) -> str:
+        stated = {name: value for name, value in structs.asdict(self).items() if value and name != "what"}
+        return " ".join([self.what, *(f"{name}={value}" for name, value in stated.items())])
+
+
+class Schedule(Struct, frozen=True, kw_only=True):
+    workers: int
+    steps: list[Step]
+
+
+def schedule_of(seed: int) -> Schedule:
+    chance = random.Random(seed)
+    workers = chance.choice((1, 1, 2))
+
+    def step() -> Step:
+        match chance.choices(("publish", "advance", "crash", "deploy", "disconnect"), (50, 30, 8, 6, 6))[0]:
+            case "publish":
+                return Step(what="publish", lane=chance.choice(LANES), payload=payload())
+            case "crash":
+                return Step(what="crash", worker=chance.randrange(workers))
+            case "disconnect" if workers == 1:  # of several, two could work on one notification: at least once
+                return Step(what="disconnect", seconds=chance.choice((0.5, 5, 60)))
+            case "deploy":
+                return Step(what="deploy")
+            case _:
+                return Step(what="advance", seconds=chance.choice((0.0, 0.1, 1, 1, 7, 25, 120)))
+
+    def payload() -> Deed | str:
+        seconds = chance.choice((0, 0, 0.5, 3, 45))
+        return chance.choices(
+            (
+                Deed(seconds=seconds),
+                Deed(seconds=seconds, fails=chance.randint(1, ATTEMPTS - 1)),
+                Deed(seconds=seconds, fails=1000),
+                Deed(seconds=seconds, rejects=True),
+                "no deed",
+            ),
+            (50, 25, 12, 8, 5),
+        )[0]
+
+    return Schedule(workers=workers, steps=[step() for _ in range(STEPS)])
+
+
+class Book:
+    """What was published, what handlers did with it, and what of that reached the backend. By agent and sequence."""
+
+    def __init__(self) -> None:
+        self.published: dict[int, tuple[str, Deed | str]] = {}
+        """By sequence: lane and payload."""
+        self.failures: Counter[tuple[str, int]] = Counter()
+        """Runs that have failed."""
+        self.successes: Counter[tuple[str, int]] = Counter()
+        self.ended: Counter[tuple[str, int]] = Counter()
+        """How often the engine has said that it is done with it."""
+        self.settled: Counter[tuple[str, int]] = Counter()
+        """How often the backend was told so."""
+        self.unheard: Counter[tuple[str, int]] = Counter()
+        """How often it was told so while there was no connection."""
+        self.too_early: list[str] = []
+
+    def hear(self, event: Any) -> None:
+        if isinstance(event, Settled) and event.outcome != "retried":
+            self.ended[event.agent, int(event.notification.partition("@")[2])] += 1
+
+    def begin(self, agent: str, sequence: int) -> None:
+        """In a lane nothing may begin before all that came earlier has ended."""
+        lane, _ = self.published[sequence]
+        for earlier, (its_lane, _) in self.published.items():
+            if its_lane == lane and earlier < sequence and not self.ended[agent, earlier]:
+                self.too_early.append(f"{agent}: {sequence} began before {earlier} of its lane {lane} had ended")
+
+    def end(self, agent: str, sequence: int, deed: Deed) -> None:
+        """Raises what the deed says."""
+        if deed.rejects:
+            raise Reject("as it was told to")
+        if self.failures[agent, sequence] < deed.fails:
+            self.failures[agent, sequence] += 1
+            raise ConnectionError("as it was told to")
+        self.successes[agent, sequence] += 1
+
+    def mistakes(self, t: Harness, schedule: Schedule) -> Iterator[str]:
+        """Where the contract was not kept."""
+        if schedule.workers == 1:
+            yield from self.too_early
+        uncounted = sum(map(_uncounted, schedule.steps))
+        for sequence, (_, payload) in self.published.items():
+            for agent in AGENTS:
+                key = agent, sequence
+                letters = [(letter.reason, letter.attempts) for letter in t.dead_letters if _is_of(letter, key)]
+                if (found := self.settled[key]) != 1:
+                    yield f"{agent}: {sequence} was settled {found} times"
+                if (found := self.ended[key] - self.unheard[key]) != 1:
+                    yield f"{agent}: {sequence} was said to be settled {found} times"
+                if letters != (wanted := _letters(payload)):
+                    yield f"{agent}: {sequence} has the dead letters {letters}, not {wanted}"
+                if not wanted and not self.successes[key]:
+                    yield f"{agent}: {sequence} was acked and never handled"
+                if not (most := _failures(payload)) <= self.failures[key] <= most + uncounted * bool(most):
+                    yield f"{agent}: {sequence} failed {self.failures[key]} times, not {most}"
+
+
+def _is_of(letter: Any, key: tuple[str, int]) -> bool:
+    return (letter.agent, letter.original.sequence) == key
+
+
+def _letters(payload: Deed | str) -> list[tuple[str, int]]:
+    """Reason and attempts of each dead letter that there must be."""
+    match payload:
+        case str():
+            return [("undecodable", 1)]
+        case Deed(rejects=True):
+            return [("rejected", 1)]
+        case Deed(fails=fails) if fails >= ATTEMPTS:
+            return [("attempts_exhausted", ATTEMPTS)]
+        case _:
+            return []
+
+
+def _failures(payload: Deed | str) -> int:
+    return min(payload.fails, ATTEMPTS) if isinstance(payload, Deed) else 0
+
+
+def _uncounted(step: Step) -> int:
+    """How many failures of one notification a step may keep from being counted, or from being the last."""
+    match step.what:
+        case "crash" | "deploy":
+            return 1
+        case "disconnect":
+            return 1 + int(step.seconds / GRAVE_UNREACHABLE_SECONDS)
+        case _:
+            return 0
+
+
+def app_of(book: Book, settings: Config) -> App:
+    app = App("schedules", config=settings)
+    app.events.listen(book.hear)
+
+    @app.agent("mars", retry=RETRY, concurrency=2)
+    async def one_by_one(notification: Notification[Deed]) -> None:
+        await app.session.backend.clock.sleep(notification.payload.seconds)
+        book.end("one_by_one", notification.sequence, notification.payload)
+
+    @app.agent("mars", retry=RETRY, concurrency=2, order_by=("class",))
+    async def in_lanes(notification: Notification[Deed]) -> None:
+        book.begin("in_lanes", notification.sequence)
+        await app.session.backend.clock.sleep(notification.payload.seconds)
+        book.end("in_lanes", notification.sequence, notification.payload)
+
+    @app.agent("mars", retry=RETRY, batch=Batching(size=3, within=0.5))
+    async def in_batches(batch: Batch[Deed]) -> None:
+        for notification in batch:
+            await app.session.backend.clock.sleep(notification.payload.seconds)
+            try:
+                book.end("in_batches", notification.sequence, notification.payload)
+            except ConnectionError:
+                batch.retry(notification)
+            except Reject as error:
+                batch.reject(notification, error.reason)
+
+    @app.agent("mars", retry=RETRY)
+    async def as_stream(stream: Stream[Deed]) -> None:
+        async for notification in stream:
+            await app.session.backend.clock.sleep(notification.payload.seconds)
+            book.end("as_stream", notification.sequence, notification.payload)
+
+    return app
+
+
+async def carry_out(step: Step, t: Harness, book: Book) -> None:
+    match step.what:
+        case "publish":
+            assert step.payload is not None
+            sequence = len(book.published) + 1
+            book.published[sequence] = step.lane, step.payload  # before it can be handled
+            receipt = await t.notify("mars", {"class": step.lane, "step": sequence}, step.payload)
+            assert receipt.sequence == sequence
+        case "advance":
+            await t.advance(step.seconds)
+        case "crash":
+            await t.crash(step.worker)
+        case "deploy":
+            await t.stop()
+            await t.start()
+        case "disconnect":
+            t.disconnect(step.worker)
+            await t.advance(step.seconds)
+            t.reconnect()
+
+
+@contextmanager
+def told(seed: int, schedule: Schedule) -> Iterator[None]:
+    """Say with every failure what led to it."""
+    try:
+        yield
+    except BaseException as error:
+        steps = "\n  ".join(f"{number:2} {step}" for number, step in enumerate(schedule.steps, start=1))
+        error.add_note(f"seed {seed}, workers {schedule.workers}:\n  {steps}")
+        raise
+
+
+@pytest.fixture
+def anyio_backend() -> Any:
+    return "asyncio"  # the harness brings its own time
+
+
+@pytest.fixture
+def settings() -> Config:
+    kept = structs.replace(MARS, storage_policy=StoragePolicy(allow_duplicates=True))
+    return config_with(event_type=kept)
+
+
+@pytest.fixture
+def book(monkeypatch: pytest.MonkeyPatch) -> Book:
+    """It looks on where deliveries are settled: what is told to the backend, and what of that gets there."""
+    book, ack = Book(), InMemoryDelivery.ack
+
+    def ack_in_the_book(delivery: InMemoryDelivery) -> None:
+        agent = delivery._dispatcher.name.partition("__")[2].partition(" ")[0]
+        counter = book.settled if delivery._reader.connection.up else book.unheard
+        counter[agent, delivery.message.sequence] += 1
+        ack(delivery)
+
+    monkeypatch.setattr(InMemoryDelivery, "ack", ack_in_the_book)
+    return book
+
+
+@pytest.mark.parametrize("seed", range(SCHEDULES))
+async def test_the_contract_is_kept(seed: int, book: Book, settings: Config) -> None:
+    schedule = schedule_of(seed)
+    random.seed(seed)  # for the jitter of retries
+    with told(seed, schedule):
+        async with harness(app_of(book, settings), workers=schedule.workers) as t:
+            for step in schedule.steps:
+                await carry_out(step, t, book)
+            await t.settle()
+            mistakes = list(book.mistakes(t, schedule))
+            assert not mistakes, "\n".join(["the contract was not kept:", *mistakes])

@@ -1,0 +1,499 @@
+"""The harness that authors test their agents with, on either backend."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from aviso_workers import App, Backoff, Batch, Batching, Notification, Reject, Retry, Stream, config
+from aviso_workers.backends.jetstream import JetStreamBackend
+from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, UnavailableError
+from aviso_workers.server import NatsServer
+from aviso_workers.streams import StreamSpec
+from aviso_workers.testing import Harness, harness
+
+pytestmark = pytest.mark.anyio
+
+CONFIG = """
+notification_backend:
+  kind: jetstream
+  jetstream: {nats_url: "nats://127.0.0.1:1", max_reconnect_attempts: 1, reconnect_delay_ms: 50}
+notification_schema:
+  mars:
+    topic: {base: mars, key_order: [class, step]}
+    identifier:
+      class: {type: StringHandler, required: true}
+      step: {type: IntHandler, required: true}
+    storage_policy: {allow_duplicates: true}
+  derived:
+    topic: {base: derived, key_order: [class, step]}
+    identifier:
+      class: {type: StringHandler, required: true}
+      step: {type: IntHandler, required: true}
+    storage_policy: {allow_duplicates: true}
+"""
+SOON = Backoff(first=0.1, factor=2, attempts=3, jitter=0)
+
+
+class Field(msgspec.Struct, frozen=True):
+    location: str
+
+
+@pytest.fixture(params=["in_memory", "jetstream"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str | None]:
+    """The URL of a server of the test's own, or None."""
+    if request.param == "in_memory":
+        yield None
+        return
+    with NatsServer.start(store_dir=tmp_path / "jetstream") as running:
+        yield running.url
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> App:
+    path = tmp_path / "aviso.yaml"
+    path.write_text(CONFIG)
+    return App("tested", config=config.load(path, environ={}))
+
+
+@pytest.fixture
+def seen() -> list[int]:
+    """The steps that the agents were given, in order."""
+    return []
+
+
+def step_of(notification: Notification[Any]) -> int:
+    return int(notification.identifier["step"])
+
+
+async def notify(t: Harness, *steps: int, payload: Any = None, kind: str = "od") -> None:
+    for step in steps:
+        await t.notify("mars", {"class": kind, "step": step}, payload)
+
+
+class TestCallForms:
+    """Whatever form a function has, what it was given is settled when `settle` returns."""
+
+    def coroutine(self, app: App, seen: list[int]) -> None:
+        @app.agent("mars", concurrency=3)
+        async def agent(notification: Notification[Field]) -> None:
+            await anyio.sleep(0.01)  # as code does that asks a database: real time, for which `settle` waits
+            seen.append(step_of(notification))
+
+    def thread(self, app: App, seen: list[int]) -> None:
+        loop = threading.get_ident()
+
+        @app.agent("mars", concurrency=3)
+        def agent(notification: Notification[Field]) -> None:
+            assert threading.get_ident() != loop
+            time.sleep(0.01)
+            seen.append(step_of(notification))
+
+    def batch(self, app: App, seen: list[int]) -> None:
+        @app.agent("mars", batch=Batching(size=3, within=0.2))
+        async def agent(batch: Batch[Field]) -> None:
+            assert len(batch) <= 3
+            seen.extend(map(step_of, batch))
+
+    def batch_in_thread(self, app: App, seen: list[int]) -> None:
+        @app.agent("mars", batch=Batching(size=3, within=0.2))
+        def agent(batch: Batch[Field]) -> None:
+            seen.extend(map(step_of, batch))
+
+    def stream(self, app: App, seen: list[int]) -> None:
+        @app.agent("mars")
+        async def agent(stream: Stream[Field]) -> None:
+            async for notification in stream:
+                await anyio.sleep(0.01)
+                seen.append(step_of(notification))
+
+    def stream_of_lists(self, app: App, seen: list[int]) -> None:
+        @app.agent("mars")
+        async def agent(stream: Stream[Field]) -> None:
+            async for taken in stream.take(3, 0.2):
+                seen.extend(map(step_of, taken))
+
+    @pytest.mark.parametrize("form", ["coroutine", "thread", "batch", "batch_in_thread", "stream", "stream_of_lists"])
+    async def test_are_settled(self, app: App, server: str | None, seen: list[int], form: str) -> None:
+        getattr(self, form)(app, seen)
+        async with harness(app, server=server) as t:
+            await notify(t, 1, 2, 3, 4, 5, payload={"location": "/here"})
+            await notify(t, 6, payload={"size": 6})
+            await t.settle()
+            await notify(t, 7, payload={"location": "/here"})
+            await t.settle()
+        assert sorted(seen) == [1, 2, 3, 4, 5, 7]
+        assert sorted(t.outcomes("agent")) == ["acked"] * 6 + ["dead_lettered"]
+        (letter,) = t.dead_letters
+        assert (letter.reason, letter.original.subject) == ("undecodable", "mars.od.6")
+
+    @pytest.mark.parametrize("form", ["coroutine", "thread", "batch", "stream"])
+    async def test_fail_as_they_are_told_to(self, app: App, server: str | None, seen: list[int], form: str) -> None:
+        getattr(self, form)(app, seen)
+        (agent,) = app.agents
+        agent.policy = msgspec.structs.replace(agent.policy, retry=SOON)
+        async with harness(app, server=server) as t:
+            t.fail("agent", ConnectionError("no database"), times=2)
+            await notify(t, 1, payload={"location": "/here"})
+            await t.settle()
+        assert seen == [1]
+        assert t.outcomes(agent) == ["retried", "retried", "acked"]
+        assert [str(fact.error) for fact in t.settled(agent)] == ["no database", "no database", "None"]
+
+
+class TestFailures:
+    async def test_end_in_dead_letters(self, app: App, server: str | None) -> None:
+        @app.agent("mars", retry=SOON)
+        async def index(notification: Notification[Any]) -> None:
+            if step_of(notification) == 2:
+                raise ValueError("an empty field")
+            if step_of(notification) == 3:
+                raise Reject("no such field")
+
+        async with harness(app, server=server) as t:
+            await notify(t, 1, 2, 3)
+            await t.settle()
+        assert sorted(t.outcomes(index)) == ["acked", "dead_lettered", "dead_lettered", "retried", "retried"]
+        letters = {letter.original.subject: (letter.reason, letter.attempts, letter.error) for letter in t.dead_letters}
+        assert letters == {
+            "mars.od.2": ("attempts_exhausted", 3, "ValueError: an empty field"),
+            "mars.od.3": ("rejected", 1, "Reject: no such field"),
+        }
+
+    async def test_keep_the_order_of_a_lane_and_no_other(self, app: App, server: str | None, seen: list[int]) -> None:
+        ended: list[tuple[str, int]] = []
+
+        @app.agent("mars", order_by=("class",), concurrency=2, retry=SOON)
+        async def index(notification: Notification[Any]) -> None:
+            if notification.identifier["class"] == "od" and step_of(notification) == 1:
+                seen.append(1)
+                if len(seen) < 3:
+                    raise ConnectionError("no database")
+            ended.append((notification.identifier["class"], step_of(notification)))
+
+        async with harness(app, server=server) as t:
+            await notify(t, 1, 2, 3, kind="od")
+            await notify(t, 1, 2, 3, kind="rd")
+            await t.settle()
+        assert ended == [("rd", 1), ("rd", 2), ("rd", 3), ("od", 1), ("od", 2), ("od", 3)]
+
+    async def test_are_what_a_classifier_makes_of_them(self, app: App, server: str | None) -> None:
+        @app.agent("mars", retry=SOON)
+        def index(notification: Notification[Any]) -> None:
+            raise KeyError("known already")
+
+        @index.on_error(KeyError)
+        def all_the_same(error: Exception) -> None: ...
+
+        @index.on_error(ConnectionError)
+        def at_once(error: Exception) -> Retry:
+            return Retry(after=0)
+
+        async with harness(app, server=server) as t:
+            t.fail(index, ConnectionError())
+            await notify(t, 1)
+            await t.settle()
+        assert t.outcomes(index) == ["retried", "acked"]
+
+
+class TestPublishing:
+    async def test_is_seen_in_canonical_form(self, app: App, server: str | None) -> None:
+        @app.agent("mars")
+        async def derive(notification: Notification[Any]) -> None:
+            await app.notify("derived", {**notification.identifier, "step": f"0{step_of(notification)}"}, "derived")
+
+        @app.agent("derived")
+        async def follow(notification: Notification[str]) -> None: ...
+
+        async with harness(app, server=server) as t:
+            await notify(t, 1, payload="given")
+            await t.settle()
+            assert [one.payload async for one in app.replay("derived")] == ["derived"]
+        assert [(one.event_type, one.identifier, one.payload) for one in t.published] == [
+            ("mars", {"class": "od", "step": "1"}, "given"),
+            ("derived", {"class": "od", "step": "1"}, "derived"),
+        ]
+        assert t.outcomes(follow) == ["acked"]
+
+
+class TestWorkers:
+    async def test_that_crash_give_nothing_back(self, app: App, server: str | None) -> None:
+        began: list[float] = []
+        running = anyio.Event()
+
+        @app.agent("mars", ack_wait=1.0)
+        async def index(notification: Notification[Any]) -> None:
+            began.append(t.clock.monotonic())
+            if notification.num_delivered == 1:
+                running.set()
+                await anyio.sleep_forever()
+
+        async with harness(app, server=server) as t:
+            await notify(t, 1)
+            await running.wait()
+            await t.crash()
+            await t.settle()
+        assert t.outcomes(index) == ["acked"]  # what the dead one did is not known
+        assert [fact.num_delivered for fact in t.settled(index)] == [2]
+        assert began[1] - began[0] >= 0.9, "it came back before ack_wait was over"
+
+    async def test_that_stop_finish_what_they_have_begun(self, app: App, server: str | None, seen: list[int]) -> None:
+        running = anyio.Event()
+
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None:
+            running.set()
+            await anyio.sleep(0.05)
+            seen.append(step_of(notification))
+
+        async with harness(app, server=server, workers=2) as t:
+            await notify(t, 1)
+            await running.wait()
+            await t.stop()
+            assert t.outcomes(index) == ["acked"]
+            await notify(t, 2)
+            with pytest.raises(AssertionError, match=r"index: MARS: 1 waiting.*no worker runs"):
+                await t.settle(within_seconds=0.2)
+            await t.start()
+            await t.settle()
+        assert seen == [1, 2]
+
+    async def test_share_the_work(self, app: App, server: str | None) -> None:
+        together = anyio.Event()
+        running: set[int] = set()
+
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None:
+            running.add(step_of(notification))
+            if len(running) == 2:
+                together.set()
+            await together.wait()
+
+        async with harness(app, server=server, workers=2) as t:
+            await notify(t, 1, 2, 3, 4)  # one worker holds two of them at most
+            await t.settle()
+        assert t.outcomes(index) == ["acked"] * 4
+
+
+class TestUnsettled:
+    async def test_is_told_with_its_reason(self, app: App, server: str | None) -> None:
+        @app.agent("mars", retry=Backoff(first=3000))
+        async def index(notification: Notification[Any]) -> None:
+            raise ConnectionError("no database")
+
+        async with harness(app, server=server) as t:
+            await notify(t, 1)
+            with pytest.raises(AssertionError) as raised:
+                await t.settle(within_seconds=1)
+        assert str(raised.value) == (
+            "not settled within 1 s:\n  index: MARS: 0 waiting, 1 delivered and not settled; "
+            "the last one was retried (ConnectionError: no database)"
+        )
+
+    async def test_no_time_at_all_is_a_look(self, app: App, server: str | None) -> None:
+        @app.agent("mars", retry=SOON)
+        async def index(notification: Notification[Any]) -> None:
+            raise ConnectionError("no database")
+
+        async with harness(app, server=server) as t:
+            await notify(t, 1)
+            with pytest.raises(AssertionError, match="not settled within 0 s"):
+                await t.settle(within_seconds=0)
+
+    async def test_an_agent_that_is_not_there_is_named_with_those_that_are(self, app: App) -> None:
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None: ...
+
+        async with harness(app) as t:
+            with pytest.raises(ValueError, match="no agent 'indx' in app 'tested', which has: index"):
+                t.outcomes("indx")
+
+
+class TestErrors:
+    async def test_of_the_test_leave_as_they_are(self, app: App, server: str | None) -> None:
+        with pytest.raises(KeyError, match="mine"):
+            async with harness(app, server=server):
+                raise KeyError("mine")
+
+    async def test_of_the_declarations_are_told_before_anything_runs(self, app: App, server: str | None) -> None:
+        @app.agent("marsh")
+        async def index(notification: Notification[Any]) -> None: ...
+
+        with pytest.raises(ConfigError, match=r"agent 'index': .*'marsh'"):
+            async with harness(app, server=server):
+                pytest.fail("it began")
+
+    async def test_that_end_a_worker_end_the_test(self, app: App, nats_server: NatsServer) -> None:
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None: ...
+
+        async def lose_the_server() -> None:
+            async with harness(app, server=nats_server.url):
+                nats_server.stop()
+                await anyio.sleep_forever()
+
+        with anyio.fail_after(20), pytest.raises(BackendError):
+            await lose_the_server()
+
+    async def test_leave_the_app_as_it_was(self, app: App, server: str | None) -> None:
+        before = app.config
+        async with harness(app, server=server):
+            assert app.config is not before
+        assert app.config is before
+        async with harness(app, server=server):
+            pass  # once more
+
+
+class TestInVirtualTime:
+    async def test_retries_wait_as_the_policy_says(self, app: App) -> None:
+        tried: list[float] = []
+
+        @app.agent("mars", retry=Backoff(first=60, factor=10, max=3600, attempts=4, jitter=0))
+        async def index(notification: Notification[Any]) -> None:
+            tried.append(t.clock.monotonic())
+            raise ConnectionError("no database")
+
+        async with harness(app) as t:
+            await notify(t, 1)
+            await t.settle(within_seconds=5000)
+        assert tried == [tried[0] + seconds for seconds in (0, 60, 660, 4260)]
+
+    @pytest.mark.parametrize("in_thread", [False, True])
+    async def test_code_takes_none(self, app: App, in_thread: bool) -> None:
+        async def index(notification: Notification[Any]) -> None:
+            await anyio.sleep(0.1)
+
+        def index_in_thread(notification: Notification[Any]) -> None:
+            time.sleep(0.1)
+
+        agent: Any = app.agent("mars", timeout=0.001)(index_in_thread if in_thread else index)
+        async with harness(app) as t:
+            await notify(t, 1, 2)
+            await t.settle()
+        assert t.outcomes(agent) == ["acked", "acked"]
+
+    async def test_a_timeout_is_over_when_the_test_lets_time_pass(self, app: App) -> None:
+        running = anyio.Event()
+
+        @app.agent("mars", timeout=60, retry=Backoff(attempts=1))
+        async def index(notification: Notification[Any]) -> None:
+            running.set()
+            await anyio.sleep_forever()
+
+        async with harness(app) as t:
+            await notify(t, 1)
+            await running.wait()
+            await t.advance(59)
+            assert t.outcomes(index) == []
+            await t.advance(2)
+            await t.settle()
+        assert [letter.error for letter in t.dead_letters] == ["TimeoutError: not done within 60 s"]
+
+    async def test_a_stop_takes_as_much_as_it_needs(self, app: App, seen: list[int]) -> None:
+        @app.agent("mars", rate_limit=0.1, concurrency=2)
+        async def index(notification: Notification[Any]) -> None:
+            seen.append(step_of(notification))
+
+        async with harness(app) as t:
+            await notify(t, 1, 2)
+            await t.advance(0)  # both are taken, and one waits for its turn
+            with anyio.fail_after(10):
+                await t.stop()
+        assert seen == [1, 2]
+
+    async def test_a_lost_connection_is_found_again(self, app: App) -> None:
+        @app.agent("mars")
+        async def derive(notification: Notification[Any]) -> None:
+            if notification.num_delivered == 1:
+                t.disconnect()
+            await app.notify("derived", notification.identifier)
+
+        @app.task
+        async def reconnect(app: App) -> None:
+            await t.clock.sleep(5)
+            t.reconnect()
+
+        async with harness(app) as t:
+            await notify(t, 1)
+            await t.settle()
+        assert [one.event_type for one in t.published] == ["mars", "derived"]
+
+    async def test_a_worker_without_connection_loses_nothing(self, app: App, seen: list[int]) -> None:
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None:
+            seen.append(step_of(notification))
+
+        async with harness(app) as t:
+            t.disconnect(0)
+            await notify(t, 1)
+            with pytest.raises(AssertionError, match=r"index: MARS: 1 waiting.*; the connection was taken away"):
+                await t.settle(within_seconds=60)
+            assert seen == []
+            t.reconnect()
+            await t.settle()
+            assert seen == [1]
+            t.disconnect()
+            with pytest.raises(UnavailableError):
+                await notify_in_time(t)
+
+    async def test_the_connection_to_a_server_stays(self, app: App, nats_server: NatsServer) -> None:
+        async with harness(app, server=nats_server.url) as t:
+            with pytest.raises(AvisoWorkersError, match="stop the server instead"):
+                t.disconnect()
+
+
+async def notify_in_time(t: Harness) -> None:
+    """A publish that fails when its deadline is over, which the test must let pass."""
+    failure: list[Exception] = []
+
+    async def try_to() -> None:
+        try:
+            await notify(t, 1)
+        except UnavailableError as error:
+            failure.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(try_to)
+        await t.advance(120)
+    raise failure[0]
+
+
+class TestOnAServer:
+    async def test_nothing_stays(self, app: App, nats_server: NatsServer, seen: list[int]) -> None:
+        @app.agent("mars", retry=SOON)
+        async def index(notification: Notification[Any]) -> None:
+            seen.append(step_of(notification))
+
+        for step in range(5):
+            async with harness(app, server=nats_server.url) as t:
+                t.fail(index, ConnectionError())
+                await notify(t, step)
+                await t.settle()
+                assert t.outcomes(index) == ["retried", "acked"]
+        assert seen == [0, 1, 2, 3, 4]
+        async with JetStreamBackend(config.JetStream(nats_url=config.ServerUrls(nats_server.url))) as backend:
+            assert await backend.stream_names() == []
+
+    async def test_what_others_make_meanwhile_stays(self, app: App, nats_server: NatsServer) -> None:
+        async with JetStreamBackend(config.JetStream(nats_url=config.ServerUrls(nats_server.url))) as other:
+            async with harness(app, server=nats_server.url) as t:
+                await notify(t, 1)
+                await app.key_value("mine")
+                await other.create_stream(StreamSpec(name="THEIRS", subjects=("theirs.>",)))
+                assert set(await other.stream_names()) == {"KV_mine", "MARS", "THEIRS"}
+            assert await other.stream_names() == ["THEIRS"]
+
+    async def test_one_that_has_the_apps_streams_is_refused(self, app: App, nats_server: NatsServer) -> None:
+        async with harness(app, server=nats_server.url) as t:
+            await notify(t, 1)
+            with pytest.raises(AvisoWorkersError, match="has the streams MARS already: a test makes and removes"):
+                async with harness(App("other", config=app.config), server=nats_server.url):
+                    pytest.fail("it began")
+            assert [one.topic async for one in app.replay("mars")] == ["mars.od.1"]
