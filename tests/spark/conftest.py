@@ -11,6 +11,10 @@ import pytest
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
+from aviso_workers.server import NatsServer
+from aviso_workers.spark import register
+from tests.spark.place import Place
+
 QUICK_START = {
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     "spark.sql.shuffle.partitions": "2",
@@ -36,6 +40,22 @@ def start_spark() -> Iterator[Callable[..., SparkSession]]:
         patched.setenv("SPARK_LOCAL_IP", "127.0.0.1")
         yield start_spark
         _end_jvm()
+
+
+@pytest.fixture(scope="module")
+def spark(start_spark: Callable[..., SparkSession], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """An application with the data source. A failed task is tried once more."""
+    settings = {"spark.master": "local[2,2]", "spark.sql.session.timeZone": "UTC"}
+    spark = start_spark(tmp_path_factory.mktemp("logs"), settings)
+    spark.sparkContext.setLogLevel("OFF")  # of tasks that are to fail
+    register(spark)
+    yield spark
+    spark.stop()
+
+
+@pytest.fixture
+def place(spark: SparkSession, nats_server: NatsServer, tmp_path: Path) -> Place:
+    return Place(spark, nats_server, tmp_path)
 
 
 def _end_jvm() -> None:
