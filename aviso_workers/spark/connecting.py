@@ -5,8 +5,8 @@ The loop runs in a thread of its own, so that the server is answered while Spark
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from os.path import exists
 from typing import Any, TypeVar
 
@@ -36,8 +36,14 @@ class Connection:
 @contextmanager
 def connected(settings: Config) -> Iterator[Connection]:
     """Raises as `open_backend` does."""
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(open_backend(settings)) as backend:
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(_opened(settings)) as backend:
         yield Connection(portal, backend)
+
+
+@asynccontextmanager
+async def _opened(settings: Config) -> AsyncIterator[Backend]:
+    async with open_backend(settings) as backend:  # here and not by the caller, because it belongs to its loop
+        yield backend
 
 
 def load_config(path: str | None) -> Config:
