@@ -17,6 +17,7 @@ from aviso_workers.backends import Outgoing, PubAck
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.wire import header_block, status
+from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 
 __all__ = ["Publisher"]
@@ -55,7 +56,8 @@ class Publisher:
             return [UnavailableError(f"{_what(each)}: not connected") for each in outgoing]
         sent_at = anyio.current_time()
         batch = _Batch(outgoing)
-        replies = [self._send(batch, index, each) for index, each in enumerate(outgoing)]
+        most = self._connection.nc.max_payload
+        replies = [self._send(batch, index, each, most=most) for index, each in enumerate(outgoing)]
         try:
             if batch.missing:
                 with anyio.fail_after(timeout_seconds):
@@ -69,11 +71,11 @@ class Publisher:
                 self._waiting.pop(reply, None)
         return [result for result in batch.results if result is not None]
 
-    def _send(self, batch: _Batch, index: int, outgoing: Outgoing) -> bytes:
+    def _send(self, batch: _Batch, index: int, outgoing: Outgoing, *, most: int) -> bytes:
         """Send one; returns where its acknowledgement comes."""
         message, message_id, stream = outgoing.message, outgoing.message_id, outgoing.stream
-        headers = header_block({**(message.headers or {}), "Nats-Msg-Id": message_id, "Nats-Expected-Stream": stream})
-        size, most = len(headers) + len(message.data), self._connection.nc.max_payload
+        headers = _headers(message, message_id, stream)
+        size = len(headers) + len(message.data)
         if size > most:  # a server closes the connection on which it comes
             batch.ends(index, RefusedError(f"{_what(outgoing)}: {size} bytes, the server takes {most}"))
             return b""
@@ -117,6 +119,16 @@ class _Batch:
         self.missing -= 1
         if not self.missing and not self.complete.done():
             self.complete.set_result(None)
+
+
+def _headers(message: Message, message_id: str, stream: str) -> bytes:
+    if not message.headers and message_id.isprintable() and " " not in message_id:
+        # The usual case, in one step: there is nothing that could end a header or be cut off from it.
+        return b"NATS/1.0\r\nNats-Msg-Id: %b\r\nNats-Expected-Stream: %b\r\n\r\n" % (
+            message_id.encode(),
+            stream.encode(),
+        )
+    return header_block({**(message.headers or {}), "Nats-Msg-Id": message_id, "Nats-Expected-Stream": stream})
 
 
 def _result(outgoing: Outgoing, headers: bytes, data: bytes) -> PubAck | BackendError:

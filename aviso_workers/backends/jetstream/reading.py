@@ -75,7 +75,7 @@ async def read_chunks(
                 chunk += [message for message in messages if message.sequence <= last_sequence]
                 break
             chunk += messages
-            size += sum(len(message.data) for message in messages)
+            size += sum([len(message.data) for message in messages])
             if len(chunk) >= CHUNK or size >= CHUNK_BYTES:
                 yield chunk
                 chunk, size = [], 0
@@ -183,8 +183,9 @@ class _Reader:
         return max(0, self._last_sequence - seen - self._pulls.outstanding)
 
     def _on_message(self, message: Message, reply: bytes, num_delivered: int) -> None:
+        if not self._buffer:  # else whoever waits was told already
+            self._change()
         self._buffer.append(message)
-        self._change()
 
     def _on_disconnect(self) -> None:
         # What was on its way is lost to this consumer: there are no acks, and so no redelivery.
