@@ -19,7 +19,7 @@ from aviso_workers.errors import InvalidPayloadError, UndecodableError
 from aviso_workers.notifications import Notification
 from aviso_workers.schema import EventType, PointCloudHandler, PolygonHandler, Where, parse_where
 
-__all__ = ["Message", "NotificationReader", "NotificationWriter", "encode", "store_time"]
+__all__ = ["Message", "NotificationReader", "NotificationWriter", "encode", "encode_payload", "store_time"]
 
 BBOX_HEADER = "spatial_bbox"
 GEOMETRY_HEADER = "spatial_geometry"
@@ -66,12 +66,13 @@ def encode(name: str, event_type: EventType, identifier: Mapping[str, str], payl
         raise InvalidPayloadError(f"{name}: a payload is required")
     return Message(
         subject=topics.topic(name, event_type, identifier),
-        data=_encode_payload(name, payload),
+        data=encode_payload(name, payload),
         headers=_spatial_headers(event_type, identifier),
     )
 
 
-def _encode_payload(name: str, payload: Any) -> bytes:
+def encode_payload(name: str, payload: Any) -> bytes:
+    """The body of a message. Raises `InvalidPayloadError`."""
     try:
         data = _encoder.encode(payload)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -125,7 +126,7 @@ class NotificationWriter:
         """Raises `InvalidNotificationError`."""
         subject = self._known_subject(identifier)
         if subject is not None and payload is not None:
-            return Message(subject=subject, data=_encode_payload(self._name, payload))
+            return Message(subject=subject, data=encode_payload(self._name, payload))
         canonical = schema.canonical_identifier(self._name, self._event_type, identifier)
         message = encode(self._name, self._event_type, canonical, payload)
         for field, known in self._known.items():

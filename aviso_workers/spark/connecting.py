@@ -5,6 +5,7 @@ The loop runs in a thread of its own, so that the server is answered while Spark
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from os.path import exists
@@ -19,6 +20,7 @@ from aviso_workers.config import Config
 
 __all__ = ["Connection", "connected", "load_config"]
 
+COLLECT_AFTER = 100_000
 T = TypeVar("T")
 
 
@@ -36,8 +38,23 @@ class Connection:
 @contextmanager
 def connected(settings: Config) -> Iterator[Connection]:
     """Raises as `open_backend` does."""
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(_opened(settings)) as backend:
+    with (
+        _seldom_collecting(),
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(_opened(settings)) as backend,
+    ):
         yield Connection(portal, backend)
+
+
+@contextmanager
+def _seldom_collecting() -> Iterator[None]:
+    """Python looks for garbage whenever some hundred objects were made, and here thousands of messages wait."""
+    usual = gc.get_threshold()
+    gc.set_threshold(COLLECT_AFTER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 @asynccontextmanager

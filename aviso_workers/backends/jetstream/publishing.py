@@ -55,7 +55,8 @@ class Publisher:
             return [UnavailableError(f"{_what(each)}: not connected") for each in outgoing]
         sent_at = anyio.current_time()
         batch = _Batch(outgoing)
-        replies = [self._send(batch, index, each) for index, each in enumerate(outgoing)]
+        most = self._connection.nc.max_payload
+        replies = [self._send(batch, index, each, most=most) for index, each in enumerate(outgoing)]
         try:
             if batch.missing:
                 with anyio.fail_after(timeout_seconds):
@@ -69,10 +70,10 @@ class Publisher:
                 self._waiting.pop(reply, None)
         return [result for result in batch.results if result is not None]
 
-    def _send(self, batch: _Batch, index: int, outgoing: Outgoing) -> bytes:
+    def _send(self, batch: _Batch, index: int, outgoing: Outgoing, *, most: int) -> bytes:
         """Send one; returns where its acknowledgement comes."""
         try:
-            subject, headers = encode(outgoing, most=self._connection.nc.max_payload)
+            subject, headers = encode(outgoing, most=most)
         except RefusedError as refused:
             batch.ends(index, refused)
             return b""
