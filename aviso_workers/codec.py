@@ -162,6 +162,7 @@ class NotificationReader:
         self._name = name
         self._where = where or parse_where(name, event_type, {})
         self._keys = self._where.topic.key_order
+        self._selective = bool(self._where.conditions or self._where.place)
         self._spatial = [(field, header) for field, header in SPATIAL_HEADERS.items() if field in event_type.identifier]
         self._decode_payload = _payload_decoder(payload_type)
 
@@ -176,10 +177,10 @@ class NotificationReader:
             raise UndecodableError(
                 f"{message.subject!r} has {len(tokens) - 1} identifier values, {self._name} has {len(self._keys)}"
             )
-        if not self._where.matches(tokens, _footprint(message) if self._where.place else None):
+        if self._selective and not self._where.matches(tokens, _footprint(message) if self._where.place else None):
             return None
         headers = message.headers if message.headers is not None else NO_HEADERS
-        identifier = dict(zip(self._keys, tokens[1:], strict=True))
+        identifier = dict(zip(self._keys, tokens[1:], strict=False))
         if "*" in tokens or "" in tokens:  # decoded, they mean that the publisher left the field out
             identifier = {key: value for key, value in identifier.items() if value not in ("", "*")}
         for field, header in self._spatial:
