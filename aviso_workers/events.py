@@ -6,6 +6,7 @@ no observer can change what happens. Facts carry no subject and no payload.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
@@ -24,11 +25,14 @@ __all__ = [
     "PublishOutcome",
     "Published",
     "Settled",
+    "SettledOutcome",
     "Skipped",
     "StreamProvisioned",
     "TaskFailed",
 ]
 
+
+log = logging.getLogger(__name__)
 
 PublishOutcome = Literal["stored", "duplicate", "failed"]
 
@@ -42,13 +46,16 @@ class Published(Struct, frozen=True, kw_only=True):
     count: int = 1
 
 
+SettledOutcome = Literal["acked", "retried", "dead_lettered"]
+
+
 class Settled(Struct, frozen=True, kw_only=True):
     """A delivery was settled; `seconds` is the time the handling took."""
 
     agent: str
     event_type: str
     sequence: int
-    outcome: Literal["acked", "retried", "dead_lettered"]
+    outcome: SettledOutcome
     reason: str
     seconds: float
     waited_seconds: float
@@ -160,7 +167,10 @@ Event = (
 
 
 class Events:
-    """Where facts are stated and listened to. Listeners are called at once, in the order they came."""
+    """Where facts are stated and listened to. Listeners are called at once, in the order they came.
+
+    One that raises is logged, and the others are called all the same.
+    """
 
     def __init__(self) -> None:
         self._listeners: dict[type, list[Callable[[Any], None]]] = {kind: [] for kind in get_args(Event)}
@@ -172,4 +182,7 @@ class Events:
 
     def emit(self, event: Event) -> None:
         for listener in self._listeners[type(event)]:
-            listener(event)
+            try:
+                listener(event)
+            except Exception:
+                log.exception("a listener failed")

@@ -98,7 +98,7 @@ class _Agent:
         self.waited = _Seconds()
 
     def settled(self, event: Settled) -> None:
-        self.outcomes.add(event.outcome)
+        self.outcomes[event.outcome] += 1
         self.redelivered += event.num_delivered > 1
         self.settled_at = time.time()
         self.waited.add(event.waited_seconds)

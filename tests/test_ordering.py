@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.codec import Message
@@ -79,4 +81,84 @@ async def test_what_is_done_is_forgotten(line_of: Callable[..., Any], clock: Vir
     await clock.advance(3)
     await line.take()
     line.done(delivery)
-    assert (line.running, len(line), line.waited_seconds(delivery)) == (0, 0, 0)
+    assert (line.running, len(line), line.waited_seconds(delivery)) == (0, 0, None)
+
+
+class TickingClock(VirtualClock):
+    """A millisecond passes whenever somebody looks."""
+
+    def monotonic(self) -> float:
+        self._now += 0.001
+        return self._now
+
+
+async def test_who_never_waits_lets_others_have_a_turn() -> None:
+    line = Line(TickingClock())
+    for sequence in range(1, 1001):
+        line.put(Held(sequence, "a"))  # type: ignore[arg-type]
+    turns_of_another = 0
+
+    async def take_turns() -> None:
+        nonlocal turns_of_another
+        while len(line):
+            turns_of_another += 1
+            await checkpoint()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(take_turns)
+        while len(line):
+            delivery = await line.take()
+            assert delivery is not None
+            line.done(delivery)
+
+    assert turns_of_another > 100
+
+
+async def test_all_who_are_idle_come_where_there_is_work_for_all() -> None:
+    line = Line(VirtualClock())
+    working, most = 0, 0
+    release = anyio.Event()
+
+    async def work() -> None:
+        nonlocal working, most
+        while (delivery := await line.take()) is not None:
+            working += 1
+            most = max(most, working)
+            await release.wait()
+            working -= 1
+            line.done(delivery)
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(8):
+            tasks.start_soon(work)
+        await anyio.wait_all_tasks_blocked()
+        for sequence in range(1, 21):
+            line.put(Held(sequence, "a"))  # type: ignore[arg-type]
+        await anyio.wait_all_tasks_blocked()
+        assert most == 8
+        release.set()
+        await anyio.wait_all_tasks_blocked()
+        assert len(line) == 0
+        line.close()
+
+
+async def test_what_is_there_is_taken_also_where_one_whose_turn_it_was_is_cancelled() -> None:
+    line = Line(VirtualClock())
+    taken: list[Any] = []
+
+    async def take(scope: anyio.CancelScope) -> None:
+        with scope:
+            taken.append(await line.take())
+
+    first, second = anyio.CancelScope(), anyio.CancelScope()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(take, first)
+        await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(take, second)
+        await anyio.wait_all_tasks_blocked()
+        line.put(Held(1, "a"))  # type: ignore[arg-type]
+        first.cancel()
+        await anyio.wait_all_tasks_blocked()
+        line.close()
+
+    assert [delivery.message.sequence for delivery in taken if delivery] == [1]

@@ -7,6 +7,7 @@ agent's line and hand them to the settler.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -67,15 +68,12 @@ def caller(agent: Agent[Any, Any], clock: Clock) -> Callable[[Any], Awaitable[ob
     function: Callable[[Any], Awaitable[object]] = _in_thread(agent) if agent.in_thread else agent.function
     timeout = agent.policy.timeout
 
-    async def call(argument: Any) -> object:
-        return await calling.call(function, argument)
-
     if timeout is None:
-        return call
+        return partial(calling.call, function)
 
     async def call_in_time(argument: Any) -> object:
         with clocks.fail_after(clock, timeout):
-            return await call(argument)
+            return await calling.call(function, argument)
 
     return call_in_time
 

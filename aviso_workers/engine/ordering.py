@@ -78,10 +78,10 @@ class Line:
         oldest_ns = min(place.delivery.message.timestamp_ns for place in held)
         return max(0.0, (self._clock.time_ns() - oldest_ns) / 1e9)
 
-    def waited_seconds(self, delivery: Delivery) -> float:
-        """How long one that runs waited, for its turn in its lane and for a free worker."""
-        place = self._held.get(delivery.message.sequence)
-        return (place.waited if place else None) or 0.0
+    def waited_seconds(self, delivery: Delivery) -> float | None:
+        """How long one that runs waited, for its turn in its lane and for a free worker; None for one not held."""
+        place = self._place(delivery)
+        return place.waited or 0.0 if place is not None else None
 
     def holds(self, delivery: Delivery) -> bool:
         """False for one whose stream was deleted and made anew: its sequence is that of another message now."""

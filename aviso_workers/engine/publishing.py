@@ -40,8 +40,8 @@ CHUNK = 500
 """Notifications that are sent together when many are to be stored."""
 CHUNK_BYTES = 1024 * 1024
 CHUNKS_UNDER_WAY = 3
-HEADER_ALLOWANCE = 512
-"""Bytes of a message that our own headers may take."""
+HEADER_ALLOWANCE = 12 * 1024
+"""Bytes that headers may take, also those of the dead letter that it may become, with its subject and an error."""
 
 
 def encode(config: Config, wanted: Notify) -> Message:
@@ -135,9 +135,11 @@ class Publisher:
         size = len(message.data)
         if message.headers:
             size += sum(len(key) + len(value) for key, value in message.headers.items())
-        if size + HEADER_ALLOWANCE > self._backend.max_payload:
+        max_payload = self._backend.max_payload
+        most = max_payload - min(HEADER_ALLOWANCE, max_payload // 2)
+        if size > most:
             raise InvalidPayloadError(
-                f"{event_type}: the notification has {size} bytes, the server takes {self._backend.max_payload}"
+                f"{event_type}: the notification has {size} bytes, the server takes {most} and its headers"
             )
         return _Prepared(event_type, spec, Outgoing(message, message_id, spec.name))
 

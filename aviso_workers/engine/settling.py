@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import anyio
 
@@ -14,14 +14,24 @@ from aviso_workers.engine.dead_lettering import DeadLetters
 from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.ordering import Line
 from aviso_workers.errors import BackendError
-from aviso_workers.events import Events, Settled
-from aviso_workers.verdicts import Ack, Again, DeadLetter, Verdict
+from aviso_workers.events import Events, Settled, SettledOutcome
+from aviso_workers.verdicts import Ack, Again
 
 __all__ = ["Settler"]
 
-DONE = Ack()
 GRAVE_UNREACHABLE_SECONDS = 10.0
 """When a dead letter cannot be stored, its original comes back after this."""
+
+
+class _End(NamedTuple):
+    """What became of a delivery, and because of which error."""
+
+    outcome: SettledOutcome
+    reason: str = ""
+    error: Exception | None = None
+
+
+ACKED = _End("acked")
 
 
 class Settler:
@@ -59,49 +69,61 @@ class Settler:
         `started` is when the handling began, on the agent's clock. A cancellation cuts off no dead letter, and what
         succeeded is acked at once.
         """
-        if not self._line.holds(delivery):
+        waited = self._line.waited_seconds(delivery)
+        if waited is None:
             self._line.done(delivery)
             return
-        seconds = self._clock.monotonic() - started
-        waited = self._line.waited_seconds(delivery)
-        verdict: Verdict = DONE
-        error: Exception | None = None
+        now = self._clock.monotonic()
+        end = ACKED
         if isinstance(outcome, Exception):
             with anyio.CancelScope(shield=True):
-                verdict, error = await self._carry_out(delivery, outcome)
+                end = await self._carry_out(delivery, outcome)
         else:
             self._ack(delivery)
-        self._state(delivery, verdict, error=error, seconds=seconds, waited=waited)
-        if not isinstance(verdict, Again):
+        self._events.emit(
+            Settled(
+                agent=self._agent.name,
+                event_type=self._agent.event_type,
+                sequence=delivery.message.sequence,
+                outcome=end.outcome,
+                reason=end.reason,
+                seconds=now - started,
+                waited_seconds=waited,
+                stored_to_settled_seconds=(self._clock.time_ns() - delivery.message.timestamp_ns) / 1e9,
+                num_delivered=delivery.num_delivered,
+                error=end.error,
+            )
+        )
+        if end.outcome != "retried":
             await self._failures.forget(delivery)
 
-    async def _carry_out(self, delivery: Delivery, error: Exception) -> tuple[Verdict, Exception]:
-        """What became of it, and because of which error."""
+    async def _carry_out(self, delivery: Delivery, error: Exception) -> _End:
         policy = self._agent.policy
         failures = await self._failures.count(delivery)
         verdict = verdicts.decide(error, failures=failures, retry=policy.retry, classifiers=self._agent.classifiers)
         match verdict:
             case Ack():
                 self._ack(delivery)
+                return _End("acked", error=error)
             case Again(after_seconds=delay):
                 await self._failures.add(delivery, before=failures, kept=self._line.ordered)
                 self._give_back(delivery, delay)
-            case DeadLetter(reason=reason):
-                try:
-                    await self._dead_letters.bury(
-                        delivery.message,
-                        agent=self._agent.name,
-                        stream=self._stream,
-                        reason=reason,
-                        attempts=failures + 1,
-                        error=error,
-                    )
-                except BackendError as unstored:
-                    self._give_back(delivery, GRAVE_UNREACHABLE_SECONDS)
-                    return Again(after_seconds=GRAVE_UNREACHABLE_SECONDS, reason="dead_letter_failed"), unstored
-                delivery.term(reason)
-                self._line.done(delivery)
-        return verdict, error
+                return _End("retried", verdict.reason, error)
+        try:
+            await self._dead_letters.bury(
+                delivery.message,
+                agent=self._agent.name,
+                stream=self._stream,
+                reason=verdict.reason,
+                attempts=failures + 1,
+                error=error,
+            )
+        except BackendError as unstored:
+            self._give_back(delivery, GRAVE_UNREACHABLE_SECONDS)
+            return _End("retried", "dead_letter_failed", unstored)
+        delivery.term(verdict.reason)
+        self._line.done(delivery)
+        return _End("dead_lettered", verdict.reason, error)
 
     def _ack(self, delivery: Delivery) -> None:
         delivery.ack()
@@ -113,28 +135,3 @@ class Settler:
         else:
             delivery.nak(delay_seconds=delay)
             self._line.done(delivery)
-
-    def _state(
-        self, delivery: Delivery, verdict: Verdict, *, error: Exception | None, seconds: float, waited: float
-    ) -> None:
-        outcome: Literal["acked", "retried", "dead_lettered"] = "acked"
-        reason = ""
-        match verdict:
-            case Again(reason=reason):
-                outcome = "retried"
-            case DeadLetter(reason=reason):
-                outcome = "dead_lettered"
-        self._events.emit(
-            Settled(
-                agent=self._agent.name,
-                event_type=self._agent.event_type,
-                sequence=delivery.message.sequence,
-                outcome=outcome,
-                reason=reason,
-                seconds=seconds,
-                waited_seconds=waited,
-                stored_to_settled_seconds=(self._clock.time_ns() - delivery.message.timestamp_ns) / 1e9,
-                num_delivered=delivery.num_delivered,
-                error=error,
-            )
-        )

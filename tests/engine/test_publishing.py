@@ -193,7 +193,7 @@ TWO_LONG_FIELDS = EventType(
             Notify("mars", {"class": "od", "step": 1}, "x" * 2**20),
             MARS,
             InvalidPayloadError,
-            "mars: the notification has 1048578 bytes, the server takes 1048576",
+            "mars: the notification has 1048578 bytes, the server takes 1036288 and its headers",
         ),
         (
             Notify("mars", {"class": "é" * 1000, "step": "y" * 2000}),

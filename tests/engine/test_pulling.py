@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,10 +13,10 @@ import pytest
 from aviso_workers import Notification, Router
 from aviso_workers.backends import Message
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.clocks import LoopClock
+from aviso_workers.clocks import LoopClock, VirtualClock
 from aviso_workers.config import Config
 from aviso_workers.engine.ordering import Line
-from aviso_workers.engine.pulling import AgentRun
+from aviso_workers.engine.pulling import MOST_PREFETCH, AgentRun
 from aviso_workers.engine.session import Session
 from aviso_workers.events import AgentStopped, Settled
 from tests.engine.conftest import Facts, config_with
@@ -272,3 +273,26 @@ async def test_a_lane_does_not_overtake_a_head_that_the_drain_timeout_cuts_off(
     async with working(index):
         await facts.wait_for(Settled, 2)
     assert begun == ["1", "1", "2"]
+
+
+async def test_what_it_asks_for_follows_the_pace_at_which_handling_begins() -> None:
+    clock = VirtualClock()
+    line = Line(clock)
+    run = AgentRun(Discarding(line), line=line, clock=clock, workers=1, prefetch=2, ack_wait_seconds=20.0)
+    numbers = itertools.count(1)
+
+    async def begin(count: int, *, every_seconds: float) -> None:
+        for _ in range(count):
+            await clock.advance(every_seconds)
+            line.put(Delivery(next(numbers)))  # type: ignore[arg-type]
+            delivery = await line.take()
+            assert delivery is not None
+            line.done(delivery)
+
+    assert run.room() == 2
+    await begin(1000, every_seconds=0.001)
+    assert 90 <= run.room() <= 110  # a tenth of a second's worth
+    await begin(20_000, every_seconds=0.00001)
+    assert run.room() == MOST_PREFETCH
+    await begin(200, every_seconds=1.0)
+    assert run.room() == 2

@@ -77,6 +77,23 @@ async def test_a_lost_connection_answers_at_once_that_it_does_not(connection, na
     assert time.monotonic() - started < module.PING_SECONDS / 2
 
 
+async def test_a_connection_that_is_lost_before_it_is_asked_does_no_harm_to_the_next_one(connection, monkeypatch):
+    flush_pending, back = connection.nc._flush_pending, anyio.Event()
+    connection.on_reconnect.add(back.set)
+
+    async def lose_it_meanwhile(force_flush: bool = False) -> None:
+        if force_flush:
+            await connection.nc.force_reconnect()
+            await back.wait()
+        await flush_pending(force_flush)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(connection.nc, "_flush_pending", lose_it_meanwhile)
+        assert not await connection.answers()
+
+    assert await connection.answers(), "nobody reads any more what the server says"
+
+
 async def test_closing_does_not_wait_for_a_server_that_takes_nothing(connection, nats_server, monkeypatch):
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.2)
     stand_still(nats_server)

@@ -115,6 +115,10 @@ class TestReading:
         assert steps(place.read(startingOffsets=1, failOnDataLoss=False)) == [2, 3, 4, 5]
         assert steps(place.read()) == [2, 3, 4, 5]
 
+    def test_a_configuration_that_is_not_there_is_named(self, place: Place):
+        with pytest.raises(PySparkException, match=r"'/nowhere/aviso\.yaml' is not a file"):
+            place.read(config="/nowhere/aviso.yaml").collect()
+
     def test_a_missing_stream_is_named(self, place: Place):
         with pytest.raises(PySparkException, match="there is no stream MARS"):
             place.read().collect()

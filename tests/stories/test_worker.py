@@ -184,7 +184,11 @@ def test_a_worker_is_ready_when_it_is_connected_and_reads(
     config = write_config(f"nats://127.0.0.1:{free_port}", retry_attempts=1000)
     worker = start("worker", "agents:app", "--config", config)
     started = worker.until("worker.started")
-    assert get(started, "/readyz") == (503, "not connected yet\nagent index: has not started\n")
+    worker.until("connection.down")
+    status, why = get(started, "/readyz")
+    assert status == 503
+    assert why.startswith("not connected: [Errno 111] Connect call failed"), why
+    assert "agent index: has not started" in why
     assert get(started, "/livez") == (200, "ok\n")
     with NatsServer.start(store_dir=tmp_path / "store", port=free_port) as server:
         worker.until("agent.started")

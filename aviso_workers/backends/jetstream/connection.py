@@ -86,6 +86,8 @@ class Connection:
                 return
             if faults.is_refusal(self._last_error):
                 raise self._refused()
+            if attempt == 1:  # once: who waits for a server says so, and the attempts may be many
+                self._tell(connected=False, reason=self._last_error)
         raise UnavailableError(
             f"no NATS server at {self._urls} after {settings.retry_attempts} attempts: {self._last_error}"
         )

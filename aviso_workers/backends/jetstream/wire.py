@@ -164,7 +164,7 @@ class _ShortWire:
     async def ping(self, pong: asyncio.Future[bool]) -> None:
         self._flush()
         await self._nc._flush_pending(force_flush=True)
-        if self._nc.is_connected:
+        if self._nc.is_connected and not pong.done():  # else it is lost, and perhaps there is another one by now
             await self._nc._send_ping(pong)
 
     def abort(self) -> None:

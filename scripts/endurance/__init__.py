@@ -1,0 +1,5 @@
+"""What shows that a worker can be left running: `scripts/chaos` and `scripts/outage`.
+
+`agents` is the app that the worker processes run, `deployment` starts them and asks them how they are. `chaos` kills,
+pauses and restarts what runs and then counts; `outage` takes the server away for long and measures.
+"""

@@ -1,0 +1,87 @@
+"""The app that is tried: an agent of each call form, and each of them gets every notification.
+
+What an agent has handled it writes, a line each, into a file that all worker processes share.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from functools import cache
+
+import anyio
+from msgspec import Struct
+
+from aviso_workers import App, Backoff, Batch, Batching, Notification, Router, Stream
+
+__all__ = ["APP", "EVENT", "Deed", "app", "router"]
+
+APP = "endurance"
+EVENT = "deed"
+ACK_WAIT_SECONDS = 2.0
+RETRY = Backoff(first=0.1, factor=2, max=2)
+
+
+class Settings(Struct, frozen=True):
+    """Settings, under `workers.agents.endurance`."""
+
+    record: str
+    """The file to write into."""
+
+
+class Deed(Struct, frozen=True):
+    """What handling a notification takes."""
+
+    seconds: float
+    fails: float
+    """The probability that an attempt fails: 1 makes a dead letter."""
+
+
+app = App(APP)
+router = Router(APP, settings=Settings)
+
+
+@router.agent(EVENT, concurrency=16, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
+async def single(notification: Notification[Deed]) -> None:
+    await _do("single", notification)
+
+
+@router.agent(EVENT, concurrency=16, ack_wait=ACK_WAIT_SECONDS, retry=RETRY, order_by=("lane",))
+async def in_lanes(notification: Notification[Deed]) -> None:
+    await _do("in_lanes", notification)
+
+
+@router.agent(EVENT, ack_wait=ACK_WAIT_SECONDS, retry=RETRY, batch=Batching(size=50, within=0.1))
+async def in_batches(batch: Batch[Deed]) -> None:
+    async def do(notification: Notification[Deed]) -> None:
+        try:
+            await _do("in_batches", notification)
+        except RuntimeError:
+            batch.retry(notification)
+
+    async with anyio.create_task_group() as together:
+        for notification in batch:
+            together.start_soon(do, notification)
+
+
+@router.agent(EVENT, concurrency=16, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
+async def as_stream(stream: Stream[Deed]) -> None:
+    async for notification in stream:
+        await _do("as_stream", notification)
+
+
+app.include(router)
+
+
+async def _do(agent: str, notification: Notification[Deed]) -> None:
+    deed = notification.payload
+    await anyio.sleep(deed.seconds)
+    if random.random() < deed.fails:
+        raise RuntimeError("on purpose: failures are tried again, and at last become dead letters")
+    # One write, so that processes do not tear each other's lines.
+    os.write(_record(), f"{agent} {notification.identifier['number']}\n".encode())
+
+
+@cache
+def _record() -> int:
+    return os.open(app.settings(router).record, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
