@@ -15,7 +15,8 @@
     │   ├── UnavailableError        nothing was done; try again
     │   ├── OutcomeUnknownError     it may have been done; try again with the same message id
     │   └── RefusedError            not done and not worth repeating
-    │       └── NotFoundError       no such stream, consumer, key or message
+    │       ├── NotFoundError       no such stream, consumer, key or message
+    │       └── ConflictError       somebody else was faster: what it depended on is not so any more
     └── ServerProcessError          a nats-server of our own could not be found or started
 """
 
@@ -27,6 +28,7 @@ __all__ = [
     "AvisoWorkersError",
     "BackendError",
     "ConfigError",
+    "ConflictError",
     "DeclarationError",
     "InvalidIdentifierError",
     "InvalidNotificationError",
@@ -123,6 +125,10 @@ class RefusedError(BackendError):
 
 class NotFoundError(RefusedError):
     """The stream, consumer, key or message that was named does not exist."""
+
+
+class ConflictError(RefusedError):
+    """Not stored, because it depended on a revision that is not the newest. Read again, and decide anew."""
 
 
 class ServerProcessError(AvisoWorkersError):

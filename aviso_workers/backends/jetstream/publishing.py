@@ -26,6 +26,7 @@ class _Answer(msgspec.Struct, frozen=True):
     stream: str = ""
     seq: int = 0
     duplicate: bool = False
+    val: str | None = None
     error: dict[str, str | int] | None = None
 
 
@@ -72,7 +73,10 @@ class Publisher:
     def _send(self, batch: _Batch, index: int, outgoing: Outgoing) -> bytes:
         """Send one; returns where its acknowledgement comes."""
         message, message_id, stream = outgoing.message, outgoing.message_id, outgoing.stream
-        headers = header_block({**(message.headers or {}), "Nats-Msg-Id": message_id, "Nats-Expected-Stream": stream})
+        fields = {**(message.headers or {}), "Nats-Msg-Id": message_id}
+        if "Nats-Incr" not in fields:  # which a server takes with no expectations beside it
+            fields["Nats-Expected-Stream"] = stream
+        headers = header_block(fields)
         size, most = len(headers) + len(message.data), self._connection.nc.max_payload
         if size > most:  # a server closes the connection on which it comes
             batch.ends(index, RefusedError(f"{_what(outgoing)}: {size} bytes, the server takes {most}"))
@@ -125,7 +129,8 @@ def _result(outgoing: Outgoing, headers: bytes, data: bytes) -> PubAck | Backend
     answer = _decode_answer(data)
     if answer.error is not None:
         return faults.from_api(_what(outgoing), answer.error)
-    return PubAck(stream=answer.stream, sequence=answer.seq, duplicate=answer.duplicate)
+    total = int(answer.val) if answer.val is not None else None
+    return PubAck(stream=answer.stream, sequence=answer.seq, duplicate=answer.duplicate, total=total)
 
 
 def _what(outgoing: Outgoing) -> str:
