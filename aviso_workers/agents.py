@@ -1,4 +1,4 @@
-"""Declarations: agents, tasks, and the routers that group them.
+"""Declarations: agents, tasks, tables, and the routers that group them.
 
 Importing an app runs this module and no I/O. What a declaration can get wrong by itself is refused here, at the line
 that declares it; what depends on the configuration is `App.mistakes`.
@@ -10,19 +10,21 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import msgspec
 from msgspec import Struct
 
 from aviso_workers.errors import DeclarationError
 from aviso_workers.notifications import Batch, Batching, Notification, Stream
+from aviso_workers.tables import Counter, Table
 from aviso_workers.verdicts import Backoff, Classifier
 
 __all__ = ["Agent", "Policy", "Router", "Task", "check_name", "durable_name"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -110,7 +112,7 @@ class Task(Struct, frozen=True, kw_only=True):
 
 
 class Router:
-    """A group of agents and tasks that an app includes.
+    """A group of agents, tasks and tables that an app includes.
 
     `settings` is the msgspec Struct of what the group can be told in the configuration, under `workers.agents.<name>`;
     `app.settings(router)` returns it.
@@ -121,6 +123,7 @@ class Router:
         self.settings_type = settings
         self.agents: list[Agent[Any, Any]] = []
         self.tasks: list[Task] = []
+        self.tables: dict[str, Table[Any] | Counter] = {}
 
     def agent(
         self,
@@ -174,6 +177,38 @@ class Router:
             raise DeclarationError(f"task {name!r}: must be an async function")
         self._add_task(Task(name=name, function=function))
         return function
+
+    @overload
+    def table(self, name: str, type: type[T], *, default: T, history: int = 1, cached: bool = False) -> Table[T]: ...
+
+    @overload
+    def table(self, name: str, type: type[T], *, history: int = 1, cached: bool = False) -> Table[T | None]: ...
+
+    def table(self, name: str, type: Any, *, default: Any = None, history: int = 1, cached: bool = False) -> Table[Any]:
+        """Declare a table: values of one type by key, which all workers of the app share, in a bucket of their own.
+
+        `type` is a msgspec Struct, a dataclass, a TypedDict or a plain JSON type. `default` is what a key reads as that
+        has no value. `history` is how many values of a key are kept. `cached` keeps all of it in every worker as well,
+        for handlers that read much.
+
+        Raises `DeclarationError`.
+        """
+        table: Table[Any] = Table(check_name("table", name), type, default=default, history=history, cached=cached)
+        self._add_table(name, table)
+        return table
+
+    def counter(self, name: str) -> Counter:
+        """Declare a counter: whole numbers by key that the server adds up (nats-server 2.12 or newer).
+
+        Raises `DeclarationError`.
+        """
+        counter = Counter(check_name("counter", name))
+        self._add_table(name, counter)
+        return counter
+
+    def _add_table(self, name: str, table: Table[Any] | Counter) -> None:
+        self._refuse_twice("table", name, list(self.tables))
+        self.tables[name] = table
 
     def _add_agent(self, agent: Agent[Any, Any]) -> None:
         self._refuse_twice("agent", agent.name, [known.name for known in self.agents])

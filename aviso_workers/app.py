@@ -83,11 +83,13 @@ class App(Router):
         return self._session.runs if self._session else {}
 
     def include(self, router: Router) -> None:
-        """Add a router's agents and tasks. Raises `DeclarationError` where a name is taken."""
+        """Add a router's agents, tasks and tables. Raises `DeclarationError` where a name is taken."""
         for agent in router.agents:
             self._add_agent(agent)
         for task in router.tasks:
             self._add_task(task)
+        for name, table in router.tables.items():
+            self._add_table(name, table)
         self._routers.append(router)
 
     def settings(self, router: Router) -> Any:
@@ -225,7 +227,12 @@ class App(Router):
         if self._session is not None:
             raise DeclarationError(f"app {self.name!r} is connected already")
         session = open_session(app=self.name, config=self.config, events=self.events, opening=self._opening)
-        self._session = await self._stack.enter_async_context(session)
+        try:
+            self._session = await self._stack.enter_async_context(session)
+            await self._stack.enter_async_context(self._session.connect(self.tables))
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
         return self
 
     async def __aexit__(

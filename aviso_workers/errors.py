@@ -9,6 +9,7 @@
     │   ├── UnknownEventTypeError   no such entry in `notification_schema`
     │   ├── InvalidIdentifierError  a field is missing, unknown or has an illegal value
     │   └── InvalidPayloadError     missing though required, not JSON, or larger than the server takes
+    ├── InvalidKeyError             a text that cannot be the key of a table
     ├── InvalidPositionError        a `from_id`, `from_date`, `to_id` or `to_date` that means nothing
     ├── UndecodableError            a stored message that is no notification of its event type
     ├── BackendError                what a backend answered
@@ -31,6 +32,7 @@ __all__ = [
     "ConflictError",
     "DeclarationError",
     "InvalidIdentifierError",
+    "InvalidKeyError",
     "InvalidNotificationError",
     "InvalidPayloadError",
     "InvalidPositionError",
@@ -90,6 +92,10 @@ class InvalidIdentifierError(InvalidNotificationError):
 
 class InvalidPayloadError(InvalidNotificationError):
     """The payload is missing though required, is not JSON, or is larger than the server takes."""
+
+
+class InvalidKeyError(AvisoWorkersError):
+    """A text that cannot be the key of a table: an empty or a very long one."""
 
 
 class InvalidPositionError(AvisoWorkersError):

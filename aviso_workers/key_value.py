@@ -42,12 +42,16 @@ class KeyValue(Protocol):
         """Store a value and return its revision.
 
         With `revision`, only if the key's newest revision is that one (0: the key must not exist); `ConflictError`
-        otherwise. The key is forgotten after `ttl_seconds` (1 or more), in a bucket that keeps no history; `RefusedError`
-        where it does, or the server is older than 2.11. A repeat of a `message_id` within two minutes is stored once.
+        otherwise. The key is forgotten after `ttl_seconds` (1 or more), in a bucket that keeps no history;
+        `RefusedError` where it does, or the server is older than 2.11. A repeat of a `message_id` within two minutes is
+        stored once.
         """
 
-    async def delete(self, key: str, *, revision: int | None = None, message_id: str | None = None) -> None:
-        """Remove a key and its history. Conditions as for `put`; a key that is missing is none."""
+    async def delete(self, key: str, *, revision: int | None = None, message_id: str | None = None) -> int:
+        """Remove a key and its history; returns the revision of that. Conditions as for `put`.
+
+        To remove a key that is missing is no error.
+        """
 
     async def keys(self) -> list[str]:
         """In alphabetical order."""

@@ -103,10 +103,10 @@ class Bucket:
                 raise
         return await self._store(key, value, headers, newest.revision, message_id)
 
-    async def delete(self, key: str, *, revision: int | None = None, message_id: str | None = None) -> None:
+    async def delete(self, key: str, *, revision: int | None = None, message_id: str | None = None) -> int:
         # What tells of the deletion goes some time later, so that a bucket does not grow by all keys there ever were.
         headers = {**DELETED, TTL: _milliseconds(MARKER_SECONDS)} if self._knows_ttl else DELETED
-        await self._store(key, b"", headers, revision, message_id)
+        return await self._store(key, b"", headers, revision, message_id)
 
     async def keys(self) -> list[str]:
         return sorted(entry.key for entry in await self.entries())

@@ -27,11 +27,13 @@ from aviso_workers.engine.settling import Settler
 from aviso_workers.engine.streaming import AsStream
 from aviso_workers.engine.supervising import Feed, supervise_agent, supervise_task
 from aviso_workers.engine.sweeping import Sweep
+from aviso_workers.engine.tabling import Tables
 from aviso_workers.errors import BackendError, UnknownEventTypeError
 from aviso_workers.events import ConnectionChanged, ConnectionSlow, Events
 from aviso_workers.notifications import Batch, Notification, Stream
 from aviso_workers.schema import EventType
 from aviso_workers.streams import ConsumerSpec, StreamSpec
+from aviso_workers.tables import Counter, Table
 
 __all__ = ["Session", "open_session"]
 
@@ -81,6 +83,10 @@ class Session:
             stream=spec.name,
             events=self._events,
         )
+
+    def connect(self, tables: Mapping[str, Table[Any] | Counter]) -> Tables:
+        """The app's tables, connected while they are entered."""
+        return Tables(tables, self.backend, app=self._app, config=self._config, own_streams=self.own_streams)
 
     async def work(self, app: Any, stop: anyio.Event, *, agents: Sequence[Agent[Any, Any]]) -> None:
         """Run these agents, and the app's tasks, until `stop`; then let them finish.
