@@ -6,6 +6,7 @@ from aviso_workers.errors import AvisoWorkersError
 from aviso_workers.key_value import KeyValue
 from aviso_workers.notifications import Batch, Batching, Notification, Notify, Receipt, Stream
 from aviso_workers.tables import Change, Counter, Table
+from aviso_workers.timers import Tick, Timer
 from aviso_workers.verdicts import Backoff, Reject, Retry
 
 __all__ = [
@@ -26,4 +27,6 @@ __all__ = [
     "Router",
     "Stream",
     "Table",
+    "Tick",
+    "Timer",
 ]

@@ -1,4 +1,4 @@
-"""Declarations: agents, tasks, tables, and the routers that group them.
+"""Declarations: agents, timers, tasks, tables, and the routers that group them.
 
 Importing an app runs this module and no I/O. What a declaration can get wrong by itself is refused here, at the line
 that declares it; what depends on the configuration is `App.mistakes`.
@@ -15,9 +15,11 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import msgspec
 from msgspec import Struct
 
+from aviso_workers import timers
 from aviso_workers.errors import DeclarationError
 from aviso_workers.notifications import Batch, Batching, Notification, Stream
 from aviso_workers.tables import Counter, Table
+from aviso_workers.timers import Schedule, Timer
 from aviso_workers.verdicts import Backoff, Classifier
 
 __all__ = ["Agent", "Policy", "Router", "Task", "check_name", "durable_name"]
@@ -112,7 +114,7 @@ class Task(Struct, frozen=True, kw_only=True):
 
 
 class Router:
-    """A group of agents, tasks and tables that an app includes.
+    """A group of agents, timers, tasks and tables that an app includes.
 
     `settings` is the msgspec Struct of what the group can be told in the configuration, under `workers.agents.<name>`;
     `app.settings(router)` returns it.
@@ -122,6 +124,7 @@ class Router:
         self.name = check_name("router", name)
         self.settings_type = settings
         self.agents: list[Agent[Any, Any]] = []
+        self.timers: list[Timer[Any, Any]] = []
         self.tasks: list[Task] = []
         self.tables: dict[str, Table[Any] | Counter] = {}
 
@@ -170,6 +173,36 @@ class Router:
 
         return declare
 
+    def every(
+        self, interval: str, *, leader: bool = False, catch_up: bool = False, name: str | None = None
+    ) -> Callable[[Callable[P, R]], Timer[P, R]]:
+        """Declare a timer: an async function of nothing, or of a `Tick`, that every worker runs at whole multiples of
+        an interval such as `30s`, `5m` or `1h`, counted from 1970 UTC.
+
+        With `leader`, one worker of all that run the app runs it, another one when that dies, and no tick is run twice.
+        A tick that was missed by more than a minute is skipped; with `catch_up` every one is run, the oldest first: of
+        a leader's timer also those that came while no worker was there. A tick that raises is not run again.
+
+        Raises `DeclarationError`.
+        """
+        return self._timer(lambda: timers.every(interval), leader=leader, catch_up=catch_up, name=name)
+
+    def cron(
+        self,
+        expression: str,
+        *,
+        timezone: str = "UTC",
+        leader: bool = False,
+        catch_up: bool = False,
+        name: str | None = None,
+    ) -> Callable[[Callable[P, R]], Timer[P, R]]:
+        """Declare a timer as `every` does, at the times that the five fields of cron say (minute, hour, day, month,
+        weekday) in a time zone such as `Europe/Berlin`.
+
+        Raises `DeclarationError`.
+        """
+        return self._timer(lambda: timers.cron(expression, timezone), leader=leader, catch_up=catch_up, name=name)
+
     def task(self, function: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], Coroutine[Any, Any, None]]:
         """Declare a task: an async function of one argument, the app, that runs as long as the worker does."""
         name = check_name("task", getattr(function, "__name__", ""))
@@ -209,6 +242,25 @@ class Router:
     def _add_table(self, name: str, table: Table[Any] | Counter) -> None:
         self._refuse_twice("table", name, list(self.tables))
         self.tables[name] = table
+
+    def _timer(
+        self, schedule: Callable[[], Schedule], *, leader: bool, catch_up: bool, name: str | None
+    ) -> Callable[[Callable[P, R]], Timer[P, R]]:
+        def declare(function: Callable[P, R]) -> Timer[P, R]:
+            known_as = check_name("timer", name or str(getattr(function, "__name__", "")))
+            try:
+                made = schedule()
+            except ValueError as error:
+                raise DeclarationError(f"timer {known_as!r}: {error}") from error
+            timer = Timer(function, name=known_as, schedule=made, leader=leader, catch_up=catch_up)
+            self._add_timer(timer)
+            return timer
+
+        return declare
+
+    def _add_timer(self, timer: Timer[Any, Any]) -> None:
+        self._refuse_twice("timer", timer.name, [known.name for known in self.timers])
+        self.timers.append(timer)
 
     def _add_agent(self, agent: Agent[Any, Any]) -> None:
         self._refuse_twice("agent", agent.name, [known.name for known in self.agents])

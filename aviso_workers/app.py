@@ -83,9 +83,11 @@ class App(Router):
         return self._session.runs if self._session else {}
 
     def include(self, router: Router) -> None:
-        """Add a router's agents, tasks and tables. Raises `DeclarationError` where a name is taken."""
+        """Add a router's agents, timers, tasks and tables. Raises `DeclarationError` where a name is taken."""
         for agent in router.agents:
             self._add_agent(agent)
+        for timer in router.timers:
+            self._add_timer(timer)
         for task in router.tasks:
             self._add_task(task)
         for name, table in router.tables.items():

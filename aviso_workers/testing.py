@@ -47,9 +47,10 @@ from aviso_workers.engine.dead_lettering import DeadLetter
 from aviso_workers.engine.handling import caller
 from aviso_workers.engine.session import SWEEP, Session, open_session
 from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, NotFoundError, UnavailableError
-from aviso_workers.events import AgentDisturbed, Event, Events, Settled
+from aviso_workers.events import AgentDisturbed, Event, Events, Settled, Ticked
 from aviso_workers.notifications import Notification, Notify, Receipt, Source, Stream
 from aviso_workers.streams import StreamSpec
+from aviso_workers.timers import Timer
 
 __all__ = ["Harness", "harness"]
 
@@ -97,6 +98,7 @@ class Harness:
         self._made: set[str] = set()
         """Streams that the app has made, or may have."""
         self._settled: list[Settled] = []
+        self._ticks: list[Ticked] = []
         self._disturbed: dict[str, Exception] = {}
         self._count = workers
         self._workers: list[_Worker] = []
@@ -144,6 +146,10 @@ class Harness:
     def outcomes(self, agent: Agent[Any, Any] | str) -> list[str]:
         """The same in one word each: `acked`, `retried` or `dead_lettered`."""
         return [fact.outcome for fact in self.settled(agent)]
+
+    def ticks(self, timer: Timer[Any, Any]) -> list[Ticked]:
+        """How the timer's ticks ended, in order; `advance` lets the time come for them."""
+        return [fact for fact in self._ticks if fact.timer == timer.name]
 
     async def start(self) -> None:
         """Start workers, until there are as many as there were at the beginning."""
@@ -263,6 +269,8 @@ class Harness:
         match event:
             case Settled():
                 self._settled.append(event)
+            case Ticked():
+                self._ticks.append(event)
             case AgentDisturbed():
                 self._disturbed[event.agent] = event.error
 

@@ -23,6 +23,7 @@ from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publishing import Publisher
 from aviso_workers.engine.pulling import AgentRun, Form
 from aviso_workers.engine.replaying import Replayer
+from aviso_workers.engine.scheduling import run_timers
 from aviso_workers.engine.settling import Settler
 from aviso_workers.engine.streaming import AsStream
 from aviso_workers.engine.supervising import Feed, supervise_agent, supervise_task
@@ -106,6 +107,16 @@ class Session:
         async def run_task(task: Task) -> None:
             await supervise_task(task, app, clock=self.backend.clock, events=self._events, stop=stop)
 
+        async def run_app_timers() -> None:
+            await run_timers(
+                app.timers,
+                backend=self.backend,
+                app=self._app,
+                events=self._events,
+                stop=stop,
+                drain_timeout_seconds=self._config.workers.drain_timeout_seconds,
+            )
+
         async with anyio.create_task_group() as watching:
             async with anyio.create_task_group() as work:
                 watching.start_soon(watch_backend, work.cancel_scope)
@@ -113,6 +124,8 @@ class Session:
                     work.start_soon(self.run_agent, agent, stop)
                 if agents:
                     work.start_soon(self.run_sweep, agents, stop)
+                if app.timers:
+                    work.start_soon(run_app_timers)
                 for task in app.tasks:
                     work.start_soon(run_task, task)
                 await stop.wait()

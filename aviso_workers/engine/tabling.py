@@ -115,10 +115,19 @@ class SteadyBucket:
     Raises `OutcomeUnknownError` where it cannot be told whether a write on a condition was done.
     """
 
-    def __init__(self, backend: Backend, name: str, *, history: int = 1, patience_seconds: float) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        name: str,
+        *,
+        history: int = 1,
+        ttl_seconds: float | None = None,
+        patience_seconds: float,
+    ) -> None:
         self._backend = backend
         self._name = name
         self._history = history
+        self._ttl_seconds = ttl_seconds
         self._patience = patience_seconds
         self._bucket: KeyValue | None = None
 
@@ -206,7 +215,9 @@ class SteadyBucket:
     async def _do(self, deed: Callable[[KeyValue], Awaitable[T]]) -> T:
         async def attempt() -> T:
             if self._bucket is None:
-                self._bucket = await self._backend.key_value(self._name, history=self._history)
+                self._bucket = await self._backend.key_value(
+                    self._name, history=self._history, ttl_seconds=self._ttl_seconds
+                )
             try:
                 return await deed(self._bucket)
             except (UnavailableError, NotFoundError):

@@ -40,7 +40,9 @@ async def index(notification: Notification) -> None: ...
 @app.task
 async def tail(app: App) -> None: ...
 """)
-    assert run("check", f"{module}:app") == Ran(code=0, out="checked: 1 agents, 1 tasks, no mistakes\n", err="")
+    assert run("check", f"{module}:app") == Ran(
+        code=0, out="checked: 1 agents, 0 timers, 1 tasks, no mistakes\n", err=""
+    )
     assert run("check", module).code == 0
 
 
