@@ -9,15 +9,16 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import msgspec
 from msgspec import Struct
 
-from aviso_workers import timers
+from aviso_workers import resources, timers
 from aviso_workers.errors import DeclarationError
 from aviso_workers.notifications import Batch, Batching, Notification, Stream
+from aviso_workers.resources import Resource
 from aviso_workers.tables import Counter, Table
 from aviso_workers.timers import Schedule, Timer
 from aviso_workers.verdicts import Backoff, Classifier
@@ -60,6 +61,9 @@ class Agent(Generic[P, R]):
         self.classifiers: list[tuple[type[Exception], Classifier]] = []
         self.in_thread = not inspect.iscoroutinefunction(function)
         self.form, self.payload_type = _call_form(self.name, function)
+        first = next(iter(inspect.signature(function).parameters))
+        self.needs = resources.needs_of(f"agent {self.name!r}", function, without=(first,))
+        """By argument after the first, the type of the resource that gives it."""
         self._refuse_nonsense()
         self.__doc__ = function.__doc__
 
@@ -114,7 +118,7 @@ class Task(Struct, frozen=True, kw_only=True):
 
 
 class Router:
-    """A group of agents, timers, tasks and tables that an app includes.
+    """A group of agents, timers, tasks, tables and resources that an app includes.
 
     `settings` is the msgspec Struct of what the group can be told in the configuration, under `workers.agents.<name>`;
     `app.settings(router)` returns it.
@@ -127,6 +131,7 @@ class Router:
         self.timers: list[Timer[Any, Any]] = []
         self.tasks: list[Task] = []
         self.tables: dict[str, Table[Any] | Counter] = {}
+        self.resources: list[Resource] = []
 
     def agent(
         self,
@@ -243,6 +248,26 @@ class Router:
         self._refuse_twice("table", name, list(self.tables))
         self.tables[name] = table
 
+    def resource(self, function: Callable[P, AsyncIterator[T]]) -> Callable[P, AsyncIterator[T]]:
+        """Declare a resource: an async generator function that opens something, yields it, and closes it.
+
+        It is annotated with what it gives, as in `-> AsyncIterator[Database]`. Each worker opens it once, before its
+        agents and timers, and gives it to each of them, and to each resource, that has an argument of that type.
+
+        Raises `DeclarationError`.
+        """
+        self._add_resource(resources.declare(function))
+        return function
+
+    def _add_resource(self, resource: Resource) -> None:
+        for known in self.resources:
+            if known.gives is resource.gives:
+                raise DeclarationError(
+                    f"resources {known.name!r} and {resource.name!r} of {self.name!r} both give a "
+                    f"{resource.gives.__name__}: let one of them give a type of its own"
+                )
+        self.resources.append(resource)
+
     def _timer(
         self, schedule: Callable[[], Schedule], *, leader: bool, catch_up: bool, name: str | None
     ) -> Callable[[Callable[P, R]], Timer[P, R]]:
@@ -289,12 +314,12 @@ def check_name(kind: str, name: str) -> str:
 
 def _call_form(name: str, function: Callable[..., Any]) -> tuple[type, Any]:
     """Which of Notification, Batch and Stream the function takes, and the T of it (`Any` for none)."""
-    wanted = "a function of one argument, annotated Notification[T], Batch[T] or Stream[T]"
-    if not callable(function):
+    wanted = "a function whose first argument is annotated Notification[T], Batch[T] or Stream[T]"
+    if not callable(function) or isinstance(function, Agent):
         raise DeclarationError(f"agent {name!r}: must be {wanted}")
     parameters = list(inspect.signature(function).parameters.values())
-    if len(parameters) != 1:
-        raise DeclarationError(f"agent {name!r}: must be {wanted}, found {len(parameters)} arguments")
+    if not parameters:
+        raise DeclarationError(f"agent {name!r}: must be {wanted}, found none")
     try:
         hint = typing.get_type_hints(function).get(parameters[0].name)
     except (AttributeError, NameError, SyntaxError, TypeError) as error:

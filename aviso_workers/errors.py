@@ -18,6 +18,7 @@
     │   └── RefusedError            not done and not worth repeating
     │       ├── NotFoundError       no such stream, consumer, key or message
     │       └── ConflictError       somebody else was faster: what it depended on is not so any more
+    ├── ResourceError               a resource that an author declared cannot be opened
     └── ServerProcessError          a nats-server of our own could not be found or started
 """
 
@@ -39,6 +40,7 @@ __all__ = [
     "NotFoundError",
     "OutcomeUnknownError",
     "RefusedError",
+    "ResourceError",
     "ServerProcessError",
     "UnavailableError",
     "UndecodableError",
@@ -135,6 +137,10 @@ class NotFoundError(RefusedError):
 
 class ConflictError(RefusedError):
     """Not stored, because it depended on a revision that is not the newest. Read again, and decide anew."""
+
+
+class ResourceError(AvisoWorkersError):
+    """A resource that an author declared raised when it was opened."""
 
 
 class ServerProcessError(AvisoWorkersError):

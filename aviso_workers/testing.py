@@ -509,17 +509,23 @@ class _Code:
     def watched(self, agent: Agent[Any, Any], clock: Clock) -> Agent[Any, Any]:
         """The agent with its function called from here."""
         watched, plain = copy.copy(agent), copy.copy(agent)
+
+        def call_plainly(given: tuple[Any, Mapping[str, Any]]) -> Any:
+            argument, resources = given
+            return agent.function(argument, **resources)
+
+        plain.function = call_plainly
         plain.policy = structs.replace(agent.policy, timeout=None)  # the time of the call is kept by who calls it
         call = caller(plain, clock)
 
-        async def call_one(argument: Any) -> object:
+        async def call_one(argument: Any, **resources: Any) -> object:
             with self._inside(agent.name):
                 self.strike(agent.name)
-                return await call(argument)
+                return await call((argument, resources))
 
-        async def call_stream(stream: Stream[Any]) -> object:
+        async def call_stream(stream: Stream[Any], **resources: Any) -> object:
             with self._inside(agent.name) as turn:
-                return await call(Stream(_Source(stream._source, self, turn)))
+                return await call((Stream(_Source(stream._source, self, turn)), resources))
 
         watched.function = call_stream if agent.form is Stream else call_one
         watched.in_thread = False

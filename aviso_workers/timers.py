@@ -15,6 +15,7 @@ from zoneinfo import ZoneInfo
 from cronsim import CronSim, CronSimError
 from msgspec import Struct
 
+from aviso_workers import resources
 from aviso_workers.errors import DeclarationError
 from aviso_workers.literals import Duration
 
@@ -77,13 +78,15 @@ class Timer(Generic[P, R]):
         self.function = function
         if not inspect.iscoroutinefunction(function):
             raise DeclarationError(f"timer {name!r}: must be an async function")
-        if len(inspect.signature(function).parameters) > 1:
-            raise DeclarationError(f"timer {name!r}: must be a function of nothing or of a Tick")
+        what = f"timer {name!r}"
+        ticks = [argument for argument, hint in resources.hints_of(what, function).items() if hint is Tick]
+        self.tick_argument = ticks[0] if ticks else None
+        self.needs = resources.needs_of(what, function, without=ticks[:1])
+        """By argument, the type of the resource that gives it."""
         self.name = name
         self.schedule = schedule
         self.leader = leader
         self.catch_up = catch_up
-        self.takes_tick = bool(inspect.signature(function).parameters)
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

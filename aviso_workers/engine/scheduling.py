@@ -205,7 +205,8 @@ async def _run(timer: Timer[Any, Any], tick: Tick, clock: Clock, events: Events)
     began, error = clock.monotonic(), None
     late = (_now(clock) - tick.time).total_seconds()
     try:
-        await calling.call(lambda given: timer.function(*given), (tick,) if timer.takes_tick else ())
+        given = {timer.tick_argument: tick} if timer.tick_argument else {}
+        await calling.call(lambda given: timer.function(**given), given)
     except Exception as raised:
         error = raised
     seconds = clock.monotonic() - began

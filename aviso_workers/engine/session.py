@@ -8,12 +8,12 @@ from typing import Any
 
 import anyio
 
-from aviso_workers import schema, streams, topics
+from aviso_workers import resources, schema, streams, topics
 from aviso_workers.agents import Agent, Task
 from aviso_workers.backends import Backend, ConsumerInfo, Opening, open_backend
 from aviso_workers.codec import NotificationReader
 from aviso_workers.config import Config
-from aviso_workers.engine import dead_lettering, sweeping
+from aviso_workers.engine import dead_lettering, resourcing, sweeping
 from aviso_workers.engine.batching import InBatches
 from aviso_workers.engine.dead_lettering import DeadLetters, Requeued, retry_subject
 from aviso_workers.engine.failing import Failures
@@ -35,6 +35,7 @@ from aviso_workers.notifications import Batch, Notification, Stream
 from aviso_workers.schema import EventType
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 from aviso_workers.tables import Counter, Table
+from aviso_workers.timers import Timer
 
 __all__ = ["Session", "open_session"]
 
@@ -90,10 +91,21 @@ class Session:
         return Tables(tables, self.backend, app=self._app, config=self._config, own_streams=self.own_streams)
 
     async def work(self, app: Any, stop: anyio.Event, *, agents: Sequence[Agent[Any, Any]]) -> None:
-        """Run these agents, and the app's tasks, until `stop`; then let them finish.
+        """Run these agents, and the app's timers and tasks, until `stop`; then let them finish.
 
-        Raises `BackendError` when the connection is lost for good.
+        Raises `BackendError` when the connection is lost for good, `ResourceError` where a resource cannot be opened.
         """
+        async with resourcing.opened(app.resources, app) as values:
+            await self._work(
+                app,
+                stop,
+                agents=[resources.bound(agent, values) for agent in agents],
+                timers=[resources.bound(timer, values) for timer in app.timers],
+            )
+
+    async def _work(
+        self, app: Any, stop: anyio.Event, *, agents: Sequence[Agent[Any, Any]], timers: Sequence[Timer[Any, Any]]
+    ) -> None:
         failure: BackendError | None = None
 
         async def watch_backend(work: anyio.CancelScope) -> None:
@@ -109,7 +121,7 @@ class Session:
 
         async def run_app_timers() -> None:
             await run_timers(
-                app.timers,
+                timers,
                 backend=self.backend,
                 app=self._app,
                 events=self._events,
@@ -124,7 +136,7 @@ class Session:
                     work.start_soon(self.run_agent, agent, stop)
                 if agents:
                     work.start_soon(self.run_sweep, agents, stop)
-                if app.timers:
+                if timers:
                     work.start_soon(run_app_timers)
                 for task in app.tasks:
                     work.start_soon(run_task, task)

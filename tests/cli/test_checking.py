@@ -104,7 +104,7 @@ async def index() -> None: ...
 """)
     ran = run("check", module)
     assert ran.code == 2
-    assert ran.err.startswith("aviso-workers: agent 'index': must be a function of one argument")
+    assert ran.err.startswith("aviso-workers: agent 'index': must be a function whose first argument")
 
 
 @pytest.mark.usefixtures("unreachable")

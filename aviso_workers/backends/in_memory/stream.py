@@ -45,6 +45,8 @@ INVALID_CONFIGURATION = 10052
 WRONG_LAST_SEQUENCE = 10071
 MESSAGE_OVERHEAD = 16
 MARKER = "Nats-Marker-Reason"
+TTL = re.compile(r"(?P<number>[0-9]+)(?P<unit>ms|s|m|h|)")
+TTL_UNITS = {"ms": 10**6, "s": 10**9, "": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}
 
 
 def complete(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,9 +283,12 @@ class Stream:
 
 
 def ttl_of(message: Message) -> int | None:
-    """How long it is to be kept, in nanoseconds, where it says so; in milliseconds, as our buckets spell it."""
-    ttl = (message.headers or {}).get("Nats-TTL", "").removesuffix("ms")
-    return int(ttl) * 1_000_000 if ttl else None
+    """How long it is to be kept, in nanoseconds, where it says so. Raises `RefusedError` where it is not understood."""
+    if (ttl := (message.headers or {}).get("Nats-TTL")) is None:
+        return None
+    if not (found := TTL.fullmatch(ttl)):
+        raise RefusedError(f"publish {message.subject}: invalid per-message TTL {ttl!r}", code=10165)
+    return int(found["number"]) * TTL_UNITS[found["unit"]]
 
 
 def total_of(message: Message | None) -> int:
