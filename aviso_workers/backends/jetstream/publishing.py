@@ -26,6 +26,7 @@ class _Answer(msgspec.Struct, frozen=True):
     stream: str = ""
     seq: int = 0
     duplicate: bool = False
+    val: str | None = None
     error: dict[str, str | int] | None = None
 
 
@@ -124,6 +125,8 @@ def encode(outgoing: Outgoing, *, most: int) -> tuple[bytes, bytes]:
     """
     message = outgoing.message
     fields = {"Nats-Msg-Id": outgoing.message_id, "Nats-Expected-Stream": outgoing.stream}
+    if message.headers and "Nats-Incr" in message.headers:  # which a server takes with no expectations beside it
+        del fields["Nats-Expected-Stream"]
     headers = header_block({**message.headers, **fields} if message.headers else fields)
     size = len(headers) + len(message.data)
     if size > most:
@@ -139,7 +142,8 @@ def _result(outgoing: Outgoing, headers: bytes, data: bytes) -> PubAck | Backend
     answer = _decode_answer(data)
     if answer.error is not None:
         return faults.from_api(_what(outgoing), answer.error)
-    return PubAck(stream=answer.stream, sequence=answer.seq, duplicate=answer.duplicate)
+    total = int(answer.val) if answer.val is not None else None
+    return PubAck(stream=answer.stream, sequence=answer.seq, duplicate=answer.duplicate, total=total)
 
 
 def _what(outgoing: Outgoing) -> str:

@@ -6,19 +6,22 @@ engine opens the next one after the last sequence that was seen.
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from typing import Any
 
 import anyio
+import msgspec
 
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription
+from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import BackendError, UnavailableError
 
-__all__ = ["count", "read", "read_chunks"]
+__all__ = ["count", "message_of", "read", "read_chunks"]
 
 AHEAD = 1000
 """Messages that are under way or wait for whoever reads."""
@@ -74,6 +77,18 @@ async def count(connection: Connection, stream: str, *, filter_subjects: Sequenc
     created = await _create_consumer(connection, stream, filter_subjects, start)
     await _delete_consumer(connection, stream, created["name"])
     return int(created["num_pending"])
+
+
+def message_of(answer: Mapping[str, Any]) -> Message:
+    """A message as the server's API has it. Its time is cut to whole microseconds."""
+    headers = answer.get("hdrs")
+    return Message(
+        subject=answer["subject"],
+        data=b64decode(answer.get("data", "")),
+        headers=Headers(b64decode(headers)) if headers else None,
+        sequence=answer["seq"],
+        timestamp_ns=round(msgspec.convert(answer["time"], datetime).timestamp() * 1e6) * 1000,
+    )
 
 
 async def _create_consumer(
