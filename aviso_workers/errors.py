@@ -17,6 +17,7 @@
     │   └── RefusedError            not done and not worth repeating
     │       └── NotFoundError       no such stream, consumer, key or message
     ├── ServerProcessError          a nats-server of our own could not be found or started
+    ├── WorkerProcessError          a worker process of a fleet does not stay up
     └── SparkError                  what concerns Spark
         ├── InvalidOptionError      an option of the data source is unknown, cannot be read, or contradicts another
         ├── DataLossError           messages that a query was to read are gone from their stream
@@ -49,6 +50,7 @@ __all__ = [
     "UnavailableError",
     "UndecodableError",
     "UnknownEventTypeError",
+    "WorkerProcessError",
 ]
 
 
@@ -137,6 +139,10 @@ class NotFoundError(RefusedError):
 
 class ServerProcessError(AvisoWorkersError):
     """A nats-server of our own could not be found, started or reached."""
+
+
+class WorkerProcessError(AvisoWorkersError):
+    """A worker process of a fleet crashed again and again."""
 
 
 class SparkError(AvisoWorkersError):

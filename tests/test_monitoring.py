@@ -18,7 +18,7 @@ from aviso_agents import observer
 from aviso_workers import App
 from aviso_workers.config import Config, load
 from aviso_workers.events import Event, Measured
-from aviso_workers.metrics import METRICS
+from aviso_workers.metrics import METRICS, OF_FLEET
 
 PROJECT = Path(__file__).parents[1]
 RULES = PROJECT / "config" / "prometheus-rules.yml"
@@ -56,7 +56,7 @@ class Shown(Struct, frozen=True):
 
 @pytest.fixture(scope="module")
 def metrics(tmp_path_factory: pytest.TempPathFactory) -> list[Shown]:
-    """All: the worker's as its tables have them, and what the observer measures."""
+    """All: the worker's and the fleet's as their tables have them, and what the observer measures."""
     of_worker = [
         Shown(
             f"aviso_worker_{metric.name}{'_total' if kind == 'counter' else ''}",
@@ -64,7 +64,7 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> list[Shown]:
             (*labels, *metric.by),
             metric.help,
         )
-        for labels, of_labels in METRICS.items()
+        for labels, of_labels in (METRICS | OF_FLEET).items()
         for metric in of_labels
         for kind in [metric.kind("any", "any").type]
     ]
@@ -138,12 +138,15 @@ def test_promtool_can_read_what_the_dashboard_asks_for(tmp_path: Path) -> None:
 
 OF_WORKER = 'app="fields", instance="host:9464", job="aviso-workers"'
 OF_AGENT = f'{OF_WORKER}, agent="index", base="mars"'
+EXITS = f'aviso_worker_process_exits_total{{{OF_WORKER}, process="1"'
 OBSERVED = 'app="fields", agent="index", stream="MARS"'
 HEALTHY = {
     'up{job="aviso-workers", instance="host:9464"}': "1x60",
     f"aviso_worker_ready{{{OF_WORKER}}}": "1x60",
     f"aviso_worker_connected{{{OF_WORKER}}}": "1x60",
     f"aviso_worker_loop_lag_seconds{{{OF_WORKER}}}": "0.01x60",
+    f'{EXITS}, ending="crashed"}}': "0x50 1x10",
+    f'{EXITS}, ending="in_order"}}': "0+1x60",
     f'aviso_worker_notifications_total{{{OF_AGENT}, outcome="acked"}}': "0+600x60",
     f'aviso_worker_notifications_total{{{OF_AGENT}, outcome="retried"}}': "0+6x60",
     f'aviso_worker_retries_total{{{OF_AGENT}, reason="dead_letter_failed"}}': "0x60",
@@ -174,6 +177,10 @@ def instead(name: str, values: str) -> dict[str, str]:
         ("AvisoWorkerDisconnected", instead("aviso_worker_connected", "0x60")),
         ("AvisoWorkerNotReady", instead("aviso_worker_ready", "0x60")),
         ("AvisoWorkerLoopBlocked", instead("aviso_worker_loop_lag_seconds", "7x60")),
+        (
+            "AvisoProcessCrashing",
+            {f'aviso_worker_process_exits_total{{{OF_WORKER}, process="1", ending="crashed"}}': "0+1x60"},
+        ),
         ("AvisoAgentStuck", instead("aviso_observer_stuck", "1x60")),
         ("AvisoLagGrowing", GROWING),
         ("", GROWING | instead("aviso_observer_paused", "1x60")),

@@ -31,12 +31,15 @@ class Deed(Struct, frozen=True):
     sends: int = 0
     """Megabytes to publish afterwards."""
     filler: str = ""
+    keeps: int = 0
+    """Megabytes not to give back."""
 
 
 app = App("stories")
 other = App("other")
 lanes = App("lanes")
 threads = App("threads")
+kept: list[bytes] = []
 
 
 @app.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
@@ -63,6 +66,7 @@ def in_thread(notification: Notification[Deed]) -> None:
 
 async def _do(deed: Deed, app: App) -> None:
     _write("begun", deed.n)
+    kept.append(b"x" * deed.keeps * 1_000_000)
     if deed.blocks:
         time.sleep(deed.seconds)  # noqa: ASYNC251 - a mistake that authors make
     else:
