@@ -42,6 +42,8 @@ HEALTHY_SECONDS = 10.0
 """A process that ran for so long and then crashes begins a new row."""
 ANSWER_SECONDS = 0.8
 """The longest a process may take to answer. Shorter than a probe waits for us, which is a second in Kubernetes."""
+NOT_STARTED = 127
+"""The exit code of what did not even begin, as in a shell."""
 CONFIG_FILES = (".yaml", ".yml")
 
 
@@ -200,15 +202,11 @@ class Fleet:
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
-                descriptor = theirs.fileno()
-                process = await anyio.open_process(
-                    (*self._command, "--member", f"{place.name}:{descriptor}"),
-                    stdin=subprocess.DEVNULL,
-                    stdout=None,
-                    stderr=None,
-                    pass_fds=(descriptor,),
-                    start_new_session=True,  # a terminal's Ctrl-C comes to us alone, and is passed on once
-                )
+                try:
+                    process = await self._start(place.name, theirs.fileno())
+                except OSError as error:
+                    log.error("process.not_started", process=place.name, reason=str(error))
+                    return NOT_STARTED
             place.process, place.told_to_stop = process, False
             if self._stopping:
                 place.stop()
@@ -222,6 +220,16 @@ class Fleet:
         self.metrics.ended(place.name)
         assert process.returncode is not None
         return process.returncode
+
+    async def _start(self, name: str, line: int) -> Process:
+        return await anyio.open_process(
+            (*self._command, "--member", f"{name}:{line}"),
+            stdin=subprocess.DEVNULL,
+            stdout=None,
+            stderr=None,
+            pass_fds=(line,),
+            start_new_session=True,  # a terminal's Ctrl-C comes to us alone, and is passed on once
+        )
 
     async def _listen(self, place: _Place, line: socket.socket) -> None:
         await anyio.wait_readable(line)

@@ -51,10 +51,24 @@ async def test_a_process_that_crashes_again_and_again_ends_the_fleet_and_says_wh
     assert 'aviso_worker_process_running{app="fleet-tests",process="2"} 0.0' in shown
 
 
+async def test_a_process_that_cannot_be_started_counts_as_one_that_crashed(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "RESTARTS", Backoff(first=0.01, max=0.01, attempts=2))
+    with pytest.raises(WorkerProcessError, match=r"crashed 2 times in a row.* with exit code 127"):
+        await Fleet(app, Plan(command=("/no/such/python",), processes=1)).work()
+
+
 async def test_a_fleet_is_not_ready_before_its_processes_are(app: App) -> None:
     starting = Fleet(app, Plan(command=(), processes=2))
     assert starting.unready == ["process 1: does not run", "process 2: does not run"]
     assert starting.stuck() == []
+
+
+def test_a_reload_without_watchfiles_says_how_to_get_it(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "watchfiles", None)
+    with pytest.raises(ConfigError, match=r"--reload needs watchfiles: pip install 'aviso-workers\[reload\]'"):
+        Fleet(app, Plan(command=(), processes=1, reload=True))
 
 
 def test_a_limit_that_is_no_room_to_start_in_is_refused() -> None:

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from aviso_agents import observer
 from aviso_workers import App
+from aviso_workers.agents import durable_name
 from aviso_workers.config import Config, load
 from aviso_workers.events import Event, Measured
 from aviso_workers.metrics import METRICS, OF_FLEET
@@ -23,6 +24,8 @@ from aviso_workers.metrics import METRICS, OF_FLEET
 PROJECT = Path(__file__).parents[1]
 RULES = PROJECT / "config" / "prometheus-rules.yml"
 DASHBOARD = PROJECT / "config" / "grafana-dashboard.json"
+SCALING = PROJECT / "config" / "keda.yaml"
+FLEETS = PROJECT / "docs" / "fleets.md"
 NAME = re.compile(r"\baviso_(?:worker|observer)_[a-z_]+\b")
 
 IN_MEMORY = """
@@ -97,12 +100,32 @@ def test_every_metric_is_documented_as_it_is(metrics: list[Shown]) -> None:
     assert [line for line in documented if line.startswith("| `aviso_")] == [metric.row for metric in metrics]
 
 
-@pytest.mark.parametrize("file", [RULES, DASHBOARD], ids=lambda file: file.name)
-def test_rules_and_dashboard_ask_for_what_there_is(file: Path, metrics: list[Shown]) -> None:
+@pytest.mark.parametrize("file", [RULES, DASHBOARD, SCALING, FLEETS], ids=lambda file: file.name)
+def test_what_is_asked_for_is_there(file: Path, metrics: list[Shown]) -> None:
     asked = set(NAME.findall(file.read_text()))
     there = {name for metric in metrics for name in (metric.name, *metric.series)}
     assert asked
     assert asked - there == set()
+
+
+def test_keda_is_asked_to_scale_on_the_lag_of_one_agent() -> None:
+    scaled = yaml.safe_load(SCALING.read_text())
+    assert (scaled["apiVersion"], scaled["kind"]) == ("keda.sh/v1alpha1", "ScaledObject")
+    spec = scaled["spec"]
+    assert 1 <= spec["minReplicaCount"] < spec["maxReplicaCount"]
+    by_query, by_server = (trigger["metadata"] for trigger in spec["triggers"])
+    assert all(isinstance(value, str) for value in (*by_query.values(), *by_server.values())), "KEDA takes text only"
+    assert by_query["threshold"] == by_server["lagThreshold"]
+    assert int(by_query["threshold"]) > 0
+    assert by_server["consumer"] == durable_name("fields", "index")
+    assert 'app="fields", agent="index"' in by_query["query"]
+
+
+@needs_promtool
+def test_promtool_can_read_what_is_scaled_on(tmp_path: Path) -> None:
+    (query,) = re.findall(r"```promql\n(.*?)```", FLEETS.read_text(), re.DOTALL)
+    asked = [query, yaml.safe_load(SCALING.read_text())["spec"]["triggers"][0]["metadata"]["query"]]
+    check_expressions(tmp_path, asked)
 
 
 def test_every_alert_says_what_to_do() -> None:
@@ -127,12 +150,13 @@ def test_promtool_takes_the_files(what: str) -> None:
 @needs_promtool
 def test_promtool_can_read_what_the_dashboard_asks_for(tmp_path: Path) -> None:
     asked = [target["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel["targets"]]
-    rules = [
-        {"record": f"panel:{number}", "expr": expression.replace("$__rate_interval", "5m")}
-        for number, expression in enumerate(asked)
-    ]
+    check_expressions(tmp_path, [expression.replace("$__rate_interval", "5m") for expression in asked])
+
+
+def check_expressions(tmp_path: Path, asked: list[str]) -> None:
+    rules = [{"record": f"asked:{number}", "expr": expression} for number, expression in enumerate(asked)]
     file = tmp_path / "rules.yml"
-    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    file.write_text(yaml.safe_dump({"groups": [{"name": "asked", "rules": rules}]}))
     promtool("check", "rules", str(file))
 
 

@@ -92,7 +92,7 @@ def _worker(target: str | None, agent: str | None, config: Path | None, **limits
     """The command that runs one process of a fleet."""
     options = {"agent": agent, "config": config, **limits}
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
-    return (sys.executable, "-m", "aviso_workers.cli", "worker", *given, *([target] if target else []))
+    return (sys.executable, "-P", "-m", "aviso_workers.cli", "worker", *given, *([target] if target else []))
 
 
 def _size(text: str | None) -> Size | None:
