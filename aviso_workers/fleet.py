@@ -58,7 +58,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 def run(app: App, plan: Plan, *, status_port: int | None = None) -> None:
-    """Run the fleet until SIGTERM or SIGINT, which all processes then obey, as they do a second one.
+    """Run the fleet until SIGTERM or SIGINT, which all processes then obey, as they do a second one; a third kills.
 
     Raises `ConfigError` with every mistake before anything is started, `WorkerProcessError` when a process does not
     stay up; the others have ended in order by then.
@@ -90,6 +90,11 @@ class _Place:
             self.told_to_stop = True
             with suppress(ProcessLookupError):
                 self.process.terminate()
+
+    def kill(self) -> None:
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                self.process.kill()
 
     def ask(self, path: str) -> tuple[int, str]:
         """What the process answers: a status and a body. The status is 0 where there is nobody to ask."""
@@ -238,13 +243,19 @@ class Fleet:
     async def _obey_signals(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             task_status.started()
-            async for number in signals:
-                log.info("fleet.cancelling" if self._stopping else "fleet.stopping", signal=number.name)
+            for event in ("fleet.stopping", "fleet.cancelling"):
+                log.info(event, signal=(await anext(signals)).name)
                 self._stop()
+            async for number in signals:
+                log.warning("fleet.killing", signal=number.name)
+                for place in self._places:
+                    place.kill()
 
     async def _follow(self, changes: AsyncIterator[list[str]]) -> None:
         """Replace the processes whenever a source changes."""
         async for files in changes:
+            if self._stopping:
+                return  # a second signal would cancel what drains
             log.info("fleet.reloading", changed=files)
             self._stop_processes()
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import anyio
 import pytest
+from structlog.testing import capture_logs
 
 from aviso_workers import App, fleet
 from aviso_workers.errors import ConfigError, WorkerProcessError
@@ -16,6 +19,7 @@ from aviso_workers.fleet import Fleet, Plan
 from aviso_workers.literals import Size
 from aviso_workers.member import Limits, Member
 from aviso_workers.verdicts import Backoff
+from tests.stories.processes import until
 
 pytestmark = pytest.mark.anyio
 
@@ -24,6 +28,13 @@ import sys, time
 if sys.argv[-1].startswith("1:"):
     open("starts", "a").write("again\\n")
     sys.exit(3)
+time.sleep(60)
+"""
+
+DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open("deaf", "w").close()
 time.sleep(60)
 """
 
@@ -49,6 +60,22 @@ async def test_a_process_that_crashes_again_and_again_ends_the_fleet_and_says_wh
     shown = crashing.metrics.render().decode()
     assert 'aviso_worker_process_exits_total{app="fleet-tests",ending="crashed",process="1"} 3.0' in shown
     assert 'aviso_worker_process_running{app="fleet-tests",process="2"} 0.0' in shown
+
+
+async def test_a_third_signal_kills_what_does_not_obey(
+    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stubborn = Fleet(app, Plan(command=(sys.executable, "-c", DEAF), processes=1))
+    with capture_logs() as log:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(stubborn.work)
+            await until((tmp_path / "deaf").exists, what=lambda: log)
+            for event in ("fleet.stopping", "fleet.cancelling", "fleet.killing"):
+                assert "process 1: is starting" in stubborn.unready
+                os.kill(os.getpid(), signal.SIGTERM)
+                await until(lambda event=event: event in [entry["event"] for entry in log], what=lambda: log)
+    assert stubborn.unready == ["stopping", "process 1: does not run"]
 
 
 async def test_a_process_that_cannot_be_started_counts_as_one_that_crashed(
