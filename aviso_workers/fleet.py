@@ -37,7 +37,7 @@ __all__ = ["Fleet", "Plan", "run"]
 log = structlog.get_logger("aviso_workers")
 
 RESTARTS = Backoff(first=0.5, factor=2.0, max=30.0, attempts=10, jitter=0.1)
-"""How often a process may crash in a row, and the waits in between: two minutes and a half in all."""
+"""How often a process may crash in a row, and the waits in between: two minutes in all."""
 HEALTHY_SECONDS = 10.0
 """A process that ran for so long and then crashes begins a new row."""
 ANSWER_SECONDS = 0.8
@@ -186,7 +186,7 @@ class Fleet:
 
     async def _recover(self, place: _Place, code: int, crashes: int) -> None:
         """Wait until a crashed process may be started again, or give the fleet up."""
-        how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+        how = f"exit code {code}" if code > 0 else f"signal {-code} ({signal.strsignal(-code)})"
         if self._sources is not None:
             log.error("process.crashed", process=place.name, ended_with=how, again="after a change")
             await self._woken.wait()

@@ -49,12 +49,11 @@ def worker(
 ) -> None:
     """Run the agents of an app until SIGTERM or Ctrl-C."""
     limits = Limits(max_notifications=max_notifications, max_rss=_size(max_rss))
+    app = find_app(target, agent=agent, config=config)
     if member is not None:
         name, _, line = member.partition(":")
-        one = Member(name, line=int(line), limits=limits)
-        serve.run(find_app(target, agent=agent, config=config), member=one)
+        serve.run(app, member=Member(name, line=int(line), limits=limits))
         return
-    app = find_app(target, agent=agent, config=config)
     if processes is None and limits == Limits() and not reload:
         serve.run(app, status_port=status_port)
         return
