@@ -20,6 +20,7 @@
     │       └── ConflictError       somebody else was faster: what it depended on is not so any more
     ├── ResourceError               a resource that an author declared cannot be opened
     ├── ServerProcessError          a nats-server of our own could not be found or started
+    ├── WorkerProcessError          a worker process of a fleet does not stay up
     └── SparkError                  what concerns Spark
         ├── InvalidOptionError      an option of the data source is unknown, cannot be read, or contradicts another
         ├── DataLossError           messages that a query was to read are gone from their stream
@@ -55,6 +56,7 @@ __all__ = [
     "UnavailableError",
     "UndecodableError",
     "UnknownEventTypeError",
+    "WorkerProcessError",
 ]
 
 
@@ -155,6 +157,10 @@ class ResourceError(AvisoWorkersError):
 
 class ServerProcessError(AvisoWorkersError):
     """A nats-server of our own could not be found, started or reached."""
+
+
+class WorkerProcessError(AvisoWorkersError):
+    """A worker process of a fleet crashed again and again."""
 
 
 class SparkError(AvisoWorkersError):

@@ -49,7 +49,8 @@ def configure(settings: Logging) -> None:
             *render,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, settings.level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # One write per line, so that the processes of a fleet do not tear each other's.
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a worker shows to Prometheus: the only module that knows its client.
+"""What a worker, or a fleet of them, shows to Prometheus: the only module that knows its client.
 
 An observer of the engine's facts that adds to plain numbers; Prometheus' objects are made when somebody scrapes, from
 the tables below. Labels are names and small sets of words, never a subject. Every series that can be known exists at
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import HistogramMetricFamily as Histogram
 from prometheus_client.core import Metric as Family
+from prometheus_client.parser import text_string_to_metric_families as families_in
 
 from aviso_workers import schema
 from aviso_workers.app import App
@@ -37,13 +38,14 @@ from aviso_workers.events import (
     Settled,
 )
 
-__all__ = ["Metrics"]
+__all__ = ["FleetMetrics", "Metrics"]
 
 OUTCOMES = ("acked", "retried", "dead_lettered")
 PUBLISH_OUTCOMES = ("stored", "duplicate", "failed")
 RETRY_REASONS = ("dead_letter_failed",)
 """Those that are no exception of an author's."""
 DEAD_LETTER_REASONS = ("attempts_exhausted", "max_deliveries", "rejected", "undecodable")
+ENDINGS = ("crashed", "in_order")
 MOST_REASONS = 50
 """Reasons after these are counted as one, because authors may make up names of exceptions as they go."""
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
@@ -237,7 +239,25 @@ METRICS = {
     ("app", "base"): PER_BASE,
     ("app", "agent", "base"): PER_AGENT,
 }
-"""All, by the labels that they have in common."""
+"""All of a worker process, by the labels that they have in common."""
+OF_FLEET = {
+    ("app", "process"): (
+        Metric(
+            Gauge,
+            "process_running",
+            "Whether the process of a fleet runs; its other series are gone while it does not.",
+            lambda process: process.running,
+        ),
+        Metric(
+            Counter,
+            "process_exits",
+            "How often a process of a fleet ended that was to go on, by how.",
+            lambda process: process.endings,
+            ("ending",),
+        ),
+    )
+}
+"""What a fleet's supervisor adds to those of its processes."""
 
 
 class Metrics:
@@ -306,6 +326,55 @@ class Metrics:
             for key, value in measured.values.items():
                 gauge.add_metric(key, value)
             yield gauge
+
+
+class _Process:
+    """The numbers of one place in a fleet."""
+
+    def __init__(self) -> None:
+        self.running = False
+        self.endings = _Counts(ENDINGS)
+
+
+class FleetMetrics:
+    """The numbers of a fleet: those of its supervisor, and those of all its processes with the label `process`.
+
+    They are not summed: a process that is replaced begins at zero, which Prometheus recognises only in a series of
+    its own. `scrape` returns what the processes show, by name.
+    """
+
+    def __init__(self, app: str, processes: Iterable[str], *, scrape: Callable[[], Mapping[str, str]]) -> None:
+        self._processes = {name: _Process() for name in processes}
+        self._rows: dict[tuple[str, ...], _Process] = {(app, name): one for name, one in self._processes.items()}
+        self._scrape = scrape
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def started(self, process: str) -> None:
+        self._processes[process].running = True
+
+    def ended(self, process: str) -> None:
+        self._processes[process].running = False
+
+    def exited(self, process: str, ending: str) -> None:
+        """`ending` is one of `ENDINGS`."""
+        self._processes[process].endings.add(ending)
+
+    def render(self) -> bytes:
+        """The numbers in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Family]:
+        """What the client's registry asks for."""
+        for labels, metrics in OF_FLEET.items():
+            for metric in metrics:
+                yield _family(metric, labels, self._rows)
+        merged: dict[str, Family] = {}
+        for process, text in self._scrape().items():
+            for family in families_in(text):
+                whole = merged.setdefault(family.name, Family(family.name, family.documentation, family.type))
+                whole.samples += [one._replace(labels={**one.labels, "process": process}) for one in family.samples]
+        yield from merged.values()
 
 
 def _family(metric: Metric, labels: tuple[str, ...], rows: Mapping[tuple[str, ...], Any]) -> Family:

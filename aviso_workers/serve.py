@@ -16,7 +16,8 @@ from anyio.abc import TaskStatus
 from aviso_workers import logs
 from aviso_workers.app import App
 from aviso_workers.errors import BackendError, ConfigError, ResourceError
-from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged, Event
+from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged, Event, Settled
+from aviso_workers.member import Member
 from aviso_workers.metrics import Metrics
 from aviso_workers.status import Health, StatusServer
 
@@ -24,22 +25,22 @@ __all__ = ["run", "serve"]
 
 log = structlog.get_logger("aviso_workers")
 
-TURN_SECONDS = 1.0
 LAG_SECONDS = 2.0
 
 
-def run(app: App, *, status_port: int | None = None) -> None:
+def run(app: App, *, status_port: int | None = None, member: Member | None = None) -> None:
     """`serve` on an event loop of its own: uvloop's, where that is installed."""
     anyio.run(
-        lambda: serve(app, status_port=status_port),
+        lambda: serve(app, status_port=status_port, member=member),
         backend_options={"use_uvloop": importlib.util.find_spec("uvloop") is not None},
     )
 
 
-async def serve(app: App, *, status_port: int | None = None) -> None:
+async def serve(app: App, *, status_port: int | None = None, member: Member | None = None) -> None:
     """Run the app's agents and tasks until SIGTERM or SIGINT; a second one cancels what still runs.
 
-    The first one is enough while nothing runs because the connection is still being made.
+    The first one is enough while nothing runs because the connection is still being made. A `member` of a fleet also
+    stops when it is worn, tells its supervisor where its status port is, and has its name on every line of the log.
 
     Raises `ConfigError` with every mistake before anything connects, `BackendError` when the connection cannot be
     made or is lost for good, `ResourceError` when a resource cannot be opened.
@@ -48,6 +49,9 @@ async def serve(app: App, *, status_port: int | None = None) -> None:
         raise ConfigError(mistakes)
     settings = app.config.workers
     logs.configure(settings.logging)
+    if member is not None:
+        structlog.contextvars.bind_contextvars(process=member.name)
+        app.events.listen(member.observe, Settled)
     for warning in app.config.warnings:
         log.warning("config.warning", text=warning)
     readiness = _Readiness(app)
@@ -57,23 +61,27 @@ async def serve(app: App, *, status_port: int | None = None) -> None:
     app.events.listen(metrics.observe)
     app.events.listen(readiness.observe, ConnectionChanged, AgentStarted, AgentDisturbed)
     port = settings.status.port if status_port is None else status_port
-    status = StatusServer(host=settings.status.host, port=port, health=health, metrics=metrics.render)
-    with status:
-        await _work(app, readiness, metrics, status_url=status.url)
+    host, port = (settings.status.host, port) if member is None else ("127.0.0.1", 0)  # the fleet's supervisor asks
+    with StatusServer(host=host, port=port, health=health, metrics=metrics.render) as status:
+        if member is not None:
+            member.announce(status.url)
+        await _work(app, readiness, metrics, status_url=status.url, member=member)
     log.info("worker.stopped", app=app.name)
 
 
-async def _work(app: App, readiness: _Readiness, metrics: Metrics, *, status_url: str) -> None:
+async def _work(app: App, readiness: _Readiness, metrics: Metrics, *, status_url: str, member: Member | None) -> None:
     connected, stop = anyio.Event(), anyio.Event()
     failure: BackendError | ResourceError | None = None
     async with anyio.create_task_group() as watching:
         await watching.start(_obey_signals, connected, stop, readiness, watching.cancel_scope)
-        watching.start_soon(_turn, readiness.health)
+        watching.start_soon(readiness.health.keep_turning)
         log.info("worker.started", app=app.name, agents=[agent.name for agent in app.agents], status=status_url)
         try:
             async with app:
                 connected.set()
                 watching.start_soon(_measure_lag, app, metrics)
+                if member is not None:
+                    watching.start_soon(_leave_when_worn, member, stop, readiness)
                 await app.work(stop)
         except (BackendError, ResourceError) as error:
             failure = error  # raised below, outside of the group, so that it arrives as itself
@@ -92,20 +100,23 @@ async def _obey_signals(
 ) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         task_status.started()
+        told = False
         async for number in signals:
-            if stop.is_set() or not connected.is_set():
+            if told or not connected.is_set():
                 log.warning("worker.cancelled", signal=number.name)
                 everything.cancel()
                 return
             log.info("worker.stopping", signal=number.name)
+            told = True
             readiness.stop()
             stop.set()
 
 
-async def _turn(health: Health) -> None:
-    while True:
-        health.turned(next_in_seconds=TURN_SECONDS)
-        await anyio.sleep(TURN_SECONDS)
+async def _leave_when_worn(member: Member, stop: anyio.Event, readiness: _Readiness) -> None:
+    reason = await member.worn()
+    log.info("worker.stopping", reason=reason)
+    readiness.stop()
+    stop.set()
 
 
 async def _measure_lag(app: App, metrics: Metrics) -> None:

@@ -18,7 +18,7 @@ from aviso_workers.config import load
 from aviso_workers.engine.ordering import Line
 from aviso_workers.errors import DeclarationError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged, Published, Settled
-from aviso_workers.metrics import MOST_REASONS, Metrics
+from aviso_workers.metrics import MOST_REASONS, FleetMetrics, Metrics
 
 OF_APP = {"app": "field-index"}
 OF_BASE = {**OF_APP, "base": "fields"}
@@ -312,6 +312,29 @@ def test_a_name_that_would_break_the_scrape_is_refused(app: App, name: str) -> N
 def test_a_value_that_does_not_fit_the_labels_is_refused(app: App) -> None:
     with pytest.raises(DeclarationError, match="one text for each of agent, stream"):
         app.measure("aviso_test", "Help.", labels=("agent", "stream"), values={("a",): 1})
+
+
+def test_a_fleet_shows_the_series_of_all_processes_under_one_heading(metrics: Metrics) -> None:
+    metrics.observe(settled("acked"))
+    one = metrics.render().decode()
+    fleet = FleetMetrics("stories", ["1", "2"], scrape=lambda: {"1": one, "2": one})
+    fleet.started("1")
+    shown = fleet.render().decode()
+    of_processes = samples(one, process="1") | samples(one, process="2")
+    assert of_processes < samples(shown)
+    assert {name for name, _, _ in samples(shown) - of_processes} == {
+        "aviso_worker_process_running",
+        "aviso_worker_process_exits_total",
+    }
+    assert 'aviso_worker_process_running{app="stories",process="2"} 0.0' in shown
+    headings = [line for line in shown.splitlines() if line.startswith("# TYPE")]
+    assert len(headings) == len(set(headings))
+
+
+def samples(shown: str, **labels: str) -> set[tuple[str, frozenset[tuple[str, str]], str]]:
+    """Name, labels and value of each, with these labels beside its own."""
+    found = [sample for family in text_string_to_metric_families(shown) for sample in family.samples]
+    return {(sample.name, frozenset((sample.labels | labels).items()), str(sample.value)) for sample in found}
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on PATH")

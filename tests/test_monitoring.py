@@ -16,13 +16,16 @@ from msgspec import Struct
 
 from aviso_agents import observer
 from aviso_workers import App
+from aviso_workers.agents import durable_name
 from aviso_workers.config import Config, load
 from aviso_workers.events import Event, Measured
-from aviso_workers.metrics import METRICS
+from aviso_workers.metrics import METRICS, OF_FLEET
 
 PROJECT = Path(__file__).parents[1]
 RULES = PROJECT / "config" / "prometheus-rules.yml"
 DASHBOARD = PROJECT / "config" / "grafana-dashboard.json"
+SCALING = PROJECT / "config" / "keda.yaml"
+FLEETS = PROJECT / "docs" / "fleets.md"
 NAME = re.compile(r"\baviso_(?:worker|observer)_[a-z_]+\b")
 
 IN_MEMORY = """
@@ -56,7 +59,7 @@ class Shown(Struct, frozen=True):
 
 @pytest.fixture(scope="module")
 def metrics(tmp_path_factory: pytest.TempPathFactory) -> list[Shown]:
-    """All: the worker's as its tables have them, and what the observer measures."""
+    """All: the worker's and the fleet's as their tables have them, and what the observer measures."""
     of_worker = [
         Shown(
             f"aviso_worker_{metric.name}{'_total' if kind == 'counter' else ''}",
@@ -64,7 +67,7 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> list[Shown]:
             (*labels, *metric.by),
             metric.help,
         )
-        for labels, of_labels in METRICS.items()
+        for labels, of_labels in (METRICS | OF_FLEET).items()
         for metric in of_labels
         for kind in [metric.kind("any", "any").type]
     ]
@@ -97,12 +100,32 @@ def test_every_metric_is_documented_as_it_is(metrics: list[Shown]) -> None:
     assert [line for line in documented if line.startswith("| `aviso_")] == [metric.row for metric in metrics]
 
 
-@pytest.mark.parametrize("file", [RULES, DASHBOARD], ids=lambda file: file.name)
-def test_rules_and_dashboard_ask_for_what_there_is(file: Path, metrics: list[Shown]) -> None:
+@pytest.mark.parametrize("file", [RULES, DASHBOARD, SCALING, FLEETS], ids=lambda file: file.name)
+def test_what_is_asked_for_is_there(file: Path, metrics: list[Shown]) -> None:
     asked = set(NAME.findall(file.read_text()))
     there = {name for metric in metrics for name in (metric.name, *metric.series)}
     assert asked
     assert asked - there == set()
+
+
+def test_keda_is_asked_to_scale_on_the_lag_of_one_agent() -> None:
+    scaled = yaml.safe_load(SCALING.read_text())
+    assert (scaled["apiVersion"], scaled["kind"]) == ("keda.sh/v1alpha1", "ScaledObject")
+    spec = scaled["spec"]
+    assert 1 <= spec["minReplicaCount"] < spec["maxReplicaCount"]
+    by_query, by_server = (trigger["metadata"] for trigger in spec["triggers"])
+    assert all(isinstance(value, str) for value in (*by_query.values(), *by_server.values())), "KEDA takes text only"
+    assert by_query["threshold"] == by_server["lagThreshold"]
+    assert int(by_query["threshold"]) > 0
+    assert by_server["consumer"] == durable_name("fields", "index")
+    assert 'app="fields", agent="index"' in by_query["query"]
+
+
+@needs_promtool
+def test_promtool_can_read_what_is_scaled_on(tmp_path: Path) -> None:
+    (query,) = re.findall(r"```promql\n(.*?)```", FLEETS.read_text(), re.DOTALL)
+    asked = [query, yaml.safe_load(SCALING.read_text())["spec"]["triggers"][0]["metadata"]["query"]]
+    check_expressions(tmp_path, asked)
 
 
 def test_every_alert_says_what_to_do() -> None:
@@ -127,23 +150,27 @@ def test_promtool_takes_the_files(what: str) -> None:
 @needs_promtool
 def test_promtool_can_read_what_the_dashboard_asks_for(tmp_path: Path) -> None:
     asked = [target["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel["targets"]]
-    rules = [
-        {"record": f"panel:{number}", "expr": expression.replace("$__rate_interval", "5m")}
-        for number, expression in enumerate(asked)
-    ]
+    check_expressions(tmp_path, [expression.replace("$__rate_interval", "5m") for expression in asked])
+
+
+def check_expressions(tmp_path: Path, asked: list[str]) -> None:
+    rules = [{"record": f"asked:{number}", "expr": expression} for number, expression in enumerate(asked)]
     file = tmp_path / "rules.yml"
-    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    file.write_text(yaml.safe_dump({"groups": [{"name": "asked", "rules": rules}]}))
     promtool("check", "rules", str(file))
 
 
 OF_WORKER = 'app="fields", instance="host:9464", job="aviso-workers"'
 OF_AGENT = f'{OF_WORKER}, agent="index", base="mars"'
+EXITS = f'aviso_worker_process_exits_total{{{OF_WORKER}, process="1"'
 OBSERVED = 'app="fields", agent="index", stream="MARS"'
 HEALTHY = {
     'up{job="aviso-workers", instance="host:9464"}': "1x60",
     f"aviso_worker_ready{{{OF_WORKER}}}": "1x60",
     f"aviso_worker_connected{{{OF_WORKER}}}": "1x60",
     f"aviso_worker_loop_lag_seconds{{{OF_WORKER}}}": "0.01x60",
+    f'{EXITS}, ending="crashed"}}': "0x50 1x10",
+    f'{EXITS}, ending="in_order"}}': "0+1x60",
     f'aviso_worker_notifications_total{{{OF_AGENT}, outcome="acked"}}': "0+600x60",
     f'aviso_worker_notifications_total{{{OF_AGENT}, outcome="retried"}}': "0+6x60",
     f'aviso_worker_retries_total{{{OF_AGENT}, reason="dead_letter_failed"}}': "0x60",
@@ -174,6 +201,10 @@ def instead(name: str, values: str) -> dict[str, str]:
         ("AvisoWorkerDisconnected", instead("aviso_worker_connected", "0x60")),
         ("AvisoWorkerNotReady", instead("aviso_worker_ready", "0x60")),
         ("AvisoWorkerLoopBlocked", instead("aviso_worker_loop_lag_seconds", "7x60")),
+        (
+            "AvisoProcessCrashing",
+            {f'aviso_worker_process_exits_total{{{OF_WORKER}, process="1", ending="crashed"}}': "0+1x60"},
+        ),
         ("AvisoAgentStuck", instead("aviso_observer_stuck", "1x60")),
         ("AvisoLagGrowing", GROWING),
         ("", GROWING | instead("aviso_observer_paused", "1x60")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -9,9 +10,12 @@ from urllib.parse import urlsplit
 
 import typer
 
-from aviso_workers import serve
+from aviso_workers import fleet, serve
 from aviso_workers.cli.finding import AgentOption, ConfigOption, Target, find_app
 from aviso_workers.errors import ConfigError
+from aviso_workers.fleet import Plan
+from aviso_workers.literals import Size
+from aviso_workers.member import Limits, Member
 from aviso_workers.server import NatsServer
 
 __all__ = ["dev", "worker"]
@@ -21,6 +25,9 @@ STORE_DIR = Path(".aviso-workers/nats")
 StatusPort = Annotated[
     int | None, typer.Option("--status-port", help="Port of /metrics, /livez and /readyz; 0 is any free one.")
 ]
+Reload = Annotated[
+    bool, typer.Option("--reload", help="Start again when a Python or YAML file changes here, or the configuration.")
+]
 
 
 def worker(
@@ -28,9 +35,30 @@ def worker(
     agent: AgentOption = None,
     config: ConfigOption = None,
     status_port: StatusPort = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="Run so many processes, and replace those that crash.")
+    ] = None,
+    max_notifications: Annotated[
+        int | None, typer.Option("--max-notifications", min=1, help="Replace a process that has settled so many.")
+    ] = None,
+    max_rss: Annotated[
+        str | None, typer.Option("--max-rss", metavar="SIZE", help="Replace a process that holds more, e.g. 500Mi.")
+    ] = None,
+    reload: Reload = False,
+    member: Annotated[str | None, typer.Option("--member", hidden=True)] = None,
 ) -> None:
     """Run the agents of an app until SIGTERM or Ctrl-C."""
-    serve.run(find_app(target, agent=agent, config=config), status_port=status_port)
+    limits = Limits(max_notifications=max_notifications, max_rss=_size(max_rss))
+    app = find_app(target, agent=agent, config=config)
+    if member is not None:
+        name, _, line = member.partition(":")
+        serve.run(app, member=Member(name, line=int(line), limits=limits))
+        return
+    if processes is None and limits == Limits() and not reload:
+        serve.run(app, status_port=status_port)
+        return
+    command = _worker(target, agent, config, max_notifications=max_notifications, max_rss=max_rss)
+    fleet.run(app, Plan(command=command, processes=processes or 1, reload=reload), status_port=status_port)
 
 
 def dev(
@@ -39,6 +67,7 @@ def dev(
     config: ConfigOption = None,
     status_port: StatusPort = None,
     ephemeral: Annotated[bool, typer.Option("--ephemeral", help="Forget the streams afterwards.")] = False,
+    reload: Reload = False,
 ) -> None:
     """Run the agents of an app with a nats-server of their own, on the port that nats_url names."""
     app = find_app(target, agent=agent, config=config)
@@ -51,4 +80,22 @@ def dev(
         store_dir.mkdir(parents=True, exist_ok=True)
         with NatsServer.start(store_dir=store_dir, port=url.port or 4222) as server:
             typer.echo(f"nats-server {server.url}, streams in {store_dir}", err=True)
-            serve.run(app, status_port=status_port)
+            if reload:
+                command = _worker(target, agent, config)
+                fleet.run(app, Plan(command=command, processes=1, reload=True), status_port=status_port)
+            else:
+                serve.run(app, status_port=status_port)
+
+
+def _worker(target: str | None, agent: str | None, config: Path | None, **limits: object) -> tuple[str, ...]:
+    """The command that runs one process of a fleet."""
+    options = {"agent": agent, "config": config, **limits}
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
+    return (sys.executable, "-P", "-m", "aviso_workers.cli", "worker", *given, *([target] if target else []))
+
+
+def _size(text: str | None) -> Size | None:
+    try:
+        return None if text is None else Size.parse(text)
+    except ValueError as error:
+        raise ConfigError([f"--max-rss: {error}"]) from error

@@ -12,15 +12,30 @@ from collections.abc import Callable
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
+from typing import Protocol
+
+import anyio
 
 from aviso_workers.errors import ConfigError
 
-__all__ = ["Health", "StatusServer"]
+__all__ = ["Health", "Probed", "StatusServer"]
 
 STUCK_SECONDS = 10.0
 """An event loop that has not turned for so long is not alive."""
+TURN_SECONDS = 1.0
 STOP_SECONDS = 0.1
 """The longest that ending the port may hold up the end of the worker."""
+
+
+class Probed(Protocol):
+    """What probes ask: a process about itself, or a fleet about all of its processes."""
+
+    @property
+    def unready(self) -> list[str]:
+        """Why `/readyz` says no; empty where it says yes."""
+
+    def stuck(self) -> list[str]:
+        """Why `/livez` says no; empty where it says yes."""
 
 
 class Health:
@@ -43,14 +58,22 @@ class Health:
         """How late the loop came round the last time, or is now if that is more."""
         return max(self._late, time.monotonic() - self._next_turn)
 
-    def stuck_seconds(self) -> float:
-        return time.monotonic() - self._last_turn
+    def stuck(self) -> list[str]:
+        """What is to be said of a loop that does not turn any more."""
+        seconds = time.monotonic() - self._last_turn
+        return [f"the event loop has not turned for {seconds:.0f} s"] if seconds > STUCK_SECONDS else []
+
+    async def keep_turning(self) -> None:
+        """Say, on the loop and without end, that it turns."""
+        while True:
+            self.turned(next_in_seconds=TURN_SECONDS)
+            await anyio.sleep(TURN_SECONDS)
 
 
 class StatusServer:
     """Serves while its `with` block runs. Raises `ConfigError` where the port is taken."""
 
-    def __init__(self, *, host: str, port: int, health: Health, metrics: Callable[[], bytes]) -> None:
+    def __init__(self, *, host: str, port: int, health: Probed, metrics: Callable[[], bytes]) -> None:
         try:
             self._server = ThreadingHTTPServer((host, port), _handler(health, metrics))
         except OSError as error:
@@ -80,13 +103,12 @@ class StatusServer:
         self._server.server_close()
 
 
-def _handler(health: Health, metrics: Callable[[], bytes]) -> type[BaseHTTPRequestHandler]:
+def _handler(health: Probed, metrics: Callable[[], bytes]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             match self.path.partition("?")[0]:
                 case "/livez":
-                    stuck = health.stuck_seconds()
-                    self._answer([f"the event loop has not turned for {stuck:.0f} s"] if stuck > STUCK_SECONDS else [])
+                    self._answer(health.stuck())
                 case "/readyz":
                     self._answer(health.unready)
                 case "/metrics":

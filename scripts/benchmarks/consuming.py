@@ -1,4 +1,4 @@
-"""Consume: a stream that is full already is handled and acked by one process."""
+"""Consume: a stream that is full already is handled and acked by one process, or by two."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def consume(cores: Cores, rivals: Rivals, size: Size, say: Say) -> Figures:
     count = size.count(COUNT)
     contestants = [
         Contestant(name="agent", count=count, app="notifications", acks=True),
+        *(
+            [Contestant(name="two-processes", count=count, app="notifications", processes=2, acks=True)]
+            if cores.has_room_for(2)
+            else []
+        ),
         Contestant(name="batch", count=count, app="batches", acks=True),
         Contestant(name="bare-loop", count=count, command=(sys.executable, "-m", "benchmarks.bare_loop"), acks=True),
         *rivals.contestants(

@@ -38,6 +38,9 @@ class Mark(Struct, frozen=True, kw_only=True):
 
     mark: int
     """How many were counted by then."""
+    process: int
+    began: float
+    """On a clock that all processes of the machine share."""
     seconds: float
     cpu_seconds: float
     resident_mib: float | None = None
@@ -47,7 +50,7 @@ class Mark(Struct, frozen=True, kw_only=True):
 class Cores(Struct, frozen=True, kw_only=True):
     """Who runs where; both are empty where processes cannot be pinned."""
 
-    measured: frozenset[int] = frozenset()
+    usable: tuple[int, ...] = ()
     others: frozenset[int] = frozenset()
 
     @classmethod
@@ -55,16 +58,19 @@ class Cores(Struct, frozen=True, kw_only=True):
         """The last core is for the measured process, the rest for server and publisher, which we start and are."""
         if sys.platform != "linux" or len(usable := os.sched_getaffinity(0)) < 2:
             return cls()
-        measured = frozenset({max(usable)})
-        return cls(measured=measured, others=frozenset(usable - measured))
+        return cls(usable=tuple(sorted(usable)), others=frozenset(usable - {max(usable)}))
+
+    def has_room_for(self, processes: int) -> bool:
+        """Whether so many can be measured at a time, with as many cores for the others."""
+        return len(self.usable) >= 2 * processes
 
     @contextmanager
-    def for_measured(self) -> Iterator[None]:
-        """What is started within the block runs on the measured core."""
-        if not self.measured:
+    def for_measured(self, processes: int = 1) -> Iterator[None]:
+        """What is started within the block runs on the last core, or on as many as it has processes."""
+        if not self.usable:
             yield
             return
-        os.sched_setaffinity(0, self.measured)
+        os.sched_setaffinity(0, self.usable[-processes:])
         try:
             yield
         finally:
@@ -89,13 +95,16 @@ class Ground:
         return App(name, config=config.load(CONFIG, environ={NATS_URL_VARIABLE: self.nats_url}))
 
     @contextmanager
-    def worker(self, name: str, app: str, *, counts: Sequence[int]) -> Iterator[tuple[Child, float]]:
+    def worker(
+        self, name: str, app: str, *, counts: Sequence[int], processes: int = 1
+    ) -> Iterator[tuple[Child, float]]:
         """`aviso-workers worker` with an app of `benchmarks.agents`, and the seconds that it took to be ready."""
         port = free_port()
-        target = f"benchmarks.agents:{app}"
-        command = (COMMANDS / "aviso-workers", "worker", target, "--config", CONFIG, "--status-port", str(port))
+        target = ("worker", f"benchmarks.agents:{app}", "--config", CONFIG, "--status-port", str(port))
+        fleet = ("--processes", str(processes)) if processes > 1 else ()
+        command = (COMMANDS / "aviso-workers", *target, *fleet)
         started = time.perf_counter()
-        with self.process(name, command, counts=counts) as child:
+        with self.process(name, command, counts=counts, processes=processes) as child:
             while not _is_ready(port):
                 child.check_alive()
                 if time.perf_counter() - started > READY_SECONDS:
@@ -104,7 +113,9 @@ class Ground:
             yield child, time.perf_counter() - started
 
     @contextmanager
-    def process(self, name: str, command: Sequence[str | Path], *, counts: Sequence[int]) -> Iterator[Child]:
+    def process(
+        self, name: str, command: Sequence[str | Path], *, counts: Sequence[int], processes: int = 1
+    ) -> Iterator[Child]:
         self._started += 1
         unique = f"{name}-{self._started}".replace(" ", "-")
         environment = self._environment | {
@@ -113,7 +124,7 @@ class Ground:
             MARKS_VARIABLE: ",".join(map(str, counts)),
         }
         with ExitStack() as stack:
-            with self._cores.for_measured():
+            with self._cores.for_measured(processes):
                 started = running(unique, command, log_dir=self._directory, environment=environment)
                 child = stack.enter_context(started)
             yield child
@@ -123,8 +134,7 @@ class Ground:
         found: list[Mark] = []
 
         def told() -> bool:
-            lines = child.log_file.read_text().splitlines()
-            found[:] = [msgspec.json.decode(line, type=Mark) for line in lines if line.startswith('{"mark"')]
+            found[:] = _marks_in(child)
             return len(found) >= number
 
         wait_until(
@@ -134,6 +144,34 @@ class Ground:
             alive=[child],
         )
         return found
+
+    def joint_mark(self, child: Child, count: int, *, within_seconds: float) -> Mark:
+        """What the processes of a fleet have counted together, once they tell of so many. Raises `ShortfallError`."""
+        last: dict[int, Mark] = {}
+
+        def told() -> bool:
+            last.update((mark.process, mark) for mark in _marks_in(child))
+            return counted() >= count
+
+        def counted() -> int:
+            return sum(mark.mark for mark in last.values())
+
+        wait_until(
+            told,
+            lambda: f"{child.name} has counted {counted():,} of {count:,}\n{child.last_words()}",
+            within_seconds=within_seconds,
+            alive=[child],
+        )
+        marks = last.values()
+        began, ended = min(mark.began for mark in marks), max(mark.began + mark.seconds for mark in marks)
+        return Mark(
+            mark=counted(),
+            process=child.process.pid,
+            began=began,
+            seconds=ended - began,
+            cpu_seconds=sum(mark.cpu_seconds for mark in marks),
+            peak_mib=sum(mark.peak_mib or 0 for mark in marks),
+        )
 
     def check_acked(self, child: Child, count: int) -> None:
         """Make sure that the server has the acks of all that the process has counted. Raises `ShortfallError`."""
@@ -155,6 +193,11 @@ class Ground:
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("AVISO", "NATS_"))}
         return kept | {NATS_URL_VARIABLE: self.nats_url, "AVISO_WORKERS_CONFIG_FILE": str(CONFIG)}
+
+
+def _marks_in(child: Child) -> list[Mark]:
+    lines = child.log_file.read_text().splitlines()
+    return [msgspec.json.decode(line, type=Mark) for line in lines if line.startswith('{"mark"')]
 
 
 def _is_ready(port: int) -> bool:

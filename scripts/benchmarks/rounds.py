@@ -17,6 +17,8 @@ Figures = dict[str, list[float]]
 Say = Callable[[str], None]
 
 RUN_SECONDS = 300.0
+MARKS = 200
+"""How often each process of a fleet tells how far it is."""
 
 
 class Size(Struct, frozen=True, kw_only=True):
@@ -40,11 +42,15 @@ class Contestant(Struct, frozen=True, kw_only=True):
     app: str = ""
     """Instead of a command: an app of `benchmarks.agents`, run by `aviso-workers worker`."""
 
+    processes: int = 1
+    """Of the worker; each has a core."""
     acks: bool = False
     """Whether the server must have the acks of all that was counted."""
 
     def run(self, ground: Ground) -> Mark:
         with ExitStack() as stack:
+            if self.processes > 1:
+                return self._run_fleet(stack, ground)
             if self.app:
                 child, _ = stack.enter_context(ground.worker(self.name, self.app, counts=[self.count]))
             else:
@@ -53,6 +59,15 @@ class Contestant(Struct, frozen=True, kw_only=True):
             if self.acks:
                 ground.check_acked(child, self.count)
             return mark
+
+    def _run_fleet(self, stack: ExitStack, ground: Ground) -> Mark:
+        """Nobody knows beforehand who gets how many, so all tell often."""
+        step = max(1, self.count // MARKS)
+        counts = range(step, self.count, step)
+        child, _ = stack.enter_context(ground.worker(self.name, self.app, counts=counts, processes=self.processes))
+        mark = ground.joint_mark(child, self.count - self.processes * step, within_seconds=RUN_SECONDS)
+        ground.check_acked(child, self.count)
+        return mark
 
 
 def compete(ground: Ground, benchmark: str, contestants: Sequence[Contestant], size: Size, say: Say) -> Figures:

@@ -73,7 +73,7 @@ def _wing(cores: Cores) -> Iterator[_Wing]:
 def _session(cores: Cores) -> Iterator[SparkSession]:
     os.environ |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
     if cores.others:
-        os.sched_setaffinity(0, cores.measured | cores.others)  # it is the whole machine that is measured
+        os.sched_setaffinity(0, cores.usable)  # it is the whole machine that is measured
     settings: dict[str, Any] = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
     builder = SparkSession.builder.master(f"local[{TASKS}]").appName("aviso-workers benchmark")
     spark = builder.config(map=settings).getOrCreate()

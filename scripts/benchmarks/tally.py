@@ -45,8 +45,11 @@ class Tally:
 
     def _tell(self) -> None:
         seconds, cpu_seconds = time.perf_counter() - self._began, time.process_time() - self._cpu_began
-        mark = {"mark": self.count, "seconds": seconds, "cpu_seconds": cpu_seconds, **memory_mib(os.getpid())}
-        print(json.dumps(mark), flush=True)
+        process = os.getpid()
+        mark = {"process": process, "began": self._began, "seconds": seconds, "cpu_seconds": cpu_seconds}
+        # In one write: the processes of a fleet share their output.
+        sys.stdout.write(json.dumps({"mark": self.count, **mark, **memory_mib(process)}) + "\n")
+        sys.stdout.flush()
         self._marks.pop(0)
         self._next = self._marks[0] if self._marks else 1 << 62
 

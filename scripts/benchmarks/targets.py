@@ -1,6 +1,6 @@
 """What is aimed at, as data, and whether a run reached it.
 
-One core for the measured process, 250-byte JSON payloads, 1,000 subjects, one file-backed replica, explicit ack.
+One core for each measured process, 250-byte JSON payloads, 1,000 subjects, one file-backed replica, explicit ack.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ TARGETS = (
     Target(what="agent over nats-py fetch(500)", figure=AGENT, over=("consume.nats-fetch.per_second",), at_least=4),
     Target(what="agent, CPU per notification", figure="consume.agent.cpu_us", at_most=22, unit="us"),
     Target(what="agent over the bare loop", figure=AGENT, over=("consume.bare-loop.per_second",), at_least=0.6),
+    Target(what="two processes over one", figure="consume.two-processes.per_second", over=(AGENT,), at_least=1.7),
     Target(
         what="batch agent over FastStream batch=True",
         figure=BATCH,

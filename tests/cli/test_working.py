@@ -35,7 +35,7 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.parametrize(("options", "kept"), [((), 2), (("--ephemeral",), 1)])
+@pytest.mark.parametrize(("options", "kept"), [((), 2), (("--ephemeral", "--reload"), 1)])
 def test_dev_brings_its_own_server_and_takes_it_away(
     start, run: Run, config: Path, free_port: int, tmp_path: Path, options: tuple[str, ...], kept: int
 ) -> None:

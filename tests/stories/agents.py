@@ -31,6 +31,8 @@ class Deed(Struct, frozen=True):
     sends: int = 0
     """Megabytes to publish afterwards."""
     filler: str = ""
+    keeps: int = 0
+    """Megabytes not to give back."""
 
 
 app = App("stories")
@@ -38,6 +40,7 @@ other = App("other")
 lanes = App("lanes")
 threads = App("threads")
 ticking = App("ticking")
+kept: list[bytes] = []
 
 
 @app.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
@@ -69,6 +72,7 @@ async def tick(tick: Tick) -> None:
 
 async def _do(deed: Deed, app: App) -> None:
     _write("begun", deed.n)
+    kept.append(b"x" * deed.keeps * 1_000_000)
     if deed.blocks:
         time.sleep(deed.seconds)  # noqa: ASYNC251 - a mistake that authors make
     else:

@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -85,6 +85,7 @@ class Worker:
         directory: Path,
         app: str = "app",
         settings: Mapping[str, object] | None = None,
+        options: Sequence[str] = (),
     ) -> None:
         """`settings` are further `notification_backend.jetstream` keys, or others by their whole path."""
         whole = {
@@ -108,6 +109,7 @@ class Worker:
                     str(CONFIG),
                     "--status-port",
                     "0",
+                    *options,
                 ],
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": str(ROOT), RECORD_VARIABLE: str(record.path), **variables},
@@ -136,16 +138,20 @@ class Worker:
         entries = (json.loads(line) for line in self.log.splitlines() if line.startswith("{") and line.endswith("}"))
         return [entry for entry in entries if entry["event"] == event]
 
-    def why_unready(self) -> str:
-        """What /readyz answers, its code first; empty where that is 200."""
+    def get(self, path: str) -> str:
+        """What the status port answers; its code first, where that is not 200."""
+        (started, *_) = self.logged("fleet.started") or self.logged("worker.started") or [{"status": "http://unknown"}]
         try:
-            with urllib.request.urlopen(f"{self.logged('worker.started')[0]['status']}/readyz", timeout=2) as answer:
-                assert answer.status == 200
-                return ""
+            with urllib.request.urlopen(f"{started['status']}{path}", timeout=2) as answer:
+                return str(answer.read().decode())
         except urllib.error.HTTPError as answer:
             return f"{answer.status}: {answer.read().decode()}"
-        except (OSError, IndexError):
+        except OSError:
             return "no answer"
+
+    def why_unready(self) -> str:
+        """What /readyz answers, its code first; empty where that is 200."""
+        return answer if (answer := self.get("/readyz")) != "ok\n" else ""
 
     async def ready(self, *, within: float = PATIENCE_SECONDS) -> None:
         await until(lambda: not self.why_unready(), within=within, what=lambda: f"{self.why_unready()}\n{self.log}")
