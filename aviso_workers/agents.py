@@ -10,13 +10,14 @@ import inspect
 import re
 import typing
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from datetime import datetime
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import msgspec
 from msgspec import Struct
 
-from aviso_workers import resources, timers
-from aviso_workers.errors import DeclarationError
+from aviso_workers import positions, resources, timers
+from aviso_workers.errors import DeclarationError, InvalidPositionError
 from aviso_workers.notifications import Batch, Batching, Notification, Stream
 from aviso_workers.resources import Resource
 from aviso_workers.tables import Counter, Table
@@ -42,6 +43,7 @@ class Policy(Struct, frozen=True, kw_only=True):
     rate_limit: float | None = None
     order_by: tuple[str, ...] = ()
     batch: Batching = Batching()
+    start: str = "all"
 
 
 class Agent(Generic[P, R]):
@@ -146,6 +148,7 @@ class Router:
         rate_limit: float | None = None,
         order_by: Sequence[str] = (),
         batch: Batching | None = None,
+        start: int | str | datetime = "all",
     ) -> Callable[[Callable[P, R]], Agent[P, R]]:
         """Declare an agent: the function is run for every matching notification of `event_type`, at least once.
 
@@ -156,8 +159,9 @@ class Router:
         `concurrency` is how many calls one worker makes at a time, `rate_limit` how many a second at most. `timeout`
         cancels a call, which counts as a failure. `order_by` names identifier fields: within one worker,
         notifications of equal values are handled strictly one after another, also while one waits to be tried again.
-        A worker that dies is given up after `ack_wait`; one that lives may take as long as it likes. `name` (default:
-        the function's) names the durable consumer, so keep it when you rename the function.
+        `start` is where an agent begins that has never run: with `all` that is stored, with what is `new`, at a
+        sequence or at a time. A worker that dies is given up after `ack_wait`; one that lives may take as long as it
+        likes. `name` (default: the function's) names the durable consumer, so keep it when you rename the function.
 
         Raises `DeclarationError`.
         """
@@ -169,6 +173,7 @@ class Router:
             rate_limit=rate_limit,
             order_by=tuple(order_by),
             batch=batch or Batching(),
+            start=_start(name, start),
         )
 
         def declare(function: Callable[P, R]) -> Agent[P, R]:
@@ -298,6 +303,13 @@ class Router:
     def _refuse_twice(self, kind: str, name: str, known: Sequence[str]) -> None:
         if name in known:
             raise DeclarationError(f"{kind} {name!r} is declared twice in {self.name!r}: give one another name")
+
+
+def _start(name: str | None, start: int | str | datetime) -> str:
+    try:
+        return positions.parse_start(start)
+    except InvalidPositionError as error:
+        raise DeclarationError(f"agent {name or ''!r}: {error}; or `all`, or `new`") from error
 
 
 def durable_name(app: str, agent: str) -> str:

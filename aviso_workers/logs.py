@@ -67,8 +67,7 @@ def observe(event: Event) -> None:
                 stream=event.stream,
                 consumer=event.consumer,
                 differences=list(event.differences),
-                cure="these cannot be updated: stop the agent's workers and delete the consumer; it is made anew, "
-                "and `aviso-workers reset` then takes it to where it shall go on",
+                cure=_cure_of(event),
             )
         case AgentStarted():
             log.info("agent.started", agent=event.agent, stream=event.stream, consumer=event.consumer)
@@ -104,6 +103,20 @@ def observe(event: Event) -> None:
             log.warning("connection.down", reason=event.reason)
         case ConnectionSlow():
             log.warning("connection.slow", reason=event.reason, cure="install the nats-py that aviso-workers asks for")
+
+
+def _cure_of(event: ConsumerDiffers) -> str:
+    if all(difference.startswith("start: ") for difference in event.differences):
+        app, _, agent = event.consumer.partition("__")
+        to = event.differences[0].rpartition(" -> ")[2]
+        return (
+            "an agent that has run goes on where it is; to take it to its new start: "
+            f"aviso-workers reset {agent} --app {app} --to {to}"
+        )
+    return (
+        "these cannot be updated: stop the agent's workers and delete the consumer; it is made anew, "
+        "and `aviso-workers reset` then takes it to where it shall go on"
+    )
 
 
 def _observe_beside(event: TaskFailed | Ticked | LeadershipChanged) -> None:

@@ -36,10 +36,12 @@ from aviso_workers.events import (
     Measured,
     Published,
     Settled,
+    Ticked,
 )
 
 __all__ = ["FleetMetrics", "Metrics"]
 
+TICK_OUTCOMES = ("done", "failed")
 OUTCOMES = ("acked", "retried", "dead_lettered")
 PUBLISH_OUTCOMES = ("stored", "duplicate", "failed")
 RETRY_REASONS = ("dead_letter_failed",)
@@ -123,6 +125,14 @@ class _Published:
     def __init__(self) -> None:
         self.outcomes = _Counts(PUBLISH_OUTCOMES)
         self.retries = 0
+
+
+class _Timer:
+    """The numbers of one timer."""
+
+    def __init__(self) -> None:
+        self.outcomes = _Counts(TICK_OUTCOMES)
+        self.last_tick = 0.0
 
 
 class Metric(Struct, frozen=True):
@@ -233,11 +243,21 @@ PER_AGENT = (
         lambda a: a.stored_to_settled,
     ),
 )
+PER_TIMER = (
+    Metric(Counter, "ticks", "Ticks that this worker ran, by outcome.", lambda t: t.outcomes, ("outcome",)),
+    Metric(
+        Gauge,
+        "last_tick_timestamp_seconds",
+        "When the last tick was due that this worker ran; 0 before the first.",
+        lambda t: t.last_tick,
+    ),
+)
 METRICS = {
     ("version",): (Metric(Gauge, "build_info", "The package that runs.", lambda _: 1),),
     ("app",): OF_PROCESS,
     ("app", "base"): PER_BASE,
     ("app", "agent", "base"): PER_AGENT,
+    ("app", "timer"): PER_TIMER,
 }
 """All of a worker process, by the labels that they have in common."""
 OF_FLEET = {
@@ -271,6 +291,7 @@ class Metrics:
         self.connections = 0
         self._published = {name: _Published() for name in bases}
         self._agents = {agent.name: _Agent(_line_of(app, agent.name)) for agent in app.agents}
+        self._timers = {timer.name: _Timer() for timer in app.timers}
         self._rows: dict[tuple[str, ...], dict[tuple[str, ...], Any]] = {
             ("version",): {(version("aviso-workers"),): None},
             ("app",): {(app.name,): self},
@@ -278,6 +299,7 @@ class Metrics:
             ("app", "agent", "base"): {
                 (app.name, agent.name, bases[agent.event_type]): self._agents[agent.name] for agent in app.agents
             },
+            ("app", "timer"): {(app.name, name): numbers for name, numbers in self._timers.items()},
         }
         self._measured: dict[str, Measured] = {}
         self._gone: set[tuple[str, str]] = set()
@@ -289,6 +311,9 @@ class Metrics:
         match event:
             case Settled():
                 self._agents[event.agent].settled(event)
+            case Ticked(timer=timer):
+                self._timers[timer].outcomes.add("failed" if event.error else "done")
+                self._timers[timer].last_tick = event.time.timestamp()
             case Published(event_type=event_type, count=count):
                 self._published[event_type].outcomes.add(event.outcome, count)
                 self._published[event_type].retries += (event.attempts - 1) * count

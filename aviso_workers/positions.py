@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from aviso_workers.errors import InvalidPositionError
 
-__all__ = ["Position", "parse_date", "parse_id", "position"]
+__all__ = ["Position", "parse_date", "parse_id", "parse_start", "position"]
 
 LARGEST_ID = 2**64 - 1
 SECONDS_DIGITS = 11
@@ -41,6 +41,21 @@ def position(
     if sequence is not None and time is not None:
         raise InvalidPositionError(f"cannot specify both {names[0]} and {names[1]}")
     return Position(sequence=sequence, time=time)
+
+
+def parse_start(value: int | str | datetime) -> str:
+    """Where an agent starts, in one spelling: `all`, `new`, a sequence, or an ISO time in UTC.
+
+    Digits are a sequence, not a time. Raises `InvalidPositionError`.
+    """
+    if isinstance(value, datetime):
+        return parse_date(value, name="start").isoformat()
+    text = str(value).strip()
+    if text in ("all", "new"):
+        return text
+    if isinstance(value, int) or (text.isascii() and text.isdigit()):
+        return str(parse_id(text, name="start"))
+    return parse_date(text, name="start").isoformat()
 
 
 def parse_id(value: int | str, *, name: str = "from_id") -> int:

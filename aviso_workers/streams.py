@@ -24,12 +24,14 @@ __all__ = [
     "Difference",
     "Plan",
     "StreamSpec",
+    "after_reset",
     "consumer_differences",
     "event_stream",
     "filters_of",
     "own_stream",
     "plan",
     "readable",
+    "starting",
 ]
 
 SECOND = 1_000_000_000
@@ -37,8 +39,13 @@ DAY = 86_400 * SECOND
 DEFAULT_DUPLICATE_WINDOW = 120 * SECOND
 
 
-UPDATABLE = frozenset({"ack_wait", "filter_subjects", "max_ack_pending", "max_deliver"})
+UPDATABLE = frozenset({"ack_wait", "filter_subjects", "max_ack_pending", "max_deliver", "metadata"})
 """The consumer fields that we state and that a server lets change."""
+
+
+STARTING = frozenset({"deliver_policy", "opt_start_seq", "opt_start_time", "metadata"})
+"""What says where a consumer begins: told apart by what was declared, not by what became of that."""
+START = "aviso-workers-start"
 
 
 class StreamSpec(Struct, frozen=True, kw_only=True):
@@ -79,6 +86,10 @@ class ConsumerSpec(Struct, frozen=True, kw_only=True):
     max_deliver: int = -1
     ack_policy: str = "explicit"
     deliver_policy: str = "all"
+    opt_start_seq: int | UnsetType = UNSET
+    opt_start_time: str | UnsetType = UNSET
+    """RFC 3339."""
+    metadata: Mapping[str, str] | UnsetType = UNSET
 
 
 class Difference(Struct, frozen=True, kw_only=True):
@@ -186,11 +197,40 @@ def filters_of(consumer: Mapping[str, Any]) -> list[str]:
 def consumer_differences(wanted: ConsumerSpec, found: Mapping[str, Any]) -> tuple[Difference, ...]:
     """Where a consumer, as a server reports it, is not as wanted; of these, `UPDATABLE` can be brought in line."""
     found = {**found, "filter_subjects": filters_of(found)}
-    return tuple(
+    start = _start_differs(wanted, found)
+    differences = tuple(
         Difference(field=name, found=_normalised(name, found.get(name)), wanted=_normalised(name, value))
         for name, value in msgspec.to_builtins(wanted).items()
-        if _normalised(name, found.get(name)) != _normalised(name, value)
+        if name not in STARTING and _normalised(name, found.get(name)) != _normalised(name, value)
     )
+    return differences if start is None else (*differences, start)
+
+
+def starting(start: str) -> dict[str, Any]:
+    """The fields of a consumer that begins there, which `positions.parse_start` has read.
+
+    The start is kept in the metadata as well: what a consumer was made with says nothing any more once it was reset.
+    """
+    fields: dict[str, Any] = {"metadata": {START: start}}
+    if start in ("all", "new"):
+        return fields | {"deliver_policy": start}
+    if start.isdigit():
+        return fields | {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, int(start))}
+    return fields | {"deliver_policy": "by_start_time", "opt_start_time": start}
+
+
+def after_reset(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    """The metadata of a consumer that was taken to another place: any start may be declared from now on."""
+    return {**(metadata or {}), START: ""}
+
+
+def _start_differs(wanted: ConsumerSpec, found: Mapping[str, Any]) -> Difference | None:
+    stated = wanted.metadata or {}
+    begin = stated.get(START, wanted.deliver_policy)
+    known = (found.get("metadata") or {}).get(START, found.get("deliver_policy"))
+    if known == "":
+        return Difference(field="metadata", found=found.get("metadata"), wanted=dict(stated))
+    return Difference(field="start", found=known, wanted=begin) if known != begin else None
 
 
 def readable(name: str, value: Any) -> str:

@@ -147,9 +147,10 @@ class Harness:
         """The same in one word each: `acked`, `retried` or `dead_lettered`."""
         return [fact.outcome for fact in self.settled(agent)]
 
-    def ticks(self, timer: Timer[Any, Any]) -> list[Ticked]:
+    def ticks(self, timer: Timer[Any, Any] | str) -> list[Ticked]:
         """How the timer's ticks ended, in order; `advance` lets the time come for them."""
-        return [fact for fact in self._ticks if fact.timer == timer.name]
+        name = timer if isinstance(timer, str) else timer.name
+        return [fact for fact in self._ticks if fact.timer == name]
 
     async def start(self) -> None:
         """Start workers, until there are as many as there were at the beginning."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from typing import Any, TypedDict
 
@@ -271,3 +272,24 @@ class TestATask:
         router.task(tail)
         with pytest.raises(DeclarationError, match="task 'tail' is declared twice"):
             router.task(tail)
+
+
+@pytest.mark.parametrize(
+    ("start", "read"),
+    [
+        ("all", "all"),
+        ("new", "new"),
+        (12, "12"),
+        ("0012", "12"),
+        ("2026-11-20T06:00:00Z", "2026-11-20T06:00:00+00:00"),
+        (datetime(2026, 11, 20, 6), "2026-11-20T06:00:00+00:00"),
+    ],
+)
+def test_an_agent_may_start_elsewhere(router: Router, start: Any, read: str) -> None:
+    assert router.agent("mars", start=start)(index).policy.start == read
+
+
+@pytest.mark.parametrize("start", ["", "old", -1, "2026-11-20"])
+def test_a_start_that_is_none_is_refused(router: Router, start: Any) -> None:
+    with pytest.raises(DeclarationError, match=r"start must be .*; or `all`, or `new`"):
+        router.agent("mars", start=start)

@@ -135,8 +135,14 @@ def test_a_success_is_not_worth_a_line(lines: Any) -> None:
             {"event": "stream.update_refused", "level": "warning", "error": "no"},
         ),
         (
-            ConsumerDiffers(stream="MARS", consumer="app__index", differences=("deliver_policy: new -> all",)),
-            {"event": "consumer.differs", "level": "warning", "differences": ["deliver_policy: new -> all"]},
+            ConsumerDiffers(stream="MARS", consumer="app__index", differences=("start: new -> all",)),
+            {
+                "event": "consumer.differs",
+                "level": "warning",
+                "differences": ["start: new -> all"],
+                "cure": "an agent that has run goes on where it is; to take it to its new start: "
+                "aviso-workers reset index --app app --to all",
+            },
         ),
         (
             TaskFailed(task="tail", error=ValueError("boom"), again_in_seconds=1.0),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import shutil
 import subprocess
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import pytest
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from aviso_workers import App, Notification
@@ -17,7 +19,7 @@ from aviso_workers.codec import Message
 from aviso_workers.config import load
 from aviso_workers.engine.ordering import Line
 from aviso_workers.errors import DeclarationError, NotFoundError, UnavailableError
-from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged, Published, Settled
+from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged, Published, Settled, Ticked
 from aviso_workers.metrics import MOST_REASONS, FleetMetrics, Metrics
 
 OF_APP = {"app": "field-index"}
@@ -65,6 +67,9 @@ def app(tmp_path: Any, runs: dict[str, Any]) -> App:
 
     @app.agent("mars")
     async def index(notification: Notification[Any]) -> None: ...
+
+    @app.every("5m")
+    async def tidy() -> None: ...
 
     return app
 
@@ -142,6 +147,17 @@ def test_an_agents_series_are_at_zero_before_the_first_event(
     metrics: Metrics, name: str, labels: dict[str, str]
 ) -> None:
     assert sample(metrics, name, **OF_INDEX, **labels) == 0
+
+
+def test_ticks_are_counted_by_outcome(metrics: Metrics) -> None:
+    tick = Ticked(timer="tidy", time=datetime(2026, 11, 21, tzinfo=UTC), late_seconds=0.0, seconds=0.1)
+    counts = series(metrics, "ticks_total")
+    assert counts == {("field-index", "done", "tidy"): 0, ("field-index", "failed", "tidy"): 0}
+    for fact in (tick, structs.replace(tick, error=ValueError()), tick):
+        metrics.observe(fact)
+    counts = series(metrics, "ticks_total")
+    assert counts == {("field-index", "done", "tidy"): 2, ("field-index", "failed", "tidy"): 1}
+    assert series(metrics, "last_tick_timestamp_seconds") == {("field-index", "tidy"): tick.time.timestamp()}
 
 
 def test_what_is_published_is_at_zero_before_the_first_event(metrics: Metrics) -> None:

@@ -227,8 +227,7 @@ class Backend(Protocol):
 
         What was delivered and not settled is forgotten; from `sequence` on everything is delivered, as for the first
         time. A sequence that the stream has not reached is waited for, and what is stored before it is passed over.
-        Raises `NotFoundError`, and `RefusedError` where the consumer was made with a deliver_policy that has no
-        such place, or the server is older than 2.14.
+        Raises `NotFoundError`, and `RefusedError` where the server is older than 2.14.
         """
 
     def consume(

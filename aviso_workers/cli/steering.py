@@ -56,7 +56,12 @@ def reset(
     agent: Agent,
     app: Owner,
     to: Annotated[
-        str, typer.Option("--to", metavar="ID|DATE", help="A sequence, or a time such as 2026-11-20T06:00:00Z.")
+        str,
+        typer.Option(
+            "--to",
+            metavar="ID|DATE|all|new",
+            help="A sequence, a time such as 2026-11-20T06:00:00Z, all that is stored, or what is new.",
+        ),
     ],
     yes: Annotated[bool, typer.Option("--yes", help="Do it; without this, only say what would be done.")] = False,
     config: ConfigOption = None,
@@ -110,6 +115,8 @@ def _duration(text: str) -> Duration:
 
 def _position(text: str) -> Position:
     """Digits are a sequence, not a time: one mistaken for the other would be handled again by the million."""
+    if text in ("all", "new"):
+        return Position(sequence=1) if text == "all" else Position(time=datetime.now(UTC))
     if text.isascii() and text.isdigit():
         return Position(sequence=parse_id(text, name="--to"))
     return Position(time=parse_date(text, name="--to"))

@@ -186,7 +186,8 @@ async def _keep_ticking(
         try:
             if last is None:
                 last = await claims.last(_now(clock)) if claims else _now(clock)
-            tick, now = timers.next_tick(timer.schedule, last, now=_now(clock), catch_up=timer.catch_up), _now(clock)
+            now = _now(clock)
+            tick = timers.next_tick(timer.schedule, last, now=now, catch_up=timer.catch_up)
             if tick > now:
                 seconds = min((tick - now).total_seconds(), LONGEST_SLEEP_SECONDS)
                 await clocks.sleep_until(clock, seconds, stop)

@@ -174,10 +174,11 @@ class Session:
         self.runs[agent.name] = run
         durable = agent.durable_name(self._app)
         max_deliver = policy.retry.attempts + CRASHES
+        filters = topics.filter_subjects(where)
         feeds = [
             Feed(
                 stream=stream,
-                consumer=_consumer(durable, topics.filter_subjects(where), policy.ack_wait, max_deliver),
+                consumer=_consumer(durable, filters, policy.ack_wait, max_deliver, start=policy.start),
                 provisioner=self.provisioner,
                 in_order=line.ordered,
             ),
@@ -264,11 +265,14 @@ def _prefetch(agent: Agent[Any, Any]) -> int:
     return policy.concurrency * {Notification: 1, Batch: policy.batch.size, Stream: STREAM_PREFETCH}[agent.form]
 
 
-def _consumer(durable: str, filters: tuple[str, ...], ack_wait: float, max_deliver: int) -> ConsumerSpec:
+def _consumer(
+    durable: str, filters: tuple[str, ...], ack_wait: float, max_deliver: int, *, start: str = "all"
+) -> ConsumerSpec:
     return ConsumerSpec(
         durable_name=durable,
         filter_subjects=filters,
         ack_wait=int(ack_wait * streams.SECOND),
         max_ack_pending=MAX_ACK_PENDING,
         max_deliver=max_deliver,
+        **streams.starting(start),
     )

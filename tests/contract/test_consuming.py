@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 import anyio
 import pytest
 
+from aviso_workers import streams
 from aviso_workers.backends import Backend, Consumer
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
 from aviso_workers.streams import ConsumerSpec
@@ -758,9 +759,15 @@ class TestAReset:
             await backend.reset_consumer("MARS", "agent", sequence=1)
         assert missing.value.code == 10014
 
-    async def test_is_refused_where_the_consumer_began_in_between(self, create, ensure, backend):
+    @pytest.mark.parametrize("start", ["new", "3", "2100-01-01T00:00:00+00:00"])
+    async def test_goes_further_back_than_where_the_consumer_began(
+        self, create, ensure, publish, backend, open_reader, inbox, start
+    ):
         await create()
-        await ensure(deliver_policy="new")
-        with pytest.raises(RefusedError) as refused:
-            await backend.reset_consumer("MARS", "agent", sequence=1)
-        assert refused.value.code == 10204
+        for step in range(4):
+            await publish(f"mars.{step}")
+        await ensure(**streams.starting(start))
+        info = await backend.reset_consumer("MARS", "agent", sequence=2)
+        assert info.num_pending == 3
+        async with open_reader(inbox):
+            assert [each.message.sequence for each in await inbox.take(3)] == [2, 3, 4]

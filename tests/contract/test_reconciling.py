@@ -61,5 +61,5 @@ async def test_what_cannot_be_updated_is_told_and_the_rest_is_updated(create, ba
 
     info = await provisioner.ensure_consumer("MARS", WANTED)
 
-    assert stated == [ConsumerDiffers(stream="MARS", consumer="agent", differences=("deliver_policy: new -> all",))]
+    assert stated == [ConsumerDiffers(stream="MARS", consumer="agent", differences=("start: new -> all",))]
     assert (info.config["deliver_policy"], info.config["ack_wait"]) == ("new", 20_000_000_000)

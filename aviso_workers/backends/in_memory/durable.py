@@ -8,7 +8,7 @@ acks; `now` is always the clock's `monotonic`, in seconds.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import permutations
 from typing import Any
@@ -19,13 +19,16 @@ from msgspec import Struct
 from aviso_workers import streams
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.backends.in_memory.subjects import pattern
-from aviso_workers.codec import Message
+from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import RefusedError
 from aviso_workers.streams import ConsumerSpec
 
 __all__ = ["Durable"]
 
 SECOND = 1_000_000_000
+
+
+POLICIES = ("all", "new", "by_start_sequence", "by_start_time")
 
 
 class Outstanding(Struct):
@@ -39,15 +42,15 @@ class Durable:
     """A consumer over `messages`, the stream's own mapping of what it holds, in sequence order."""
 
     def __init__(self, spec: ConsumerSpec, messages: Mapping[int, Message], *, last_sequence: int) -> None:
-        if spec.ack_policy != "explicit" or spec.deliver_policy not in ("all", "new"):
+        if spec.ack_policy != "explicit" or spec.deliver_policy not in POLICIES:
             raise RefusedError(
                 f"consumer {spec.durable_name}: in memory there are ack_policy explicit and deliver_policy "
-                f"all and new, found {spec.ack_policy} and {spec.deliver_policy}",
+                f"{', '.join(POLICIES)}, found {spec.ack_policy} and {spec.deliver_policy}",
                 code=10012,
             )
         self.config: dict[str, Any] = {"name": spec.durable_name}
         self._messages = messages
-        self._cursor = last_sequence if spec.deliver_policy == "new" else 0
+        self._cursor = _start(spec, messages, last_sequence) - 1
         self._waiting: OrderedDict[int, None] = OrderedDict()
         self._outstanding: dict[int, Outstanding] = {}
         self._due: OrderedDict[int, None] = OrderedDict()
@@ -78,18 +81,16 @@ class Durable:
 
     def update(self, spec: ConsumerSpec) -> None:
         """Take over what can be updated; the rest stays as it was created."""
-        stated = msgspec.to_builtins(spec)
-        self._configure({name: stated[name] for name in streams.UPDATABLE})
+        differences = streams.consumer_differences(spec, self.config)
+        self._configure({each.field: each.wanted for each in differences if each.field in streams.UPDATABLE})
 
     def reset(self, sequence: int) -> None:
         """Go on at `sequence`, and know nothing of what was delivered before."""
-        if self.config["deliver_policy"] != "all":
-            raise RefusedError(f"consumer {self.config['name']}: invalid reset: not allowed", code=10204)
         self._cursor = sequence - 1
         self._outstanding.clear()
         self._due.clear()
         self.last_delivered_ns = self.last_settled_ns = 0
-        self._configure({"filter_subjects": self.config["filter_subjects"]})
+        self._configure({"metadata": streams.after_reset(self.config.get("metadata"))})
 
     def offer(self, message: Message) -> None:
         """The stream has stored a message."""
@@ -149,7 +150,7 @@ class Durable:
         return float(self.config["ack_wait"] / SECOND)
 
     def _configure(self, stated: Mapping[str, Any]) -> None:
-        filters = stated["filter_subjects"]
+        filters: Sequence[str] = {**self.config, **stated}["filter_subjects"]
         # As a server sees it: one lies within another. Two that only cross are taken.
         if any(pattern([wide]).fullmatch(narrow) for wide, narrow in permutations(filters, 2)):
             raise RefusedError(f"consumer {self.config['name']}: its filters {', '.join(filters)} overlap", code=10138)
@@ -160,6 +161,20 @@ class Durable:
             for sequence, message in self._messages.items()
             if sequence > self._cursor and self._wanted.fullmatch(message.subject)
         )
+
+
+def _start(spec: ConsumerSpec, messages: Mapping[int, Message], last_sequence: int) -> int:
+    """The first sequence that is delivered."""
+    match spec.deliver_policy:
+        case "new":
+            return last_sequence + 1
+        case "by_start_sequence":
+            return int(spec.opt_start_seq or 1)
+        case "by_start_time":
+            begin = datetime.fromisoformat(str(spec.opt_start_time))
+            return next((each.sequence for each in messages.values() if store_time(each) >= begin), last_sequence + 1)
+        case _:
+            return 1
 
 
 def _time(ns: int) -> datetime | None:

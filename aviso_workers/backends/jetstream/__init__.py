@@ -41,6 +41,7 @@ from aviso_workers.streams import ConsumerSpec, StreamSpec
 __all__ = ["JetStreamBackend"]
 
 DELETE_FAILED = 10057
+INVALID_RESET = 10204
 NO_MESSAGE = 10037
 LEAVE_SECONDS = 2.0
 
@@ -200,8 +201,22 @@ class JetStreamBackend:
 
     async def reset_consumer(self, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
         self.require_server(2, 14, to="reset a consumer")
-        await self.consumer_info(stream, consumer)  # because a server does not answer about one that is missing
-        return _consumer_info(await self._connection.api(f"CONSUMER.RESET.{stream}.{consumer}", {"seq": sequence}))
+        found = await self.consumer_info(stream, consumer)  # a server does not answer about one that is missing
+        config = {**found.config, "metadata": streams.after_reset(found.config.get("metadata"))}
+        create = f"CONSUMER.CREATE.{stream}.{consumer}"
+        try:
+            answer = await self._connection.api(f"CONSUMER.RESET.{stream}.{consumer}", {"seq": sequence})
+        except RefusedError as error:
+            if error.code != INVALID_RESET:
+                raise
+            # It was made to begin later than that: one that begins there takes its place.
+            await self._connection.api(f"CONSUMER.DELETE.{stream}.{consumer}")
+            config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": sequence}
+            config.pop("opt_start_time", None)
+            request = {"stream_name": stream, "config": config, "action": "create"}
+            return _consumer_info(await self._connection.api(create, request))
+        await self._connection.api(create, {"stream_name": stream, "config": config, "action": "update"})
+        return _consumer_info(answer)
 
     def _has_server(self, major: int, minor: int) -> bool:
         found = self._connection.nc.connected_server_version
