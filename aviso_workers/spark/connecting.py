@@ -6,8 +6,10 @@ The loop runs in a thread of its own, so that the server is answered while Spark
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import lru_cache
 from os.path import exists
 from typing import Any, TypeVar
 
@@ -17,6 +19,7 @@ from pyspark import SparkFiles
 from aviso_workers import config
 from aviso_workers.backends import Backend, open_backend
 from aviso_workers.config import Config
+from aviso_workers.config.environment import WORKERS_FILE
 
 __all__ = ["Connection", "connected", "load_config"]
 
@@ -66,8 +69,15 @@ async def _opened(settings: Config) -> AsyncIterator[Backend]:
 def load_config(path: str | None) -> Config:
     """The configuration as this process sees it: a file here, or one that was given to spark-submit with `--files`.
 
-    Raises `ConfigError`.
+    It is read once, until its file changes: Spark uses a process for many tasks, some of a tenth of a second. Raises
+    `ConfigError`.
     """
-    if path is None or exists(path):
-        return config.load(path)
-    return config.load(SparkFiles.get(path))
+    named = path or os.environ.get(WORKERS_FILE)
+    if named is not None and not exists(named) and exists(brought := SparkFiles.get(named)):
+        named = brought
+    return _load(named, os.stat(named).st_mtime_ns if named is not None and exists(named) else 0)
+
+
+@lru_cache(maxsize=1)
+def _load(path: str | None, changed_ns: int) -> Config:
+    return config.load(path)

@@ -16,7 +16,7 @@ from pyspark.sql.types import StructType
 from aviso_workers.errors import InvalidOptionError, UnknownEventTypeError
 from aviso_workers.spark import executors, options, reading, rows, writing
 from aviso_workers.spark.connecting import load_config
-from aviso_workers.spark.schema import columns
+from aviso_workers.spark.schema import ddl
 
 __all__ = ["AvisoDataSource", "register"]
 
@@ -30,7 +30,7 @@ class AvisoDataSource(DataSource):
 
     def schema(self) -> str:
         wanted = self._plan(None)
-        return columns(wanted.reading, wanted.layout)
+        return ddl(wanted.reading, wanted.layout)
 
     def reader(self, schema: StructType) -> reading.BatchReader:
         return reading.BatchReader(self._plan(False), schema)

@@ -45,7 +45,6 @@ class _Writer:
 
     def __init__(self, writing: Writing) -> None:
         self._writing = writing
-        self._job = uuid.uuid4().hex
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
         writing = self._writing
@@ -65,16 +64,28 @@ class _Writer:
         """The same for every attempt at a task, and different for all others."""
         context = TaskContext.get()
         assert context is not None
-        query, batch = context.getLocalProperty(QUERY), context.getLocalProperty(BATCH)
-        return f"{query}/{batch}/{context.partitionId()}" if query else f"{self._job}/{context.partitionId()}"
+        return f"{self._run(context)}/{context.partitionId()}"
+
+    def _run(self, context: TaskContext) -> str:
+        raise NotImplementedError
 
 
 class BatchWriter(_Writer, DataSourceArrowWriter):
-    pass
+    """A write of its own, also where `foreachBatch` of a streaming query calls for several."""
+
+    def __init__(self, writing: Writing) -> None:
+        super().__init__(writing)
+        self._job = uuid.uuid4().hex
+
+    def _run(self, context: TaskContext) -> str:
+        return self._job
 
 
 class StreamWriter(_Writer, DataSourceStreamArrowWriter):
-    pass
+    """A batch of a streaming query, which after a crash is written again under the same number."""
+
+    def _run(self, context: TaskContext) -> str:
+        return f"{context.getLocalProperty(QUERY)}/{context.getLocalProperty(BATCH)}"
 
 
 def _publisher(backend: Any, settings: Config) -> Publisher:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, date, datetime
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -158,6 +159,19 @@ class TestPayloads:
         assert (bad["payload"], bad["_corrupt_record"]) == (None, '{"size":"big"}')
         assert (good["payload"]["size"], good["_corrupt_record"]) == (5, None)
 
+    def test_a_number_too_long_for_its_column_does_not_fit_either(self, place: Place):
+        place.publish(1, payload={"size": 1.25})
+        place.publish(2, payload={"size": 12345.678})
+
+        good, bad = place.read(payloadSchema="size DECIMAL(4, 2)").orderBy("sequence").collect()
+
+        assert (good["payload"]["size"], good["_corrupt_record"]) == (Decimal("1.25"), None)
+        assert (bad["payload"], bad["_corrupt_record"]) == (None, '{"size":12345.678}')
+
+    def test_a_type_that_json_has_not_is_refused_when_the_query_is_planned(self, place: Place):
+        with pytest.raises(PySparkException, match="payloadSchema: binary has no values in JSON"):
+            place.read(payloadSchema="size BINARY").collect()
+
     def test_or_ends_the_query(self, place: Place):
         place.publish(1, payload={"size": "big"})
 
@@ -245,3 +259,17 @@ class TestWriting:
 
         with pytest.raises(PySparkException, match="a stream cannot be overwritten"):
             place.rows(1).write.format("aviso").mode("overwrite").options(**options).save()
+
+    def test_several_writes_of_one_batch_are_several(self, place: Place):
+        """In `foreachBatch` all of them run under the number of the same batch."""
+        place.publish(*range(3))
+
+        def write_twice(batch: DataFrame, number: int) -> None:
+            place.write(batch.select("identifier", "payload"), event="copy")
+            place.write(batch.select("identifier", "payload"), event="copy")
+
+        writing = place.read_stream(startingOffsets="earliest").writeStream.foreachBatch(write_twice)
+        query = writing.option("checkpointLocation", str(place.directory / "checkpoint")).trigger(availableNow=True)
+        query.start().awaitTermination(60)
+
+        assert len(place.stored("copy")) == 6
