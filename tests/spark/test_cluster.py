@@ -31,9 +31,11 @@ from tests.spark.place import Place
 from tests.stories.processes import cluster, until_jetstream
 
 SPARK_CLASS = Path(pyspark.__file__).parent / "bin" / "spark-class"
+QUICK_START = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 COUNT = 20_000
 KILOBYTE = 1000
 """A payload: so that a task has more to pass on than fits into all buffers on the way."""
+MASTER = re.compile(r"Starting Spark master at (spark://\S+)")
 PATIENCE_SECONDS = 30
 
 
@@ -46,7 +48,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
         def start(name: str, kind: str, *arguments: str) -> Path:
             log = directory / f"{name}.log"
-            environment = os.environ | {"SPARK_LOCAL_IP": "127.0.0.1", "SPARK_DAEMON_MEMORY": "256m"}
+            environment = os.environ | {"SPARK_LOCAL_IP": "127.0.0.1", "SPARK_DAEMON_JAVA_OPTS": QUICK_START}
             with log.open("wb") as stderr:
                 process = subprocess.Popen(
                     [SPARK_CLASS, f"org.apache.spark.deploy.{kind}", *ports, *arguments],
@@ -59,10 +61,10 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             return log
 
         log = start("master", "master.Master")
-        (url,) = found_in(log, r"Starting Spark master at (spark://\S+)", times=1)
+        wait_until(lambda: MASTER.search(log.read_text()) is not None, log.read_text)
+        url = MASTER.findall(log.read_text())[0]
         for name in ("one", "other"):
             start(name, "worker.Worker", "--cores", "1", "--memory", "1g", "--work-dir", str(directory / name), url)
-        found_in(log, "Registering worker", times=2)
         yield url
 
 
@@ -73,7 +75,7 @@ def spark(
     settings = {
         "spark.master": master,
         "spark.executor.memory": "512m",
-        "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        "spark.executor.extraJavaOptions": QUICK_START,
         "spark.sql.execution.arrow.maxRecordsPerBatch": "500",
         "spark.sql.session.timeZone": "UTC",
     }
@@ -176,12 +178,6 @@ def stored(place: Place) -> int:
         return int(place.do("stream_info", "MARS").messages)
     except NotFoundError:
         return 0
-
-
-def found_in(log: Path, pattern: str, *, times: int) -> list[str]:
-    """What a process has logged, once it has so often."""
-    wait_until(lambda: len(re.findall(pattern, log.read_text())) >= times, log.read_text)
-    return re.findall(pattern, log.read_text())
 
 
 def wait_until(is_so: Callable[[], bool], what: Callable[[], object]) -> None:
