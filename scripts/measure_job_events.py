@@ -12,6 +12,7 @@ time at which the stream stored its `job.end`; both are of this machine's clock,
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
@@ -79,7 +80,7 @@ async def lags(config: Path) -> list[float]:
         return [each.time.timestamp() * 1000 - each.payload["time"] async for each in ends]
 
 
-def measure_lag(directory: Path, config: Path, *, jobs: int, listening: bool) -> None:
+def measure_lag(directory: Path, config: Path, *, jobs: int, listening: bool) -> dict[str, float]:
     chance = random.Random(6)
     with nullcontext() if listening else worker(config):
         spark = start_spark(directory)
@@ -93,9 +94,7 @@ def measure_lag(directory: Path, config: Path, *, jobs: int, listening: bool) ->
     if len(found) != WARM_UP + jobs:
         sys.exit(f"{len(found)} of {WARM_UP + jobs} jobs were published")
     percentiles = statistics.quantiles(found[WARM_UP:], n=100)
-    print(
-        f"{jobs} jobs: p50 {percentiles[49]:.1f} ms, p99 {percentiles[98]:.1f} ms, most {max(found[WARM_UP:]):.1f} ms"
-    )
+    return {"p50_ms": percentiles[49], "p99_ms": percentiles[98], "max_ms": max(found[WARM_UP:])}
 
 
 def measure_idle(directory: Path, config: Path) -> None:
@@ -127,6 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--listen", action="store_true")
     parser.add_argument("--idle", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print the lag as JSON")
     parser.add_argument("--jobs", type=int, default=300)
     arguments = parser.parse_args()
     os.environ |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
@@ -137,7 +137,8 @@ def main() -> None:
         if arguments.idle:
             measure_idle(directory, config)
         else:
-            measure_lag(directory, config, jobs=arguments.jobs, listening=arguments.listen)
+            found = measure_lag(directory, config, jobs=arguments.jobs, listening=arguments.listen)
+            print(json.dumps(found) if arguments.json else f"{arguments.jobs} jobs: {found}")
 
 
 if __name__ == "__main__":

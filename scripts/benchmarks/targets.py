@@ -1,6 +1,7 @@
 """What is aimed at, as data, and whether a run reached it.
 
 One core for each measured process, 250-byte JSON payloads, 1,000 subjects, one file-backed replica, explicit ack.
+Spark: four tasks at once on all cores, 1,000,000 messages with payloads of 200 bytes.
 """
 
 from __future__ import annotations
@@ -62,6 +63,23 @@ TARGETS = (
     Target(what="worker, growth while it works", figure="memory.worker.growth_mib", at_most=5, unit="MiB"),
     Target(what="import aviso_workers", figure="startup.import.seconds", at_most=0.2, unit="s"),
     Target(what="worker ready", figure="startup.worker.seconds", at_most=1.5, unit="s"),
+    Target(
+        what="Spark read over the raw socket",
+        figure="spark.read.per_second",
+        over=("spark.raw-read.per_second",),
+        at_least=0.9,
+    ),
+    Target(
+        what="Spark write over the raw socket",
+        figure="spark.write.per_second",
+        over=("spark.raw-write.per_second",),
+        at_least=1,
+    ),
+    Target(what="Spark copy of a stream", figure="spark.copy.per_second", at_least=40_000, unit="/s"),
+    Target(what="Spark archive: a million in 10 s", figure="spark.archive.per_second", at_least=100_000, unit="/s"),
+    Target(what="stream to Spark to stream, p50", figure="spark.delay.p50_ms", at_most=300, unit="ms"),
+    Target(what="Spark job end to notification, p50", figure="spark.job-events.p50_ms", at_most=100, unit="ms"),
+    Target(what="Spark job end to notification, p99", figure="spark.job-events.p99_ms", at_most=500, unit="ms"),
 )
 
 

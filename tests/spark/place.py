@@ -28,8 +28,8 @@ class Place:
         self.config = directory / "aviso.yaml"
         self.with_url(server.url)
 
-    def with_url(self, url: str) -> None:
-        """Write the configuration with this URL of the server."""
+    def with_url(self, url: str, **further: Any) -> None:
+        """Write the configuration with this URL of the server, and further settings of the connection."""
         rules = {
             "class": {"type": "StringHandler"},
             "date": {"type": "DateHandler"},
@@ -37,7 +37,7 @@ class Place:
             "step": {"type": "IntHandler", "range": [0, 100_000]},
         }
         identifier = {field: {**rule, "required": True} for field, rule in rules.items()}
-        jetstream = {"nats_url": url, "reconnect_delay_ms": 100}
+        jetstream = {"nats_url": url, "reconnect_delay_ms": 100, **further}
         document = {
             "notification_backend": {"kind": "jetstream", "jetstream": jetstream},
             "notification_schema": {

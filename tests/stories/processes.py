@@ -23,12 +23,13 @@ from types import TracebackType
 from typing import Any
 
 import anyio
+import nats
 from msgspec import Struct
 
 from aviso_workers.server import NatsServer
 from tests.stories.agents import RECORD_VARIABLE
 
-__all__ = ["Act", "Proxy", "Record", "Server", "Worker", "cluster", "until"]
+__all__ = ["Act", "Proxy", "Record", "Server", "Worker", "cluster", "until", "until_jetstream"]
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "tests/contract/aviso.yaml"
@@ -319,6 +320,17 @@ class Proxy:
         for end in (source, sink):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+
+async def until_jetstream(client: nats.NATS) -> None:
+    """Wait until the cluster has a leader."""
+    with anyio.fail_after(20):
+        while True:
+            try:
+                await client.jetstream(timeout=1).account_info()
+                return
+            except Exception:
+                await anyio.sleep(0.1)
 
 
 def _free_ports(count: int) -> list[int]:

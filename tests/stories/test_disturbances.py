@@ -13,7 +13,7 @@ import nats
 import pytest
 
 from tests.stories.agents import ACK_WAIT_SECONDS
-from tests.stories.processes import Proxy, Record, Server, Worker, cluster, until
+from tests.stories.processes import Proxy, Record, Server, Worker, cluster, until, until_jetstream
 
 pytestmark = pytest.mark.anyio
 
@@ -300,14 +300,3 @@ class TestTheLeader:
 
 def nats_json(**request: object) -> bytes:
     return msgspec.json.encode(request)
-
-
-async def until_jetstream(client: nats.NATS) -> None:
-    """Wait until the cluster has a leader."""
-    with anyio.fail_after(20):
-        while True:
-            try:
-                await client.jetstream(timeout=1).account_info()
-                return
-            except Exception:
-                await anyio.sleep(0.1)
