@@ -16,7 +16,6 @@ from typing import Any
 from msgspec import inspect, structs
 
 from aviso_workers import schema
-from aviso_workers.config import nats_server
 from aviso_workers.config.documents import Node, Place, overlay, parse
 from aviso_workers.config.environment import SERVER_FILE, WORKERS_FILE, overrides
 from aviso_workers.config.reading import Reader
@@ -56,8 +55,6 @@ def load(path: str | Path | None = None, *, environ: Mapping[str, str] = os.envi
             reader.places[f"{_JETSTREAM}.token"] = Place(rank=environment, line=0, source=TOKEN)
         _refuse_all(reader, _jetstream_mistakes(backend.jetstream, reader))
     _refuse_all(reader, _schema_mistakes(values, reader))
-    if server := values.get("server"):
-        _refuse_all(reader, nats_server.mistakes(server, reader.places))
     if found := mistakes + wrong + reader.mistakes:
         raise _error(found)
     variables = {place.source for place in reader.places.values() if place.rank == environment}

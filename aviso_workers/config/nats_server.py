@@ -4,12 +4,15 @@ The names are nats-server's where it has one for the thing (JetStream's as in it
 configuration"); `aviso_workers.server.rendering` writes nats-server.conf from these Structs. Nothing here says how
 workers connect: that is `notification_backend.jetstream`. MQTT, WebSocket and gateways cannot be configured and stay
 off.
+
+Loading checks types only. What they cannot say, `mistakes` does, for whoever renders or runs a server: a worker that
+shares the file needs none of the server's passwords in its environment.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import Annotated, Literal
 
 from msgspec import Struct
@@ -33,6 +36,7 @@ __all__ = [
     "ServerTls",
     "Subjects",
     "User",
+    "located",
     "mistakes",
 ]
 
@@ -204,6 +208,14 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tls: Annotated[ServerTls | None, about("TLS for clients. Default: none.")] = None
     cluster: Annotated[Cluster | None, about("The servers that share streams. Default: this one is alone.")] = None
     leafnodes: Annotated[LeafNodes | None, about("Leaf nodes. Default: none.")] = None
+
+
+def located(path: str, problem: str, *, origins: Mapping[str, str]) -> str:
+    """A sentence on a key path, with the place where it, or what is around it, was set."""
+    around = path
+    while around and around not in origins:
+        around = around.rpartition(".")[0]
+    return f"{origins[around]}: {path} {problem}" if around else f"{path} {problem}"
 
 
 def mistakes(server: Server, given: Container[str]) -> Iterator[tuple[str, str]]:

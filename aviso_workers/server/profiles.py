@@ -10,12 +10,12 @@ of them at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Literal
 
 from msgspec import Struct, structs
 
-from aviso_workers.config import Config, Server
+from aviso_workers.config import Config, Server, nats_server
 from aviso_workers.config.nats_server import ServerJetStream
 from aviso_workers.errors import ConfigError
 from aviso_workers.literals import Duration, Size
@@ -41,12 +41,14 @@ class Choice(Struct, frozen=True, kw_only=True):
 def choose(config: Config, *, profile: Profile) -> tuple[Server, tuple[Choice, ...]]:
     """The server with nothing left open, and what was chosen.
 
-    Raises ConfigError where production needs to be told more.
+    Raises ConfigError with all mistakes in the section, and where production needs to be told more.
     """
     server = config.server
+    if found := list(nats_server.mistakes(server, config.origins)):
+        raise ConfigError(nats_server.located(path, problem, origins=config.origins) for path, problem in found)
     if profile == "production":
-        if mistakes := list(_mistakes(server.jetstream, config.origins)):
-            raise ConfigError(mistakes)
+        if found := list(_open(server.jetstream)):
+            raise ConfigError(nats_server.located(path, problem, origins=config.origins) for path, problem in found)
         chosen = _synced(server.jetstream, alone=server.cluster is None)
     else:
         chosen = structs.replace(
@@ -60,17 +62,17 @@ def choose(config: Config, *, profile: Profile) -> tuple[Server, tuple[Choice, .
     return server, tuple(_choices(config, server))
 
 
-def _mistakes(jetstream: ServerJetStream, origins: Mapping[str, str]) -> Iterator[str]:
+def _open(jetstream: ServerJetStream) -> Iterator[tuple[str, str]]:
+    """What production has to be told, as (key path, what is wrong)."""
     for key, what in {
         "store_dir": "where the streams are",
         "max_memory_store": "what they may take of the memory",
         "max_file_store": "what they may take of the disk",
     }.items():
         if getattr(jetstream, key) is None:
-            yield f"server.jetstream.{key} is missing: in production, say {what}"
+            yield f"server.jetstream.{key}", f"is missing: in production, say {what}"
     if jetstream.store_dir and jetstream.store_dir.startswith(TEMPORARY):
-        path = "server.jetstream.store_dir"
-        yield f"{origins[path]}: {path} must not be in a directory for temporary files in production"
+        yield "server.jetstream.store_dir", "must not be in a directory for temporary files in production"
 
 
 def _synced(jetstream: ServerJetStream, *, alone: bool) -> ServerJetStream:

@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from msgspec import Struct
 
-from aviso_workers.config import Secret, Server
+from aviso_workers.config import Secret, Server, nats_server
 from aviso_workers.config.nats_server import (
     Account,
     AccountJetStream,
@@ -88,7 +88,7 @@ def render(
     for key, value in (run or {}).items():
         conf.put(key, value, "server")
     if conf.mistakes:
-        raise ConfigError(f"{_place(path, origins)}{path} {problem}" for path, problem in conf.mistakes)
+        raise ConfigError(nats_server.located(path, problem, origins=origins) for path, problem in conf.mistakes)
     return Rendered(lines=tuple(conf.lines), secrets=tuple(conf.secrets))
 
 
@@ -123,14 +123,8 @@ def _refusals(rendered: Rendered, said: str, *, file: str, origins: Mapping[str,
         found = re.fullmatch(rf"(?:nats-server: )?{re.escape(file)}:(\d+):\d+: (.*)", line)
         number, problem = (int(found[1]), found[2]) if found else (NO_POSITION, line)
         path = rendered.lines[number - 1][1] if number != NO_POSITION else _named_in(problem, origins)
-        yield f"{_place(path, origins)}{path}: nats-server refuses it: {rendered.without_secrets(problem)}"
-
-
-def _place(path: str, origins: Mapping[str, str]) -> str:
-    """Where a key path was set, or what is around it."""
-    while path and path not in origins:
-        path = path.rpartition(".")[0]
-    return f"{origins[path]}: " if path else ""
+        refused = f"is refused by nats-server: {rendered.without_secrets(problem)}"
+        yield nats_server.located(path, refused, origins=origins)
 
 
 def _named_in(problem: str, paths: Mapping[str, str]) -> str:

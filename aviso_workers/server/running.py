@@ -94,14 +94,17 @@ def start(config: Config, *, directory: Path, nodes: int = 1, detached: bool = T
         names = ", ".join(node.name for node in running)
         raise ServerProcessError(f"{names} in {directory}: stop what runs there before you start something else")
     planned = found if running else _planned(server, wanted, directory)
+    for node in found:
+        if node not in planned:
+            _forget(node)
     missing = [node for node in planned if node not in running]
+    for node in missing:
+        _write(config, server, node, peers=planned, choices=choices)
     with ExitStack() as undo:
         for node in missing:
-            undo.callback(_forget, node)
-            _write(config, server, node, peers=planned, choices=choices)
-        undo.callback(_end, missing, number=signal.SIGKILL, within=STOP_SECONDS)
-        for node in missing:
             _spawn(node, detached=detached)
+            undo.callback(_forget, node)
+            undo.callback(_end, [node], number=signal.SIGKILL, within=STOP_SECONDS)
         _wait_until_healthy(planned)
         undo.pop_all()
     return tuple(planned)
@@ -111,7 +114,7 @@ def reload(config: Config, *, directory: Path) -> tuple[Node, ...]:
     """Have the nodes that run take over the configuration as it is now. Returns them.
 
     Raises ServerProcessError where none runs, or one says that it cannot take over a change, and ConfigError where
-    nats-server refuses the configuration; then nothing has changed.
+    nats-server refuses the configuration; then none of them has been told.
     """
     server, choices = profiles.choose(config, profile="development")
     planned = recorded(directory)
@@ -152,8 +155,8 @@ def states(directory: Path) -> tuple[State, ...]:
 
 def recorded(directory: Path) -> list[Node]:
     """The nodes that were started in a directory and not stopped, whether they run or not."""
-    records = (_decoded(file) for file in sorted(directory.glob("*/node.json")))
-    return [node for node in records if node]
+    records = map(_decoded, directory.glob("*/node.json"))
+    return sorted((node for node in records if node), key=lambda node: (len(node.name), node.name))  # 10 after 9
 
 
 def is_running(node: Node) -> bool:
@@ -169,13 +172,13 @@ def is_running(node: Node) -> bool:
 
 
 def ask(node: Node, path: str) -> dict[str, Any]:
-    """What the node answers on its monitoring port, such as /varz. Raises OSError where it does not."""
+    """What the node answers on its monitoring port, such as /varz. Raises ServerProcessError where it does not."""
     connection = http.client.HTTPConnection(LOOPBACK, node.monitoring_port, timeout=5)
     try:
         connection.request("GET", path)
         answer: dict[str, Any] = json.loads(connection.getresponse().read())
-    except (http.client.HTTPException, ValueError) as error:
-        raise OSError(f"no answer from port {node.monitoring_port}") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise ServerProcessError(f"no answer from http://{LOOPBACK}:{node.monitoring_port}{path}") from error
     finally:
         connection.close()
     return answer
@@ -315,18 +318,21 @@ def _decoded(file: Path) -> Node | None:
 
 
 def _wait_until_healthy(nodes: list[Node]) -> None:
-    def healthy() -> bool:
-        for node in nodes:
-            if not is_running(node):
-                raise ServerProcessError(f"nats-server {node.name} ended at once: {last_error(node.log)}")
-            if UNRECOVERABLE in (health := _health(node)):
-                raise ServerProcessError(f"nats-server {node.name}: {health}: {last_error(node.log)}")
-        return all(_health(node) == "ok" for node in nodes)
+    if eventually(lambda: all(tuple(map(_is_healthy, nodes))), READY_SECONDS):  # all are asked: one may have ended
+        return
+    late = next((node for node in nodes if not _is_healthy(node)), nodes[0])
+    what = f"{_health(late)}: {last_error(late.log)}"
+    raise ServerProcessError(f"nats-server {late.name} was not ready within {READY_SECONDS:.0f} s: {what}")
 
-    if not eventually(healthy, READY_SECONDS):
-        node = next((node for node in nodes if _health(node) != "ok"), nodes[0])
-        what = f"{_health(node)}: {last_error(node.log)}"
-        raise ServerProcessError(f"nats-server {node.name} was not ready within {READY_SECONDS:.0f} s: {what}")
+
+def _is_healthy(node: Node) -> bool:
+    """Raises ServerProcessError where there is nothing to wait for."""
+    if not is_running(node):
+        raise ServerProcessError(f"nats-server {node.name} ended at once: {last_error(node.log)}")
+    health = _health(node)
+    if UNRECOVERABLE in health:
+        raise ServerProcessError(f"nats-server {node.name}: {health}: {last_error(node.log)}")
+    return health == "ok"
 
 
 def _state(node: Node) -> State:
@@ -344,7 +350,7 @@ def _health(node: Node) -> str:
         if ask(node, "/varz").get("server_name") != node.name:
             return f"port {node.monitoring_port} is another server's"
         answer = ask(node, "/healthz")
-    except OSError as error:
+    except ServerProcessError as error:
         return str(error)
     return "ok" if answer.get("status") == "ok" else str(answer.get("error", "unhealthy"))
 
@@ -394,6 +400,7 @@ def _signal(node: Node, number: signal.Signals) -> None:
 
 
 def eventually(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether it holds within this time; it is looked at 50 times a second."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

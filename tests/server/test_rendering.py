@@ -56,21 +56,22 @@ def test_text_stays_text_whatever_is_in_it(load: Load) -> None:
         (
             "accounts:\n  A:\n    users:\n      bob:\n        password: hush\n        permissions:\n"
             "          publish: {allow: [a, b..c]}",
-            "dev.yaml:9: server.accounts.A.users.bob.permissions.publish.allow: nats-server refuses it: "
+            "dev.yaml:9: server.accounts.A.users.bob.permissions.publish.allow is refused by nats-server: "
             'subject "b..c" is not a valid subject',
         ),
         (
             "accounts:\n  A:\n    users:\n      bob:\n        nkey: SUSEED",
-            "dev.yaml:7: server.accounts.A.users.bob.nkey: nats-server refuses it: Not a valid public nkey for a user",
+            "dev.yaml:7: server.accounts.A.users.bob.nkey is refused by nats-server: "
+            "Not a valid public nkey for a user",
         ),
         (
             "port: 0\nlame_duck_duration: 5s\nlame_duck_grace_period: 1s",
-            "dev.yaml:4: server.lame_duck_duration: nats-server refuses it: "
+            "dev.yaml:4: server.lame_duck_duration is refused by nats-server: "
             "invalid lame_duck_duration of 5s, minimum is 30 seconds",
         ),
         (
             "tls:\n  cert_file: dev.yaml\n  key_file: dev.yaml",
-            "dev.yaml:3: server.tls: nats-server refuses it: error parsing X509 certificate/key pair: "
+            "dev.yaml:3: server.tls is refused by nats-server: error parsing X509 certificate/key pair: "
             "tls: failed to find any PEM data in certificate input",
         ),
     ],
@@ -122,7 +123,7 @@ def test_what_nats_server_refuses_is_refused_with_the_place_in_our_file(load: Lo
 )
 def test_what_types_cannot_say_has_its_place_and_shows_no_secret(load: Load, server: str, mistake: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        load(server)
+        write(load, server)
     assert any(each.startswith("dev.yaml:") and mistake in each for each in raised.value.mistakes), (
         raised.value.mistakes
     )
@@ -155,8 +156,9 @@ def test_what_only_this_machine_can_tell_is_told_when_the_file_is_written(
 def test_production_asks_for_what_only_the_site_knows(load: Load) -> None:
     with pytest.raises(ConfigError) as raised:
         write(load, "{}", profile="production")
-    missing = [mistake.split(" ")[0] for mistake in raised.value.mistakes]
-    assert missing == [f"server.jetstream.{key}" for key in ("store_dir", "max_memory_store", "max_file_store")]
+    missing = [mistake.partition(" is missing")[0] for mistake in raised.value.mistakes]
+    keys = ("store_dir", "max_memory_store", "max_file_store")
+    assert missing == [f"dev.yaml:2: server.jetstream.{key}" for key in keys]
     with pytest.raises(ConfigError, match=r"dev.yaml:3: server.jetstream.store_dir must not be .* temporary files"):
         write(load, PRODUCTION.replace("/var/lib/nats", "/tmp/nats"), profile="production")
 
@@ -221,3 +223,8 @@ def test_the_key_may_stand_in_the_environment(load: Load) -> None:
         load, "jetstream: {encryption: {cipher: aes}}", AVISO_WORKERS_SERVER__JETSTREAM__ENCRYPTION__KEY="hush"
     )
     assert '  cipher: "aes"\n  key: "hush"\n' in text
+
+
+def test_a_worker_loads_the_file_without_the_passwords_of_the_server(load: Load) -> None:
+    loaded = load("accounts: {A: {users: {bob: {}}}}")
+    assert loaded.server.accounts["A"].users["bob"].password is None

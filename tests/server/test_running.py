@@ -73,6 +73,16 @@ def test_starting_again_starts_only_what_does_not_run(load: Load, start: Start) 
         start(loaded, nodes=1)
 
 
+def test_what_was_killed_is_forgotten_when_something_else_is_started(load: Load, start: Start) -> None:
+    loaded = load(f"server_name: n\n{ANYWHERE}")
+    nodes = start(loaded, nodes=2)
+    for node in nodes:
+        os.kill(node.pid, signal.SIGKILL)
+    assert running.eventually(lambda: not any(map(running.is_running, nodes)), 10)
+    (alone,) = start(loaded)
+    assert [(state.node, state.health) for state in running.states(alone.directory.parent)] == [(alone, "ok")]
+
+
 def test_a_node_that_does_not_start_says_why_and_takes_the_others_with_it(load: Load, start: Start) -> None:
     Path("servers/n-2").mkdir(parents=True)
     Path("servers/n-2/jetstream").write_text("a file where a directory should be")
