@@ -28,7 +28,7 @@ from types import TracebackType
 
 from aviso_workers.errors import ServerProcessError
 
-__all__ = ["NatsServer", "answers", "die_with_parent", "find_binary", "last_error"]
+__all__ = ["NatsServer", "die_with_parent", "find_binary", "last_error"]
 
 BINARY_VARIABLE = "AVISO_WORKERS_NATS_SERVER"
 OLDEST = (2, 11)
@@ -56,7 +56,7 @@ class NatsServer:
         in use, or the server does not get ready.
         """
         binary = find_binary()
-        if port and answers(port):
+        if port and _answers(port):
             raise ServerProcessError(f"port {port} on 127.0.0.1 is in use: stop what listens there, or choose another")
         name = f"aviso-workers-{uuid.uuid4().hex[:12]}"
         run_dir = Path(tempfile.mkdtemp(prefix="aviso-workers-nats-"))
@@ -188,8 +188,7 @@ def last_error(log: str) -> str:
     return (errors or lines)[-1]
 
 
-def answers(port: int) -> bool:
-    """Whether something listens there on the loopback."""
+def _answers(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
     except OSError:

@@ -15,12 +15,14 @@ import http.client
 import json
 import math
 import os
+import random
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from itertools import filterfalse, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,7 +32,7 @@ from msgspec import Struct, structs
 from aviso_workers.config import Config, Server
 from aviso_workers.config.nats_server import LOOPBACK, Cluster
 from aviso_workers.errors import ServerProcessError
-from aviso_workers.server import answers, die_with_parent, find_binary, last_error, profiles, rendering
+from aviso_workers.server import die_with_parent, find_binary, last_error, profiles, rendering
 
 __all__ = ["Node", "State", "ask", "eventually", "reload", "start", "states", "stop"]
 
@@ -212,7 +214,7 @@ def _planned(server: Server, names: list[str], directory: Path) -> list[Node]:
     nodes = []
     for i, name in enumerate(names):
         configured = [port + i if port else 0 for port in _ports(server)]
-        for port in filter(answers, filter(None, configured)):
+        for port in filterfalse(_is_free, filter(None, configured)):
             raise ServerProcessError(f"port {port} on {LOOPBACK} is in use: stop what listens there, or choose another")
         port, monitoring_port, cluster_port, leaf_port = (port or next(free) for port in configured)
         nodes.append(
@@ -229,9 +231,17 @@ def _planned(server: Server, names: list[str], directory: Path) -> list[Node]:
 
 
 def _free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
-        return [int(each.getsockname()[1]) for each in sockets]
+    """Ports outside of the range that the kernel takes from for connections: one of those may be first."""
+    candidates = random.sample(range(15_000, 32_000), 2_000)
+    return list(islice(filter(_is_free, candidates), count))
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server((LOOPBACK, port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def _settings(server: Server, node: Node, *, peers: list[Node]) -> Server:
