@@ -16,7 +16,7 @@ from typing import Literal
 from msgspec import Struct, structs
 
 from aviso_workers.config import Config, Server, nats_server
-from aviso_workers.config.nats_server import ServerJetStream
+from aviso_workers.config.nats_server import LOOPBACK, ServerJetStream
 from aviso_workers.errors import ConfigError
 from aviso_workers.literals import Duration, Size
 
@@ -47,7 +47,7 @@ def choose(config: Config, *, profile: Profile) -> tuple[Server, tuple[Choice, .
     if found := list(nats_server.mistakes(server, config.origins)):
         raise ConfigError(nats_server.located(path, problem, origins=config.origins) for path, problem in found)
     if profile == "production":
-        if found := list(_open(server.jetstream)):
+        if found := list(_open(config)):
             raise ConfigError(nats_server.located(path, problem, origins=config.origins) for path, problem in found)
         chosen = _synced(server.jetstream, alone=server.cluster is None)
     else:
@@ -62,8 +62,9 @@ def choose(config: Config, *, profile: Profile) -> tuple[Server, tuple[Choice, .
     return server, tuple(_choices(config, server))
 
 
-def _open(jetstream: ServerJetStream) -> Iterator[tuple[str, str]]:
+def _open(config: Config) -> Iterator[tuple[str, str]]:
     """What production has to be told, as (key path, what is wrong)."""
+    jetstream, cluster = config.server.jetstream, config.server.cluster
     for key, what in {
         "store_dir": "where the streams are",
         "max_memory_store": "what they may take of the memory",
@@ -71,6 +72,10 @@ def _open(jetstream: ServerJetStream) -> Iterator[tuple[str, str]]:
     }.items():
         if getattr(jetstream, key) is None:
             yield f"server.jetstream.{key}", f"is missing: in production, say {what}"
+    if cluster and "server.server_name" not in config.origins:
+        yield "server.server_name", "is missing: in a cluster, each server has a name of its own"
+    if cluster and not cluster.routes:
+        yield "server.cluster.routes", "is missing: in production, say where the servers of the cluster are"
     if jetstream.store_dir and jetstream.store_dir.startswith(TEMPORARY):
         yield "server.jetstream.store_dir", "must not be in a directory for temporary files in production"
 
@@ -84,6 +89,14 @@ def _synced(jetstream: ServerJetStream, *, alone: bool) -> ServerJetStream:
 
 
 def _choices(config: Config, server: Server) -> Iterator[Choice]:
+    yield from _durability(config, server)
+    if not server.accounts:
+        yield Choice(key="server.accounts", value="none", why="whoever reaches the port may do everything")
+    if server.tls is None and server.host != LOOPBACK:
+        yield Choice(key="server.tls", value="none", why="passwords and notifications can be read on the network")
+
+
+def _durability(config: Config, server: Server) -> Iterator[Choice]:
     jetstream = server.jetstream
     alone = server.cluster is None
     if jetstream.sync_always:

@@ -61,7 +61,7 @@ class Rendered(Struct, frozen=True, kw_only=True):
         return "".join(f"{line}\n" for line, _ in self.lines)
 
     def without_secrets(self, text: str) -> str:
-        for secret in self.secrets:
+        for secret in sorted(self.secrets, key=len, reverse=True):
             text = text.replace(secret, HIDDEN)
         return text
 

@@ -159,6 +159,12 @@ def test_production_asks_for_what_only_the_site_knows(load: Load) -> None:
     missing = [mistake.partition(" is missing")[0] for mistake in raised.value.mistakes]
     keys = ("store_dir", "max_memory_store", "max_file_store")
     assert missing == [f"dev.yaml:2: server.jetstream.{key}" for key in keys]
+    with pytest.raises(ConfigError) as raised:
+        write(load, PRODUCTION + "cluster: {}", profile="production")
+    assert raised.value.mistakes == (
+        "dev.yaml:2: server.server_name is missing: in a cluster, each server has a name of its own",
+        "dev.yaml:4: server.cluster.routes is missing: in production, say where the servers of the cluster are",
+    )
     with pytest.raises(ConfigError, match=r"dev.yaml:3: server.jetstream.store_dir must not be .* temporary files"):
         write(load, PRODUCTION.replace("/var/lib/nats", "/tmp/nats"), profile="production")
 
@@ -173,7 +179,7 @@ def test_production_flushes_every_write_of_a_server_without_copies(load: Load) -
     ("replicas", "stands"), [(1, "a stream stands still with its server"), (3, "streams stand the loss of 1 of")]
 )
 def test_production_says_what_a_cluster_stands(load: Load, replicas: int, stands: str) -> None:
-    cluster = PRODUCTION + "cluster: {routes: [n1:6222, n2:6222, n3:6222]}"
+    cluster = PRODUCTION + "server_name: n1\ncluster: {routes: [n1:6222, n2:6222, n3:6222]}"
     text = write(lambda server: load(server, replicas=replicas), cluster, profile="production")
     assert '  sync_interval: "10s"\n' in text
     assert "at once loses up to 10s of what is acknowledged" in text
