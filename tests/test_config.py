@@ -538,6 +538,7 @@ def test_the_example_loads_without_a_warning_and_states_the_defaults() -> None:
     assert list(example.notification_schema) == ["mars", "dissemination", "test_polygon", "spark_job"]
     assert example.notification_backend == config.NotificationBackend(kind="jetstream")
     assert (example.workers, example.application) == (config.Workers(), config.Application())
+    assert example.server == config.Server()
 
 
 def test_the_example_has_every_key_that_there_is() -> None:
@@ -573,7 +574,14 @@ def _key_paths(type_: inspect.Type, path: str = "") -> Iterator[str]:
 
 
 def _written_paths(value: Any, path: str = "") -> Iterator[str]:
-    free = path in (".notification_schema", ".notification_schema.*.identifier", ".workers.agents")
+    free = path in (
+        ".notification_schema",
+        ".notification_schema.*.identifier",
+        ".workers.agents",
+        ".server.accounts",
+        ".server.accounts.*.users",
+        ".server.leafnodes.remotes",
+    )
     for key, inside in value.items() if isinstance(value, dict) else ():
         key_path = f"{path}.{'*' if free else key}"
         yield key_path

@@ -20,6 +20,7 @@ from aviso_workers.cli import (
     notifying,
     reading,
     reporting,
+    serving,
     sparking,
     steering,
     working,
@@ -60,6 +61,7 @@ command.command()(steering.reset)
 command.add_typer(burying.dead_letters, name="dead-letters")
 command.add_typer(sparking.spark, name="spark")
 command.add_typer(administering.streams, name="streams")
+command.add_typer(serving.server, name="server")
 command.add_typer(configuring.config, name="config")
 
 

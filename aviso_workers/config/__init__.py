@@ -1,12 +1,14 @@
 """The configuration: YAML files and environment variables become frozen Structs, or one error that lists all mistakes.
 
 Whoever starts a process calls `load`; the engine and the backends are handed the sections that concern them. The keys
-are those of aviso-server, whose own file loads unchanged, and a section `workers` of ours; `settings.py` explains each
-of them. The way of a value is `documents` (YAML with lines), `environment` (variables over files), `reading` (types),
-`loading` (sources and what types cannot say); `showing` prints it.
+are those of aviso-server, whose own file loads unchanged, and the sections `workers` and `server` of ours;
+`settings.py` and `nats_server.py` explain each of them. The way of a value is `documents` (YAML with lines),
+`environment` (variables over files), `reading` (types), `loading` (sources and what types cannot say); `showing`
+prints it.
 """
 
 from aviso_workers.config.loading import load
+from aviso_workers.config.nats_server import Server
 from aviso_workers.config.secrets import Secret, ServerUrls
 from aviso_workers.config.settings import (
     Application,
@@ -31,6 +33,7 @@ __all__ = [
     "Logging",
     "NotificationBackend",
     "Secret",
+    "Server",
     "ServerUrls",
     "Status",
     "Tls",

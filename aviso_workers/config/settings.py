@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from aviso_workers.config.fields import Count, Port, Positive, Seconds, Text, about
+from aviso_workers.config.nats_server import Server
 from aviso_workers.config.secrets import Secret, ServerUrls
 from aviso_workers.literals import Duration, Size
 from aviso_workers.schema import EventType
@@ -31,20 +33,6 @@ __all__ = [
 ]
 
 DEFAULT_URL = "nats://localhost:4222"
-
-
-Text = Annotated[str, Meta(min_length=1)]
-Positive = Annotated[int, Meta(gt=0)]
-Seconds = Annotated[float, Meta(gt=0)]
-Count = Annotated[int, Meta(ge=0)]
-
-
-def about(description: str, **reasons: str) -> Meta:
-    """What a field means, which is also shown in editors.
-
-    `reasons` belongs to a choice: why a value that one might expect is none, and `otherwise`, what to say of the rest.
-    """
-    return Meta(description=description, extra={"reasons": reasons})
 
 
 class Application(Struct, frozen=True, kw_only=True):
@@ -160,7 +148,7 @@ class Status(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The port that answers /metrics, /livez and /readyz."""
 
     host: Annotated[Text, about("Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 is any free one.")] = 9464
+    port: Annotated[Port, about("Port to listen on; 0 is any free one.")] = 9464
 
 
 class Logging(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -206,6 +194,7 @@ class Document(Struct, frozen=True, kw_only=True):
     ] = None
     application: Annotated[Application, about("aviso-server's section; only base_url is read.")] = Application()
     workers: Annotated[Workers, about("The worker processes.")] = Workers()
+    server: Annotated[Server, about("A nats-server of our own. Workers do not read it.")] = Server()
 
 
 class Config(Document, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ _TELLTALE = re.compile(r"password|passwd|secret|token|credential|api_?key", re.I
 def json_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of a configuration file."""
     written = msgspec.json.schema(Document, schema_hook=_LITERALS.__getitem__)
+    written = msgspec.json.decode(msgspec.json.encode(written))  # a default that is a tuple is a list
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Configuration of aviso-workers",

@@ -1,8 +1,11 @@
-"""A real nats-server of our own, for development, the demo and tests.
+"""A real nats-server of our own.
 
-`NatsServer.start` finds the binary, starts it on a free or a given port, waits until it is ready, makes sure that
-the one that answers is the one that was started, and reaps it. It configures what one development server needs and
-no more; a production server is the site's.
+`NatsServer` is the one for the demo and tests: `start` finds the binary, starts it on a free or a given port, waits
+until it is ready, makes sure that the one that answers is the one that was started, and reaps it. It configures what
+one development server needs and no more.
+
+The section `server` of the configuration describes a whole server: `profiles` chooses what it leaves open, `rendering`
+writes nats-server.conf, and `running` runs one or several of them in the background.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from types import TracebackType
 
 from aviso_workers.errors import ServerProcessError
 
-__all__ = ["NatsServer", "find_binary"]
+__all__ = ["NatsServer", "die_with_parent", "find_binary", "last_error"]
 
 BINARY_VARIABLE = "AVISO_WORKERS_NATS_SERVER"
 OLDEST = (2, 11)
@@ -66,7 +69,7 @@ class NatsServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for us: we stop the server after the agents
-                preexec_fn=_die_with_parent(),
+                preexec_fn=die_with_parent(),
             )
         server = cls(process=process, name=name, port=port, store_dir=store_dir, run_dir=run_dir)
         try:
@@ -114,14 +117,14 @@ class NatsServer:
         deadline = time.monotonic() + READY_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise ServerProcessError(f"nats-server ended at once: {self._last_error()}")
+                raise ServerProcessError(f"nats-server ended at once: {last_error(self.log)}")
             port = self._port_from_file()
             if port and (found := _server_name(port)):
                 if found != self.name:
                     raise ServerProcessError(f"port {port} on 127.0.0.1 is another server's ({found})")
                 return port
             time.sleep(0.02)
-        raise ServerProcessError(f"nats-server was not ready within {READY_SECONDS:.0f} s: {self._last_error()}")
+        raise ServerProcessError(f"nats-server was not ready within {READY_SECONDS:.0f} s: {last_error(self.log)}")
 
     def _port_from_file(self) -> int | None:
         for ports_file in self._run_dir.glob("*.ports"):
@@ -131,12 +134,6 @@ class NatsServer:
                 return None  # not written to its end yet
             return int(url.rsplit(":", 1)[1])
         return None
-
-    def _last_error(self) -> str:
-        """What it logged last of an error; a mistake in its configuration it tells without the word."""
-        lines = self.log.strip().splitlines() or ["it logged nothing"]
-        errors = [line for line in lines if "[FTL]" in line or "[ERR]" in line or "error" in line.lower()]
-        return (errors or lines)[-1]
 
 
 def find_binary() -> str:
@@ -184,6 +181,13 @@ def _config_text(*, name: str, port: int, store_dir: Path, run_dir: Path) -> str
     )
 
 
+def last_error(log: str) -> str:
+    """What a server logged last of an error; a mistake in its configuration it tells without the word."""
+    lines = log.strip().splitlines() or ["it logged nothing"]
+    errors = [line for line in lines if "[FTL]" in line or "[ERR]" in line or "error" in line.lower()]
+    return (errors or lines)[-1]
+
+
 def _answers(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
@@ -204,7 +208,7 @@ def _server_name(port: int) -> str | None:
         return None
 
 
-def _die_with_parent() -> Callable[[], None] | None:
+def die_with_parent() -> Callable[[], None] | None:
     """On Linux, have the kernel end the server when we are killed and cannot do it ourselves."""
     if sys.platform != "linux":
         return None

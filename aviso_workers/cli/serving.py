@@ -1,0 +1,96 @@
+"""`server render|start|stop|reload|status`: a nats-server of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aviso_workers import config as configuration
+from aviso_workers.cli.finding import ConfigOption
+from aviso_workers.cli.printing import print_table
+from aviso_workers.server import profiles, rendering, running
+
+__all__ = ["server"]
+
+server = typer.Typer(help="A nats-server of our own, from the section `server`.", no_args_is_help=True)
+
+Directory = Annotated[Path, typer.Option("--directory", "-d", help="Where the servers and their logs are.")]
+DIRECTORY = Path(".aviso-workers/server")
+
+
+@server.command()
+def render(
+    profile: Annotated[
+        profiles.Profile, typer.Option("--profile", help="What chooses where the configuration says nothing.")
+    ] = "production",
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("nats-server.conf"),
+    config: ConfigOption = None,
+) -> None:
+    """Write nats-server.conf, once nats-server has checked it, and say what the server stands."""
+    loaded = configuration.load(config)
+    settings, choices = profiles.choose(loaded, profile=profile)
+    rendered = rendering.render(settings, origins=loaded.origins, choices=choices)
+    rendering.write(rendered, output, origins=loaded.origins)
+    print_table(("key", "value", "so"), [(choice.key, choice.value, choice.why) for choice in choices])
+    typer.echo(f"{output}: written, readable by its owner only")
+
+
+@server.command()
+def start(
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="How many; several are a cluster.")] = 1,
+    directory: Directory = DIRECTORY,
+    config: ConfigOption = None,
+) -> None:
+    """Run it in the background on 127.0.0.1, for development and tests; of a cluster, what does not run."""
+    running.start(configuration.load(config), directory=directory, nodes=nodes)
+    _print_states(running.states(directory))
+
+
+@server.command()
+def stop(
+    lame_duck: Annotated[
+        bool, typer.Option("--lame-duck", help="Let it hand over its streams and tell its clients first.")
+    ] = False,
+    directory: Directory = DIRECTORY,
+) -> None:
+    """End what `start` has started; what it stored stays."""
+    ended = running.stop(directory, lame_duck=lame_duck)
+    for node in ended:
+        typer.echo(f"{node.name}: ended")
+    if not ended:
+        typer.echo(f"nothing runs in {directory}")
+
+
+@server.command()
+def reload(directory: Directory = DIRECTORY, config: ConfigOption = None) -> None:
+    """Have what runs take over the configuration, without a restart; say what it cannot take over."""
+    for node in running.reload(configuration.load(config), directory=directory):
+        typer.echo(f"{node.name}: reloaded")
+
+
+@server.command()
+def status(directory: Directory = DIRECTORY) -> None:
+    """Show what `start` has started; exit 1 unless all of it is healthy."""
+    states = running.states(directory)
+    _print_states(states)
+    if not states or any(state.health != "ok" for state in states):
+        raise typer.Exit(1)
+
+
+def _print_states(states: Iterable[running.State]) -> None:
+    print_table(
+        ("server", "pid", "url", "monitoring", "health"),
+        [
+            (
+                state.node.name,
+                str(state.pid or "-"),
+                state.node.url,
+                f"http://127.0.0.1:{state.node.monitoring_port}",
+                state.health,
+            )
+            for state in states
+        ],
+    )

@@ -1,0 +1,27 @@
+"""What fields of settings are made of: bounded numbers, text that says something, and a word on each.
+
+`settings` and `nats_server` declare with these; `reading` knows what they mean.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+__all__ = ["Count", "Port", "Positive", "Seconds", "Text", "about"]
+
+Text = Annotated[str, Meta(min_length=1)]
+Positive = Annotated[int, Meta(gt=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=0)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+"""0 is any free one."""
+
+
+def about(description: str, **reasons: str) -> Meta:
+    """What a field means, which is also shown in editors.
+
+    `reasons` belongs to a choice: why a value that one might expect is none, and `otherwise`, what to say of the rest.
+    """
+    return Meta(description=description, extra={"reasons": reasons})

@@ -1,0 +1,132 @@
+"""What a server stands, chosen for production or for development, and why.
+
+`rendering` asks `choose` before it writes a nats-server.conf. A profile fills in what the configuration leaves open
+and says what follows from it; what only the site can know, production asks for. What is configured is never changed.
+
+The one choice that loses data is when files are flushed: a nats-server acknowledges a message before that. What is
+in between survives the end of the process, but not a power cut; with several copies, not a cut that takes a majority
+of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from msgspec import Struct, structs
+
+from aviso_workers.config import Config, Server, nats_server
+from aviso_workers.config.nats_server import LOOPBACK, ServerJetStream
+from aviso_workers.errors import ConfigError
+from aviso_workers.literals import Duration, Size
+
+__all__ = ["Choice", "Profile", "choose"]
+
+Profile = Literal["production", "development"]
+
+SERVER_SYNC_INTERVAL = Duration(120)
+CLUSTER_SYNC_INTERVAL = Duration(10)
+COPIES = 3
+TEMPORARY = ("/tmp/", "/var/tmp/")
+
+
+class Choice(Struct, frozen=True, kw_only=True):
+    """A setting that decides what the server stands, its value in force, and what follows."""
+
+    key: str
+    value: str
+    why: str
+
+
+def choose(config: Config, *, profile: Profile) -> tuple[Server, tuple[Choice, ...]]:
+    """The server with nothing left open, and what was chosen.
+
+    Raises ConfigError with all mistakes in the section, and where production needs to be told more.
+    """
+    server = config.server
+    if found := list(nats_server.mistakes(server, config.origins)):
+        raise ConfigError(nats_server.located(path, problem, origins=config.origins) for path, problem in found)
+    if profile == "production":
+        if found := list(_open(config)):
+            raise ConfigError(nats_server.located(path, problem, origins=config.origins) for path, problem in found)
+        chosen = _synced(server.jetstream, alone=server.cluster is None)
+    else:
+        chosen = structs.replace(
+            server.jetstream,
+            max_memory_store=server.jetstream.max_memory_store or Size.parse("256Mi"),
+            max_file_store=server.jetstream.max_file_store or Size.parse("4Gi"),
+            sync_interval=server.jetstream.sync_interval
+            or (None if server.jetstream.sync_always else SERVER_SYNC_INTERVAL),
+        )
+    server = structs.replace(server, jetstream=chosen)
+    return server, tuple(_choices(config, server))
+
+
+def _open(config: Config) -> Iterator[tuple[str, str]]:
+    """What production has to be told, as (key path, what is wrong)."""
+    jetstream, cluster = config.server.jetstream, config.server.cluster
+    for key, what in {
+        "store_dir": "where the streams are",
+        "max_memory_store": "what they may take of the memory",
+        "max_file_store": "what they may take of the disk",
+    }.items():
+        if getattr(jetstream, key) is None:
+            yield f"server.jetstream.{key}", f"is missing: in production, say {what}"
+    if cluster and "server.server_name" not in config.origins:
+        yield "server.server_name", "is missing: in a cluster, each server has a name of its own"
+    if cluster and not cluster.routes:
+        yield "server.cluster.routes", "is missing: in production, say where the servers of the cluster are"
+    if jetstream.store_dir and jetstream.store_dir.startswith(TEMPORARY):
+        yield "server.jetstream.store_dir", "must not be in a directory for temporary files in production"
+
+
+def _synced(jetstream: ServerJetStream, *, alone: bool) -> ServerJetStream:
+    if jetstream.sync_always or jetstream.sync_interval is not None:
+        return jetstream
+    if alone:
+        return structs.replace(jetstream, sync_always=True)
+    return structs.replace(jetstream, sync_interval=CLUSTER_SYNC_INTERVAL)
+
+
+def _choices(config: Config, server: Server) -> Iterator[Choice]:
+    yield from _durability(config, server)
+    if not server.accounts:
+        yield Choice(key="server.accounts", value="none", why="whoever reaches the port may do everything")
+    if server.tls is None and server.host != LOOPBACK:
+        yield Choice(key="server.tls", value="none", why="passwords and notifications can be read on the network")
+
+
+def _durability(config: Config, server: Server) -> Iterator[Choice]:
+    jetstream = server.jetstream
+    alone = server.cluster is None
+    if jetstream.sync_always:
+        yield Choice(
+            key="server.jetstream.sync_always",
+            value="true",
+            why="nothing that is acknowledged is lost in a power cut; every write waits for the disk",
+        )
+    else:
+        where = "" if alone else " that takes a majority of a stream's copies at once"
+        yield Choice(
+            key="server.jetstream.sync_interval",
+            value=str(jetstream.sync_interval),
+            why=f"a power cut{where} loses up to {jetstream.sync_interval} of what is acknowledged",
+        )
+    replicas = config.notification_backend.jetstream.replicas or 1
+    if alone:
+        why = "one server: with its disk, the streams are gone"
+    elif replicas < COPIES:
+        why = f"a stream stands still with its server, and is gone with its disk: {COPIES} copies stand the loss of one"
+    else:
+        why = f"streams stand the loss of {(replicas - 1) // 2} of the servers that hold them"
+    yield Choice(key="notification_backend.jetstream.replicas", value=str(replicas), why=why)
+    yield Choice(
+        key="server.jetstream.max_file_store",
+        value=str(jetstream.max_file_store),
+        why="what does not fit is refused; the disk should be two to three times as large",
+    )
+    yield Choice(
+        key="server.jetstream.max_memory_store",
+        value=str(jetstream.max_memory_store),
+        why="of streams in memory; what does not fit is refused",
+    )

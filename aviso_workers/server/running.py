@@ -1,0 +1,419 @@
+"""One nats-server or several in the background, on the loopback, for development and tests.
+
+The commands `server start|stop|reload|status` call here. Every node has a directory of its own below one that the
+commands agree on: its nats-server.conf, its log, and a record of its ports. The node inherits an open file on that
+record with a lock on it, and holds the lock until it ends, however it ends: whether a node runs is asked of the lock,
+and a process id that was given to somebody else meanwhile is never signalled.
+
+Production servers run under the site's own supervisor, with a file that `rendering` wrote.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import http.client
+import json
+import math
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from itertools import filterfalse, islice
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+from msgspec import Struct, structs
+
+from aviso_workers.config import Config, Server
+from aviso_workers.config.nats_server import LOOPBACK, Cluster
+from aviso_workers.errors import ServerProcessError
+from aviso_workers.server import die_with_parent, find_binary, last_error, profiles, rendering
+
+__all__ = ["Node", "State", "ask", "eventually", "reload", "start", "states", "stop"]
+
+READY_SECONDS = 30.0
+STOP_SECONDS = 10.0
+RACE_SECONDS = 1.0
+UNRECOVERABLE = "could not be recovered"
+"""What a server says of a stream on its disk that it cannot read, with another key for example."""
+
+_CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
+"""What was started in this process: a parent has to ask for the end of its children, else they stay as zombies."""
+
+
+class Node(Struct, frozen=True, kw_only=True):
+    """A nats-server by itself, or of a cluster. The ports are on 127.0.0.1."""
+
+    name: str
+    directory: Path
+    port: int
+    monitoring_port: int
+    cluster_port: int
+    leaf_port: int
+
+    @property
+    def url(self) -> str:
+        return f"nats://{LOOPBACK}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """The process id, as the server wrote it down. Raises ValueError or OSError where it has not."""
+        return int((self.directory / "nats-server.pid").read_text())
+
+    @property
+    def log(self) -> str:
+        """What the server has logged since it was started."""
+        file = self.directory / "nats-server.log"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+
+class State(Struct, frozen=True, kw_only=True):
+    """How a node does. `health` is `ok`, or what is wrong."""
+
+    node: Node
+    pid: int | None
+    health: str
+
+
+def start(config: Config, *, directory: Path, nodes: int = 1, detached: bool = True) -> tuple[Node, ...]:
+    """Start the nodes that do not run, and wait until all of them are healthy.
+
+    They outlive this process if they are `detached`; else the kernel ends them with it, on Linux.
+
+    Raises ServerProcessError where one does not get ready, after those that were started are ended again, and
+    ConfigError where nats-server refuses its configuration.
+    """
+    server, choices = profiles.choose(config, profile="development")
+    found = recorded(directory)
+    running = [node for node in found if is_running(node)]
+    wanted = _names(server, nodes)
+    if running and sorted(node.name for node in found) != sorted(wanted):
+        names = ", ".join(node.name for node in running)
+        raise ServerProcessError(f"{names} in {directory}: stop what runs there before you start something else")
+    planned = found if running else _planned(server, wanted, directory)
+    for node in found:
+        if node not in planned:
+            _forget(node)
+    missing = [node for node in planned if node not in running]
+    for node in missing:
+        _write(config, server, node, peers=planned, choices=choices)
+    with ExitStack() as undo:
+        for node in missing:
+            _spawn(node, detached=detached)
+            undo.callback(_forget, node)
+            undo.callback(_end, [node], number=signal.SIGKILL, within=STOP_SECONDS)
+        _wait_until_healthy(planned)
+        undo.pop_all()
+    return tuple(planned)
+
+
+def reload(config: Config, *, directory: Path) -> tuple[Node, ...]:
+    """Have the nodes that run take over the configuration as it is now. Returns them.
+
+    Raises ServerProcessError where none runs, or one says that it cannot take over a change, and ConfigError where
+    nats-server refuses the configuration; then none of them has been told.
+    """
+    server, choices = profiles.choose(config, profile="development")
+    planned = recorded(directory)
+    running = [node for node in planned if is_running(node)]
+    if not running:
+        raise ServerProcessError(f"no nats-server runs in {directory}: start one")
+    if [node.name for node in planned] != _names(server, len(planned)) or not _has_ports(server, planned):
+        raise ServerProcessError("names and ports of what runs do not follow the configuration: stop it, and start it")
+    for node in running:
+        _write(config, server, node, peers=planned, choices=choices)
+    for node in running:
+        _reload(node)
+    return tuple(running)
+
+
+def stop(directory: Path, *, lame_duck: bool = False) -> tuple[Node, ...]:
+    """End the nodes that run, and forget those that do not. Returns those that ran; what they stored stays.
+
+    With `lame_duck`, each hands its streams to the others and tells its clients to leave, one node after the other,
+    as long as the configuration gives them; without, it is done within 10 s, by force if need be.
+    """
+    planned = recorded(directory)
+    running = [node for node in planned if is_running(node)]
+    if lame_duck:
+        for node in running:
+            _end([node], number=signal.SIGUSR2, within=math.inf)
+    else:
+        _end(running, number=signal.SIGTERM, within=STOP_SECONDS)
+    for node in planned:
+        _forget(node)
+    return tuple(running)
+
+
+def states(directory: Path) -> tuple[State, ...]:
+    """Every node that was started there and not stopped, in the order of their names."""
+    return tuple(_state(node) for node in recorded(directory))
+
+
+def recorded(directory: Path) -> list[Node]:
+    """The nodes that were started in a directory and not stopped, whether they run or not."""
+    records = map(_decoded, directory.glob("*/node.json"))
+    return sorted((node for node in records if node), key=lambda node: (len(node.name), node.name))  # 10 after 9
+
+
+def is_running(node: Node) -> bool:
+    """Whether the process that was started is there: it holds the lock."""
+    try:
+        with (node.directory / "node.json").open("rb") as record:
+            fcntl.flock(record, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
+def ask(node: Node, path: str) -> dict[str, Any]:
+    """What the node answers on its monitoring port, such as /varz. Raises ServerProcessError where it does not."""
+    connection = http.client.HTTPConnection(LOOPBACK, node.monitoring_port, timeout=5)
+    try:
+        connection.request("GET", path)
+        answer: dict[str, Any] = json.loads(connection.getresponse().read())
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise ServerProcessError(f"no answer from http://{LOOPBACK}:{node.monitoring_port}{path}") from error
+    finally:
+        connection.close()
+    return answer
+
+
+def _names(server: Server, nodes: int) -> list[str]:
+    return [server.server_name] if nodes == 1 else [f"{server.server_name}-{i}" for i in range(1, nodes + 1)]
+
+
+def _ports(server: Server) -> tuple[int, int, int, int]:
+    """The first node's, as far as they are configured, in the order of `Node`; those of the next are one higher."""
+    cluster_port = server.cluster.port if server.cluster else 0
+    leaf_port = (server.leafnodes.port if server.leafnodes else None) or 0
+    return server.port, server.monitoring.port, cluster_port, leaf_port
+
+
+def _has_ports(server: Server, nodes: list[Node]) -> bool:
+    return all(
+        configured in (0, found - i)
+        for i, node in enumerate(nodes)
+        for configured, found in zip(_ports(server), _node_ports(node), strict=True)
+    )
+
+
+def _node_ports(node: Node) -> tuple[int, int, int, int]:
+    return node.port, node.monitoring_port, node.cluster_port, node.leaf_port
+
+
+def _planned(server: Server, names: list[str], directory: Path) -> list[Node]:
+    free = iter(_free_ports(len(names) * len(_ports(server))))
+    nodes = []
+    for i, name in enumerate(names):
+        configured = [port + i if port else 0 for port in _ports(server)]
+        for port in filterfalse(_is_free, filter(None, configured)):
+            raise ServerProcessError(f"port {port} on {LOOPBACK} is in use: stop what listens there, or choose another")
+        port, monitoring_port, cluster_port, leaf_port = (port or next(free) for port in configured)
+        nodes.append(
+            Node(
+                name=name,
+                directory=directory.absolute() / name,
+                port=port,
+                monitoring_port=monitoring_port,
+                cluster_port=cluster_port,
+                leaf_port=leaf_port,
+            )
+        )
+    return nodes
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports outside of the range that the kernel takes from for connections: one of those may be first."""
+    candidates = random.sample(range(15_000, 32_000), 2_000)
+    return list(islice(filter(_is_free, candidates), count))
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server((LOOPBACK, port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def _settings(server: Server, node: Node, *, peers: list[Node]) -> Server:
+    """The configuration of one node: the configured one, with what has to differ between nodes on one machine."""
+    is_alone = len(peers) == 1
+    store_dir = Path(server.jetstream.store_dir or node.directory / "jetstream")
+    if server.jetstream.store_dir and not is_alone:
+        store_dir /= node.name
+    unique, tags = server.jetstream.unique_tag, server.server_tags
+    if unique and not is_alone:
+        number = peers.index(node) + 1
+        tags = tuple(f"{unique}{number}" if tag.startswith(unique) else tag for tag in tags)
+    leaf_nodes = server.leafnodes
+    if leaf_nodes and leaf_nodes.port is not None:
+        leaf_nodes = structs.replace(leaf_nodes, host=LOOPBACK, port=node.leaf_port)
+    routes = tuple(f"{LOOPBACK}:{peer.cluster_port}" for peer in peers)
+    cluster = structs.replace(server.cluster or Cluster(), host=LOOPBACK, port=node.cluster_port, routes=routes)
+    return structs.replace(
+        server,
+        server_name=node.name,
+        server_tags=tags,
+        host=LOOPBACK,
+        port=node.port,
+        monitoring=structs.replace(server.monitoring, host=LOOPBACK, port=node.monitoring_port),
+        jetstream=structs.replace(server.jetstream, store_dir=str(store_dir.absolute())),
+        cluster=None if is_alone else cluster,
+        leafnodes=leaf_nodes,
+    )
+
+
+def _write(
+    config: Config, server: Server, node: Node, *, peers: list[Node], choices: tuple[profiles.Choice, ...]
+) -> None:
+    run = {"pid_file": str(node.directory / "nats-server.pid")}
+    settings = _settings(server, node, peers=peers)
+    rendered = rendering.render(settings, origins=config.origins, choices=choices, run=run)
+    rendering.write(rendered, node.directory / "nats-server.conf", origins=config.origins)
+
+
+def _spawn(node: Node, *, detached: bool) -> None:
+    record = _locked_record(node)
+    (node.directory / "nats-server.pid").unlink(missing_ok=True)  # of one that was killed
+    with record, (node.directory / "nats-server.log").open("wb") as log:
+        process = subprocess.Popen(
+            [find_binary(), "-c", str(node.directory / "nats-server.conf")],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=[record.fileno()],  # the lock is the node's from here on
+            preexec_fn=None if detached else die_with_parent(),
+        )
+    _CHILDREN[process.pid] = process
+
+
+def _locked_record(node: Node) -> IO[bytes]:
+    record = (node.directory / "node.json").open("ab")
+
+    def locked() -> bool:
+        with suppress(BlockingIOError):
+            fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    if not eventually(locked, RACE_SECONDS):  # who asks whether it runs has it for a moment
+        record.close()
+        raise ServerProcessError(f"{node.name} in {node.directory} was started by somebody else just now")
+    record.truncate(0)
+    record.write(msgspec.json.encode(node, enc_hook=str))
+    record.flush()
+    return record
+
+
+def _forget(node: Node) -> None:
+    for name in ("node.json", "nats-server.pid", "nats-server.conf"):
+        (node.directory / name).unlink(missing_ok=True)
+
+
+def _decoded(file: Path) -> Node | None:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Node, dec_hook=lambda type_, text: type_(text))
+    except (OSError, msgspec.MsgspecError):
+        return None  # begun and never started
+
+
+def _wait_until_healthy(nodes: list[Node]) -> None:
+    if eventually(lambda: all(tuple(map(_is_healthy, nodes))), READY_SECONDS):  # all are asked: one may have ended
+        return
+    late = next((node for node in nodes if not _is_healthy(node)), nodes[0])
+    what = f"{_health(late)}: {last_error(late.log)}"
+    raise ServerProcessError(f"nats-server {late.name} was not ready within {READY_SECONDS:.0f} s: {what}")
+
+
+def _is_healthy(node: Node) -> bool:
+    """Raises ServerProcessError where there is nothing to wait for."""
+    if not is_running(node):
+        raise ServerProcessError(f"nats-server {node.name} ended at once: {last_error(node.log)}")
+    health = _health(node)
+    if UNRECOVERABLE in health:
+        raise ServerProcessError(f"nats-server {node.name}: {health}: {last_error(node.log)}")
+    return health == "ok"
+
+
+def _state(node: Node) -> State:
+    if not is_running(node):
+        return State(node=node, pid=None, health=f"ended by itself: {last_error(node.log)}")
+    try:
+        pid = node.pid
+    except (OSError, ValueError):
+        return State(node=node, pid=None, health="starting")
+    return State(node=node, pid=pid, health=_health(node))
+
+
+def _health(node: Node) -> str:
+    try:
+        if ask(node, "/varz").get("server_name") != node.name:
+            return f"port {node.monitoring_port} is another server's"
+        answer = ask(node, "/healthz")
+    except ServerProcessError as error:
+        return str(error)
+    return "ok" if answer.get("status") == "ok" else str(answer.get("error", "unhealthy"))
+
+
+def _reload(node: Node) -> None:
+    def loaded_at() -> Any:
+        return ask(node, "/varz")["config_load_time"]
+
+    before, logged = loaded_at(), len(node.log)
+    os.kill(node.pid, signal.SIGHUP)
+    said = "[ERR] Failed to reload server configuration: "
+
+    def taken() -> bool:
+        if said in (new := node.log[logged:]):
+            raise ServerProcessError(f"{node.name} did not take it over: {new.partition(said)[2].splitlines()[0]}")
+        return bool(loaded_at() != before)
+
+    if not eventually(taken, STOP_SECONDS):
+        raise ServerProcessError(f"{node.name} did not say within {STOP_SECONDS:.0f} s that it took it over")
+
+
+def _end(nodes: Iterable[Node], *, number: signal.Signals, within: float) -> None:
+    """Signal the nodes, and kill those that are still there after `within` seconds."""
+    nodes = list(nodes)
+    for node in nodes:
+        _signal(node, number)
+    if not eventually(lambda: not any(map(is_running, nodes)), within):
+        for node in nodes:
+            _signal(node, signal.SIGKILL)
+        if not eventually(lambda: not any(map(is_running, nodes)), STOP_SECONDS):
+            names = ", ".join(node.name for node in nodes if is_running(node))
+            raise ServerProcessError(f"{names} did not end, although killed")
+    for pid, child in list(_CHILDREN.items()):
+        if child.poll() is not None:
+            del _CHILDREN[pid]
+
+
+def _signal(node: Node, number: signal.Signals) -> None:
+    def known() -> bool:
+        with suppress(OSError, ValueError):
+            return bool(node.pid)
+        return False
+
+    if is_running(node) and eventually(lambda: known() or not is_running(node), READY_SECONDS) and is_running(node):
+        with suppress(ProcessLookupError):
+            os.kill(node.pid, number)
+
+
+def eventually(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether it holds within this time; it is looked at 50 times a second."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

@@ -1,0 +1,207 @@
+"""Servers in the background: started, told, and gone without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nats
+import nats.errors
+import pytest
+from nats.js.api import StreamConfig
+
+from aviso_workers.errors import ServerProcessError
+from aviso_workers.server import running
+from aviso_workers.server.running import Node, ask
+from tests.cli.conftest import run
+from tests.server.conftest import Load, Start
+from tests.test_server import ended, listens
+
+__all__ = ["run"]
+
+AVISO_WORKERS = Path(sys.executable).with_name("aviso-workers")
+ANYWHERE = "port: 0\nmonitoring: {port: 0}"
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([AVISO_WORKERS, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def ports(node: Node) -> list[int]:
+    return [node.port, node.monitoring_port, node.cluster_port, node.leaf_port]
+
+
+def test_three_nodes_outlive_the_command_that_starts_them_and_stop_leaves_nothing(load: Load) -> None:
+    load(f"server_name: n\n{ANYWHERE}\nleafnodes: {{port: 0}}")
+    directory = Path("servers")
+    try:
+        started = command("server", "start", "--nodes", "3", "--directory", "servers", "--config", "dev.yaml")
+        assert (started.returncode, started.stderr) == (0, "")
+        states = running.states(directory)
+        assert [(state.node.name, state.health) for state in states] == [("n-1", "ok"), ("n-2", "ok"), ("n-3", "ok")]
+        assert all(listens(port) for state in states for port in ports(state.node))
+        assert command("server", "status", "--directory", "servers").returncode == 0
+        stopped = command("server", "stop", "--directory", "servers")
+        assert (stopped.returncode, stopped.stdout) == (0, "n-1: ended\nn-2: ended\nn-3: ended\n")
+        assert all(ended(state.pid) for state in states if state.pid)
+        assert [port for state in states for port in ports(state.node) if listens(port)] == []
+        left = {file.name for state in states for file in state.node.directory.iterdir()}
+        assert left == {"jetstream", "nats-server.log"}
+    finally:
+        running.stop(directory)
+
+
+def test_starting_again_starts_only_what_does_not_run(load: Load, start: Start) -> None:
+    loaded = load(f"server_name: n\n{ANYWHERE}")
+    nodes = start(loaded, nodes=3)
+    before = [node.pid for node in nodes]
+    os.kill(before[1], signal.SIGKILL)
+    assert running.eventually(lambda: not running.is_running(nodes[1]), 10)
+    assert [state.health[:15] for state in running.states(nodes[0].directory.parent)] == ["ok", "ended by itself", "ok"]
+    assert start(loaded, nodes=3) == nodes
+    after = [node.pid for node in nodes]
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, True]
+    with pytest.raises(ServerProcessError, match="stop what runs there before you start something else"):
+        start(loaded, nodes=1)
+
+
+def test_what_was_killed_is_forgotten_when_something_else_is_started(load: Load, start: Start) -> None:
+    loaded = load(f"server_name: n\n{ANYWHERE}")
+    nodes = start(loaded, nodes=2)
+    for node in nodes:
+        os.kill(node.pid, signal.SIGKILL)
+    assert running.eventually(lambda: not any(map(running.is_running, nodes)), 10)
+    (alone,) = start(loaded)
+    assert [(state.node, state.health) for state in running.states(alone.directory.parent)] == [(alone, "ok")]
+
+
+def test_a_node_that_does_not_start_says_why_and_takes_the_others_with_it(load: Load, start: Start) -> None:
+    Path("servers/n-2").mkdir(parents=True)
+    Path("servers/n-2/jetstream").write_text("a file where a directory should be")
+    with pytest.raises(ServerProcessError, match=r"nats-server n-2 ended at once: .*not a directory"):
+        start(load(f"server_name: n\n{ANYWHERE}"), nodes=3)
+    assert running.states(Path("servers")) == ()
+    assert list(Path("servers").rglob("nats-server.conf")) == []
+
+
+def test_a_port_in_use_is_named(load: Load, start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerProcessError, match=f"port {port} on 127.0.0.1 is in use"):
+            start(load(f"port: {port}\nmonitoring: {{port: 0}}"))
+
+
+def test_a_process_that_got_the_number_of_a_node_is_left_alone(load: Load, start: Start) -> None:
+    (node,) = start(load(ANYWHERE))
+    os.kill(node.pid, signal.SIGKILL)
+    assert running.eventually(lambda: not running.is_running(node), 10)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        (node.directory / "nats-server.pid").write_text(str(other.pid))
+        assert running.stop(node.directory.parent) == ()
+        assert other.poll() is None
+        other.kill()
+
+
+def test_status_of_nothing_is_a_failure_and_stop_of_nothing_is_none(load: Load, run: Callable[..., Any]) -> None:
+    assert run("server", "status").code == 1
+    stopped = run("server", "stop")
+    assert (stopped.code, stopped.out) == (0, "nothing runs in .aviso-workers/server\n")
+
+
+def test_reload_takes_over_what_can_be_taken_over_and_names_what_cannot(load: Load, start: Start) -> None:
+    loaded = load(f"{ANYWHERE}\nmax_connections: 10")
+    (node,) = start(loaded)
+    before = node.pid
+    directory = node.directory.parent
+    assert running.reload(load(f"{ANYWHERE}\nmax_connections: 20"), directory=directory) == (node,)
+    assert ask(node, "/varz")["max_connections"] == 20
+    with pytest.raises(ServerProcessError, match=r"aviso-workers did not take it over: .*jetstream"):
+        running.reload(load(f"{ANYWHERE}\njetstream: {{store_dir: elsewhere}}"), directory=directory)
+    with pytest.raises(ServerProcessError, match="names and ports of what runs do not follow the configuration"):
+        running.reload(load(f"{ANYWHERE}\nserver_name: other"), directory=directory)
+    assert node.pid == before
+    running.stop(directory)
+    with pytest.raises(ServerProcessError, match="no nats-server runs in"):
+        running.reload(loaded, directory=directory)
+
+
+def test_in_lame_duck_mode_clients_are_told_and_have_their_time(load: Load, start: Start) -> None:
+    (node,) = start(load(f"{ANYWHERE}\nlame_duck_grace_period: 2s\nlame_duck_duration: 31s"))
+    with socket.create_connection(("127.0.0.1", node.port), timeout=20) as client, client.makefile("rb") as lines:
+        client.sendall(b'CONNECT {"verbose":false,"protocol":1}\r\nPING\r\n')
+        assert lines.readline().startswith(b"INFO ")
+        assert lines.readline() == b"PONG\r\n"
+        stopping = subprocess.Popen(
+            [AVISO_WORKERS, "server", "stop", "--lame-duck", "--directory", node.directory.parent],
+            stdout=subprocess.PIPE,
+        )
+        assert any(b'"ldm":true' in line for line in lines), node.log
+        at = time.monotonic()
+        assert not listens(node.port)
+        list(lines)  # until the server hangs up
+        assert 1.5 < time.monotonic() - at < 10
+        assert stopping.communicate()[0] == b"aviso-workers: ended\n"
+
+
+PUBLISHED = 150
+KILLED_AFTER = 50
+
+
+@pytest.mark.anyio
+async def test_a_stream_of_three_copies_survives_its_leader_and_loses_nothing(load: Load, start: Start) -> None:
+    loaded = load(f"server_name: n\n{ANYWHERE}")
+    nodes = {node.name: node for node in start(loaded, nodes=3)}
+    client = await nats.connect(
+        [node.url for node in nodes.values()], max_reconnect_attempts=-1, reconnect_time_wait=0.1
+    )
+    context = client.jetstream()
+    await context.add_stream(StreamConfig(name="DATA", subjects=["data"], num_replicas=3))
+    acknowledged: list[str] = []
+    killed = ""
+    for i in range(PUBLISHED):
+        if i == KILLED_AFTER:
+            cluster = (await context.stream_info("DATA")).cluster
+            assert cluster is not None
+            assert cluster.leader is not None
+            killed = cluster.leader
+            os.kill(nodes[killed].pid, signal.SIGKILL)
+        await _publish(context, f"id-{i}")
+        acknowledged.append(f"id-{i}")
+    stored = await _stored(context)
+    assert sorted(stored) == sorted(acknowledged), f"after the end of {killed}"
+    start(loaded, nodes=3)
+    deadline = time.monotonic() + 20
+    while not await _is_whole(context):
+        assert time.monotonic() < deadline, (await context.stream_info("DATA")).cluster
+        await asyncio.sleep(0.05)
+    await client.close()
+
+
+async def _publish(context: Any, name: str) -> None:
+    """Publish until it is acknowledged; the id keeps it from being stored twice."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            await context.publish("data", name.encode(), headers={"Nats-Msg-Id": name}, timeout=1)
+        except (TimeoutError, nats.errors.Error):
+            assert time.monotonic() < deadline, f"{name} was not acknowledged within 30 s"
+        else:
+            return
+
+
+async def _stored(context: Any) -> list[str]:
+    state = (await context.stream_info("DATA")).state
+    return [(await context.get_msg("DATA", seq)).data.decode() for seq in range(1, state.last_seq + 1)]
+
+
+async def _is_whole(context: Any) -> bool:
+    cluster = (await context.stream_info("DATA")).cluster
+    return len(cluster.replicas) == 2 and all(replica.current for replica in cluster.replicas)
