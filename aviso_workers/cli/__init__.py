@@ -18,6 +18,7 @@ from aviso_workers.cli import (
     checking,
     configuring,
     notifying,
+    piping,
     reading,
     reporting,
     sparking,
@@ -29,12 +30,21 @@ from aviso_workers.errors import (
     ConfigError,
     DeclarationError,
     InvalidNotificationError,
+    InvalidOptionError,
     InvalidPositionError,
     SparkRestError,
 )
 
 __all__ = ["main"]
 
+REFUSED = (
+    ConfigError,
+    DeclarationError,
+    InvalidNotificationError,
+    InvalidOptionError,
+    InvalidPositionError,
+    SparkRestError,
+)
 ANYIO_THREAD = "AnyIO worker thread"
 
 command = typer.Typer(
@@ -59,6 +69,7 @@ command.command()(steering.resume)
 command.command()(steering.reset)
 command.add_typer(burying.dead_letters, name="dead-letters")
 command.add_typer(sparking.spark, name="spark")
+sparking.spark.command()(piping.archive)
 command.add_typer(administering.streams, name="streams")
 command.add_typer(configuring.config, name="config")
 
@@ -78,7 +89,7 @@ def _run() -> int:
         command()
     except SystemExit as end:
         return int(end.code or 0)
-    except (ConfigError, DeclarationError, InvalidNotificationError, InvalidPositionError, SparkRestError) as error:
+    except REFUSED as error:
         _complain(error)
         return 2
     except AvisoWorkersError as error:

@@ -1,0 +1,157 @@
+"""Archives, backfills and reports with a real Spark and a real server, ended at bad moments and run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from aviso_workers.errors import PipelineError
+from aviso_workers.server import NatsServer
+from aviso_workers.spark import archiving, register
+from aviso_workers.spark.files import Files
+from tests.spark.places import Place
+
+
+@pytest.fixture(scope="module")
+def spark(start_spark: Callable[..., SparkSession], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    settings = {"spark.sql.session.timeZone": "Pacific/Auckland", "spark.eventLog.enabled": "false"}
+    spark = start_spark(tmp_path_factory.mktemp("logs"), settings)
+    register(spark)
+    yield spark
+    spark.stop()
+
+
+@pytest.fixture
+def place(spark: SparkSession, nats_server: NatsServer, tmp_path: Path) -> Place:
+    return Place(spark, nats_server, tmp_path)
+
+
+@pytest.fixture
+def crash_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, str], None]:
+    """`crash_after(owner, deed)`: the next time that it is done, everything ends there."""
+
+    def crash_after(owner: type, deed: str) -> None:
+        original = getattr(owner, deed)
+
+        def crash(*arguments: Any) -> None:
+            monkeypatch.setattr(owner, deed, original)
+            original(*arguments)
+            raise RuntimeError(f"ended after {deed}")
+
+        monkeypatch.setattr(owner, deed, crash)
+
+    return crash_after
+
+
+CONTINUOUS = """
+import sys
+from pyspark.sql import SparkSession
+from aviso_workers.spark import archiving, register
+spark = SparkSession.builder.master("local[2]").getOrCreate()
+register(spark)
+options = {"config": sys.argv[1], "event": "mars", "startingOffsets": "earliest", "maxMessagesPerTrigger": "40"}
+notifications = spark.readStream.format("aviso").options(**options).load()
+query = archiving.archive(notifications, sys.argv[2], every_seconds=0.1)
+while len(query.recentProgress) < 3:
+    query.awaitTermination(0.1)
+print(query.lastProgress["batchId"], flush=True)
+query.awaitTermination()
+"""
+
+
+class TestArchive:
+    def archive(self, place: Place, **options: Any) -> None:
+        archiving.archive(place.read_stream(**options), self.path(place)).awaitTermination()
+
+    def path(self, place: Place) -> str:
+        return f"{place.directory}/an archive"
+
+    def archived(self, place: Place) -> list[int]:
+        frame = place.spark.read.parquet(self.path(place))
+        return sorted(row["step"] for row in frame.select("identifier.step").collect())
+
+    def files(self, place: Place) -> list[str]:
+        return sorted(path.name for path in Path(self.path(place)).glob("date=*/*.parquet"))
+
+    def test_notifications_are_kept_by_the_day_in_utc(self, place: Place):
+        place.publish(*range(5), payload={"location": "/a"})
+
+        self.archive(place)
+
+        kept = place.spark.read.parquet(self.path(place)).orderBy("sequence").drop("date")
+        assert kept.collect() == place.read().orderBy("sequence").collect()
+        (day,) = Path(self.path(place)).glob("date=*")
+        assert day.name == f"date={place.stored()[0].time:%Y-%m-%d}"
+
+    def test_a_run_adds_what_came_since_the_one_before(self, place: Place):
+        place.publish(1, 2)
+        self.archive(place)
+        place.publish(3)
+
+        self.archive(place)
+        self.archive(place)
+
+        assert self.archived(place) == [1, 2, 3]
+
+    @pytest.mark.parametrize(("owner", "deed"), [(archiving._Archive, "_take_in"), (Files, "write")])
+    def test_a_crash_before_and_after_a_batch_is_told_of_loses_and_doubles_nothing(
+        self, place: Place, crash_after: Callable[..., None], owner: type, deed: str
+    ):
+        place.publish(*range(9))
+        crash_after(owner, deed)
+
+        with pytest.raises(PySparkException, match=f"ended after {deed}"):
+            self.archive(place)
+        self.archive(place)
+
+        assert self.archived(place) == list(range(9))
+
+    def test_a_driver_that_is_killed_loses_and_doubles_nothing(self, place: Place, start_driver: Callable[..., Any]):
+        place.publish(*range(1000))
+        driver = start_driver(CONTINUOUS, place.config, self.path(place))
+        batch = driver.stdout.readline()
+        driver.kill()
+        assert batch, driver.stderr.read()
+
+        self.archive(place)
+
+        assert self.archived(place) == list(range(1000))
+
+    def test_small_files_are_merged_and_readers_see_every_row_once(self, place: Place, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(archiving, "MANY", 3)
+        for step in range(3):
+            place.publish(step)
+            self.archive(place)
+        reader = place.spark.read.parquet(self.path(place))
+
+        place.publish(3)
+        self.archive(place)
+        assert self.archived(place) == [0, 1, 2, 3]
+        assert reader.count() == 3, "one that began before still finds its files"
+        assert self.files(place) == ["0-0.parquet", "1-0.parquet", "2-0.parquet", "3-0.parquet", "3-1.parquet"]
+
+        monkeypatch.setattr(archiving, "READERS_MS", -1)
+        place.publish(4)
+        self.archive(place)
+        assert self.archived(place) == [0, 1, 2, 3, 4]
+        assert self.files(place) == ["3-0.parquet", "3-1.parquet", "4-0.parquet"]
+
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [
+            ("0.compact", "is an archive whose _checkpoint is gone"),
+            ("0", "is written by Spark's own file sink"),
+        ],
+    )
+    def test_a_directory_that_is_in_no_state_to_go_on_is_refused(self, place: Place, name: str, said: str):
+        log = Path(self.path(place), "_spark_metadata")
+        log.mkdir(parents=True)
+        (log / name).touch()
+
+        with pytest.raises(PipelineError, match=said):
+            archiving.archive(place.read_stream(), self.path(place))
