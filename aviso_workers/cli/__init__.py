@@ -70,6 +70,7 @@ command.command()(steering.reset)
 command.add_typer(burying.dead_letters, name="dead-letters")
 command.add_typer(sparking.spark, name="spark")
 sparking.spark.command()(piping.archive)
+sparking.spark.command()(piping.backfill)
 command.add_typer(administering.streams, name="streams")
 command.add_typer(configuring.config, name="config")
 

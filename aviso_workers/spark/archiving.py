@@ -33,7 +33,7 @@ CHECKPOINT = "_checkpoint"
 STAGING = "_staging"
 VERSION = "v1"
 """First line of each file in the log."""
-DAY = "date_from_unix_date(CAST(floor(unix_micros(time) / 86400000000) AS INT))"
+DAY = "date_from_unix_date(CAST(unix_seconds(time) DIV 86400 AS INT))"
 """The day in UTC, whatever the session's time zone is."""
 
 MANY = 16

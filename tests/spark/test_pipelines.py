@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from aviso_workers.errors import PipelineError
 from aviso_workers.server import NatsServer
-from aviso_workers.spark import archiving, register
+from aviso_workers.spark import archiving, backfilling, once, register
+from aviso_workers.spark.backfilling import Backfilled
 from aviso_workers.spark.files import Files
 from tests.spark.places import Place
 
@@ -51,7 +53,9 @@ def crash_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, str], None]:
 CONTINUOUS = """
 import sys
 from pyspark.sql import SparkSession
-from aviso_workers.spark import archiving, register
+from pyspark.sql import functions as F  # noqa: N812
+from aviso_workers.spark import archiving, backfilling, once, register
+from aviso_workers.spark.backfilling import Backfilled
 spark = SparkSession.builder.master("local[2]").getOrCreate()
 register(spark)
 options = {"config": sys.argv[1], "event": "mars", "startingOffsets": "earliest", "maxMessagesPerTrigger": "40"}
@@ -155,3 +159,75 @@ class TestArchive:
 
         with pytest.raises(PipelineError, match=said):
             archiving.archive(place.read_stream(), self.path(place))
+
+
+class TestBackfill:
+    def test_kept_notifications_are_published_once_however_often_it_is_run(self, place: Place):
+        place.publish(*range(4), payload={"location": "/a"})
+
+        first = backfilling.backfill(place.read(), "copy", config=str(place.config))
+        place.publish(4)
+        second = backfilling.backfill(place.read(), "copy", config=str(place.config))
+
+        assert first == Backfilled(published=4, present=0, refused=0)
+        assert second == Backfilled(published=1, present=4, refused=0)
+        assert sorted(place.steps("copy")) == [0, 1, 2, 3, 4]
+        assert place.stored("copy")[0].payload == {"location": "/a"}
+
+    def test_the_stream_tells_what_is_there_when_the_server_has_forgotten_the_ids(self, place: Place):
+        place.publish(0, 1)
+        rows = place.read().withColumn("id", once.identity())
+        once.publish(rows, "copy", config=str(place.config))
+
+        assert once.without_stored(rows, "copy", config=str(place.config)).count() == 0
+
+    def test_a_run_that_is_cut_short_is_completed_by_the_next(self, place: Place):
+        place.publish(*range(6))
+        half = place.read().where("sequence % 2 = 0").withColumn("id", once.identity())
+        once.publish(half, "copy", config=str(place.config))
+
+        done = backfilling.backfill(place.read(), "copy", config=str(place.config))
+
+        assert (done.published, done.present) == (3, 3)
+        assert sorted(place.steps("copy")) == list(range(6))
+
+    def test_what_a_stream_lost_is_restored_from_its_archive(self, place: Place):
+        place.publish(*range(4))
+        archiving.archive(place.read_stream(), f"{place.directory}/archive").awaitTermination()
+        place.with_app(lambda app: app.session.backend.delete_message("MARS", 2))
+        kept = place.spark.read.parquet(f"{place.directory}/archive")
+        wanted = backfilling.matching(kept, "mars", {"step": {"lt": 3}}, config=str(place.config))
+
+        done = backfilling.backfill(wanted, "mars", config=str(place.config))
+        again = backfilling.backfill(kept, "mars", config=str(place.config))
+
+        assert (done.published, done.present) == (1, 2)
+        assert (again.published, again.present) == (0, 4)
+        assert place.steps() == [0, 2, 3, 1]
+
+    def test_the_newest_of_a_topic_is_not_replaced_by_an_older_one(self, place: Place):
+        place.publish(1, 2, payload="old")
+        place.publish(2, payload="newer")
+        place.publish(1, event="newest", payload="newest")
+
+        done = backfilling.backfill(place.read(), "newest", config=str(place.config))
+
+        assert (done.published, done.present) == (1, 2)
+        assert {one.identifier["step"]: one.payload for one in place.stored("newest")} == {"1": "newest", "2": "newer"}
+
+    def test_what_is_no_notification_is_kept_with_the_reason_once(self, place: Place):
+        place.publish(1, 2, 3)
+        step = F.when(F.col("sequence") == 2, F.lit(-1)).otherwise(F.col("identifier.step"))
+        rows = place.read().withColumn("identifier", F.col("identifier").withField("step", step))
+        rows = rows.withColumn("payload", F.when(F.col("sequence") == 3, F.lit("{")))
+        table = f"{place.directory}/dead"
+
+        with pytest.raises(PipelineError, match=r"2 rows are no notifications of copy, and nothing was published"):
+            backfilling.backfill(rows, "copy", config=str(place.config))
+        done = [backfilling.backfill(rows, "copy", dead_letters=table, config=str(place.config)) for _ in range(2)]
+
+        assert [(each.published, each.present, each.refused) for each in done] == [(1, 0, 2), (0, 1, 2)]
+        out_of_range, not_json = place.spark.read.parquet(table).orderBy("sequence").collect()
+        assert out_of_range["reason"].startswith("copy: identifier field 'step' must be within")
+        assert out_of_range["topic"] == "mars.od.20261120.0600.2"
+        assert not_json["reason"].startswith("the payload is not JSON")
