@@ -71,6 +71,7 @@ command.add_typer(burying.dead_letters, name="dead-letters")
 command.add_typer(sparking.spark, name="spark")
 sparking.spark.command()(piping.archive)
 sparking.spark.command()(piping.backfill)
+sparking.spark.command()(piping.report)
 command.add_typer(administering.streams, name="streams")
 command.add_typer(configuring.config, name="config")
 

@@ -19,14 +19,14 @@ from itertools import pairwise
 
 import msgspec
 from msgspec import Struct
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.streaming.query import StreamingQuery
 
 from aviso_workers.errors import PipelineError
 from aviso_workers.spark.files import File, Files
 
-__all__ = ["archive"]
+__all__ = ["archive", "read"]
 
 LOG = "_spark_metadata"
 CHECKPOINT = "_checkpoint"
@@ -75,6 +75,13 @@ def archive(notifications: DataFrame, to: str, *, every_seconds: float | None = 
     if every_seconds is None:
         return writer.trigger(availableNow=True).start()
     return writer.trigger(processingTime=f"{every_seconds} seconds").start()
+
+
+def read(spark: SparkSession, path: str) -> DataFrame:
+    """What an archive, or another directory of Parquet, holds now. Raises `PipelineError` where there is none."""
+    if not Files(spark, path).exists(""):
+        raise PipelineError(f"there is no archive in {path}: `aviso-workers spark archive` makes one")
+    return spark.read.parquet(path)
 
 
 class _Archive:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pyspark.errors import PySparkException
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from aviso_workers.errors import PipelineError
 from aviso_workers.server import NatsServer
-from aviso_workers.spark import archiving, backfilling, once, register
+from aviso_workers.spark import archiving, backfilling, completeness, once, register
 from aviso_workers.spark.backfilling import Backfilled
+from aviso_workers.spark.completeness import Reported
 from aviso_workers.spark.files import Files
 from tests.spark.places import Place
 
@@ -52,10 +54,11 @@ def crash_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, str], None]:
 
 CONTINUOUS = """
 import sys
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
-from aviso_workers.spark import archiving, backfilling, once, register
+from aviso_workers.spark import archiving, backfilling, completeness, once, register
 from aviso_workers.spark.backfilling import Backfilled
+from aviso_workers.spark.completeness import Reported
 spark = SparkSession.builder.master("local[2]").getOrCreate()
 register(spark)
 options = {"config": sys.argv[1], "event": "mars", "startingOffsets": "earliest", "maxMessagesPerTrigger": "40"}
@@ -231,3 +234,100 @@ class TestBackfill:
         assert out_of_range["reason"].startswith("copy: identifier field 'step' must be within")
         assert out_of_range["topic"] == "mars.od.20261120.0600.2"
         assert not_json["reason"].startswith("the payload is not JSON")
+
+
+SCHEDULE = """
+cycles:
+  - name: oper
+    times: ["06", "12:00"]
+    identifier: {class: od, step: {from: 0, to: 4, by: 2}}
+    due: 6h
+"""
+DAY = date(2026, 11, 20)
+
+
+class TestReport:
+    def expected(self, place: Place, schedule: str = SCHEDULE, event: str = "mars") -> DataFrame:
+        return completeness.expected(place.spark, schedule, event, first=DAY, last=DAY, config=str(place.config))
+
+    def report(self, place: Place, now: datetime) -> Reported:
+        to = f"{place.directory}/report"
+        return completeness.report(place.read(), self.expected(place), "mars", to=to, now=now, config=str(place.config))
+
+    def arrived(self, place: Place, *steps: tuple[str, int, str]) -> DataFrame:
+        """Notifications of the day as the data source has them: time, step, and the time of arrival in UTC."""
+        typed = "identifier STRUCT<class: STRING, date: DATE, time: STRING, step: BIGINT>, time TIMESTAMP"
+        rows = [
+            (("od", DAY, time, step), datetime.fromisoformat(f"2026-11-20T{arrival}:00+00:00"))
+            for time, step, arrival in steps
+        ]
+        return place.spark.createDataFrame(rows, typed)
+
+    def test_cycles_are_complete_late_or_not_due(self, place: Place):
+        came = self.arrived(
+            place, ("0600", 0, "11:00"), ("0600", 2, "11:30"), ("0600", 4, "13:00"), ("0600", 4, "14:00"),
+            ("1200", 0, "17:30"), ("0900", 0, "10:00"),
+        )  # fmt: skip
+        compared = completeness.compare(came, self.expected(place))
+
+        early, late = completeness.cycles(compared, datetime(2026, 11, 20, 17, 59, tzinfo=UTC)).collect()
+        assert (early["cycle"], late["cycle"]) == ("oper/2026-11-20/0600", "oper/2026-11-20/1200")
+        assert (early["cycle_complete"], early["cycle_late"], early["in_time"]) == (True, True, 2)
+        assert early["latency_seconds"] == [5.5 * 3600, 7 * 3600, 7 * 3600]
+        assert (late["cycle_complete"], late["cycle_late"], late["arrived"], late["missing"]) == (False, False, 1, 0)
+
+        _, late = completeness.cycles(compared, datetime(2026, 11, 20, 18, 0, tzinfo=UTC)).collect()
+        assert (late["cycle_complete"], late["cycle_late"], late["missing"]) == (False, True, 2)
+
+    def test_a_table_may_say_what_is_expected(self, place: Place):
+        table = place.directory / "schedule.csv"
+        table.write_text(
+            "cycle,due,time,step\nmorning,2026-11-20T12:00:00Z,0600,0\nmorning,2026-11-20T12:00:00Z,0600,2"
+        )
+        expected = place.spark.read.option("header", "true").csv(str(table))
+
+        compared = completeness.compare(self.arrived(place, ("0600", 2, "11:00")), expected)
+
+        assert [(row["step"], row["latency_seconds"]) for row in compared.orderBy("step").collect()] == [
+            (0, None),
+            (2, -3600.0),
+        ]
+
+    def test_hours_are_counted(self, place: Place):
+        came = self.arrived(place, ("0600", 0, "11:00"), ("0600", 2, "11:59"), ("0600", 4, "13:00"))
+
+        hours = completeness.per_hour(came).select(F.unix_seconds("hour"), "notifications").collect()
+
+        noon = int(datetime(2026, 11, 20, 12, tzinfo=UTC).timestamp())
+        assert [tuple(row) for row in hours] == [(noon - 3600, 2), (noon + 3600, 1)]
+
+    def test_cycles_are_told_of_once_each(self, place: Place):
+        """What is stored in this test came long after it was due, unless it is asked beforehand."""
+        before, after = datetime(2026, 11, 20, 5, tzinfo=UTC), datetime(2100, 1, 1, tzinfo=UTC)
+        place.publish(0, 2, 4, time="0600")
+
+        runs = [self.report(place, after), self.report(place, after)]
+
+        assert [dict(run.published) for run in runs] == [
+            {"cycle_complete": 1, "cycle_late": 2},
+            {"cycle_complete": 0, "cycle_late": 0},
+        ]
+        (complete,) = place.stored("cycle_complete")
+        assert complete.identifier == {"event": "mars", "cycle": "oper/2026-11-20/0600"}
+        assert complete.payload["arrived"] == 3
+        assert len(place.stored("cycle_late")) == 2
+        place.publish(0, 2, 4, time="1200")
+        assert self.report(place, before).published == {"cycle_complete": 1, "cycle_late": 0}
+
+    def test_tables_and_a_page_are_written(self, place: Place):
+        place.publish(0, time="0600")
+        self.report(place, datetime(2100, 1, 1, tzinfo=UTC))
+
+        to = place.directory / "report"
+        counts = {
+            name: place.spark.read.parquet(f"{to}/{name}").count() for name in ("notifications", "cycles", "hours")
+        }
+        assert counts == {"notifications": 6, "cycles": 2, "hours": 1}
+        page = (to / "report.html").read_text()
+        assert "1 of 6" in page
+        assert "oper/2026-11-20/1200" in page
