@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from aviso_workers.errors import PipelineError, UnknownEventTypeError
-from aviso_workers.spark import backfilling, pages, schedules
+from aviso_workers.spark import announcing, pages, schedules
 from aviso_workers.spark.connecting import load_config
 from aviso_workers.spark.files import Files
 
@@ -24,8 +24,7 @@ __all__ = ["Reported", "compare", "cycles", "expected", "per_hour", "report"]
 
 ABOUT = ("cycle", "start", "due")
 """Columns of what is expected that are no identifier fields."""
-COMPLETE, LATE = "cycle_complete", "cycle_late"
-"""Event types, and columns of `cycles`."""
+COMPLETE, LATE = announcing.KINDS
 SHARES = (0.5, 0.95, 0.99)
 MOST_ON_PAGE = 500
 """Absent notifications on the page; all are in the table."""
@@ -87,19 +86,20 @@ def compare(notifications: DataFrame, expected: DataFrame) -> DataFrame:
 def cycles(compared: DataFrame, now: datetime) -> DataFrame:
     """A row for each cycle: how much of it came and when, whether all did, and whether any of it was not there when
     it was due."""
-    in_time = F.col("arrival") <= F.col("due")
-    overdue = (F.col("due") <= F.lit(now)) & ~F.coalesce(in_time, F.lit(False))
+    in_time = F.coalesce(F.col("arrival") <= F.col("due"), F.lit(False))
+    came_late = F.col("arrival").isNotNull() & ~in_time
+    overdue = F.col("arrival").isNull() & (F.col("due") <= F.lit(now))
     found = compared.groupBy("cycle").agg(
         F.min("start").alias("start"),
         F.max("due").alias("due"),
         F.count("*").alias("expected"),
         F.count("arrival").alias("arrived"),
         F.count_if(in_time).alias("in_time"),
-        F.count_if(overdue & F.col("arrival").isNull()).alias("missing"),
+        F.count_if(overdue).alias("missing"),
         F.min("arrival").alias("first_arrival"),
         F.max("arrival").alias("last_arrival"),
         F.percentile_approx("latency_seconds", list(SHARES)).alias("latency_seconds"),
-        F.bool_or(overdue | (F.col("arrival") > F.col("due"))).alias(LATE),
+        F.bool_or(overdue | came_late).alias(LATE),
     )
     return found.withColumn(COMPLETE, F.col("arrived") == F.col("expected")).orderBy("start", "cycle")
 
@@ -123,20 +123,18 @@ def report(
     directory `to`, and tell of cycles that are complete, and of those that are late: of each once.
 
     Cycles are told of as the event types `cycle_complete` and `cycle_late`, where the configuration has them, with
-    the identifier fields `event` and `cycle`. Raises `PipelineError`, and `UnavailableError` where no server is
-    reached.
+    the identifier fields `event` and `cycle`. Raises `PipelineError` and, when all is written, as `announce` does.
     """
     moment = now or datetime.now(UTC)
-    compared = compare(notifications, expected).persist()
+    compared, hours = compare(notifications, expected).persist(), per_hour(notifications).persist()
     try:
-        found, hours = cycles(compared, moment), per_hour(notifications)
+        found = cycles(compared, moment)
         files = Files(notifications.sparkSession, to)
         for name, table in (("notifications", compared), ("cycles", found), ("hours", hours)):
             table.write.mode("overwrite").parquet(f"{files.root}/{name}")
-        kept = notifications.sparkSession.read.parquet(f"{files.root}/cycles")
         absent = compared.where(F.col("arrival").isNull() & (F.col("due") <= F.lit(moment)))
         overall = compared.agg(F.percentile_approx("latency_seconds", list(SHARES)).alias("latency")).first()
-        rows = [row.asDict() for row in kept.orderBy("start", "cycle").collect()]
+        rows = [row.asDict() for row in found.collect()]
         content = pages.Content(
             event=event,
             made=moment,
@@ -146,23 +144,9 @@ def report(
             latency=(overall and overall["latency"]) or [],
         )
         files.write("report.html", pages.page(content))
-        published = {kind: _tell(kept.where(kind), kind, event, config=config) for kind in _known(config)}
+        published = announcing.announce(rows, event, load_config(config))
         complete, late = (sum(row[kind] for row in rows) for kind in (COMPLETE, LATE))
         return Reported(cycles=len(rows), complete=complete, late=late, published=published)
     finally:
         compared.unpersist()
-
-
-def _known(config: str | None) -> list[str]:
-    return [kind for kind in (COMPLETE, LATE) if kind in load_config(config).notification_schema]
-
-
-def _tell(cycles: DataFrame, kind: str, event: str, *, config: str | None) -> int:
-    numbers = ("start", "due", "expected", "arrived", "in_time", "missing", "last_arrival")
-    rows = cycles.select(
-        F.concat_ws("/", F.lit(kind), F.lit(event), "cycle").alias("id"),
-        F.struct(F.lit(event).alias("event"), "cycle").alias("identifier"),
-        F.to_json(F.struct(*numbers)).alias("payload"),
-        F.lit(0).alias("sequence"),
-    )
-    return backfilling.backfill(rows, kind, config=config).published
+        hours.unpersist()

@@ -301,33 +301,27 @@ class TestReport:
         noon = int(datetime(2026, 11, 20, 12, tzinfo=UTC).timestamp())
         assert [tuple(row) for row in hours] == [(noon - 3600, 2), (noon + 3600, 1)]
 
-    def test_cycles_are_told_of_once_each(self, place: Place):
-        """What is stored in this test came long after it was due, unless it is asked beforehand."""
-        before, after = datetime(2026, 11, 20, 5, tzinfo=UTC), datetime(2100, 1, 1, tzinfo=UTC)
+    def test_a_cycle_of_which_nothing_came_is_not_late_before_it_is_due(self, place: Place):
+        compared = completeness.compare(self.arrived(place), self.expected(place))
+
+        early, late = completeness.cycles(compared, datetime(2026, 11, 20, 12, tzinfo=UTC)).collect()
+
+        assert (early["cycle_late"], early["missing"], early["latency_seconds"]) == (True, 3, None)
+        assert (late["cycle_late"], late["missing"], late["cycle_complete"]) == (False, 0, False)
+
+    def test_cycles_are_told_of_once_each_in_tables_a_page_and_notifications(self, place: Place):
         place.publish(0, 2, 4, time="0600")
-
-        runs = [self.report(place, after), self.report(place, after)]
-
-        assert [dict(run.published) for run in runs] == [
-            {"cycle_complete": 1, "cycle_late": 2},
-            {"cycle_complete": 0, "cycle_late": 0},
-        ]
-        (complete,) = place.stored("cycle_complete")
-        assert complete.identifier == {"event": "mars", "cycle": "oper/2026-11-20/0600"}
-        assert complete.payload["arrived"] == 3
-        assert len(place.stored("cycle_late")) == 2
+        first = self.report(place, datetime(2100, 1, 1, tzinfo=UTC))
         place.publish(0, 2, 4, time="1200")
-        assert self.report(place, before).published == {"cycle_complete": 1, "cycle_late": 0}
+        second = self.report(place, datetime(2100, 1, 1, tzinfo=UTC))
 
-    def test_tables_and_a_page_are_written(self, place: Place):
-        place.publish(0, time="0600")
-        self.report(place, datetime(2100, 1, 1, tzinfo=UTC))
-
+        assert first.published == {"cycle_complete": 1, "cycle_late": 2}
+        assert second.published == {"cycle_complete": 1, "cycle_late": 0}
+        complete, _ = place.stored("cycle_complete")
+        assert complete.identifier == {"event": "mars", "cycle": "oper/2026-11-20/0600"}
+        assert (complete.payload["arrived"], complete.payload["due"]) == (3, "2026-11-20T12:00:00Z")
+        assert len(place.stored("cycle_late")) == 2
         to = place.directory / "report"
-        counts = {
-            name: place.spark.read.parquet(f"{to}/{name}").count() for name in ("notifications", "cycles", "hours")
-        }
-        assert counts == {"notifications": 6, "cycles": 2, "hours": 1}
-        page = (to / "report.html").read_text()
-        assert "1 of 6" in page
-        assert "oper/2026-11-20/1200" in page
+        tables = {name: place.spark.read.parquet(f"{to}/{name}") for name in ("notifications", "cycles", "hours")}
+        assert {name: table.count() for name, table in tables.items()} == {"notifications": 6, "cycles": 2, "hours": 1}
+        assert "6 of 6" in (to / "report.html").read_text()
