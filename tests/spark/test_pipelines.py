@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
+from aviso_workers import cli
 from aviso_workers.errors import PipelineError
 from aviso_workers.server import NatsServer
-from aviso_workers.spark import archiving, backfilling, completeness, once, register
+from aviso_workers.spark import archiving, backfilling, completeness, once, register, sessions
 from aviso_workers.spark.backfilling import Backfilled
 from aviso_workers.spark.completeness import Reported
 from aviso_workers.spark.files import Files
@@ -56,7 +59,7 @@ CONTINUOUS = """
 import sys
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
-from aviso_workers.spark import archiving, backfilling, completeness, once, register
+from aviso_workers.spark import archiving, backfilling, completeness, once, register, sessions
 from aviso_workers.spark.backfilling import Backfilled
 from aviso_workers.spark.completeness import Reported
 spark = SparkSession.builder.master("local[2]").getOrCreate()
@@ -325,3 +328,39 @@ class TestReport:
         tables = {name: place.spark.read.parquet(f"{to}/{name}") for name in ("notifications", "cycles", "hours")}
         assert {name: table.count() for name, table in tables.items()} == {"notifications": 6, "cycles": 2, "hours": 1}
         assert "6 of 6" in (to / "report.html").read_text()
+
+
+def test_the_commands_do_the_same(place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """With the session of the tests, because the commands would stop it."""
+
+    @contextmanager
+    def session(name: str) -> Iterator[SparkSession]:
+        yield place.spark
+
+    def run(*arguments: str | Path) -> list[str]:
+        monkeypatch.setattr(
+            sys, "argv", ["aviso-workers", "spark", *map(str, arguments), "--config", str(place.config)]
+        )
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        assert ended.value.code == 0, captured.err
+        return captured.out.splitlines()
+
+    monkeypatch.setattr(sessions, "session", session)
+    place.publish(0, 2, 4, 5)
+    archive, schedule = place.directory / "archive", place.directory / "schedule.yaml"
+    schedule.write_text(SCHEDULE)
+    of_the_day = ("--first", "2026-11-20", "--last", "2026-11-20", "--schedule", schedule, "--from", archive)
+
+    assert run("archive", "mars", 'step={"lt":5}', "--to", archive) == []
+    assert run("backfill", "mars", "step=[2,4,5]", "--from", archive, "--to", "copy") == [
+        "2 published, 0 there before, 0 refused"
+    ]
+    assert run("backfill", "mars", "--from", "2", "--to", "copy") == ["1 published, 2 there before, 0 refused"]
+    assert run("backfill", "mars", "--from", "2020-01-01", "--to", "copy") == ["1 published, 3 there before, 0 refused"]
+    assert run("report", "mars", "--to", place.directory / "report", *of_the_day) == [
+        f"2 cycles: 1 complete, 2 late; see {place.directory}/report/report.html",
+        "1 published as cycle_complete",
+        "2 published as cycle_late",
+    ]
