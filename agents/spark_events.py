@@ -237,12 +237,12 @@ class _Application:
             more = batch.more
             # Task events alone are not worth a write; the end is, so that a restart need not open what is complete.
             if batch.events or (grown.complete and not more and reader.position != self._stored.position):
-                level = self._stored.level if more else grown.modified
+                level = self._stored.level if more else min(grown.modified, time.time())
                 await self._store(grown, Checkpoint(position=reader.position, level=level))
-        self._held, self._known_at = frozenset(), anyio.current_time()
         if self.overdue(grown):
             await self._notify(job_events.lost(Application.of_log(grown.name), heard=grown.modified))
             await self._store(grown, msgspec.structs.replace(self._stored, lost=True))
+        self._held, self._known_at = frozenset(), anyio.current_time()
 
     async def _resume(self, grown: EventLog) -> EventLogReader[JobEvent]:
         entry = await self._checkpoints.get(self._key(grown))

@@ -2,9 +2,11 @@
 
 from aviso_workers.agents import Agent, Router
 from aviso_workers.app import App
-from aviso_workers.backends import KeyValue
 from aviso_workers.errors import AvisoWorkersError
+from aviso_workers.key_value import KeyValue
 from aviso_workers.notifications import Batch, Batching, Notification, Notify, Receipt, Stream
+from aviso_workers.tables import Change, Counter, Table
+from aviso_workers.timers import Tick, Timer
 from aviso_workers.verdicts import Backoff, Reject, Retry
 
 __all__ = [
@@ -14,6 +16,8 @@ __all__ = [
     "Backoff",
     "Batch",
     "Batching",
+    "Change",
+    "Counter",
     "KeyValue",
     "Notification",
     "Notify",
@@ -22,4 +26,7 @@ __all__ = [
     "Retry",
     "Router",
     "Stream",
+    "Table",
+    "Tick",
+    "Timer",
 ]

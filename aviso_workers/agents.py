@@ -1,4 +1,4 @@
-"""Declarations: agents, tasks, and the routers that group them.
+"""Declarations: agents, timers, tasks, tables, and the routers that group them.
 
 Importing an app runs this module and no I/O. What a declaration can get wrong by itself is refused here, at the line
 that declares it; what depends on the configuration is `App.mistakes`.
@@ -9,20 +9,25 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import msgspec
 from msgspec import Struct
 
+from aviso_workers import resources, timers
 from aviso_workers.errors import DeclarationError
 from aviso_workers.notifications import Batch, Batching, Notification, Stream
+from aviso_workers.resources import Resource
+from aviso_workers.tables import Counter, Table
+from aviso_workers.timers import Schedule, Timer
 from aviso_workers.verdicts import Backoff, Classifier
 
 __all__ = ["Agent", "Policy", "Router", "Task", "check_name", "durable_name"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -56,6 +61,9 @@ class Agent(Generic[P, R]):
         self.classifiers: list[tuple[type[Exception], Classifier]] = []
         self.in_thread = not inspect.iscoroutinefunction(function)
         self.form, self.payload_type = _call_form(self.name, function)
+        first = next(iter(inspect.signature(function).parameters))
+        self.needs = resources.needs_of(f"agent {self.name!r}", function, without=(first,))
+        """By argument after the first, the type of the resource that gives it."""
         self._refuse_nonsense()
         self.__doc__ = function.__doc__
 
@@ -110,7 +118,7 @@ class Task(Struct, frozen=True, kw_only=True):
 
 
 class Router:
-    """A group of agents and tasks that an app includes.
+    """A group of agents, timers, tasks, tables and resources that an app includes.
 
     `settings` is the msgspec Struct of what the group can be told in the configuration, under `workers.agents.<name>`;
     `app.settings(router)` returns it.
@@ -120,7 +128,10 @@ class Router:
         self.name = check_name("router", name)
         self.settings_type = settings
         self.agents: list[Agent[Any, Any]] = []
+        self.timers: list[Timer[Any, Any]] = []
         self.tasks: list[Task] = []
+        self.tables: dict[str, Table[Any] | Counter] = {}
+        self.resources: list[Resource] = []
 
     def agent(
         self,
@@ -167,6 +178,36 @@ class Router:
 
         return declare
 
+    def every(
+        self, interval: str, *, leader: bool = False, catch_up: bool = False, name: str | None = None
+    ) -> Callable[[Callable[P, R]], Timer[P, R]]:
+        """Declare a timer: an async function of nothing, or of a `Tick`, that every worker runs at whole multiples of
+        an interval such as `30s`, `5m` or `1h`, counted from 1970 UTC.
+
+        With `leader`, one worker of all that run the app runs it, another one when that dies, and no tick is run twice.
+        A tick that was missed by more than a minute is skipped; with `catch_up` every one is run, the oldest first: of
+        a leader's timer also those that came while no worker was there. A tick that raises is not run again.
+
+        Raises `DeclarationError`.
+        """
+        return self._timer(lambda: timers.every(interval), leader=leader, catch_up=catch_up, name=name)
+
+    def cron(
+        self,
+        expression: str,
+        *,
+        timezone: str = "UTC",
+        leader: bool = False,
+        catch_up: bool = False,
+        name: str | None = None,
+    ) -> Callable[[Callable[P, R]], Timer[P, R]]:
+        """Declare a timer as `every` does, at the times that the five fields of cron say (minute, hour, day, month,
+        weekday) in a time zone such as `Europe/Berlin`.
+
+        Raises `DeclarationError`.
+        """
+        return self._timer(lambda: timers.cron(expression, timezone), leader=leader, catch_up=catch_up, name=name)
+
     def task(self, function: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], Coroutine[Any, Any, None]]:
         """Declare a task: an async function of one argument, the app, that runs as long as the worker does."""
         name = check_name("task", getattr(function, "__name__", ""))
@@ -174,6 +215,77 @@ class Router:
             raise DeclarationError(f"task {name!r}: must be an async function")
         self._add_task(Task(name=name, function=function))
         return function
+
+    @overload
+    def table(self, name: str, type: type[T], *, default: T, history: int = 1, cached: bool = False) -> Table[T]: ...
+
+    @overload
+    def table(self, name: str, type: type[T], *, history: int = 1, cached: bool = False) -> Table[T | None]: ...
+
+    def table(self, name: str, type: Any, *, default: Any = None, history: int = 1, cached: bool = False) -> Table[Any]:
+        """Declare a table: values of one type by key, which all workers of the app share, in a bucket of their own.
+
+        `type` is a msgspec Struct, a dataclass, a TypedDict or a plain JSON type. `default` is what a key reads as that
+        has no value. `history` is how many values of a key are kept. `cached` keeps all of it in every worker as well,
+        for handlers that read much.
+
+        Raises `DeclarationError`.
+        """
+        table: Table[Any] = Table(check_name("table", name), type, default=default, history=history, cached=cached)
+        self._add_table(name, table)
+        return table
+
+    def counter(self, name: str) -> Counter:
+        """Declare a counter: whole numbers by key that the server adds up (nats-server 2.12 or newer).
+
+        Raises `DeclarationError`.
+        """
+        counter = Counter(check_name("counter", name))
+        self._add_table(name, counter)
+        return counter
+
+    def _add_table(self, name: str, table: Table[Any] | Counter) -> None:
+        self._refuse_twice("table", name, list(self.tables))
+        self.tables[name] = table
+
+    def resource(self, function: Callable[P, AsyncIterator[T]]) -> Callable[P, AsyncIterator[T]]:
+        """Declare a resource: an async generator function that opens something, yields it, and closes it.
+
+        It is annotated with what it gives, as in `-> AsyncIterator[Database]`. Each worker opens it once, before its
+        agents and timers, and gives it to each of them, and to each resource, that has an argument of that type.
+
+        Raises `DeclarationError`.
+        """
+        self._add_resource(resources.declare(function))
+        return function
+
+    def _add_resource(self, resource: Resource) -> None:
+        for known in self.resources:
+            if known.gives is resource.gives:
+                raise DeclarationError(
+                    f"resources {known.name!r} and {resource.name!r} of {self.name!r} both give a "
+                    f"{resource.gives.__name__}: let one of them give a type of its own"
+                )
+        self.resources.append(resource)
+
+    def _timer(
+        self, schedule: Callable[[], Schedule], *, leader: bool, catch_up: bool, name: str | None
+    ) -> Callable[[Callable[P, R]], Timer[P, R]]:
+        def declare(function: Callable[P, R]) -> Timer[P, R]:
+            known_as = check_name("timer", name or str(getattr(function, "__name__", "")))
+            try:
+                made = schedule()
+            except ValueError as error:
+                raise DeclarationError(f"timer {known_as!r}: {error}") from error
+            timer = Timer(function, name=known_as, schedule=made, leader=leader, catch_up=catch_up)
+            self._add_timer(timer)
+            return timer
+
+        return declare
+
+    def _add_timer(self, timer: Timer[Any, Any]) -> None:
+        self._refuse_twice("timer", timer.name, [known.name for known in self.timers])
+        self.timers.append(timer)
 
     def _add_agent(self, agent: Agent[Any, Any]) -> None:
         self._refuse_twice("agent", agent.name, [known.name for known in self.agents])
@@ -202,12 +314,12 @@ def check_name(kind: str, name: str) -> str:
 
 def _call_form(name: str, function: Callable[..., Any]) -> tuple[type, Any]:
     """Which of Notification, Batch and Stream the function takes, and the T of it (`Any` for none)."""
-    wanted = "a function of one argument, annotated Notification[T], Batch[T] or Stream[T]"
-    if not callable(function):
+    wanted = "a function whose first argument is annotated Notification[T], Batch[T] or Stream[T]"
+    if not callable(function) or isinstance(function, Agent):
         raise DeclarationError(f"agent {name!r}: must be {wanted}")
     parameters = list(inspect.signature(function).parameters.values())
-    if len(parameters) != 1:
-        raise DeclarationError(f"agent {name!r}: must be {wanted}, found {len(parameters)} arguments")
+    if not parameters:
+        raise DeclarationError(f"agent {name!r}: must be {wanted}, found none")
     try:
         hint = typing.get_type_hints(function).get(parameters[0].name)
     except (AttributeError, NameError, SyntaxError, TypeError) as error:

@@ -6,6 +6,7 @@ tests; `app.work` then runs its agents and tasks, for a worker process (`serve`)
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -14,13 +15,13 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
 
-from aviso_workers import positions, schema, topics
-from aviso_workers.agents import Router
+from aviso_workers import positions, resources, schema, topics
+from aviso_workers.agents import Agent, Router, check_name
 from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, load
 from aviso_workers.engine.publishing import encode
@@ -35,8 +36,11 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import Events, Measured
 from aviso_workers.notifications import Notification, Notify, Receipt
+from aviso_workers.timers import Timer
 
 __all__ = ["App"]
+
+D = TypeVar("D", Agent[Any, Any], Timer[Any, Any])
 
 METRIC = re.compile(r"(?!aviso_worker_)[a-zA-Z_][a-zA-Z0-9_]*")
 
@@ -82,12 +86,22 @@ class App(Router):
         """The agents at work in this process, by name."""
         return self._session.runs if self._session else {}
 
-    def include(self, router: Router) -> None:
-        """Add a router's agents and tasks. Raises `DeclarationError` where a name is taken."""
+    def include(self, router: Router, *, prefix: str = "") -> None:
+        """Add what a router has; its names begin with `prefix` and `_`, if there is one.
+
+        Raises `DeclarationError` where a name is taken.
+        """
+        begin = f"{prefix}_" if prefix else ""
         for agent in router.agents:
-            self._add_agent(agent)
+            self._add_agent(_renamed(agent, begin))
+        for timer in router.timers:
+            self._add_timer(_renamed(timer, begin))
         for task in router.tasks:
-            self._add_task(task)
+            self._add_task(msgspec.structs.replace(task, name=begin + task.name))
+        for name, table in router.tables.items():
+            self._add_table(begin + name, table)
+        for resource in router.resources:
+            self._add_resource(resource)
         self._routers.append(router)
 
     def settings(self, router: Router) -> Any:
@@ -131,6 +145,9 @@ class App(Router):
                 topics.key_of(schema.topic_of(agent.event_type, declared), agent.policy.order_by)
             except InvalidNotificationError as error:
                 found.append(f"agent {agent.name!r}: {error}")
+        needing = {f"agent {agent.name!r}": agent.needs for agent in self.agents}
+        needing |= {f"timer {timer.name!r}": timer.needs for timer in self.timers}
+        found += resources.mistakes(self.resources, needing, app=type(self))
         for router in self._routers:
             try:
                 self.settings(router)
@@ -225,7 +242,12 @@ class App(Router):
         if self._session is not None:
             raise DeclarationError(f"app {self.name!r} is connected already")
         session = open_session(app=self.name, config=self.config, events=self.events, opening=self._opening)
-        self._session = await self._stack.enter_async_context(session)
+        try:
+            self._session = await self._stack.enter_async_context(session)
+            await self._stack.enter_async_context(self._session.connect(self.tables))
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
         return self
 
     async def __aexit__(
@@ -247,6 +269,14 @@ class App(Router):
         while known and known not in self.config.origins:
             known = known.rpartition(".")[0]
         return f"{path}: {problem} ({self.config.origins[known]})" if known else f"{path}: {problem}"
+
+
+def _renamed(declared: D, begin: str) -> D:
+    if not begin:
+        return declared
+    renamed = copy.copy(declared)
+    renamed.name = check_name("prefixed", begin + declared.name)
+    return renamed
 
 
 def _suggestion(key: str, known: Iterable[str]) -> str:

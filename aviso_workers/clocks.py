@@ -19,7 +19,7 @@ from typing import Protocol
 import anyio
 from anyio.lowlevel import checkpoint
 
-__all__ = ["Clock", "LoopClock", "Timer", "VirtualClock", "at_rest", "fail_after", "move_on_after"]
+__all__ = ["Clock", "LoopClock", "Timer", "VirtualClock", "at_rest", "fail_after", "move_on_after", "sleep_until"]
 
 SHORT_WORK_TURNS = 10
 NAP_SECONDS = 0.001
@@ -63,6 +63,12 @@ def fail_after(clock: Clock, seconds: float) -> Iterator[anyio.CancelScope]:
         yield scope
     if scope.cancelled_caught:
         raise TimeoutError(f"not done within {seconds:g} s")
+
+
+async def sleep_until(clock: Clock, seconds: float, event: anyio.Event) -> None:
+    """Sleep; the event cuts it short."""
+    with move_on_after(clock, seconds):
+        await event.wait()
 
 
 class LoopClock:

@@ -19,7 +19,7 @@ from aviso_workers.errors import InvalidPayloadError, UndecodableError
 from aviso_workers.notifications import Notification
 from aviso_workers.schema import EventType, PointCloudHandler, PolygonHandler, Where, parse_where
 
-__all__ = ["Message", "NotificationReader", "NotificationWriter", "encode", "store_time"]
+__all__ = ["Message", "NotificationReader", "NotificationWriter", "encode", "encode_payload", "store_time"]
 
 BBOX_HEADER = "spatial_bbox"
 GEOMETRY_HEADER = "spatial_geometry"
@@ -32,12 +32,14 @@ SPATIAL_HEADERS = {POLYGON: GEOMETRY_HEADER, POINT_CLOUD: POINT_CLOUD_HEADER}
 MOST_KNOWN = 10_000
 SURELY_SHORT = 900
 """Characters of a subject that cannot be too long, however many bytes they have."""
+REMEMBERED = frozenset({str, int})
+"""Types of values of which equal ones are spelled alike: 1.0 equals 1, and so does True."""
 NO_HEADERS: Mapping[str, str] = {}
 
 _encoder = msgspec.json.Encoder(order="sorted")
 
 
-class Message(Struct, frozen=True, kw_only=True):
+class Message(Struct, frozen=True, kw_only=True, gc=False):
     """A message as a stream holds it."""
 
     subject: str
@@ -64,12 +66,13 @@ def encode(name: str, event_type: EventType, identifier: Mapping[str, str], payl
         raise InvalidPayloadError(f"{name}: a payload is required")
     return Message(
         subject=topics.topic(name, event_type, identifier),
-        data=_encode_payload(name, payload),
+        data=encode_payload(name, payload),
         headers=_spatial_headers(event_type, identifier),
     )
 
 
-def _encode_payload(name: str, payload: Any) -> bytes:
+def encode_payload(name: str, payload: Any) -> bytes:
+    """The body of a message. Raises `InvalidPayloadError`."""
     try:
         data = _encoder.encode(payload)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -123,25 +126,28 @@ class NotificationWriter:
         """Raises `InvalidNotificationError`."""
         subject = self._known_subject(identifier)
         if subject is not None and payload is not None:
-            return Message(subject=subject, data=_encode_payload(self._name, payload))
+            return Message(subject=subject, data=encode_payload(self._name, payload))
         canonical = schema.canonical_identifier(self._name, self._event_type, identifier)
         message = encode(self._name, self._event_type, canonical, payload)
         for field, known in self._known.items():
             if len(known) == MOST_KNOWN:
                 known.clear()
-            if type(identifier[field]) in (str, int):
+            if type(identifier[field]) in REMEMBERED:
                 known[identifier[field]] = topics.encode_token(canonical[field])
         return message
 
     def _known_subject(self, identifier: Mapping[str, Any]) -> str | None:
-        if not self._all_routed or identifier.keys() != self._known.keys():
+        if not self._all_routed or len(identifier) != len(self._known):
             return None
         tokens = [self._base]
-        for field, known in self._known.items():
-            value = identifier[field]
-            if (type(value) is not str and type(value) is not int) or (token := known.get(value)) is None:
-                return None
-            tokens.append(token)
+        try:
+            for field, known in self._known.items():
+                value = identifier[field]
+                if type(value) not in REMEMBERED:
+                    return None
+                tokens.append(known[value])
+        except KeyError:
+            return None
         subject = ".".join(tokens)
         return subject if len(subject) < SURELY_SHORT else None
 
@@ -156,6 +162,7 @@ class NotificationReader:
         self._name = name
         self._where = where or parse_where(name, event_type, {})
         self._keys = self._where.topic.key_order
+        self._selective = bool(self._where.conditions or self._where.place)
         self._spatial = [(field, header) for field, header in SPATIAL_HEADERS.items() if field in event_type.identifier]
         self._decode_payload = _payload_decoder(payload_type)
 
@@ -170,10 +177,10 @@ class NotificationReader:
             raise UndecodableError(
                 f"{message.subject!r} has {len(tokens) - 1} identifier values, {self._name} has {len(self._keys)}"
             )
-        if not self._where.matches(tokens, _footprint(message) if self._where.place else None):
+        if self._selective and not self._where.matches(tokens, _footprint(message) if self._where.place else None):
             return None
         headers = message.headers if message.headers is not None else NO_HEADERS
-        identifier = dict(zip(self._keys, tokens[1:], strict=True))
+        identifier = dict(zip(self._keys, tokens[1:], strict=False))
         if "*" in tokens or "" in tokens:  # decoded, they mean that the publisher left the field out
             identifier = {key: value for key, value in identifier.items() if value not in ("", "*")}
         for field, header in self._spatial:

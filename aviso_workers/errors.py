@@ -9,13 +9,16 @@
     │   ├── UnknownEventTypeError   no such entry in `notification_schema`
     │   ├── InvalidIdentifierError  a field is missing, unknown or has an illegal value
     │   └── InvalidPayloadError     missing though required, not JSON, or larger than the server takes
+    ├── InvalidKeyError             a text that cannot be the key of a table
     ├── InvalidPositionError        a `from_id`, `from_date`, `to_id` or `to_date` that means nothing
     ├── UndecodableError            a stored message that is no notification of its event type
     ├── BackendError                what a backend answered
     │   ├── UnavailableError        nothing was done; try again
     │   ├── OutcomeUnknownError     it may have been done; try again with the same message id
     │   └── RefusedError            not done and not worth repeating
-    │       └── NotFoundError       no such stream, consumer, key or message
+    │       ├── NotFoundError       no such stream, consumer, key or message
+    │       └── ConflictError       somebody else was faster: what it depended on is not so any more
+    ├── ResourceError               a resource that an author declared cannot be opened
     ├── ServerProcessError          a nats-server of our own could not be found or started
     └── SparkError                  what concerns Spark
         ├── InvalidOptionError      an option of the data source is unknown, cannot be read, or contradicts another
@@ -33,10 +36,12 @@ __all__ = [
     "AvisoWorkersError",
     "BackendError",
     "ConfigError",
+    "ConflictError",
     "DataLossError",
     "DeclarationError",
     "ExecutorError",
     "InvalidIdentifierError",
+    "InvalidKeyError",
     "InvalidNotificationError",
     "InvalidOptionError",
     "InvalidPayloadError",
@@ -45,6 +50,7 @@ __all__ = [
     "OutcomeUnknownError",
     "PipelineError",
     "RefusedError",
+    "ResourceError",
     "ServerProcessError",
     "SparkError",
     "SparkRestError",
@@ -102,6 +108,10 @@ class InvalidPayloadError(InvalidNotificationError):
     """The payload is missing though required, is not JSON, or is larger than the server takes."""
 
 
+class InvalidKeyError(AvisoWorkersError):
+    """A text that cannot be the key of a table: an empty or a very long one."""
+
+
 class InvalidPositionError(AvisoWorkersError):
     """A start or end of a replay that cannot be read, or two that exclude each other."""
 
@@ -135,6 +145,14 @@ class RefusedError(BackendError):
 
 class NotFoundError(RefusedError):
     """The stream, consumer, key or message that was named does not exist."""
+
+
+class ConflictError(RefusedError):
+    """Not stored, because it depended on a revision that is not the newest. Read again, and decide anew."""
+
+
+class ResourceError(AvisoWorkersError):
+    """A resource that an author declared raised when it was opened."""
 
 
 class ServerProcessError(AvisoWorkersError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any, Literal, get_args
 
 from msgspec import Struct
@@ -21,6 +22,7 @@ __all__ = [
     "ConsumerDiffers",
     "Event",
     "Events",
+    "LeadershipChanged",
     "Measured",
     "PublishOutcome",
     "Published",
@@ -29,6 +31,7 @@ __all__ = [
     "Skipped",
     "StreamProvisioned",
     "TaskFailed",
+    "Ticked",
 ]
 
 
@@ -38,7 +41,10 @@ PublishOutcome = Literal["stored", "duplicate", "failed"]
 
 
 class Published(Struct, frozen=True, kw_only=True):
-    """Publishing `count` notifications ended: stored, found to be stored already, or given up."""
+    """Publishing `count` notifications ended: stored, found to be stored already, or given up.
+
+    Of many that are published together, those that were there already may count as stored: see `PubAck.sequence`.
+    """
 
     event_type: str
     outcome: PublishOutcome
@@ -104,6 +110,26 @@ class TaskFailed(Struct, frozen=True, kw_only=True):
     again_in_seconds: float
 
 
+class Ticked(Struct, frozen=True, kw_only=True):
+    """A timer was run."""
+
+    timer: str
+    time: datetime
+    """When it was due."""
+    late_seconds: float
+    """How much later it began."""
+    seconds: float
+    """How long it took."""
+    error: Exception | None = None
+
+
+class LeadershipChanged(Struct, frozen=True, kw_only=True):
+    """This worker begins to run the timers of which one worker of the fleet runs all, or it ceases to."""
+
+    leads: bool
+    token: int
+
+
 class Skipped(Struct, frozen=True, kw_only=True):
     """A replay or a watch left out a stored message that is no notification of its event type."""
 
@@ -157,6 +183,8 @@ Event = (
     | AgentDisturbed
     | AgentStopped
     | TaskFailed
+    | Ticked
+    | LeadershipChanged
     | Skipped
     | StreamProvisioned
     | ConsumerDiffers

@@ -18,10 +18,12 @@ from aviso_workers.events import (
     ConnectionSlow,
     ConsumerDiffers,
     Event,
+    LeadershipChanged,
     Settled,
     Skipped,
     StreamProvisioned,
     TaskFailed,
+    Ticked,
 )
 
 __all__ = ["configure", "observe"]
@@ -78,13 +80,8 @@ def observe(event: Event) -> None:
             )
         case AgentStopped():
             log.info("agent.stopped", agent=event.agent, finished=event.finished, returned=event.returned)
-        case TaskFailed():
-            log.error(
-                "task.failed",
-                task=event.task,
-                again_in_seconds=round(event.again_in_seconds, 1),
-                exc_info=event.error,
-            )
+        case TaskFailed() | Ticked() | LeadershipChanged():
+            _observe_beside(event)
         case Skipped():
             log.warning(
                 "notification.skipped",
@@ -106,6 +103,21 @@ def observe(event: Event) -> None:
             log.warning("connection.down", reason=event.reason)
         case ConnectionSlow():
             log.warning("connection.slow", reason=event.reason, cure="install the nats-py that aviso-workers asks for")
+
+
+def _observe_beside(event: TaskFailed | Ticked | LeadershipChanged) -> None:
+    match event:
+        case TaskFailed():
+            log.error(
+                "task.failed",
+                task=event.task,
+                again_in_seconds=round(event.again_in_seconds, 1),
+                exc_info=event.error,
+            )
+        case Ticked(error=Exception() as error):
+            log.error("timer.failed", timer=event.timer, tick=event.time.isoformat(), exc_info=error)
+        case LeadershipChanged():
+            log.info("leader.began" if event.leads else "leader.ceased", token=event.token)
 
 
 def _observe_end(event: Settled) -> None:

@@ -267,8 +267,8 @@ class Metrics:
 
     def observe(self, event: Event) -> None:
         match event:
-            case Settled(agent=agent):
-                self._agents[agent].settled(event)
+            case Settled():
+                self._agents[event.agent].settled(event)
             case Published(event_type=event_type, count=count):
                 self._published[event_type].outcomes.add(event.outcome, count)
                 self._published[event_type].retries += (event.attempts - 1) * count

@@ -15,7 +15,7 @@ from anyio.abc import TaskStatus
 
 from aviso_workers import logs
 from aviso_workers.app import App
-from aviso_workers.errors import BackendError, ConfigError
+from aviso_workers.errors import BackendError, ConfigError, ResourceError
 from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged, Event
 from aviso_workers.metrics import Metrics
 from aviso_workers.status import Health, StatusServer
@@ -42,7 +42,7 @@ async def serve(app: App, *, status_port: int | None = None) -> None:
     The first one is enough while nothing runs because the connection is still being made.
 
     Raises `ConfigError` with every mistake before anything connects, `BackendError` when the connection cannot be
-    made or is lost for good.
+    made or is lost for good, `ResourceError` when a resource cannot be opened.
     """
     if mistakes := app.mistakes():
         raise ConfigError(mistakes)
@@ -65,7 +65,7 @@ async def serve(app: App, *, status_port: int | None = None) -> None:
 
 async def _work(app: App, readiness: _Readiness, metrics: Metrics, *, status_url: str) -> None:
     connected, stop = anyio.Event(), anyio.Event()
-    failure: BackendError | None = None
+    failure: BackendError | ResourceError | None = None
     async with anyio.create_task_group() as watching:
         await watching.start(_obey_signals, connected, stop, readiness, watching.cancel_scope)
         watching.start_soon(_turn, readiness.health)
@@ -75,7 +75,7 @@ async def _work(app: App, readiness: _Readiness, metrics: Metrics, *, status_url
                 connected.set()
                 watching.start_soon(_measure_lag, app, metrics)
                 await app.work(stop)
-        except BackendError as error:
+        except (BackendError, ResourceError) as error:
             failure = error  # raised below, outside of the group, so that it arrives as itself
         watching.cancel_scope.cancel()
     if failure is not None:

@@ -47,9 +47,10 @@ from aviso_workers.engine.dead_lettering import DeadLetter
 from aviso_workers.engine.handling import caller
 from aviso_workers.engine.session import SWEEP, Session, open_session
 from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, NotFoundError, UnavailableError
-from aviso_workers.events import AgentDisturbed, Event, Events, Settled
+from aviso_workers.events import AgentDisturbed, Event, Events, Settled, Ticked
 from aviso_workers.notifications import Notification, Notify, Receipt, Source, Stream
 from aviso_workers.streams import StreamSpec
+from aviso_workers.timers import Timer
 
 __all__ = ["Harness", "harness"]
 
@@ -97,6 +98,7 @@ class Harness:
         self._made: set[str] = set()
         """Streams that the app has made, or may have."""
         self._settled: list[Settled] = []
+        self._ticks: list[Ticked] = []
         self._disturbed: dict[str, Exception] = {}
         self._count = workers
         self._workers: list[_Worker] = []
@@ -144,6 +146,10 @@ class Harness:
     def outcomes(self, agent: Agent[Any, Any] | str) -> list[str]:
         """The same in one word each: `acked`, `retried` or `dead_lettered`."""
         return [fact.outcome for fact in self.settled(agent)]
+
+    def ticks(self, timer: Timer[Any, Any]) -> list[Ticked]:
+        """How the timer's ticks ended, in order; `advance` lets the time come for them."""
+        return [fact for fact in self._ticks if fact.timer == timer.name]
 
     async def start(self) -> None:
         """Start workers, until there are as many as there were at the beginning."""
@@ -263,6 +269,8 @@ class Harness:
         match event:
             case Settled():
                 self._settled.append(event)
+            case Ticked():
+                self._ticks.append(event)
             case AgentDisturbed():
                 self._disturbed[event.agent] = event.error
 
@@ -501,17 +509,23 @@ class _Code:
     def watched(self, agent: Agent[Any, Any], clock: Clock) -> Agent[Any, Any]:
         """The agent with its function called from here."""
         watched, plain = copy.copy(agent), copy.copy(agent)
+
+        def call_plainly(given: tuple[Any, Mapping[str, Any]]) -> Any:
+            argument, resources = given
+            return agent.function(argument, **resources)
+
+        plain.function = call_plainly
         plain.policy = structs.replace(agent.policy, timeout=None)  # the time of the call is kept by who calls it
         call = caller(plain, clock)
 
-        async def call_one(argument: Any) -> object:
+        async def call_one(argument: Any, **resources: Any) -> object:
             with self._inside(agent.name):
                 self.strike(agent.name)
-                return await call(argument)
+                return await call((argument, resources))
 
-        async def call_stream(stream: Stream[Any]) -> object:
+        async def call_stream(stream: Stream[Any], **resources: Any) -> object:
             with self._inside(agent.name) as turn:
-                return await call(Stream(_Source(stream._source, self, turn)))
+                return await call((Stream(_Source(stream._source, self, turn)), resources))
 
         watched.function = call_stream if agent.form is Stream else call_one
         watched.in_thread = False

@@ -12,7 +12,7 @@ import anyio
 import msgspec
 import pytest
 
-from aviso_workers import App, Backoff, Batch, Batching, Notification, Reject, Retry, Stream, config
+from aviso_workers import App, Backoff, Batch, Batching, Notification, Reject, Retry, Stream, Tick, config
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, UnavailableError
 from aviso_workers.server import NatsServer
@@ -497,3 +497,60 @@ class TestOnAServer:
                 async with harness(App("other", config=app.config), server=nats_server.url):
                     pytest.fail("it began")
             assert [one.topic async for one in app.replay("mars")] == ["mars.od.1"]
+
+
+class TestTimersAndTables:
+    async def test_a_timer_runs_when_its_time_comes(self, app: App) -> None:
+        looks = app.table("looks", int, default=0)
+
+        @app.every("5m", leader=True)
+        async def look(tick: Tick) -> None:
+            await looks.update("all", lambda count: count + 1)
+            await app.notify("mars", {"class": "od", "step": tick.time.minute})
+
+        async with harness(app, workers=3) as t:
+            await t.advance(15 * 60)
+            assert [fact.time.minute for fact in t.ticks(look)] == [5, 10, 15]
+            assert [fact.error for fact in t.ticks(look)] == [None] * 3
+            assert [int(each.identifier["step"]) for each in t.published] == [5, 10, 15]
+            assert await looks.get("all") == 3
+
+    async def test_a_leader_that_crashes_is_followed(self, app: App) -> None:
+        @app.every("30s", leader=True)
+        async def look() -> None: ...
+
+        async with harness(app, workers=2) as t:
+            await t.advance(40)
+            await t.crash(0)
+            await t.crash(0)
+            await t.advance(60)
+            assert [fact.time.timestamp() % 3600 for fact in t.ticks(look)] == [30, 60, 90]
+
+    async def test_timers_do_not_keep_agents_from_settling(self, app: App, server: str | None, seen: list[int]) -> None:
+        counts = app.table("counts", int, default=0, cached=True)
+        sizes = app.counter("sizes")
+
+        @app.every("1s", leader=True)
+        async def look() -> None: ...
+
+        @app.agent("mars", concurrency=4, retry=SOON)
+        async def index(notification: Notification[Any]) -> None:
+            await counts.update("all", lambda count: count + 1)
+            await sizes.add("all", 2, message_id=notification.id)
+
+        async with harness(app, server=server, workers=2) as t:
+            await notify(t, *range(20))
+            await t.settle()
+            await t.advance(1.5)
+            assert await counts.get("all") == 20
+            assert await sizes.get("all") == 40
+            assert t.ticks(look)
+
+    async def test_a_value_is_forgotten_after_its_ttl(self, app: App, server: str | None) -> None:
+        names = app.table("names", str, cached=True)
+        async with harness(app, server=server) as t:
+            await names.put("od", "operational", ttl=1)
+            assert await names.get("od") == "operational"
+            await t.advance(2.5)
+            assert await names.get("od") is None
+            assert [item async for item in names.items()] == []

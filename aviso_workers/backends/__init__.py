@@ -27,6 +27,7 @@ from aviso_workers.clocks import Clock
 from aviso_workers.codec import Message
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError
+from aviso_workers.key_value import Entry, KeyValue
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 
 __all__ = [
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 
-class Outgoing(Struct, frozen=True):
+class Outgoing(Struct, frozen=True, gc=False):
     """A message to be stored in `stream`; one of the same id within the duplicate window is stored once."""
 
     message: Message
@@ -57,7 +58,11 @@ class Outgoing(Struct, frozen=True):
 class PubAck(Struct, frozen=True, kw_only=True):
     stream: str
     sequence: int
+    """0 where it is not known: of many that were stored together, a server says how many there are."""
     duplicate: bool = False
+    """It was stored before; False where `sequence` is not known either."""
+    total: int | None = None
+    """What a counter's subject stands at now; None where the stream counts nothing, or the message is a duplicate."""
 
 
 class StreamInfo(Struct, frozen=True, kw_only=True):
@@ -130,29 +135,6 @@ class Consumer(Protocol):
         """Ask for no more; return when nothing more can arrive. What arrives meanwhile is still delivered."""
 
 
-class Entry(Struct, frozen=True, kw_only=True):
-    key: str
-    value: bytes
-    revision: int
-
-
-class KeyValue(Protocol):
-    """A bucket of keys in JetStream KV. Keys are made of letters, digits and `-_=./`."""
-
-    async def get(self, key: str) -> Entry | None: ...
-
-    async def put(self, key: str, value: bytes, *, revision: int | None = None) -> int:
-        """Store a value and return its revision.
-
-        With `revision`, only if the key's newest revision is that one (0: the key must not exist); `RefusedError`
-        otherwise.
-        """
-
-    async def delete(self, key: str) -> None: ...
-
-    async def keys(self) -> list[str]: ...
-
-
 class ConnectionListener(Protocol):
     """Called on every change of the connection; `reason` is empty on the way up."""
 
@@ -186,6 +168,9 @@ class Backend(Protocol):
     def max_payload(self) -> int:
         """The largest message (headers and body) that it takes, in bytes."""
 
+    def require_server(self, major: int, minor: int, *, to: str) -> None:
+        """Raise `RefusedError`, which names both versions, where the server is older than is needed `to` do this."""
+
     async def failed(self) -> None:
         """Wait until the backend is lost for good, then raise the `BackendError` that says why."""
 
@@ -208,6 +193,12 @@ class Backend(Protocol):
         """Remove a stream, its messages and its consumers, for good. Raises `NotFoundError`."""
 
     async def stream_names(self) -> list[str]: ...
+
+    async def last_message(self, stream: str, subject: str) -> Message | None:
+        """The newest message of a subject, from who decides about the next one; None where there is none.
+
+        Raises `NotFoundError`.
+        """
 
     async def subject_counts(self, stream: str) -> dict[str, int]:
         """How many messages of each subject a stream holds: for one of few subjects. Raises `NotFoundError`."""
@@ -274,15 +265,27 @@ class Backend(Protocol):
         """How many messages `read` would give now. Raises `NotFoundError`."""
 
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
-        """Store one message; see `Outgoing`."""
+        """Store one message; see `Outgoing`. These of its headers are obeyed, as JetStream does:
+
+        * `Nats-Expected-Last-Subject-Sequence`: only where the newest message of the subject is that one (0: there is
+          none). Raises `ConflictError` otherwise, also where it is the message itself that was stored before.
+        * `Nats-Rollup: sub`: in place of all that its subject held.
+        * `Nats-TTL`: forget it after so long.
+        * `Nats-Incr`: in a stream of counters, add this to what the subject stands at.
+        """
 
     async def publish_many(
         self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
     ) -> list[PubAck | BackendError]:
-        """Store messages in this order, all under way at once; what became of each. One timeout is for all of them."""
+        """Store messages in this order, all under way at once; what became of each. One timeout is for all of them.
 
-    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None) -> KeyValue:
-        """The bucket of that name. Where it is missing it is created; it forgets values older than `ttl_seconds`."""
+        One alone is answered as `publish` does; of more, an acknowledgement may leave the sequence out.
+        """
+
+    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> KeyValue:
+        """The bucket of that name. Where it is missing it is created: it forgets values older than `ttl_seconds` and
+        keeps `history` (at most 64) values of a key.
+        """
 
 
 def open_backend(

@@ -23,4 +23,4 @@ def check(
         raise ConfigError(mistakes)
     for warning in app.config.warnings:
         typer.echo(f"warning: {warning}", err=True)
-    typer.echo(f"{app.name}: {len(app.agents)} agents, {len(app.tasks)} tasks, no mistakes")
+    typer.echo(f"{app.name}: {len(app.agents)} agents, {len(app.timers)} timers, {len(app.tasks)} tasks, no mistakes")

@@ -10,7 +10,7 @@ from aviso_workers.app import App
 from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
 from aviso_workers.cli.printing import print_json, print_table, printable
 from aviso_workers.ops import reconciling
-from aviso_workers.ops.reconciling import Comparison
+from aviso_workers.ops.reconciling import NOT_PUBLISHED, Comparison
 from aviso_workers.positions import parse_date
 from aviso_workers.spark.rest import SparkRest
 
@@ -69,5 +69,10 @@ def _row(comparison: Comparison) -> tuple[str, ...]:
 
 def _lines(comparison: Comparison) -> list[str]:
     subject = f"{comparison.application}: {comparison.kind}"
-    differences = [f"{subject} {each.id}: {each.spark}, {each.published}" for each in comparison.differences]
+    differences = [
+        f"{subject} {each.id}: Spark says {each.spark}, published is {each.published}"
+        if each.published != NOT_PUBLISHED
+        else f"{subject} {each.id}: Spark says {each.spark}, nothing is published"
+        for each in comparison.differences
+    ]
     return [*differences, *(f"stored more than once: {message_id}" for message_id in comparison.twice)]

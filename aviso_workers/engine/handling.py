@@ -42,7 +42,8 @@ class OneByOne:
     async def work(self) -> None:
         """See `pulling.Form`."""
         while (delivery := await self._line.take()) is not None:
-            await self._pace.wait()
+            if self._pace.limited:
+                await self._pace.wait()
             await self._handle(delivery)
 
     async def _handle(self, delivery: Delivery) -> None:

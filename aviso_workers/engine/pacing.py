@@ -12,6 +12,7 @@ class Pace:
 
     def __init__(self, clock: Clock, *, per_second: float | None) -> None:
         self._clock = clock
+        self.limited = per_second is not None
         self._interval = 1 / per_second if per_second else 0.0
         self._next = 0.0
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 import anyio
+from msgspec import Struct
 
 from aviso_workers import streams
 from aviso_workers.backends import Backend, Outgoing, PubAck
@@ -42,7 +42,6 @@ CHUNK_BYTES = 1024 * 1024
 CHUNKS_UNDER_WAY = 3
 HEADER_ALLOWANCE = 12 * 1024
 """Bytes that headers may take, also those of the dead letter that it may become, with its subject and an error."""
-NONE: Mapping[str, str] = {}
 
 
 def encode(config: Config, wanted: Notify) -> Message:
@@ -53,7 +52,7 @@ def encode(config: Config, wanted: Notify) -> Message:
     return NotificationWriter(wanted.event_type, declared).message(wanted.identifier, wanted.payload)
 
 
-class _Prepared(NamedTuple):
+class _Prepared(Struct, frozen=True, gc=False):
     """A notification that is ready to be sent."""
 
     event_type: str
@@ -91,6 +90,14 @@ class Publisher:
         They are taken from the iterable as they can be sent; their order in the stream may differ where one is tried
         again. Raises as `notify` does, at the first that fails; what was sent before may be stored.
         """
+        return await self._store_all(map(self._prepare, wanted))
+
+    async def store_many(self, event_type: str, messages: Iterable[tuple[Message, str]]) -> int:
+        """As `notify_many`, for notifications of one event type that are messages already, each with its id."""
+        _, spec = self._writers.get(event_type) or self._writer(event_type)
+        return await self._store_all(self._ready(event_type, spec, message, each) for message, each in messages)
+
+    async def _store_all(self, prepared: Iterable[_Prepared]) -> int:
         count = 0
         failure: Exception | None = None
         room = anyio.Semaphore(CHUNKS_UNDER_WAY)
@@ -107,7 +114,7 @@ class Publisher:
 
         async with anyio.create_task_group() as sending:
             try:
-                for chunk in _chunks(map(self._prepare, wanted)):
+                for chunk in _chunks(prepared):
                     await room.acquire()
                     sending.start_soon(store, chunk)
             except Exception as error:  # one that is not valid, or whatever the iterable raises
@@ -120,15 +127,21 @@ class Publisher:
         """Raises `InvalidNotificationError`."""
         writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
         message = writer.message(wanted.identifier, wanted.payload)
-        size = len(message.data) + sum(len(key) + len(value) for key, value in (message.headers or NONE).items())
+        return self._ready(
+            wanted.event_type, spec, message, wanted.message_id or f"{self._nonce}{next(self._numbers):x}"
+        )
+
+    def _ready(self, event_type: str, spec: StreamSpec, message: Message, message_id: str) -> _Prepared:
+        size = len(message.data)
+        if message.headers:
+            size += sum(len(key) + len(value) for key, value in message.headers.items())
         max_payload = self._backend.max_payload
         most = max_payload - min(HEADER_ALLOWANCE, max_payload // 2)
         if size > most:
             raise InvalidPayloadError(
-                f"{wanted.event_type}: the notification has {size} bytes, the server takes {most} and its headers"
+                f"{event_type}: the notification has {size} bytes, the server takes {most} and its headers"
             )
-        message_id = wanted.message_id or f"{self._nonce}{next(self._numbers):x}"
-        return _Prepared(wanted.event_type, spec, Outgoing(message, message_id, spec.name))
+        return _Prepared(event_type, spec, Outgoing(message, message_id, spec.name))
 
     def _writer(self, event_type: str) -> tuple[NotificationWriter, StreamSpec]:
         declared = self._config.notification_schema.get(event_type)
@@ -173,7 +186,7 @@ class Publisher:
             attempt += 1
 
     async def _attempt(self, chunk: Sequence[_Prepared]) -> Sequence[PubAck | BackendError]:
-        specs = {prepared.spec.name: prepared.spec for prepared in chunk}
+        specs = {prepared.event_type: prepared.spec for prepared in chunk}
         try:
             for spec in specs.values():
                 await self._provisioner.ensure(spec)

@@ -8,12 +8,12 @@ from typing import Any
 
 import anyio
 
-from aviso_workers import schema, streams, topics
+from aviso_workers import resources, schema, streams, topics
 from aviso_workers.agents import Agent, Task
 from aviso_workers.backends import Backend, ConsumerInfo, Opening, open_backend
 from aviso_workers.codec import NotificationReader
 from aviso_workers.config import Config
-from aviso_workers.engine import dead_lettering, sweeping
+from aviso_workers.engine import dead_lettering, resourcing, sweeping
 from aviso_workers.engine.batching import InBatches
 from aviso_workers.engine.dead_lettering import DeadLetters, Requeued, retry_subject
 from aviso_workers.engine.failing import Failures
@@ -23,15 +23,19 @@ from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publishing import Publisher
 from aviso_workers.engine.pulling import AgentRun, Form
 from aviso_workers.engine.replaying import Replayer
+from aviso_workers.engine.scheduling import run_timers
 from aviso_workers.engine.settling import Settler
 from aviso_workers.engine.streaming import AsStream
 from aviso_workers.engine.supervising import Feed, supervise_agent, supervise_task
 from aviso_workers.engine.sweeping import Sweep
+from aviso_workers.engine.tabling import Tables
 from aviso_workers.errors import BackendError, UnknownEventTypeError
 from aviso_workers.events import ConnectionChanged, ConnectionSlow, Events
 from aviso_workers.notifications import Batch, Notification, Stream
 from aviso_workers.schema import EventType
 from aviso_workers.streams import ConsumerSpec, StreamSpec
+from aviso_workers.tables import Counter, Table
+from aviso_workers.timers import Timer
 
 __all__ = ["Session", "open_session"]
 
@@ -82,11 +86,26 @@ class Session:
             events=self._events,
         )
 
-    async def work(self, app: Any, stop: anyio.Event, *, agents: Sequence[Agent[Any, Any]]) -> None:
-        """Run these agents, and the app's tasks, until `stop`; then let them finish.
+    def connect(self, tables: Mapping[str, Table[Any] | Counter]) -> Tables:
+        """The app's tables, connected while they are entered."""
+        return Tables(tables, self.backend, app=self._app, config=self._config, own_streams=self.own_streams)
 
-        Raises `BackendError` when the connection is lost for good.
+    async def work(self, app: Any, stop: anyio.Event, *, agents: Sequence[Agent[Any, Any]]) -> None:
+        """Run these agents, and the app's timers and tasks, until `stop`; then let them finish.
+
+        Raises `BackendError` when the connection is lost for good, `ResourceError` where a resource cannot be opened.
         """
+        async with resourcing.opened(app.resources, app) as values:
+            await self._work(
+                app,
+                stop,
+                agents=[resources.bound(agent, values) for agent in agents],
+                timers=[resources.bound(timer, values) for timer in app.timers],
+            )
+
+    async def _work(
+        self, app: Any, stop: anyio.Event, *, agents: Sequence[Agent[Any, Any]], timers: Sequence[Timer[Any, Any]]
+    ) -> None:
         failure: BackendError | None = None
 
         async def watch_backend(work: anyio.CancelScope) -> None:
@@ -100,6 +119,16 @@ class Session:
         async def run_task(task: Task) -> None:
             await supervise_task(task, app, clock=self.backend.clock, events=self._events, stop=stop)
 
+        async def run_app_timers() -> None:
+            await run_timers(
+                timers,
+                backend=self.backend,
+                app=self._app,
+                events=self._events,
+                stop=stop,
+                drain_timeout_seconds=self._config.workers.drain_timeout_seconds,
+            )
+
         async with anyio.create_task_group() as watching:
             async with anyio.create_task_group() as work:
                 watching.start_soon(watch_backend, work.cancel_scope)
@@ -107,6 +136,8 @@ class Session:
                     work.start_soon(self.run_agent, agent, stop)
                 if agents:
                     work.start_soon(self.run_sweep, agents, stop)
+                if timers:
+                    work.start_soon(run_app_timers)
                 for task in app.tasks:
                     work.start_soon(run_task, task)
                 await stop.wait()

@@ -81,7 +81,7 @@ async def _keep_reading(
                 feed.provisioner.forget(feed.stream.name)
             delay = delays.next()
             events.emit(AgentDisturbed(agent=name, stream=feed.stream.name, error=error, again_in_seconds=delay))
-            await _sleep(backend.clock, delay, stop)
+            await clocks.sleep_until(backend.clock, delay, stop)
 
 
 async def _read(
@@ -98,7 +98,7 @@ async def _read(
     await feed.provisioner.ensure(feed.stream)
     info = await feed.provisioner.ensure_consumer(stream, feed.consumer)
     if feed.in_order and info.num_ack_pending and not len(run.line):
-        await _sleep(backend.clock, feed.consumer.ack_wait / 1e9 + EXPIRY_SECONDS, stop)
+        await clocks.sleep_until(backend.clock, feed.consumer.ack_wait / 1e9 + EXPIRY_SECONDS, stop)
 
     deliver: Callable[[Delivery], None] = run.line.put
     if unwrap := feed.unwrap:
@@ -131,15 +131,9 @@ async def supervise_task(task: Task, app: Any, *, clock: Clock, events: Events, 
         except Exception as error:
             delay = delays.next()
             events.emit(TaskFailed(task=task.name, error=error, again_in_seconds=delay))
-            await _sleep(clock, delay, stop)
+            await clocks.sleep_until(clock, delay, stop)
         else:
             return
-
-
-async def _sleep(clock: Clock, seconds: float, stop: anyio.Event) -> None:
-    """`stop` cuts it short."""
-    with clocks.move_on_after(clock, seconds):
-        await stop.wait()
 
 
 async def _until(stop: anyio.Event, function: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -21,7 +21,7 @@ from aviso_workers.spark import job_events
 from aviso_workers.spark.job_events import EVENT_TYPE, Application
 from aviso_workers.spark.rest import ENDED, RUNNING, SparkRest, States
 
-__all__ = ["Comparison", "Difference", "Published", "compare", "reconcile"]
+__all__ = ["NOT_PUBLISHED", "Comparison", "Difference", "Published", "compare", "reconcile"]
 
 KINDS = ("application", "job", "stage", "sql")
 LOST = "lost"

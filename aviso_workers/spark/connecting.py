@@ -5,8 +5,11 @@ The loop runs in a thread of its own, so that the server is answered while Spark
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+import gc
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import lru_cache
 from os.path import exists
 from typing import Any, TypeVar
 
@@ -16,9 +19,11 @@ from pyspark import SparkFiles
 from aviso_workers import config
 from aviso_workers.backends import Backend, open_backend
 from aviso_workers.config import Config
+from aviso_workers.config.environment import WORKERS_FILE
 
 __all__ = ["Connection", "connected", "load_config"]
 
+COLLECT_AFTER = 100_000
 T = TypeVar("T")
 
 
@@ -36,15 +41,43 @@ class Connection:
 @contextmanager
 def connected(settings: Config) -> Iterator[Connection]:
     """Raises as `open_backend` does."""
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(open_backend(settings)) as backend:
+    with (
+        _seldom_collecting(),
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(_opened(settings)) as backend,
+    ):
         yield Connection(portal, backend)
+
+
+@contextmanager
+def _seldom_collecting() -> Iterator[None]:
+    """Python looks for garbage whenever some hundred objects were made, and here thousands of messages wait."""
+    usual = gc.get_threshold()
+    gc.set_threshold(COLLECT_AFTER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+
+
+@asynccontextmanager
+async def _opened(settings: Config) -> AsyncIterator[Backend]:
+    async with open_backend(settings) as backend:  # here and not by the caller, because it belongs to its loop
+        yield backend
 
 
 def load_config(path: str | None) -> Config:
     """The configuration as this process sees it: a file here, or one that was given to spark-submit with `--files`.
 
-    Raises `ConfigError`.
+    It is read once, until its file changes: Spark uses a process for many tasks, some of a tenth of a second. Raises
+    `ConfigError`.
     """
-    if path is None or exists(path):
-        return config.load(path)
-    return config.load(SparkFiles.get(path))
+    named = path or os.environ.get(WORKERS_FILE)
+    if named is not None and not exists(named) and exists(brought := SparkFiles.get(named)):
+        named = brought
+    return _load(named, os.stat(named).st_mtime_ns if named is not None and exists(named) else 0)
+
+
+@lru_cache(maxsize=1)
+def _load(path: str | None, changed_ns: int) -> Config:
+    return config.load(path)

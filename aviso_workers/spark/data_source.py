@@ -14,9 +14,9 @@ from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
 from aviso_workers.errors import InvalidOptionError, UnknownEventTypeError
-from aviso_workers.spark import executors, options, reading, writing
+from aviso_workers.spark import executors, options, reading, rows, writing
 from aviso_workers.spark.connecting import load_config
-from aviso_workers.spark.schema import columns
+from aviso_workers.spark.schema import ddl
 
 __all__ = ["AvisoDataSource", "register"]
 
@@ -30,7 +30,7 @@ class AvisoDataSource(DataSource):
 
     def schema(self) -> str:
         wanted = self._plan(None)
-        return columns(wanted.reading, wanted.layout)
+        return ddl(wanted.reading, wanted.layout)
 
     def reader(self, schema: StructType) -> reading.BatchReader:
         return reading.BatchReader(self._plan(False), schema)
@@ -57,7 +57,7 @@ class AvisoDataSource(DataSource):
         known = load_config(wanted.config).notification_schema
         if wanted.event not in known:
             raise UnknownEventTypeError(wanted.event, known)
-        writing.check_columns(schema.names, wanted, known[wanted.event])
+        rows.check_columns(schema, wanted, known[wanted.event])
         return wanted
 
 

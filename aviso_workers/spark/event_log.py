@@ -49,7 +49,7 @@ PLAIN_CHUNK = 256 << 10
 
 EVENT = b'{"Event":"'
 ROLLING = "eventlog_v2_"
-ROLLED_FILE = re.compile(r"events_(\d+)_[^.]+(\.\w+)?(\.compact)?")
+ROLLED_FILE = re.compile(r"events_(\d{1,9})_[^.]+(\.\w+)?(\.compact)?")
 COMPACTED = ".compact"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 APP_STATUS = "appstatus_"

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -53,6 +54,8 @@ YOUNG_SECONDS = 60.0
 """What has waited longer is left to the agent, which may have published it: half of the usual duplicate window."""
 AGAIN_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
+HEARD_OUT_MILLISECONDS = 2000
+"""How long closing waits for what Spark has already put into its queues."""
 HEARD = frozenset(
     f"on{event}"
     for event in (
@@ -219,10 +222,10 @@ def _listen_to_jobs(spark: Any, hear: Callable[[str], None]) -> Callable[[], Non
     bus.addToQueue(listener, QUEUE)
 
     def leave() -> None:
-        try:
+        with suppress(Py4JError, OSError):  # too much at once, or the JVM is gone
+            bus.waitUntilEmpty(HEARD_OUT_MILLISECONDS)
+        with suppress(Py4JError, OSError):
             bus.removeListener(listener)
-        except (Py4JError, OSError):
-            log.debug("spark_listener.jvm_gone")
 
     return leave
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, TypedDict
 
 import msgspec
+import pyarrow as pa
 from msgspec import Meta
 from pyspark.sql import types
 
@@ -41,28 +42,41 @@ SIMPLE: dict[type[types.DataType], Any] = {
 class PayloadReader:
     """Reads payloads of one Spark type. Made once in a task."""
 
-    def __init__(self, kind: types.StructType, *, mode: str) -> None:
+    def __init__(self, kind: types.StructType, arrow: pa.DataType, *, mode: str) -> None:
         """Raises `InvalidOptionError` for a type that JSON has no values of."""
         self._decode = msgspec.json.Decoder(_read_as(kind)).decode
+        self._arrow = arrow
         self._fails_fast = mode == "FAILFAST"
 
-    def read(self, texts: Sequence[str | None], sequences: Sequence[int]) -> tuple[list[Any], list[str | None]]:
+    def read(self, texts: Sequence[str | None], sequences: Sequence[int]) -> tuple[pa.Array, list[str | None]]:
         """The values, and the texts that do not fit. Raises `UndecodableError` where mode is FAILFAST."""
         values: list[Any] = [None] * len(texts)
         corrupt: list[str | None] = [None] * len(texts)
+
+        def misfit(index: int, error: Exception) -> None:
+            if self._fails_fast:
+                raise UndecodableError(
+                    f"the payload of message {sequences[index]} does not fit payloadSchema: {error}; with mode "
+                    f"PERMISSIVE it would be in {CORRUPT}"
+                ) from error
+            values[index], corrupt[index] = None, texts[index]
+
         for index, text in enumerate(texts):
             if text is None:
                 continue
             try:
                 values[index] = self._decode(text)
             except (msgspec.DecodeError, RecursionError) as error:
-                if self._fails_fast:
-                    raise UndecodableError(
-                        f"the payload of message {sequences[index]} does not fit payloadSchema: {error}; "
-                        f"with mode PERMISSIVE it would be in {CORRUPT}"
-                    ) from error
-                corrupt[index] = text
-        return values, corrupt
+                misfit(index, error)
+        try:
+            return pa.array(values, self._arrow), corrupt
+        except (pa.ArrowException, OverflowError):  # such as a decimal of too many digits: find out which
+            for index, value in enumerate(values):
+                try:
+                    pa.array([value], self._arrow)
+                except (pa.ArrowException, OverflowError) as error:
+                    misfit(index, error)
+        return pa.array(values, self._arrow), corrupt
 
 
 def _read_as(kind: types.DataType) -> Any:

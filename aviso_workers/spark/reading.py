@@ -42,7 +42,7 @@ from aviso_workers.spark import offsets
 from aviso_workers.spark.connecting import Connection, connected, load_config
 from aviso_workers.spark.offsets import Offset, Range
 from aviso_workers.spark.options import Reading, where_of
-from aviso_workers.spark.schema import Columns, Layout, layout
+from aviso_workers.spark.schema import Columns, Layout, check_wanted, layout
 
 __all__ = ["BatchReader", "StreamReader", "plan"]
 
@@ -101,6 +101,7 @@ class BatchReader(DataSourceReader):
     """
 
     def __init__(self, plan: Plan, wanted: StructType) -> None:
+        check_wanted(wanted, plan.layout, reading=plan.reading)
         self._plan = plan
         self._wanted = wanted
 
@@ -132,12 +133,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """
 
     def __init__(self, plan: Plan, wanted: StructType) -> None:
+        check_wanted(wanted, plan.layout, reading=plan.reading)
         self._plan = plan
         self._wanted = wanted
         self._target: int | None = None
         """With Trigger.AvailableNow: where the query ends."""
         self._planned = 0
         self._triggered = time.monotonic()
+        self._seen: StreamInfo | None = None
+        self._behind = (0, 0, 0)
+        """How many messages there were between two sequences."""
         self._open = ExitStack()
         self._connection: Connection | None = None
 
@@ -146,7 +151,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         reading = self._plan.reading
-        info = self._info()
+        info = self._look()
         sequence = info.last_sequence + 1 if reading.start in (None, "latest") else _number(reading.start, info)
         if (since := reading.start_time) is not None:
             sequence = self._ask(lambda one: one.call(_first_since, one.backend, self._plan.stream, since, info))
@@ -161,7 +166,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadAllAvailable()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        info = self._info()
+        info = self._look()
         begin = self._left(info, Offset.parse(start))
         last = info.last_sequence if self._target is None else min(self._target, info.last_sequence)
         if isinstance(limit, ReadMaxRows):
@@ -176,16 +181,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def reportLatestOffset(self) -> dict[str, Any]:  # noqa: N802
         """With `lag`: the messages that match and are beyond what the query has planned."""
-        info, plan, start = self._info(), self._plan, self._planned + 1
-        lag = self._ask(lambda one: one.call(_count, one.backend, plan.stream, plan.filters, start))
+        info = self._last_seen()
+        lag = self._lag(self._planned, info.last_sequence)
         return self._offset(info, info.last_sequence).as_dict() | {"lag": lag}
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        self._target = self._info().last_sequence
+        self._target = self._look().last_sequence
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         begin, until = Offset.parse(start), Offset.parse(end)
-        info = self._info()
+        info = self._last_seen()
         first = self._left(info, begin).sequence + 1
         partitions = self._plan.reading.partitions
         return offsets.split(first, until.sequence, partitions=partitions, created=until.created)
@@ -210,6 +215,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         first = _from_what_is_left(self._plan, info, begin.sequence + 1, created=begin.created)
         return begin if same and first == begin.sequence + 1 else self._offset(info, first - 1)
 
+    def _lag(self, planned: int, last: int) -> int:
+        """Counting costs the server something, and Spark asks again and again: so only where it can have changed."""
+        if planned >= last:
+            return 0
+        if self._behind[:2] != (planned, last):
+            plan, start = self._plan, planned + 1
+            count = self._ask(lambda one: one.call(_count, one.backend, plan.stream, plan.filters, start))
+            self._behind = (planned, last, count)
+        return self._behind[2]
+
     def _too_few(self, count: int) -> bool:
         reading = self._plan.reading
         if reading.least_per_trigger is None or self._target is not None:
@@ -217,8 +232,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         overdue = time.monotonic() - self._triggered >= reading.trigger_delay_seconds
         return count < reading.least_per_trigger and not overdue
 
-    def _info(self) -> StreamInfo:
-        return self._ask(lambda connection: _info(connection, self._plan.stream))
+    def _look(self) -> StreamInfo:
+        self._seen = self._ask(lambda connection: _info(connection, self._plan.stream))
+        return self._seen
+
+    def _last_seen(self) -> StreamInfo:
+        """The stream as it was when the batch was planned: Spark asks three times for each, and often when idle."""
+        return self._seen or self._look()
 
     def _ask(self, question: Callable[[Connection], T]) -> T:
         """The answer, also when the server is away for a while."""
@@ -254,7 +274,10 @@ def _chunks(plan: Plan, range: Range) -> Iterator[list[Message]]:
     while first <= range.last:
         try:
             with connected(settings) as connection:
-                first = _from_what_is_left(plan, _info(connection, plan.stream), first, created=range.created)
+                info = _info(connection, plan.stream)
+                first = _from_what_is_left(plan, info, first, created=range.created)
+                if offsets.created(info) != range.created:
+                    return  # what was planned is gone; the next batch begins with what there is instead
                 reading = connection.backend.read_chunks(
                     plan.stream, filter_subjects=plan.filters, start_sequence=first, last_sequence=range.last
                 )

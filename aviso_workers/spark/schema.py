@@ -25,7 +25,7 @@ from aviso_workers.schema import DateHandler, EventType, FloatHandler, IntHandle
 from aviso_workers.spark.options import Reading
 from aviso_workers.spark.payloads import CORRUPT, PayloadReader
 
-__all__ = ["Columns", "Layout", "columns"]
+__all__ = ["Columns", "Layout", "check_wanted", "ddl", "layout"]
 
 WHOLE_NUMBER = r"^[+-]?[0-9]{1,18}$"
 """What surely fits into 64 bits; what does not is null."""
@@ -56,8 +56,23 @@ def layout(reading: Reading, event_types: Mapping[str, EventType]) -> Layout:
     return Layout(event_types=known, event=reading.event, rules=rules)
 
 
-def columns(reading: Reading, known: Layout) -> str:
+def ddl(reading: Reading, known: Layout) -> str:
     """The columns, as Spark's DDL."""
+    return ", ".join(f"{name} {kind}" for name, kind in _columns(reading, known).items())
+
+
+def check_wanted(wanted: StructType, known: Layout, *, reading: Reading) -> None:
+    """Raise `InvalidOptionError` where a query states columns of its own, or payloads of a type that JSON has not."""
+    names = list(_columns(reading, known))
+    if wanted.names != names:
+        raise InvalidOptionError(
+            f"the data source has the columns {', '.join(names)}: leave .schema() out; the option payloadSchema says "
+            "what payloads look like"
+        )
+    Columns(wanted, known, reading=reading)
+
+
+def _columns(reading: Reading, known: Layout) -> dict[str, str]:
     fields = [f"`{field}` {READS_AS.get(type(rule), 'STRING')}" for field, rule in known.rules.items()]
     found = {
         "event_type": "STRING",
@@ -71,7 +86,7 @@ def columns(reading: Reading, known: Layout) -> str:
         found[CORRUPT] = "STRING"
     if reading.include_headers:
         found["headers"] = "MAP<STRING, STRING>"
-    return ", ".join(f"{name} {kind}" for name, kind in found.items())
+    return found
 
 
 class Columns:
@@ -82,7 +97,9 @@ class Columns:
         self._known = known
         self._spatial = [field for field in known.rules if field in SPATIAL_HEADERS]
         payload = wanted["payload"].dataType
-        self._payloads = PayloadReader(payload, mode=reading.mode) if isinstance(payload, StructType) else None
+        self._payloads = None
+        if isinstance(payload, StructType):
+            self._payloads = PayloadReader(payload, self._schema.field("payload").type, mode=reading.mode)
 
     def batch(self, messages: Sequence[Message]) -> pa.RecordBatch:
         """Raises `UndecodableError` where a payload does not fit, and mode is FAILFAST."""
@@ -103,10 +120,7 @@ class Columns:
         if self._payloads is None:
             return {"payload": texts}
         values, corrupt = self._payloads.read(texts.to_pylist(), [message.sequence for message in messages])
-        return {
-            "payload": pa.array(values, self._schema.field("payload").type),
-            CORRUPT: pa.array(corrupt, pa.string()),
-        }
+        return {"payload": values, CORRUPT: pa.array(corrupt, pa.string())}
 
     def _identities(self, messages: Sequence[Message], subjects: pa.Array) -> dict[str, pa.Array]:
         if self._known.event is not None:
@@ -195,12 +209,3 @@ def _typed(texts: pa.Array, rule: Rule) -> pa.Array:
             return parsed.cast(pa.date32())
         case _:
             return texts
-
-
-def check_wanted(wanted: StructType, expected: StructType) -> None:
-    """Raise `InvalidOptionError` where the query states columns of its own."""
-    if wanted.names != expected.names:
-        raise InvalidOptionError(
-            f"the data source has the columns {', '.join(expected.names)}: leave .schema() out; "
-            "the option payloadSchema says what payloads look like"
-        )

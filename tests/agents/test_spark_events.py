@@ -426,6 +426,21 @@ async def test_an_application_that_falls_silent_is_lost_once_and_may_come_back(s
     assert story.outcomes == {"stored": 7}
 
 
+async def test_killed_after_publishing_a_loss_and_before_storing_so_it_is_not_lost_twice(story: Story) -> None:
+    log = story.log()
+    log.silent_for(4000)
+    async with story.following():
+        await story.positions.signal.until(lambda: len(story.positions.put_to) == 2)
+    key = story.positions.put_to[-1]
+    entry = await story.positions.get(key)
+    assert entry is not None
+    await story.positions.put(key, entry.value.replace(b'"lost":true', b'"lost":false'))
+    async with story.following():
+        await story.positions.signal.until(lambda: len(story.positions.put_to) == 4)
+    assert await story.stored() == [*log.facts, "application.lost local-1"]
+    assert story.outcomes == {"stored": 2}
+
+
 async def test_an_application_that_has_ended_is_not_lost(story: Story) -> None:
     log = story.log(rolling=True)
     log.end()

@@ -40,7 +40,9 @@ async def index(notification: Notification) -> None: ...
 @app.task
 async def tail(app: App) -> None: ...
 """)
-    assert run("check", f"{module}:app") == Ran(code=0, out="checked: 1 agents, 1 tasks, no mistakes\n", err="")
+    assert run("check", f"{module}:app") == Ran(
+        code=0, out="checked: 1 agents, 0 timers, 1 tasks, no mistakes\n", err=""
+    )
     assert run("check", module).code == 0
 
 
@@ -102,7 +104,7 @@ async def index() -> None: ...
 """)
     ran = run("check", module)
     assert ran.code == 2
-    assert ran.err.startswith("aviso-workers: agent 'index': must be a function of one argument")
+    assert ran.err.startswith("aviso-workers: agent 'index': must be a function whose first argument")
 
 
 @pytest.mark.usefixtures("unreachable")

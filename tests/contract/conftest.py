@@ -15,10 +15,11 @@ import anyio
 import pytest
 
 from aviso_workers import config
-from aviso_workers.backends import Backend, ConsumerInfo, Delivery, Message, PubAck, StreamInfo
+from aviso_workers.backends import Backend, ConsumerInfo, Delivery, Message, Outgoing, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend, wire
 from aviso_workers.clocks import VirtualClock
+from aviso_workers.errors import BackendError
 from aviso_workers.server import NatsServer
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 
@@ -107,6 +108,21 @@ def publish(backend: Backend) -> Callable[..., Awaitable[PubAck]]:
         )
 
     return publish
+
+
+@pytest.fixture
+def publish_many(backend: Backend) -> Callable[..., Awaitable[list[PubAck | BackendError]]]:
+    """`await publish_many(["mars.od", "mars.rd"])`: messages whose ids are their subjects, each to its base's stream,
+    or all to a given one."""
+
+    async def publish_many(subjects: list[str], *, stream: str = "") -> list[PubAck | BackendError]:
+        outgoing = [
+            Outgoing(Message(subject=subject, data=b"null"), subject, stream or subject.partition(".")[0].upper())
+            for subject in subjects
+        ]
+        return await backend.publish_many(outgoing, timeout_seconds=PATIENCE_SECONDS)
+
+    return publish_many
 
 
 @pytest.fixture

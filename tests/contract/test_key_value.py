@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
+
+import anyio
 import pytest
 
-from aviso_workers.backends import Backend, KeyValue
-from aviso_workers.errors import RefusedError
+from aviso_workers.backends import Backend, Entry, KeyValue
+from aviso_workers.errors import ConflictError, NotFoundError, RefusedError
+from aviso_workers.streams import StreamSpec
 
 pytestmark = pytest.mark.anyio
 
@@ -113,3 +117,181 @@ async def test_buckets_do_not_know_of_each_other(bucket, backend):
 async def test_a_key_of_other_characters_is_refused(bucket, key):
     with pytest.raises(RefusedError):
         await bucket.put(key, b"value")
+
+
+async def test_a_conflict_is_told_apart(bucket):
+    first = await bucket.put("owner", b"one")
+    await bucket.put("owner", b"two")
+
+    with pytest.raises(ConflictError, match=rf"bucket leases, key owner: its newest revision is not {first}"):
+        await bucket.put("owner", b"three", revision=first)
+    with pytest.raises(ConflictError, match="it exists"):
+        await bucket.put("owner", b"three", revision=0)
+
+
+async def test_a_delete_may_depend_on_the_newest_revision(bucket):
+    first = await bucket.put("owner", b"one")
+    second = await bucket.put("owner", b"two")
+
+    with pytest.raises(ConflictError):
+        await bucket.delete("owner", revision=first)
+    assert (await bucket.get("owner")).value == b"two"
+    await bucket.delete("owner", revision=second)
+    assert await bucket.get("owner") is None
+
+
+async def test_a_repeat_of_a_message_id_is_stored_once(bucket):
+    first = await bucket.put("owner", b"one", message_id="once")
+    assert await bucket.put("owner", b"one", message_id="once") == first
+    assert await bucket.revision() == first
+
+
+async def test_a_repeat_on_a_revision_finds_its_own(bucket):
+    await bucket.put("owner", b"one", revision=0, message_id="once")
+
+    with pytest.raises(ConflictError):
+        await bucket.put("owner", b"one", revision=0, message_id="once")
+    assert (await bucket.get("owner")).message_id == "once"
+
+
+async def test_entries_are_the_newest_of_each_key(bucket):
+    for key, value in (("a", b"1"), ("b", b"2"), ("a", b"3"), ("c", b"4")):
+        await bucket.put(key, value)
+    await bucket.delete("c")
+
+    assert [(entry.key, entry.value) for entry in await bucket.entries()] == [("b", b"2"), ("a", b"3")]
+    assert await bucket.keys() == ["a", "b"]
+
+
+async def test_history_is_kept_as_far_as_the_bucket_says(backend):
+    bucket = await backend.key_value("long", history=3)
+    for value in (b"1", b"2", b"3", b"4"):
+        await bucket.put("owner", value)
+    await bucket.put("other", b"")
+
+    history = bucket.changes("owner", until=await bucket.revision())
+
+    assert [entry.value async for entry in history] == [b"2", b"3", b"4"]
+
+
+async def test_a_delete_takes_the_history_along(backend):
+    bucket = await backend.key_value("long", history=3)
+    await bucket.put("owner", b"1")
+    await bucket.put("owner", b"2")
+    await bucket.delete("owner")
+
+    history = bucket.changes("owner", until=await bucket.revision())
+
+    assert [(entry.value, entry.deleted) async for entry in history] == [(b"", True)]
+
+
+async def test_changes_come_as_they_are_made(bucket):
+    first = await bucket.put("a", b"1")
+    await bucket.put("b", b"2")
+    async with aclosing(bucket.changes(after=first)) as changes:
+        assert (await anext(changes)).value == b"2"
+        await bucket.put("a", b"3")
+        assert (await anext(changes)).value == b"3"
+        await bucket.delete("b")
+        gone = await anext(changes)
+    assert (gone.key, gone.deleted) == ("b", True)
+
+
+async def test_changes_of_one_key(bucket):
+    for key, value in (("a", b"1"), ("a.b", b"2"), ("a.b.c", b"3")):
+        await bucket.put(key, value)
+    async with aclosing(bucket.changes("a.b")) as changes:
+        assert (await anext(changes)).value == b"2"
+        await bucket.put("a", b"4")
+        await bucket.put("a.b", b"5")
+        assert (await anext(changes)).value == b"5"
+
+
+async def test_a_key_is_forgotten_after_its_ttl(bucket, elapse):
+    await bucket.put("short", b"1", ttl_seconds=1)
+    await bucket.put("long", b"2", ttl_seconds=60)
+    revision = await bucket.revision()
+    assert (await bucket.get("short")).value == b"1"
+
+    async with aclosing(bucket.changes(after=revision)) as changes:
+        gone: list[Entry] = []
+
+        async def watch() -> None:
+            gone.append(await anext(changes))
+
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(watch)
+                await elapse(2.5)
+
+    assert (gone[0].key, gone[0].deleted) == ("short", True)
+    assert await bucket.get("short") is None
+    assert await bucket.keys() == ["long"]
+
+
+async def test_a_forgotten_key_is_new_again(bucket, elapse):
+    await bucket.put("owner", b"1", ttl_seconds=1)
+    await elapse(2.5)
+
+    await bucket.put("owner", b"2", revision=0)
+
+    assert (await bucket.get("owner")).value == b"2"
+
+
+async def test_a_newer_value_outlives_the_ttl_of_an_older_one(bucket, elapse):
+    await bucket.put("owner", b"1", ttl_seconds=1)
+    await bucket.put("owner", b"2")
+    await elapse(2.5)
+
+    assert (await bucket.get("owner")).value == b"2"
+
+
+@pytest.mark.parametrize("stated", [{"history": 3}, {"ttl_seconds": 600}])
+async def test_a_bucket_that_keeps_by_history_or_age_knows_no_ttl_of_a_key(backend, stated):
+    bucket = await backend.key_value("other", **stated)
+
+    with pytest.raises(RefusedError, match="this bucket knows no ttl"):
+        await bucket.put("owner", b"2", ttl_seconds=1)
+
+
+async def test_a_ttl_below_a_second_is_refused(bucket):
+    with pytest.raises(RefusedError, match=r"key owner: ttl must be 1 s or more, found 0.5"):
+        await bucket.put("owner", b"1", ttl_seconds=0.5)
+
+
+async def test_a_bucket_of_others_without_ttl_is_used_as_it_is(backend):
+    await backend.create_stream(StreamSpec(name="KV_theirs", subjects=("$KV.theirs.>",), max_msgs_per_subject=1))
+    bucket = await backend.key_value("theirs")
+    await bucket.put("owner", b"1")
+    with pytest.raises(RefusedError, match="this bucket knows no ttl"):
+        await bucket.put("owner", b"1", ttl_seconds=1)
+    with pytest.raises(RefusedError):  # it takes no roll-up, which takes the history along
+        await bucket.delete("owner")
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "größe"])
+async def test_a_bucket_of_another_name_is_refused(backend, name):
+    with pytest.raises(RefusedError, match="a name is made of letters, digits"):
+        await backend.key_value(name)
+
+
+async def test_a_counter_adds_up(backend, publish):
+    await backend.create_stream(StreamSpec(name="COUNTS", subjects=("counts.>",), allow_msg_counter=True))
+
+    async def add(increment: str, subject: str = "counts.a", **stated: str):
+        return await publish(subject, b"", headers={"Nats-Incr": increment}, stream="COUNTS", **stated)
+
+    assert [(await add(number)).total for number in ("+5", "-7", "0")] == [5, -2, -2]
+    first = await add("+1", "counts.b", message_id="once")
+    again = await add("+1", "counts.b", message_id="once")
+    assert ((first.total, first.duplicate), (again.total, again.duplicate)) == ((1, False), (None, True))
+    newest = await backend.last_message("COUNTS", "counts.b")
+    assert (newest.data, newest.sequence) == (b'{"val":"1"}', first.sequence)
+    assert await backend.last_message("COUNTS", "counts.c") is None
+    with pytest.raises(RefusedError, match="increment is missing"):
+        await publish("counts.a", b"", stream="COUNTS")
+
+
+async def test_a_last_message_needs_its_stream(backend):
+    with pytest.raises(NotFoundError):
+        await backend.last_message("NONE", "counts.c")

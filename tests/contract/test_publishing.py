@@ -7,6 +7,7 @@ import time
 import anyio
 import pytest
 
+from aviso_workers.backends import PubAck
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 
 pytestmark = pytest.mark.anyio
@@ -277,3 +278,78 @@ async def test_many_at_once_are_stored_one_by_one(create, publish):
             tasks.start_soon(one, number)
 
     assert sorted(sequences) == list(range(1, 201))
+
+
+async def test_many_together_are_stored_in_their_order(create, publish_many, stored):
+    await create()
+
+    acks = await publish_many([f"mars.{number}" for number in range(300)])
+
+    assert {(type(ack), ack.stream) for ack in acks} == {(PubAck, "MARS")}
+    assert [message.subject for message in await stored()] == [f"mars.{number}" for number in range(300)]
+
+
+async def test_one_alone_of_many_is_acknowledged_as_it_would_be(create, publish_many):
+    await create()
+
+    assert await publish_many(["mars.od"]) == [PubAck(stream="MARS", sequence=1)]
+    assert await publish_many(["mars.od"]) == [PubAck(stream="MARS", sequence=1, duplicate=True)]
+
+
+async def test_many_of_the_same_ids_are_stored_once(create, publish_many, stored):
+    await create()
+    subjects = [f"mars.{number}" for number in range(50)]
+    await publish_many(subjects[:30])
+
+    acks = await publish_many(subjects)
+
+    assert {type(ack) for ack in acks} == {PubAck}
+    assert [message.subject for message in await stored()] == subjects
+
+
+async def test_many_of_several_streams_are_stored_where_they_belong(create, publish_many, stored):
+    await create()
+    await create(name="DISS", subjects=("diss.>",))
+    subjects = [f"{base}.{number}" for number in range(50) for base in ("mars", "diss")]
+
+    acks = await publish_many(subjects)
+
+    assert [ack.stream for ack in acks] == ["MARS", "DISS"] * 50
+    for stream, base in (("MARS", "mars"), ("DISS", "diss")):
+        assert [message.subject for message in await stored(stream)] == [f"{base}.{number}" for number in range(50)]
+
+
+async def test_what_is_refused_among_many_keeps_none_of_them_back(create, publish_many, stored, backend):
+    await create()
+    good = [f"mars.{number}" for number in range(50)]
+    subjects = [*good[:20], "diss.elsewhere", *good[20:]]
+    await create(name="DISS", subjects=("diss.>",))
+
+    results = await publish_many(subjects, stream="MARS")
+
+    kinds = {subject: type(result) for subject, result in zip(subjects, results, strict=True)}
+    assert kinds == {**dict.fromkeys(good, PubAck), "diss.elsewhere": RefusedError}
+    assert [message.subject for message in await stored()] == good
+    assert (await backend.stream_info("DISS")).messages == 0
+
+
+async def test_of_many_a_full_stream_takes_as_many_as_it_has_room_for(create, publish_many, stored):
+    await create(max_msgs=20, discard="new")
+
+    results = await publish_many([f"mars.{number}" for number in range(50)])
+
+    assert [type(result) for result in results] == [PubAck] * 20 + [RefusedError] * 30
+    assert {result.code for result in results[20:]} == {10077}
+    assert len(await stored()) == 20
+
+
+async def test_many_that_no_stream_takes_may_be_taken_later(create, publish_many, stored, backend):
+    await create()
+    await backend.delete_stream("MARS")
+    subjects = [f"mars.{number}" for number in range(50)]
+
+    assert {type(result) for result in await publish_many(subjects)} == {UnavailableError}
+
+    await create()
+    await publish_many(subjects)
+    assert [message.subject for message in await stored()] == subjects

@@ -171,6 +171,13 @@ async def test_a_server_that_is_too_old_is_told_and_not_waited_for(
         await getattr(backend, act)("MARS", "agent", **detail)
 
 
+async def test_a_ttl_needs_a_newer_server(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = await app.key_value("leases")
+    monkeypatch.setattr(Client, "connected_server_version", property(lambda _: ServerVersion("2.10.29")))
+    with pytest.raises(RefusedError, match=r"nats-server 2\.11 or newer is needed; this one is 2\.10"):
+        await bucket.put("owner", b"1", ttl_seconds=1)
+
+
 async def ask(client: Client, subject: str, **request: Any) -> None:
     body = json.dumps({"stream_name": "MARS", "action": "create", **request}).encode()
     answer = json.loads((await client.request(f"$JS.API.{subject}", body)).data)

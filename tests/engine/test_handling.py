@@ -126,7 +126,7 @@ async def test_the_last_failure_leaves_a_dead_letter_that_says_everything(
     async def index(notification: Notification[Any]) -> None:
         raise ValueError("no such\n  table")
 
-    await store("mars.od.6", b'{"location": "here"}', {"traceparent": "00-1-2-01", "Nats-TTL": "1s"})
+    await store("mars.od.6", b'{"location": "here"}', {"traceparent": "00-1-2-01", "Nats-Schedule-Next": "purge"})
     async with working(index):
         await facts.wait_for(Settled, 2)
         assert await unsettled(session, index) == (0, 0)

@@ -290,6 +290,14 @@ class TestAWire:
             (b"news.3", b"", "{'Name': 'value'}", b"x" * 100_000),
         ]
 
+    async def test_sends_no_ping_that_nobody_waits_for_any_more(self, attached: Wire) -> None:
+        pong: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        pong.set_result(False)  # as when the connection is lost before it is sent
+
+        await attached.ping(pong)
+
+        assert await answered(attached)
+
     async def test_says_that_nobody_listens(self, attached: Wire) -> None:
         heard: list[str] = []
         await attached.listen("answers", lambda subject, reply, block, data: heard.append(status(block)[0]))

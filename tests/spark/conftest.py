@@ -18,6 +18,8 @@ from pyspark.sql import SparkSession
 from aviso_agents import spark_events
 from aviso_workers import App
 from aviso_workers.server import NatsServer
+from aviso_workers.spark import register
+from tests.spark.place import Place
 
 KEYS = ("cluster", "application", "kind", "event", "id")
 QUICK_START = {
@@ -108,6 +110,22 @@ def app(config: Path) -> App:
     app = App("spark", config=config)
     app.include(spark_events.router)
     return app
+
+
+@pytest.fixture(scope="module")
+def spark(start_spark: Callable[..., SparkSession], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """An application with the data source. A failed task is tried once more."""
+    settings = {"spark.master": "local[2,2]", "spark.sql.session.timeZone": "UTC"}
+    spark = start_spark(tmp_path_factory.mktemp("logs"), settings)
+    spark.sparkContext.setLogLevel("OFF")  # of tasks that are to fail
+    register(spark)
+    yield spark
+    spark.stop()
+
+
+@pytest.fixture
+def place(spark: SparkSession, nats_server: NatsServer, tmp_path: Path) -> Place:
+    return Place(spark, nats_server, tmp_path)
 
 
 def _end_jvm() -> None:

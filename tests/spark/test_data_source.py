@@ -2,118 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, date, datetime
-from pathlib import Path
+from decimal import Decimal
 from typing import Any
 
-import anyio
 import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from aviso_workers import App, Notification, Notify
-from aviso_workers.backends import Message
-from aviso_workers.server import NatsServer
-from aviso_workers.spark import register
+from tests.spark.place import Place, steps
 
 PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
-IDENTIFIER = {"class": "od", "date": "20261120", "time": "0600", "step": 0}
-
-
-@pytest.fixture(scope="module")
-def spark(start_spark: Callable[..., SparkSession], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    settings = {"spark.master": "local[2,2]", "spark.sql.session.timeZone": "UTC"}
-    spark = start_spark(tmp_path_factory.mktemp("logs"), settings)
-    register(spark)
-    yield spark
-    spark.stop()
-
-
-class Place:
-    """A server, a configuration with the event types `mars` and `copy`, and what one wants to do with them."""
-
-    def __init__(self, spark: SparkSession, server: NatsServer, directory: Path) -> None:
-        self.server = server
-        self.directory = directory
-        self._spark = spark
-        rules = {
-            "class": {"type": "StringHandler"},
-            "date": {"type": "DateHandler"},
-            "time": {"type": "TimeHandler"},
-            "step": {"type": "IntHandler", "range": [0, 100_000]},
-        }
-        event_type = {
-            "topic": {"key_order": list(rules)},
-            "identifier": {field: {**rule, "required": True} for field, rule in rules.items()},
-            "storage_policy": {"allow_duplicates": True},
-        }
-        document = {
-            "notification_backend": {"kind": "jetstream", "jetstream": {"nats_url": server.url}},
-            "notification_schema": {
-                name: {**event_type, "topic": {**event_type["topic"], "base": name}} for name in ("mars", "copy")
-            },
-        }
-        self.config = directory / "aviso.yaml"
-        self.config.write_text(json.dumps(document))
-
-    def publish(self, *steps: int, payload: Any = None, event: str = "mars", **identifier: Any) -> None:
-        wanted = [Notify(event, {**IDENTIFIER, **identifier, "step": step}, payload) for step in steps]
-        self._with_app(lambda app: app.notify_many(wanted))
-
-    def publish_raw(self, subject: str) -> None:
-        """A message that no schema has seen."""
-        message = Message(subject=subject, data=b"")
-        self._with_app(
-            lambda app: app.session.backend.publish(message, message_id=subject, stream="MARS", timeout_seconds=5)
-        )
-
-    def stored(self, event: str = "mars") -> list[Notification[Any]]:
-        async def replay(app: App) -> list[Notification[Any]]:
-            return [notification async for notification in app.replay(event)]
-
-        return self._with_app(replay)
-
-    def do(self, deed: str, *arguments: Any) -> Any:
-        """A deed of the backend, such as `purge_stream`."""
-        return self._with_app(lambda app: getattr(app.session.backend, deed)(*arguments))
-
-    def read(self, event: str = "mars", **options: Any) -> DataFrame:
-        return self._spark.read.format("aviso").options(**self._options(event, options)).load()
-
-    def read_stream(self, event: str = "mars", **options: Any) -> DataFrame:
-        return self._spark.readStream.format("aviso").options(**self._options(event, options)).load()
-
-    def write(self, frame: DataFrame, event: str = "mars", **options: Any) -> None:
-        frame.write.format("aviso").mode("append").options(**self._options(event, options)).save()
-
-    def rows(self, count: int, *, first: int = 0) -> DataFrame:
-        """Rows that are notifications, in two partitions."""
-        fixed = [F.lit(IDENTIFIER[field]).alias(field) for field in ("class", "date", "time")]
-        payload = F.to_json(F.struct(F.col("id").alias("number"))).alias("payload")
-        return self._spark.range(first, first + count, 1, 2).select(*fixed, F.col("id").alias("step"), payload)
-
-    def _options(self, event: str, options: dict[str, Any]) -> dict[str, str]:
-        source = {} if "stream" in options else {"event": event}
-        return {"config": str(self.config), **source, **{name: str(value) for name, value in options.items()}}
-
-    def _with_app(self, deed: Callable[[App], Any]) -> Any:
-        async def run() -> Any:
-            async with App("test", config=self.config) as app:
-                return await deed(app)
-
-        return anyio.run(run)
-
-
-@pytest.fixture
-def place(spark: SparkSession, nats_server: NatsServer, tmp_path: Path) -> Place:
-    return Place(spark, nats_server, tmp_path)
-
-
-def steps(frame: DataFrame) -> list[int]:
-    return sorted(row["step"] for row in frame.select("identifier.step").collect())
 
 
 class TestReading:
@@ -214,6 +115,10 @@ class TestReading:
         assert steps(place.read(startingOffsets=1, failOnDataLoss=False)) == [2, 3, 4, 5]
         assert steps(place.read()) == [2, 3, 4, 5]
 
+    def test_a_configuration_that_is_not_there_is_named(self, place: Place):
+        with pytest.raises(PySparkException, match=r"'/nowhere/aviso\.yaml' is not a file"):
+            place.read(config="/nowhere/aviso.yaml").collect()
+
     def test_a_missing_stream_is_named(self, place: Place):
         with pytest.raises(PySparkException, match="there is no stream MARS"):
             place.read().collect()
@@ -257,6 +162,19 @@ class TestPayloads:
 
         assert (bad["payload"], bad["_corrupt_record"]) == (None, '{"size":"big"}')
         assert (good["payload"]["size"], good["_corrupt_record"]) == (5, None)
+
+    def test_a_number_too_long_for_its_column_does_not_fit_either(self, place: Place):
+        place.publish(1, payload={"size": 1.25})
+        place.publish(2, payload={"size": 12345.678})
+
+        good, bad = place.read(payloadSchema="size DECIMAL(4, 2)").orderBy("sequence").collect()
+
+        assert (good["payload"]["size"], good["_corrupt_record"]) == (Decimal("1.25"), None)
+        assert (bad["payload"], bad["_corrupt_record"]) == (None, '{"size":12345.678}')
+
+    def test_a_type_that_json_has_not_is_refused_when_the_query_is_planned(self, place: Place):
+        with pytest.raises(PySparkException, match="payloadSchema: binary has no values in JSON"):
+            place.read(payloadSchema="size BINARY").collect()
 
     def test_or_ends_the_query(self, place: Place):
         place.publish(1, payload={"size": "big"})
@@ -345,3 +263,17 @@ class TestWriting:
 
         with pytest.raises(PySparkException, match="a stream cannot be overwritten"):
             place.rows(1).write.format("aviso").mode("overwrite").options(**options).save()
+
+    def test_several_writes_of_one_batch_are_several(self, place: Place):
+        """In `foreachBatch` all of them run under the number of the same batch."""
+        place.publish(*range(3))
+
+        def write_twice(batch: DataFrame, number: int) -> None:
+            place.write(batch.select("identifier", "payload"), event="copy")
+            place.write(batch.select("identifier", "payload"), event="copy")
+
+        writing = place.read_stream(startingOffsets="earliest").writeStream.foreachBatch(write_twice)
+        query = writing.option("checkpointLocation", str(place.directory / "checkpoint")).trigger(availableNow=True)
+        query.start().awaitTermination(60)
+
+        assert len(place.stored("copy")) == 6

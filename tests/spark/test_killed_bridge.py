@@ -29,8 +29,8 @@ PATIENCE_SECONDS = 60.0
 KILLS = int(os.environ.get("AVISO_BRIDGE_KILLS", "20"))
 SEED = int(os.environ.get("AVISO_BRIDGE_SEED", "6"))
 APPLICATIONS = 60
-BUSY_SECONDS = 0.6
-"""About how long the process is at work with what each life finds."""
+LATER_SECONDS = 0.02
+"""Up to so long after it was seen to have stored something, so that it is killed between any two of its steps."""
 
 
 class Growing:
@@ -83,18 +83,18 @@ async def test_killed_at_random_moments_it_stores_each_event_once_and_in_order(
         for _ in range(KILLS):
             before = await stored(app)
             logs.grow(1 / (KILLS + 1))
+            all_of_it = count(expected(tmp_path))
             worker = start("worker", "--agent", "spark-events", "--config", config)
             worker.until("worker.started")
-            await anyio.sleep(chance.uniform(0, BUSY_SECONDS))
+            await until_stored(app, chance.randint(before, all_of_it))
+            await anyio.sleep(chance.uniform(0, LATER_SECONDS))
             worker.end(signal.SIGKILL)
-            interrupted += before < await stored(app) < sum(map(len, expected(tmp_path).values()))
+            interrupted += before < await stored(app) < all_of_it
         logs.grow(1)
         logs.end()
         wanted = expected(tmp_path)
         worker = start("worker", "--agent", "spark-events", "--config", config)
-        with anyio.fail_after(PATIENCE_SECONDS):
-            while await stored(app) < sum(map(len, wanted.values())):  # noqa: ASYNC110
-                await anyio.sleep(0.05)
+        await until_stored(app, count(wanted))
         assert worker.end(signal.SIGTERM) == 0
         found = defaultdict(list)
         async for each in app.replay("spark_job", from_id=1):
@@ -102,11 +102,22 @@ async def test_killed_at_random_moments_it_stores_each_event_once_and_in_order(
     twice = [which for ids in found.values() for which, times in Counter(ids).items() if times > 1]
     assert twice == [], f"{len(twice)} events are stored more than once, with seed {SEED}"
     assert found == wanted
+    print(f"{interrupted} of {KILLS} kills in the middle of work")
     assert interrupted >= KILLS / 4, f"only {interrupted} of {KILLS} kills came in the middle of work"
 
 
 def expected(directory: Path) -> dict[str, list[str]]:
     return {name: ids_in(log) for name, log in logs_in(directory / "logs").items() if log.files}
+
+
+def count(ids: dict[str, list[str]]) -> int:
+    return sum(map(len, ids.values()))
+
+
+async def until_stored(app: App, events: int) -> None:
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while await stored(app) < events:  # noqa: ASYNC110
+            await anyio.sleep(0.002)
 
 
 async def stored(app: App) -> int:

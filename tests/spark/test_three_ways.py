@@ -43,7 +43,8 @@ while len(query.recentProgress) < 2:
     query.awaitTermination(0.1)
 context = spark.sparkContext
 print(context.applicationId, context._jvm.java.lang.ProcessHandle.current().pid(), flush=True)
-spark.sparkContext.parallelize([1]).foreach(lambda _: sys.stdin.read())
+context.setJobDescription("endless")
+spark.range(1).selectExpr("java_method('java.lang.Thread', 'sleep', 600000L)").collect()
 """
 
 
@@ -94,7 +95,7 @@ async def test_counts_agree_three_ways(
         assert driver.stdout is not None
         killed, _, pid = (await anyio.to_thread.run_sync(driver.stdout.readline)).partition(" ")
         history = start_history()
-        await until_logged(tmp_path / "logs", killed, "SparkListenerJobStart", 4)
+        await until_logged(tmp_path / "logs", killed, "endless")
         os.kill(int(pid), signal.SIGKILL)
         await anyio.to_thread.run_sync(spark.stop)
         make_stale(tmp_path / "logs" / f"eventlog_v2_{killed}")
@@ -111,7 +112,7 @@ async def test_counts_agree_three_ways(
         spark_says = await ask(history, application)
         assert spark_says == {key: logged[key] for key in ("job.start", "job.end", "job.end failed", "sql.start")}
     assert logged["application.end"] == 0, "the driver was killed"
-    assert logged["job.start"] == logged["job.end"] + 1, "in the middle of a job"
+    assert logged["job.start"] > logged["job.end"], "in the middle of a job"
 
     reconciled = start("spark", "reconcile", history, "--json", "--config", config)
     rows = [json.loads(line) for line in reconciled.process.stdout or ()]
@@ -128,7 +129,7 @@ async def test_counts_agree_three_ways(
     reconciled = start("spark", "reconcile", history, "--application", whole, "--config", config)
     table = "".join(reconciled.process.stdout or ())
     assert reconciled.end() == 1, table
-    assert f"{whole}: job {end.identifier['id']}: {end.payload['status']}, running" in table
+    assert f"{whole}: job {end.identifier['id']}: Spark says {end.payload['status']}, published is running" in table
     assert "DIFFERS" in table
 
 
@@ -187,18 +188,20 @@ async def ask(history: str, application: str) -> dict[str, int]:
     }
 
 
-async def until_logged(directory: Path, application: str, event: str, count: int) -> None:
+async def until_logged(directory: Path, application: str, description: str) -> None:
+    """Wait until the log of the application holds a job of this description."""
     with anyio.fail_after(PATIENCE_SECONDS):
-        while [each["Event"] for each in raw(logs_in(directory)[application])].count(event) < count:  # noqa: ASYNC110
+        while f'"spark.job.description": "{description}"' not in json.dumps(raw(logs_in(directory)[application])):  # noqa: ASYNC110
             await anyio.sleep(0.05)
 
 
 async def until_stored(app: App, missing: set[str]) -> None:
-    with anyio.fail_after(PATIENCE_SECONDS):
+    with anyio.move_on_after(PATIENCE_SECONDS):
         async for each in app.watch("spark_job", {"kind": "application"}, from_id=1):
             missing.discard(f"application.{each.identifier['event']} {each.identifier['id']}")
             if not missing:
                 return
+    raise AssertionError(f"not published: {missing}")
 
 
 def make_stale(log: Path) -> None:

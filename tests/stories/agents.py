@@ -11,9 +11,9 @@ import time
 import anyio
 from msgspec import Struct
 
-from aviso_workers import App, Backoff, Notification, Notify
+from aviso_workers import App, Backoff, Notification, Notify, Tick
 
-__all__ = ["ACK_WAIT_SECONDS", "RECORD_VARIABLE", "RETRY", "Deed", "app", "lanes", "other", "threads"]
+__all__ = ["ACK_WAIT_SECONDS", "RECORD_VARIABLE", "RETRY", "Deed", "app", "lanes", "other", "threads", "ticking"]
 
 RECORD_VARIABLE = "AVISO_STORY_RECORD"
 ACK_WAIT_SECONDS = 2.0
@@ -37,6 +37,7 @@ app = App("stories")
 other = App("other")
 lanes = App("lanes")
 threads = App("threads")
+ticking = App("ticking")
 
 
 @app.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
@@ -59,6 +60,11 @@ def in_thread(notification: Notification[Deed]) -> None:
     _write("begun", notification.payload.n)
     time.sleep(notification.payload.seconds)
     _write("done", notification.payload.n)
+
+
+@ticking.every("1s", leader=True)
+async def tick(tick: Tick) -> None:
+    _write("tick", int(tick.time.timestamp()))
 
 
 async def _do(deed: Deed, app: App) -> None:

@@ -99,8 +99,8 @@ def test_interrupted_chaos_leaves_nothing_behind(start: Callable[..., Script]) -
     assert script.left_behind() == []
 
 
-def test_outage_is_waited_out(start: Callable[..., Script]) -> None:
-    script = start("outage", "--minutes", "0.25")
+def test_outage_of_half_a_minute_is_waited_out(start: Callable[..., Script]) -> None:
+    script = start("outage", "--minutes", "0.5")
 
     code, output = script.end(within_seconds=150)
 

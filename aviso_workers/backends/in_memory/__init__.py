@@ -1,10 +1,9 @@
 """The in-memory backend: JetStream's semantics without a server, for development and tests.
 
 A real queue: messages are stored, limits bite, acks count, and what is not settled comes back. `stream` and
-`durable` hold the rules and know no event loop, `account` holds the streams, `consuming`, `reading` and
-`key_value` are the contract's face. What it does not do: outlive its process,
-replicate, or keep messages by anything but limits. `num_replicas`, `storage` and `compression` are noted
-and mean nothing.
+`durable` hold the rules and know no event loop, `account` holds the streams, `consuming` and `reading` are the
+contract's face. What it does not do: outlive its process, replicate, or keep messages by anything but limits.
+`num_replicas`, `storage` and `compression` are noted and mean nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +18,20 @@ from typing import Any
 import anyio
 
 from aviso_workers import config
-from aviso_workers.backends import ConnectionListener, ConsumerInfo, Delivery, KeyValue, Outgoing, PubAck, StreamInfo
+from aviso_workers.backends import (
+    ConnectionListener,
+    ConsumerInfo,
+    Delivery,
+    KeyValue,
+    Outgoing,
+    PubAck,
+    StreamInfo,
+    buckets,
+)
 from aviso_workers.backends.in_memory import reading
 from aviso_workers.backends.in_memory.account import MAX_PAYLOAD, Account
 from aviso_workers.backends.in_memory.connection import Connection
 from aviso_workers.backends.in_memory.consuming import Dispatcher, InMemoryConsumer
-from aviso_workers.backends.in_memory.key_value import InMemoryKeyValue
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError
@@ -89,6 +96,9 @@ class InMemoryBackend:
     def max_payload(self) -> int:
         return MAX_PAYLOAD
 
+    def require_server(self, major: int, minor: int, *, to: str) -> None:
+        """There is none, and everything is offered."""
+
     async def failed(self) -> None:
         await anyio.sleep_forever()  # there is no server to lose
 
@@ -128,6 +138,10 @@ class InMemoryBackend:
     async def stream_names(self) -> list[str]:
         await self._connection.reach()
         return self._account.names()
+
+    async def last_message(self, stream: str, subject: str) -> Message | None:
+        await self._connection.reach()
+        return self._account.stream(stream).newest(subject)
 
     async def subject_counts(self, stream: str) -> dict[str, int]:
         await self._connection.reach()
@@ -217,9 +231,8 @@ class InMemoryBackend:
                 results.append(ack)
         return results
 
-    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None) -> KeyValue:
-        await self._connection.reach()
-        return InMemoryKeyValue(bucket, self._account, self._connection, ttl_seconds=ttl_seconds)
+    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> KeyValue:
+        return await buckets.open_bucket(self, bucket, ttl_seconds=ttl_seconds, history=history)
 
     def _dispatcher(self, stream: str, consumer: str) -> Dispatcher:
         """The one of that name, whose stream and consumer may be new ones."""

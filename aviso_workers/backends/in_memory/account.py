@@ -13,7 +13,7 @@ import msgspec
 from aviso_workers import config
 from aviso_workers.backends import PubAck
 from aviso_workers.backends.in_memory.durable import Durable
-from aviso_workers.backends.in_memory.stream import Stream, complete, payload_size
+from aviso_workers.backends.in_memory.stream import Stream, complete, payload_size, total_of, ttl_of
 from aviso_workers.backends.in_memory.subjects import overlap
 from aviso_workers.clocks import Clock
 from aviso_workers.codec import Message
@@ -101,13 +101,22 @@ class Account:
             raise UnavailableError(f"publish {message.subject}: no stream takes this subject")
         if taker.config["name"] != stream:
             raise RefusedError(f"publish {message.subject}: it does not belong to stream {stream}", code=10060)
+        if (ttl_ns := ttl_of(message)) is not None and not taker.config.get("allow_msg_ttl"):
+            raise RefusedError(f"publish {message.subject}: per-message TTL is disabled", code=10166)
+        if "Nats-Rollup" in (message.headers or {}) and not taker.config.get("allow_rollup_hdrs"):
+            raise RefusedError(f"publish {message.subject}: rollup is not permitted", code=10111)
         # A server stores these two beside the publisher's headers.
         headers = {**(message.headers or {}), "Nats-Msg-Id": message_id, "Nats-Expected-Stream": stream}
         whole = msgspec.structs.replace(message, headers=headers)
         if payload_size(whole) > MAX_PAYLOAD:
             raise RefusedError(f"publish {message.subject}: headers and body are larger than {MAX_PAYLOAD} bytes")
         sequence, duplicate = self.store(taker, whole, message_id=message_id)
-        return PubAck(stream=stream, sequence=sequence, duplicate=duplicate)
+        if ttl_ns is not None:
+            over = self._clock.monotonic() + ttl_ns / 1e9
+            self._clock.call_at(over, lambda: taker.forget_expired(self._clock.time_ns()))
+        counts = taker.config.get("allow_msg_counter") and not duplicate
+        total = total_of(taker.newest(message.subject)) if counts else None
+        return PubAck(stream=stream, sequence=sequence, duplicate=duplicate, total=total)
 
     def advise_max_deliveries(self, stream: str, consumer: str, sequence: int, deliveries: int) -> None:
         """State, as a server does, that a message will not be delivered again; kept where a stream takes it."""

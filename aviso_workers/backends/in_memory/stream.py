@@ -7,6 +7,7 @@ subject), they are what a nats-server was seen to do.
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
 from collections import OrderedDict, deque
@@ -21,9 +22,9 @@ from aviso_workers.backends import StreamInfo
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.subjects import pattern
 from aviso_workers.codec import Message
-from aviso_workers.errors import NotFoundError, RefusedError
+from aviso_workers.errors import ConflictError, NotFoundError, RefusedError
 
-__all__ = ["Stream", "complete", "payload_size"]
+__all__ = ["Stream", "complete", "payload_size", "total_of", "ttl_of"]
 
 DEFAULTS = {
     "retention": "limits",
@@ -41,7 +42,11 @@ DEFAULTS = {
 }
 DEFAULT_DUPLICATE_WINDOW = 120_000_000_000
 INVALID_CONFIGURATION = 10052
+WRONG_LAST_SEQUENCE = 10071
 MESSAGE_OVERHEAD = 16
+MARKER = "Nats-Marker-Reason"
+TTL = re.compile(r"(?P<number>[0-9]+)(?P<unit>ms|s|m|h|)")
+TTL_UNITS = {"ms": 10**6, "s": 10**9, "": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}
 
 
 def complete(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,6 +80,8 @@ class Stream:
         self._history = history
         self._created = datetime.fromtimestamp(created_ns / 1e9, UTC)
         self._bytes = 0
+        self._ends: list[tuple[int, int]] = []
+        """When which sequence has outlived its TTL, the next one first."""
         self._message_ids: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self.configure(config)
 
@@ -115,17 +122,23 @@ class Stream:
     def store(self, message: Message, *, message_id: str | None, now_ns: int) -> tuple[int, bool]:
         """Returns the sequence, and whether it is that of an earlier message of the same id."""
         self.expire(now_ns)
+        self._refuse_surprise(message)
         if message_id is not None and message_id in self._message_ids:
             sequence, _ = self._message_ids[message_id]
             return sequence, True
+        if self.config.get("allow_msg_counter"):
+            message = self._counted(message)
         self._refuse_when_full(message)
-        self.last_sequence += 1
-        stored = msgspec.structs.replace(message, sequence=self.last_sequence, timestamp_ns=now_ns)
-        self._add(stored)
+        sequence = self._append(message, now_ns)
         if message_id is not None:
-            self._message_ids[message_id] = (stored.sequence, now_ns)
+            self._message_ids[message_id] = (sequence, now_ns)
         self._changed()
-        return stored.sequence, False
+        return sequence, False
+
+    def forget_expired(self, now_ns: int) -> None:
+        """`expire`, and tell who watches."""
+        self.expire(now_ns)
+        self._changed()
 
     def delete(self, sequence: int) -> None:
         if sequence not in self.messages:
@@ -146,8 +159,10 @@ class Stream:
         return count
 
     def expire(self, now_ns: int) -> None:
-        """Drop what is too old: messages beyond max_age, message ids beyond the duplicate window."""
+        """Drop what is too old: messages beyond max_age or their own TTL, message ids beyond the duplicate window."""
         max_age = self.config["max_age"] or math.inf
+        while self._ends and self._ends[0][0] <= now_ns:
+            self._end(*heapq.heappop(self._ends))
         while self.messages and now_ns - self._first().timestamp_ns >= max_age:
             self._remove(self._first().sequence)
         while self._message_ids:
@@ -173,6 +188,42 @@ class Stream:
             if message is not None and wanted.fullmatch(message.subject):
                 return message
         return None
+
+    def _append(self, message: Message, now_ns: int) -> int:
+        self.last_sequence += 1
+        headers = message.headers or {}
+        if headers.get("Nats-Rollup") == "sub":
+            for sequence in tuple(self.subjects.get(message.subject, ())):
+                self._remove(sequence)
+        if (ttl_ns := ttl_of(message)) is not None:
+            heapq.heappush(self._ends, (now_ns + ttl_ns, self.last_sequence))
+        self._add(msgspec.structs.replace(message, sequence=self.last_sequence, timestamp_ns=now_ns))
+        return self.last_sequence
+
+    def _end(self, now_ns: int, sequence: int) -> None:
+        """The message's time to live is over. Of a subject's last one it can be read for a while that it is."""
+        if (message := self.messages.get(sequence)) is None:
+            return
+        marker_ns = self.config.get("subject_delete_marker_ttl") or 0
+        newest = self.subjects[message.subject][-1] == sequence
+        self._remove(sequence)
+        if newest and marker_ns and MARKER not in (message.headers or {}):
+            headers = {MARKER: "MaxAge", "Nats-TTL": f"{marker_ns // 1_000_000}ms", "Nats-Rollup": "sub"}
+            self._append(Message(subject=message.subject, data=b"", headers=headers), now_ns)
+
+    def _refuse_surprise(self, message: Message) -> None:
+        expected = (message.headers or {}).get("Nats-Expected-Last-Subject-Sequence")
+        newest = self.newest(message.subject)
+        found = newest.sequence if newest else 0
+        if expected is not None and int(expected) != found:
+            raise ConflictError(f"stream {self.config['name']}: wrong last sequence: {found}", code=WRONG_LAST_SEQUENCE)
+
+    def _counted(self, message: Message) -> Message:
+        increment = (message.headers or {}).get("Nats-Incr")
+        if increment is None:
+            raise RefusedError(f"stream {self.config['name']}: message counter increment is missing", code=10169)
+        total = total_of(self.newest(message.subject)) + int(increment)
+        return msgspec.structs.replace(message, data=msgspec.json.encode({"val": str(total)}))
 
     def _limit(self, name: str) -> float:
         return self.config[name] if self.config[name] > 0 else math.inf
@@ -229,6 +280,20 @@ class Stream:
     def _changed(self) -> None:
         for watch in tuple(self.watchers):
             watch()
+
+
+def ttl_of(message: Message) -> int | None:
+    """How long it is to be kept, in nanoseconds, where it says so. Raises `RefusedError` where it is not understood."""
+    if (ttl := (message.headers or {}).get("Nats-TTL")) is None:
+        return None
+    if not (found := TTL.fullmatch(ttl)):
+        raise RefusedError(f"publish {message.subject}: invalid per-message TTL {ttl!r}", code=10165)
+    return int(found["number"]) * TTL_UNITS[found["unit"]]
+
+
+def total_of(message: Message | None) -> int:
+    """What a counter's subject stands at, after its newest message."""
+    return int(msgspec.json.decode(message.data)["val"]) if message else 0
 
 
 def payload_size(message: Message) -> int:

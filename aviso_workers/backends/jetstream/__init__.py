@@ -1,8 +1,8 @@
 """The JetStream backend: the only folder that knows nats-py.
 
-`connection` owns the connection and `wire` is the short way through it; `publishing`, `consuming`, `reading` and
-`key_value` use it, `pulling` asks for messages, `faults` says what an error means. Streams and consumers are managed
-over JetStream's raw JSON, because nats-py's classes drop the fields that they do not know.
+`connection` owns the connection and `wire` is the short way through it; `publishing`, `ingesting`, `consuming` and
+`reading` use it, `pulling` asks for messages, `faults` says what an error means. Streams and consumers
+are managed over JetStream's raw JSON, because nats-py's classes drop the fields that they do not know.
 """
 
 from __future__ import annotations
@@ -18,10 +18,20 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from aviso_workers import config, streams
-from aviso_workers.backends import ConnectionListener, ConsumerInfo, Delivery, KeyValue, Outgoing, PubAck, StreamInfo
-from aviso_workers.backends.jetstream import key_value, reading
+from aviso_workers.backends import (
+    ConnectionListener,
+    ConsumerInfo,
+    Delivery,
+    KeyValue,
+    Outgoing,
+    PubAck,
+    StreamInfo,
+    buckets,
+)
+from aviso_workers.backends.jetstream import reading
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.consuming import Outbox, PullConsumer
+from aviso_workers.backends.jetstream.ingesting import Ingester
 from aviso_workers.backends.jetstream.publishing import Publisher
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.codec import Message
@@ -31,6 +41,7 @@ from aviso_workers.streams import ConsumerSpec, StreamSpec
 __all__ = ["JetStreamBackend"]
 
 DELETE_FAILED = 10057
+NO_MESSAGE = 10037
 LEAVE_SECONDS = 2.0
 
 
@@ -42,6 +53,7 @@ class JetStreamBackend:
         self._settings = settings
         self._connection = Connection(settings, on_connection=on_connection)
         self._publisher = Publisher(self._connection)
+        self._ingester = Ingester(self._connection, self._publisher)
         self._outbox = Outbox(self._connection)
         self._made: dict[tuple[str, str], str] = {}
         self._tasks: TaskGroup
@@ -49,6 +61,7 @@ class JetStreamBackend:
     async def __aenter__(self) -> JetStreamBackend:
         await self._connection.open()
         await self._publisher.open()
+        await self._ingester.open()
         await self._outbox.open()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
@@ -84,17 +97,28 @@ class JetStreamBackend:
     def max_payload(self) -> int:
         return self._connection.nc.max_payload
 
+    def require_server(self, major: int, minor: int, *, to: str) -> None:
+        # An older server does not answer at all to what it does not know, or passes it over.
+        if not self._has_server(major, minor):
+            found = self._connection.nc.connected_server_version
+            raise RefusedError(
+                f"to {to}, nats-server {major}.{minor} or newer is needed; this one is {found.major}.{found.minor}"
+            )
+
     async def failed(self) -> None:
         await self._connection.failed()
 
     async def stream_info(self, stream: str) -> StreamInfo:
-        return _stream_info(await self._connection.api(f"STREAM.INFO.{stream}"))
+        return self._stream_info(await self._connection.api(f"STREAM.INFO.{stream}"))
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:
-        return _stream_info(await self._connection.api(f"STREAM.CREATE.{spec.name}", msgspec.to_builtins(spec)))
+        config = msgspec.to_builtins(spec)
+        if self._has_server(2, 14):
+            config["allow_batched"] = True  # ours to say as long as nobody else has made the stream
+        return self._stream_info(await self._connection.api(f"STREAM.CREATE.{spec.name}", config))
 
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
-        return _stream_info(await self._connection.api(f"STREAM.UPDATE.{config['name']}", config))
+        return self._stream_info(await self._connection.api(f"STREAM.UPDATE.{config['name']}", config))
 
     async def purge_stream(self, stream: str) -> int:
         return int((await self._connection.api(f"STREAM.PURGE.{stream}"))["purged"])
@@ -119,6 +143,15 @@ class JetStreamBackend:
             names += page["streams"] or []
             if len(names) >= page["total"] or not page["streams"]:
                 return names
+
+    async def last_message(self, stream: str, subject: str) -> Message | None:
+        try:
+            answer = await self._connection.api(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject})
+        except NotFoundError as error:
+            if error.code != NO_MESSAGE:
+                raise
+            return None
+        return reading.message_of(answer["message"])
 
     async def subject_counts(self, stream: str) -> dict[str, int]:
         counts: dict[str, int] = {}
@@ -161,22 +194,23 @@ class JetStreamBackend:
                 return found
 
     async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> None:
-        self._require_server(2, 11, to="pause a consumer")
+        self.require_server(2, 11, to="pause a consumer")
         request = {"pause_until": until.isoformat()} if until else {}
         await self._connection.api(f"CONSUMER.PAUSE.{stream}.{consumer}", request)
 
     async def reset_consumer(self, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
-        self._require_server(2, 14, to="reset a consumer")
+        self.require_server(2, 14, to="reset a consumer")
         await self.consumer_info(stream, consumer)  # because a server does not answer about one that is missing
         return _consumer_info(await self._connection.api(f"CONSUMER.RESET.{stream}.{consumer}", {"seq": sequence}))
 
-    def _require_server(self, major: int, minor: int, *, to: str) -> None:
-        """An older server does not answer at all to what it does not know."""
+    def _has_server(self, major: int, minor: int) -> bool:
         found = self._connection.nc.connected_server_version
-        if (found.major, found.minor) < (major, minor):
-            raise RefusedError(
-                f"to {to}, nats-server {major}.{minor} or newer is needed; this one is {found.major}.{found.minor}"
-            )
+        return (found.major, found.minor) >= (major, minor)
+
+    def _stream_info(self, answer: Mapping[str, Any]) -> StreamInfo:
+        info = _stream_info(answer)
+        self._ingester.learn(info.config)
+        return info
 
     @asynccontextmanager
     async def consume(
@@ -245,13 +279,11 @@ class JetStreamBackend:
     async def publish_many(
         self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
     ) -> list[PubAck | BackendError]:
-        return await self._publisher.publish(outgoing, timeout_seconds=timeout_seconds)
+        return await self._ingester.publish(outgoing, timeout_seconds=timeout_seconds)
 
-    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None) -> KeyValue:
-        context = self._connection.nc.jetstream(domain=self._settings.domain)
-        return await key_value.open_bucket(
-            context, bucket, replicas=self._settings.replicas or 1, ttl_seconds=ttl_seconds
-        )
+    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> KeyValue:
+        replicas = self._settings.replicas or 1
+        return await buckets.open_bucket(self, bucket, ttl_seconds=ttl_seconds, history=history, replicas=replicas)
 
 
 async def _within(scope: anyio.CancelScope, reader: PullConsumer) -> None:

@@ -15,6 +15,7 @@ import nats.js.errors
 
 from aviso_workers.errors import (
     BackendError,
+    ConflictError,
     NotFoundError,
     OutcomeUnknownError,
     RefusedError,
@@ -28,6 +29,10 @@ NOT_FOUND = {
     10037,  # no message found
     10043,  # sequence to delete not found
     10059,  # stream not found
+}
+CONFLICT = {
+    10071,  # wrong last sequence, and which one it is
+    10164,  # wrong last sequence
 }
 TRANSIENT = {
     10004,  # peers are rebuilding
@@ -69,6 +74,8 @@ def from_api(what: str, error: Mapping[str, Any]) -> BackendError:
         message = f"{message} (JetStream {code})"
     if code in NOT_FOUND:
         return NotFoundError(message, code=code)
+    if code in CONFLICT:
+        return ConflictError(message, code=code)
     if code in TRANSIENT:
         return UnavailableError(message, code=code)
     return RefusedError(message, code=code)
@@ -89,8 +96,6 @@ def translated(what: str) -> Iterator[None]:
         raise UnavailableError(f"{what}: nobody answers; is JetStream enabled for this account?") from error
     except (nats.errors.TimeoutError, TimeoutError) as error:
         raise UnavailableError(f"{what}: no answer in time") from error
-    except nats.js.errors.InvalidKeyError as error:
-        raise RefusedError(f"{what}: a key is made of letters, digits and -_=./") from error
     except (nats.errors.Error, OSError) as error:
         raise UnavailableError(f"{what}: {error or type(error).__name__}") from error
 

@@ -19,13 +19,14 @@ from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.wire import header_block, status
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 
-__all__ = ["Publisher"]
+__all__ = ["Publisher", "encode"]
 
 
 class _Answer(msgspec.Struct, frozen=True):
     stream: str = ""
     seq: int = 0
     duplicate: bool = False
+    val: str | None = None
     error: dict[str, str | int] | None = None
 
 
@@ -55,7 +56,8 @@ class Publisher:
             return [UnavailableError(f"{_what(each)}: not connected") for each in outgoing]
         sent_at = anyio.current_time()
         batch = _Batch(outgoing)
-        replies = [self._send(batch, index, each) for index, each in enumerate(outgoing)]
+        most = self._connection.nc.max_payload
+        replies = [self._send(batch, index, each, most=most) for index, each in enumerate(outgoing)]
         try:
             if batch.missing:
                 with anyio.fail_after(timeout_seconds):
@@ -63,29 +65,26 @@ class Publisher:
         except (TimeoutError, ConnectionResetError):
             for index, each in enumerate(outgoing):
                 if batch.results[index] is None:
-                    batch.results[index] = self._unknown(each, sent_at)
+                    batch.results[index] = self.unknown(each, sent_at)
         finally:
             for reply in replies:
                 self._waiting.pop(reply, None)
         return [result for result in batch.results if result is not None]
 
-    def _send(self, batch: _Batch, index: int, outgoing: Outgoing) -> bytes:
+    def _send(self, batch: _Batch, index: int, outgoing: Outgoing, *, most: int) -> bytes:
         """Send one; returns where its acknowledgement comes."""
-        message, message_id, stream = outgoing.message, outgoing.message_id, outgoing.stream
-        headers = header_block({**(message.headers or {}), "Nats-Msg-Id": message_id, "Nats-Expected-Stream": stream})
-        size, most = len(headers) + len(message.data), self._connection.nc.max_payload
-        if size > most:  # a server closes the connection on which it comes
-            batch.ends(index, RefusedError(f"{_what(outgoing)}: {size} bytes, the server takes {most}"))
-            return b""
-        if message.subject.split() != [message.subject]:
-            batch.ends(index, RefusedError(f"{_what(outgoing)}: {message.subject!r} is no subject"))
+        try:
+            subject, headers = encode(outgoing, most=most)
+        except RefusedError as refused:
+            batch.ends(index, refused)
             return b""
         reply = b"%b.%d" % (self._inbox, next(self._numbers))
         self._waiting[reply] = batch, index
-        self._connection.wire.send(message.subject.encode(), message.data, reply=reply, headers=headers)
+        self._connection.wire.send(subject, outgoing.message.data, reply=reply, headers=headers)
         return reply
 
-    def _unknown(self, outgoing: Outgoing, sent_at: float) -> BackendError:
+    def unknown(self, outgoing: Outgoing, sent_at: float) -> BackendError:
+        """What a missing answer means to what was sent at that time of the event loop."""
         try:
             self._connection.check_allowed(outgoing.message.subject, since=sent_at)
         except RefusedError as refused:
@@ -119,13 +118,32 @@ class _Batch:
             self.complete.set_result(None)
 
 
+def encode(outgoing: Outgoing, *, most: int) -> tuple[bytes, bytes]:
+    """Subject and header block of a message. Raises `RefusedError` where it has more bytes than `most`, or no subject.
+
+    It must not be sent then: a server closes the connection on which it comes.
+    """
+    message = outgoing.message
+    fields = {"Nats-Msg-Id": outgoing.message_id, "Nats-Expected-Stream": outgoing.stream}
+    if message.headers and "Nats-Incr" in message.headers:  # which a server takes with no expectations beside it
+        del fields["Nats-Expected-Stream"]
+    headers = header_block({**message.headers, **fields} if message.headers else fields)
+    size = len(headers) + len(message.data)
+    if size > most:
+        raise RefusedError(f"{_what(outgoing)}: {size} bytes, the server takes {most}")
+    if message.subject.split() != [message.subject]:
+        raise RefusedError(f"{_what(outgoing)}: {message.subject!r} is no subject")
+    return message.subject.encode(), headers
+
+
 def _result(outgoing: Outgoing, headers: bytes, data: bytes) -> PubAck | BackendError:
     if headers and status(headers)[0] == "503":
         return UnavailableError(f"{_what(outgoing)}: no stream takes this subject, or its leader is being elected")
     answer = _decode_answer(data)
     if answer.error is not None:
         return faults.from_api(_what(outgoing), answer.error)
-    return PubAck(stream=answer.stream, sequence=answer.seq, duplicate=answer.duplicate)
+    total = int(answer.val) if answer.val is not None else None
+    return PubAck(stream=answer.stream, sequence=answer.seq, duplicate=answer.duplicate, total=total)
 
 
 def _what(outgoing: Outgoing) -> str:

@@ -6,19 +6,22 @@ engine opens the next one after the last sequence that was seen.
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from typing import Any
 
 import anyio
+import msgspec
 
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription
+from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import BackendError, UnavailableError
 
-__all__ = ["count", "read", "read_chunks"]
+__all__ = ["count", "message_of", "read", "read_chunks"]
 
 AHEAD = 1000
 """Messages that are under way or wait for whoever reads."""
@@ -40,14 +43,21 @@ async def read(
 ) -> AsyncGenerator[Message, None]:
     """See `backends.Backend.read`."""
     start: dict[str, Any] = {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, start_sequence)}
-    if start_time is not None:
-        start = {"deliver_policy": "by_start_time", "opt_start_time": start_time.isoformat()}
+
+    def before(message: Message) -> bool:
+        return message.sequence < start_sequence
+
+    if (time := start_time) is not None:
+        start = {"deliver_policy": "by_start_time", "opt_start_time": time.isoformat()}
+
+        def before(message: Message) -> bool:
+            return store_time(message) < time
+
     async with _reader(connection, stream, filter_subjects, start, ahead=AHEAD, last_sequence=last_sequence) as reader:
         while messages := await reader.more():
             for message in messages:
-                if message.sequence < start_sequence or (start_time is not None and store_time(message) < start_time):
-                    continue  # a start beyond the end: the server begins with whatever comes next
-                yield message
+                if not before(message):  # a start beyond the end: the server begins with whatever comes next
+                    yield message
 
 
 async def read_chunks(
@@ -67,6 +77,18 @@ async def count(connection: Connection, stream: str, *, filter_subjects: Sequenc
     created = await _create_consumer(connection, stream, filter_subjects, start)
     await _delete_consumer(connection, stream, created["name"])
     return int(created["num_pending"])
+
+
+def message_of(answer: Mapping[str, Any]) -> Message:
+    """A message as the server's API has it. Its time is cut to whole microseconds."""
+    headers = answer.get("hdrs")
+    return Message(
+        subject=answer["subject"],
+        data=b64decode(answer.get("data", "")),
+        headers=Headers(b64decode(headers)) if headers else None,
+        sequence=answer["seq"],
+        timestamp_ns=round(msgspec.convert(answer["time"], datetime).timestamp() * 1e6) * 1000,
+    )
 
 
 async def _create_consumer(

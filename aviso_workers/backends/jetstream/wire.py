@@ -119,7 +119,10 @@ class Headers(Mapping[str, str]):
 
 def header_block(fields: Mapping[str, str]) -> bytes:
     """Headers as they are sent. A line break in a value becomes a space, because it would end the header."""
-    lines = [f"{name}: {value.strip().translate(LINE_BREAKS)}\r\n" for name, value in fields.items()]
+    lines = [
+        f"{name}: {value.strip() if value.isprintable() else value.strip().translate(LINE_BREAKS)}\r\n"
+        for name, value in fields.items()
+    ]
     return b"NATS/1.0\r\n%b\r\n" % "".join(lines).encode()
 
 
@@ -296,6 +299,8 @@ class PublicWire:
             await self._sending
         while self._nc.pending_data_size and self._nc.is_connected:  # a PING of nats-py overtakes what waits
             await checkpoint()
+        if pong.done():  # it is lost, and perhaps there is another one by now
+            return
         # It never times out, because a PONG that comes after that ends nats-py's reader.
         flushing = self._loop.create_task(self._nc.flush(timeout=NEVER_SECONDS))
         flushing.add_done_callback(lambda flushed: None if pong.done() else pong.set_result(not flushed.cancelled()))

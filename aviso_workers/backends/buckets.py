@@ -1,0 +1,189 @@
+"""Buckets of keys: a stream each, with a subject for each key, as every client of JetStream KV has them (NATS ADR-8).
+
+Made of what a backend has anyhow (publishing on a condition, the last message of a subject, reading), so that buckets
+mean the same on all of them. nats-py's own are not used: they take no message id, without which a put whose
+acknowledgement was lost could not be told from somebody else's, and a TTL for new keys only.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from msgspec import UNSET
+
+from aviso_workers.backends import Backend
+from aviso_workers.codec import Message, store_time
+from aviso_workers.errors import ConflictError, NotFoundError, RefusedError
+from aviso_workers.key_value import Entry
+from aviso_workers.streams import DEFAULT_DUPLICATE_WINDOW, SECOND, StreamSpec
+
+__all__ = ["Bucket", "open_bucket"]
+
+NAME = re.compile(r"[-_a-zA-Z0-9]+")
+KEY = re.compile(r"(?!\.)[-/_=.a-zA-Z0-9]+(?<!\.)")
+MOST_HISTORY = 64
+MARKER_SECONDS = 60
+"""For how long it can be read that a key was deleted or forgotten."""
+TIMEOUT_SECONDS = 5.0
+NAME_IN_USE = 10058
+EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+DELETED = {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}
+TTL = "Nats-TTL"
+SHORTEST_TTL_SECONDS = 1.0
+
+
+async def open_bucket(
+    backend: Backend, name: str, *, ttl_seconds: float | None, history: int, replicas: int = 1
+) -> Bucket:
+    """See `Backend.key_value`."""
+    if not NAME.fullmatch(name):
+        raise RefusedError(f"bucket {name!r}: a name is made of letters, digits, '-' and '_'")
+    if not 1 <= history <= MOST_HISTORY:
+        raise RefusedError(f"bucket {name}: history must be from 1 to {MOST_HISTORY}, found {history}")
+    spec = StreamSpec(
+        name=f"KV_{name}",
+        subjects=(f"$KV.{name}.>",),
+        max_msgs_per_subject=history,
+        max_age=int((ttl_seconds or 0) * SECOND),
+        duplicate_window=min(DEFAULT_DUPLICATE_WINDOW, int((ttl_seconds or DEFAULT_DUPLICATE_WINDOW) * SECOND)),
+        discard="new",
+        num_replicas=replicas,
+        allow_rollup_hdrs=True,
+        deny_delete=True,
+        allow_msg_ttl=True,
+        # So that who watches hears of a key that is forgotten. With a history, a nats-server 2.15 forgets none then.
+        subject_delete_marker_ttl=UNSET if ttl_seconds or history > 1 else MARKER_SECONDS * SECOND,
+    )
+    try:
+        info = await backend.stream_info(spec.name)
+    except NotFoundError:
+        try:
+            info = await backend.create_stream(spec)
+        except RefusedError as error:
+            if error.code != NAME_IN_USE:
+                raise
+            info = await backend.stream_info(spec.name)  # somebody else was faster, and made it a little different
+    return Bucket(backend, name, config=info.config)
+
+
+class Bucket:
+    """See `KeyValue`."""
+
+    def __init__(self, backend: Backend, name: str, *, config: Mapping[str, Any]) -> None:
+        self._backend = backend
+        self._name = name
+        self._stream = f"KV_{name}"
+        self._prefix = f"$KV.{name}."
+        self._knows_ttl = bool(config.get("allow_msg_ttl"))
+        self._tells_ttl = bool(config.get("subject_delete_marker_ttl"))
+
+    async def get(self, key: str) -> Entry | None:
+        newest = await self._newest(key)
+        return None if newest is None or newest.deleted else newest
+
+    async def put(
+        self,
+        key: str,
+        value: bytes,
+        *,
+        revision: int | None = None,
+        ttl_seconds: float | None = None,
+        message_id: str | None = None,
+    ) -> int:
+        headers = {} if ttl_seconds is None else {TTL: self._ttl(key, ttl_seconds)}
+        try:
+            return await self._store(key, value, headers, revision, message_id)
+        except ConflictError:
+            # A key that was deleted is new, and has a revision all the same.
+            if revision != 0 or (newest := await self._newest(key)) is None or not newest.deleted:
+                raise
+        return await self._store(key, value, headers, newest.revision, message_id)
+
+    async def delete(self, key: str, *, revision: int | None = None, message_id: str | None = None) -> int:
+        # What tells of the deletion goes some time later, so that a bucket does not grow by all keys there ever were.
+        headers = {**DELETED, TTL: _milliseconds(MARKER_SECONDS)} if self._knows_ttl else DELETED
+        return await self._store(key, b"", headers, revision, message_id)
+
+    async def keys(self) -> list[str]:
+        return sorted(entry.key for entry in await self.entries())
+
+    async def entries(self) -> list[Entry]:
+        found: dict[str, Entry] = {}
+        async with aclosing(self.changes(until=await self.revision())) as changes:
+            async for entry in changes:
+                found.pop(entry.key, None)
+                if not entry.deleted:
+                    found[entry.key] = entry
+        return list(found.values())
+
+    async def revision(self) -> int:
+        return (await self._backend.stream_info(self._stream)).last_sequence
+
+    async def changes(
+        self, key: str | None = None, *, after: int = 0, until: int | None = None
+    ) -> AsyncGenerator[Entry, None]:
+        if until is not None and until <= after:
+            return
+        subject = f"{self._prefix}>" if key is None else self._subject(key)
+        reading = self._backend.read(
+            self._stream, filter_subjects=(subject,), start_sequence=after + 1, last_sequence=until
+        )
+        async with aclosing(reading):
+            async for message in reading:
+                yield self._entry(message)
+
+    async def _newest(self, key: str) -> Entry | None:
+        message = await self._backend.last_message(self._stream, self._subject(key))
+        return self._entry(message) if message else None
+
+    async def _store(
+        self, key: str, value: bytes, headers: dict[str, str], revision: int | None, message_id: str | None
+    ) -> int:
+        if revision is not None:
+            headers = {**headers, EXPECTED: str(revision)}
+        try:
+            ack = await self._backend.publish(
+                Message(subject=self._subject(key), data=value, headers=headers),
+                message_id=message_id or secrets.token_hex(12),
+                stream=self._stream,
+                timeout_seconds=TIMEOUT_SECONDS,
+            )
+        except ConflictError as error:
+            problem = "it exists" if revision == 0 else f"its newest revision is not {revision}"
+            raise ConflictError(f"bucket {self._name}, key {key}: {problem}", code=error.code) from error
+        return ack.sequence
+
+    def _entry(self, message: Message) -> Entry:
+        headers = message.headers or {}
+        return Entry(
+            key=message.subject.removeprefix(self._prefix),
+            value=message.data,
+            revision=message.sequence,
+            time=store_time(message),
+            deleted="KV-Operation" in headers or "Nats-Marker-Reason" in headers,
+            message_id=headers.get("Nats-Msg-Id", ""),
+        )
+
+    def _ttl(self, key: str, seconds: float) -> str:
+        what = f"bucket {self._name}, key {key}"
+        self._backend.require_server(2, 11, to="have a key forgotten after a time")
+        if not self._knows_ttl or not self._tells_ttl:
+            raise RefusedError(
+                f"{what}: this bucket knows no ttl: it has a history or an age, or was made by somebody else"
+            )
+        if not seconds >= SHORTEST_TTL_SECONDS:
+            raise RefusedError(f"{what}: ttl must be {SHORTEST_TTL_SECONDS:g} s or more, found {seconds:g}")
+        return _milliseconds(seconds)
+
+    def _subject(self, key: str) -> str:
+        if not KEY.fullmatch(key):
+            raise RefusedError(f"bucket {self._name}, key {key!r}: keys are made of letters, digits and -_=./")
+        return f"{self._prefix}{key}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{round(seconds * 1000)}ms"

@@ -1,0 +1,217 @@
+"""Timers at work: every worker runs its own, and of those with `leader=True` one worker of the fleet runs all.
+
+The leader holds a lease: a key in a bucket that forgets it, unless it is put again, within `LEASE_SECONDS`. Whoever
+finds none makes one. A leader whose lease may be over stops what it runs. That alone would let a leader that was paused
+run a tick beside the next one, so each tick is claimed before it is run, by a put on the revision of the claim before:
+of two, one succeeds. What was claimed is kept, and tells the next leader what was missed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import anyio
+import msgspec
+from msgspec import Struct
+
+from aviso_workers import clocks, timers
+from aviso_workers.backends import Backend
+from aviso_workers.clocks import Clock
+from aviso_workers.engine import calling
+from aviso_workers.engine.tabling import SteadyBucket
+from aviso_workers.errors import BackendError, ConflictError
+from aviso_workers.events import Events, LeadershipChanged, Ticked
+from aviso_workers.timers import Tick, Timer
+
+__all__ = ["LEASE_SECONDS", "run_timers"]
+
+LEASE_SECONDS = 10.0
+RENEW_SECONDS = 2.0
+LOOK_SECONDS = 1.0
+"""How often it is looked whether there is a leader."""
+LONGEST_SLEEP_SECONDS = 30.0
+"""The time of day may be set while a timer waits for it."""
+AGAIN_SECONDS = 1.0
+PATIENCE_SECONDS = 5.0
+LEADER = "leader"
+
+
+async def run_timers(
+    declared: Sequence[Timer[Any, Any]],
+    *,
+    backend: Backend,
+    app: str,
+    events: Events,
+    stop: anyio.Event,
+    drain_timeout_seconds: float,
+) -> None:
+    """Run them until `stop`; what runs then may take until the drain timeout is over."""
+    clock = backend.clock
+
+    async def end(scope: anyio.CancelScope) -> None:
+        await stop.wait()
+        await clock.sleep(drain_timeout_seconds)
+        scope.cancel()
+
+    async with anyio.create_task_group() as ending:
+        ending.start_soon(end, ending.cancel_scope)
+        async with anyio.create_task_group() as running:
+            for timer in declared:
+                if not timer.leader:
+                    running.start_soon(_keep_ticking, timer, clock, events, stop, None)
+            if led := [timer for timer in declared if timer.leader]:
+                running.start_soon(_lead, led, backend, app, events, stop)
+        ending.cancel_scope.cancel()
+
+
+async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, events: Events, stop: anyio.Event) -> None:
+    """Run these whenever this worker is the leader."""
+    clock = backend.clock
+    claims = SteadyBucket(backend, f"{app}_timers", patience_seconds=PATIENCE_SECONDS)
+    lease = Lease(backend, app)
+    while await lease.take(stop):
+        events.emit(LeadershipChanged(leads=True, token=lease.token))
+        async with anyio.create_task_group() as term:
+            term.start_soon(lease.hold, term.cancel_scope)
+            async with anyio.create_task_group() as running:
+                for timer in led:
+                    running.start_soon(_keep_ticking, timer, clock, events, stop, Claims(timer.name, claims, lease))
+            term.cancel_scope.cancel()
+        await lease.give_back()
+        events.emit(LeadershipChanged(leads=False, token=lease.token))
+
+
+class Lease:
+    """Who leads. One worker at a time holds it, but for one that was paused and has not noticed yet."""
+
+    def __init__(self, backend: Backend, app: str) -> None:
+        self.token = 0
+        """Greater with every leader."""
+        self._clock = backend.clock
+        self._bucket = SteadyBucket(backend, f"{app}_leases", ttl_seconds=LEASE_SECONDS, patience_seconds=RENEW_SECONDS)
+        self._holder = f"{socket.gethostname()}:{os.getpid()}".encode()
+        self._revision = 0
+        self._until = 0.0
+
+    @property
+    def held(self) -> bool:
+        return self._clock.monotonic() < self._until
+
+    async def take(self, stop: anyio.Event) -> bool:
+        """Return when it is held; False where `stop` comes first."""
+        while not stop.is_set():
+            await self._put(0)
+            if self.held:
+                self.token = self._revision
+                return True
+            await clocks.sleep_until(self._clock, LOOK_SECONDS, stop)
+        return False
+
+    async def hold(self, term: anyio.CancelScope) -> None:
+        """Renew it for as long as that goes well, then cancel what depends on it."""
+        while self.held:
+            with clocks.move_on_after(self._clock, self._until - self._clock.monotonic()):
+                await self._clock.sleep(RENEW_SECONDS)
+                await self._put(self._revision)
+        term.cancel()
+
+    async def give_back(self) -> None:
+        """So that the next leader need not wait until it is forgotten."""
+        if self.held:
+            self._until = 0.0
+            try:
+                await self._bucket.delete(LEADER, revision=self._revision)
+            except BackendError:
+                return  # it is forgotten soon enough
+
+    async def _put(self, revision: int) -> None:
+        sent = self._clock.monotonic()
+        try:
+            self._revision = await self._bucket.put(LEADER, self._holder, revision=revision)
+        except ConflictError:
+            self._until = 0.0  # it is another worker's
+        except BackendError:
+            return  # held as long as it was
+        else:
+            self._until = sent + LEASE_SECONDS
+
+
+class Claim(Struct, frozen=True, kw_only=True):
+    """The last tick of a timer that some leader has begun, or (token 0) from when on there are ticks to run."""
+
+    time: datetime
+    token: int = 0
+
+
+class Claims:
+    """Which ticks of a timer were begun, by any leader."""
+
+    def __init__(self, timer: str, bucket: SteadyBucket, lease: Lease) -> None:
+        self._timer = timer
+        self._bucket = bucket
+        self._lease = lease
+        self._revision = 0
+
+    @property
+    def token(self) -> int:
+        return self._lease.token
+
+    async def last(self, now: datetime) -> datetime:
+        """After which the next tick is to be run: `now`, where the timer is new."""
+        entry = await self._bucket.get(self._timer)
+        if entry is None:
+            self._revision = await self._bucket.put(self._timer, msgspec.json.encode(Claim(time=now)), revision=0)
+            return now
+        self._revision = entry.revision
+        return msgspec.json.decode(entry.value, type=Claim).time
+
+    async def claim(self, tick: datetime) -> bool:
+        """Whether it is ours to run. Raises `ConflictError` where another leader has claimed one since."""
+        if not self._lease.held:
+            return False
+        claim = msgspec.json.encode(Claim(time=tick, token=self.token))
+        self._revision = await self._bucket.put(self._timer, claim, revision=self._revision)
+        return True
+
+
+async def _keep_ticking(
+    timer: Timer[Any, Any], clock: Clock, events: Events, stop: anyio.Event, claims: Claims | None
+) -> None:
+    last = None if claims else _now(clock)
+    while not stop.is_set():
+        try:
+            if last is None:
+                last = await claims.last(_now(clock)) if claims else _now(clock)
+            tick, now = timers.next_tick(timer.schedule, last, now=_now(clock), catch_up=timer.catch_up), _now(clock)
+            if tick > now:
+                seconds = min((tick - now).total_seconds(), LONGEST_SLEEP_SECONDS)
+                await clocks.sleep_until(clock, seconds, stop)
+                continue
+            if claims is None or await claims.claim(tick):
+                token = claims.token if claims else None
+                await _run(timer, Tick(timer=timer.name, time=tick, token=token), clock, events)
+            last = tick
+        except BackendError:
+            # Another leader was faster, or the claims cannot be reached: see anew how far they are.
+            last = None
+            await clocks.sleep_until(clock, AGAIN_SECONDS, stop)
+
+
+async def _run(timer: Timer[Any, Any], tick: Tick, clock: Clock, events: Events) -> None:
+    began, error = clock.monotonic(), None
+    late = (_now(clock) - tick.time).total_seconds()
+    try:
+        given = {timer.tick_argument: tick} if timer.tick_argument else {}
+        await calling.call(lambda given: timer.function(**given), given)
+    except Exception as raised:
+        error = raised
+    seconds = clock.monotonic() - began
+    events.emit(Ticked(timer=timer.name, time=tick.time, late_seconds=late, seconds=seconds, error=error))
+
+
+def _now(clock: Clock) -> datetime:
+    return datetime.fromtimestamp(clock.time_ns() / 1e9, UTC)

@@ -1,0 +1,72 @@
+"""Buckets of keys as JetStream KV has them: what a backend offers, and what tables, leases and counts are kept in."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from datetime import datetime
+from typing import Protocol
+
+from msgspec import Struct
+
+__all__ = ["Entry", "KeyValue"]
+
+
+class Entry(Struct, frozen=True, kw_only=True):
+    """A key's value, or that it has none any more."""
+
+    key: str
+    value: bytes
+    revision: int
+    """Of all keys of the bucket: the greater is the newer."""
+    time: datetime
+    deleted: bool = False
+    """It was deleted, or forgotten after its TTL."""
+    message_id: str = ""
+    """Of the put or the delete; empty where the bucket itself forgot the key."""
+
+
+class KeyValue(Protocol):
+    """A bucket of keys in JetStream KV. Keys are made of letters, digits and `-_=./`."""
+
+    async def get(self, key: str) -> Entry | None: ...
+
+    async def put(
+        self,
+        key: str,
+        value: bytes,
+        *,
+        revision: int | None = None,
+        ttl_seconds: float | None = None,
+        message_id: str | None = None,
+    ) -> int:
+        """Store a value and return its revision.
+
+        With `revision`, only if the key's newest revision is that one (0: the key must not exist); `ConflictError`
+        otherwise. The key is forgotten after `ttl_seconds` (1 or more), in a bucket that keeps no history;
+        `RefusedError` where it does, or the server is older than 2.11. A repeat of a `message_id` within two minutes is
+        stored once.
+        """
+
+    async def delete(self, key: str, *, revision: int | None = None, message_id: str | None = None) -> int:
+        """Remove a key and its history; returns the revision of that. Conditions as for `put`.
+
+        To remove a key that is missing is no error.
+        """
+
+    async def keys(self) -> list[str]:
+        """In alphabetical order."""
+
+    async def entries(self) -> list[Entry]:
+        """The newest of each key that has a value, oldest first."""
+
+    async def revision(self) -> int:
+        """The newest of the bucket; 0 where there was none yet."""
+
+    def changes(
+        self, key: str | None = None, *, after: int = 0, until: int | None = None
+    ) -> AsyncGenerator[Entry, None]:
+        """What the bucket holds of a key, or of all, after a revision, in order: up to `until`, else on and on as it
+        comes, deletions as well. What was replaced meanwhile is left out, except for the bucket's history.
+
+        Raises as `Backend.read` does.
+        """

@@ -1,0 +1,172 @@
+"""Rows as the messages of notifications: checked against their schema, a column at a time.
+
+`writing` makes a `Rows` in a task and hands it record batches. Values repeat in a column, so a field is checked and
+spelled once for each of its values, and Arrow joins what comes out to subjects. An event type with a place is encoded
+row by row, because its headers are made of its coordinates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+from msgspec import structs
+from pyspark.sql.types import StructType
+
+from aviso_workers import codec, schema, topics
+from aviso_workers.codec import Message
+from aviso_workers.errors import (
+    InvalidIdentifierError,
+    InvalidNotificationError,
+    InvalidOptionError,
+    InvalidPayloadError,
+    UndecodableError,
+)
+from aviso_workers.schema import EventType, Topic
+from aviso_workers.spark.options import Writing
+
+__all__ = ["Rows", "check_columns"]
+
+READ_ONLY = {"event_type", "sequence", "time", "topic", "headers", "_corrupt_record"}
+"""Columns of a read that a write may have and does not need."""
+SURELY_SHORT = 900
+"""Bytes of a subject that is not too long; whether a longer one is, `codec` says."""
+
+
+def check_columns(columns: StructType, writing: Writing, event_type: EventType) -> None:
+    """Raise `InvalidOptionError` where a data frame of these columns cannot be notifications."""
+    event, names = writing.event, columns.names
+    if writing.id_column is not None and writing.id_column not in names:
+        raise InvalidOptionError(f"msgIdColumn: there is no column {writing.id_column!r}")
+    whole = "identifier" in names or "topic" in names
+    known = {*event_type.identifier, "identifier", "payload", writing.id_column, *(READ_ONLY if whole else {"topic"})}
+    if unknown := [name for name in names if name not in known]:
+        raise InvalidOptionError(
+            f"{event}: column {unknown[0]!r} is no part of a notification; select identifier, or topic, or columns "
+            f"named {', '.join(event_type.identifier)}, and payload"
+        )
+    found = names
+    if "identifier" in names and isinstance(struct := columns["identifier"].dataType, StructType):
+        found = struct.names
+        if unknown := [name for name in found if name not in event_type.identifier]:
+            raise InvalidOptionError(f"{event}: the identifier has no field {unknown[0]!r}")
+    elif whole:
+        return
+    if absent := [field for field in event_type.identifier if field not in found]:
+        raise InvalidOptionError(f"{event}: there is no column for the identifier field {absent[0]!r}")
+
+
+class Rows:
+    """Makes messages of the rows of one event type. Made once in a task."""
+
+    def __init__(self, event: str, event_type: EventType) -> None:
+        self._event = event
+        self._event_type = event_type
+        self._topic = schema.topic_of(event, event_type)
+        self._all_routed = set(self._topic.key_order) == set(event_type.identifier)
+        self._required = event_type.payload is not None and event_type.payload.required
+        self._alone = {field: self._only(field) for field in event_type.identifier}
+
+    def messages(self, batch: pa.RecordBatch) -> Iterator[Message]:
+        """Raises `InvalidNotificationError`, for a wrong payload when its row is reached."""
+        identifier = {field: self._spelled(field, values) for field, values in self._identifier(batch).items()}
+        payloads = self._payloads(batch)
+        subjects = self._subjects(identifier) if self._all_routed else None
+        if subjects is None:
+            rows = zip(*(_values(column) for column in identifier.values()), strict=True)
+            for row, payload in zip(rows, payloads, strict=True):
+                found = dict(zip(identifier, row, strict=True))
+                yield codec.encode(self._event, self._event_type, found, payload)
+            return
+        for subject, payload in zip(subjects.to_pylist(), payloads, strict=True):
+            if payload is None and self._required:
+                raise InvalidPayloadError(f"{self._event}: a payload is required")
+            yield Message(subject=subject, data=codec.encode_payload(self._event, payload))
+
+    def _only(self, field: str) -> EventType:
+        """The event type without its other fields, to check a value of this one."""
+        keys = (field,) if field in self._topic.key_order else ()
+        topic = Topic(self._topic.base, keys)
+        return structs.replace(self._event_type, identifier={field: self._event_type.identifier[field]}, topic=topic)
+
+    def _identifier(self, batch: pa.RecordBatch) -> Mapping[str, pa.Array]:
+        """The columns of the identifier's fields, as they were given."""
+        names, fields = batch.schema.names, self._event_type.identifier
+        if "identifier" in names:
+            column = batch.column(names.index("identifier"))
+            if pa.types.is_struct(column.type):
+                return {field: pc.struct_field(column, field) for field in fields}
+            return self._of_rows([dict(row or ()) for row in column.to_pylist()])
+        if "topic" in names:
+            rows = [self._of_topic(topic) for topic in batch.column(names.index("topic")).to_pylist()]
+            beside = {field: batch.column(names.index(field)) for field in fields if field in names}
+            return self._of_rows(rows) | {f: column for f, column in beside.items() if f not in self._topic.key_order}
+        return {field: batch.column(names.index(field)) for field in fields}
+
+    def _of_rows(self, rows: list[dict[str, str]]) -> dict[str, pa.Array]:
+        known = self._event_type.identifier
+        for row in rows:
+            if not row.keys() <= known.keys():
+                unknown = next(field for field in row if field not in known)
+                raise InvalidIdentifierError(self._event, unknown, f"is unknown; there are: {', '.join(known)}")
+        return {field: pa.array([row.get(field) for row in rows], pa.string()) for field in known}
+
+    def _of_topic(self, topic: str | None) -> dict[str, str]:
+        try:
+            base, *values = topics.decode_subject(topic or "")
+        except UndecodableError as error:
+            raise InvalidNotificationError(f"{self._event}: {error}") from error
+        if base != self._topic.base or len(values) != len(self._topic.key_order):
+            wanted = ".".join([self._topic.base, *(f"<{field}>" for field in self._topic.key_order)])
+            raise InvalidNotificationError(f"{self._event}: topic {topic!r} is not {wanted}")
+        return dict(zip(self._topic.key_order, values, strict=True))
+
+    def _spelled(self, field: str, values: pa.Array) -> pa.DictionaryArray:
+        """The values of a field, canonical. Raises `InvalidIdentifierError`."""
+        if values.null_count:
+            raise InvalidIdentifierError(self._event, field, "is null in a row; a notification has every field")
+        encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
+        canonical = [self._canonical(field, value) for value in encoded.dictionary.to_pylist()]
+        return pa.DictionaryArray.from_arrays(encoded.indices, pa.array(canonical, pa.string()))
+
+    def _canonical(self, field: str, value: Any) -> str:
+        text = value.isoformat() if hasattr(value, "isoformat") else value
+        return schema.canonical_identifier(self._event, self._alone[field], {field: text})[field]
+
+    def _subjects(self, identifier: Mapping[str, pa.DictionaryArray]) -> pa.Array | None:
+        """None where one may be too long."""
+        columns = []
+        for field in self._topic.key_order:
+            column = identifier[field]
+            tokens = [topics.encode_token(value) for value in column.dictionary.to_pylist()]
+            columns.append(pa.array(tokens, pa.string()).take(column.indices))
+        subjects = pc.binary_join_element_wise(topics.encode_token(self._topic.base), *columns, ".")
+        longest = pc.max(pc.binary_length(subjects)).as_py() or 0
+        return subjects if longest <= SURELY_SHORT else None
+
+    def _payloads(self, batch: pa.RecordBatch) -> Iterator[Any]:
+        names = batch.schema.names
+        if "payload" not in names:
+            return iter([None] * len(batch))
+        column = batch.column(names.index("payload"))
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            return map(self._json, column.to_pylist())
+        if pa.types.is_map(column.type):
+            return (None if row is None else dict(row) for row in column.to_pylist())
+        return iter(column.to_pylist())
+
+    def _json(self, text: str | None) -> Any:
+        try:
+            return None if text is None else msgspec.json.decode(text)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidPayloadError(
+                f"{self._event}: the payload of a row is not JSON: {error}; to_json makes JSON of columns"
+            ) from error
+
+
+def _values(column: pa.DictionaryArray) -> list[str]:
+    values: list[str] = column.cast(pa.string()).to_pylist()
+    return values

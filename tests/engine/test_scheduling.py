@@ -1,0 +1,278 @@
+"""Timers at work: which ticks are run, by whom, and what becomes of missed ones. Time is virtual."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import Router, Tick, config
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.clocks import VirtualClock
+from aviso_workers.engine.scheduling import LEASE_SECONDS, LOOK_SECONDS, Claims, Lease, run_timers
+from aviso_workers.engine.tabling import SteadyBucket
+from aviso_workers.errors import ConflictError
+from aviso_workers.events import Event, Events, LeadershipChanged, Ticked
+
+pytestmark = pytest.mark.anyio
+
+DRAIN_SECONDS = 30.0
+TAKEOVER_SECONDS = LEASE_SECONDS + 2 * LOOK_SECONDS
+
+
+class Fleet:
+    """Workers of one app, which share a backend and its time."""
+
+    def __init__(self, router: Router, tasks: anyio.abc.TaskGroup, running: AsyncExitStack) -> None:
+        self.router = router
+        self.clock = VirtualClock()
+        self.facts: list[Event] = []
+        self.backends: list[InMemoryBackend] = []
+        self.stops: list[anyio.Event] = []
+        self.lives: list[anyio.CancelScope] = []
+        self._tasks = tasks
+        self._running = running
+        self.streams = InMemoryBackend(config.InMemory(), clock=self.clock)
+
+    async def start(self) -> int:
+        """Start another worker; returns its number."""
+        backend = await self._running.enter_async_context(self.streams.peer())
+        events, stop, life = Events(), anyio.Event(), anyio.CancelScope()
+        events.listen(self.facts.append)
+        self.backends.append(backend)
+        self.stops.append(stop)
+        self.lives.append(life)
+
+        async def work() -> None:
+            with life:
+                await run_timers(
+                    self.router.timers,
+                    backend=backend,
+                    app="app",
+                    events=events,
+                    stop=stop,
+                    drain_timeout_seconds=DRAIN_SECONDS,
+                )
+
+        self._tasks.start_soon(work)
+        await self.clock.advance(0)
+        return len(self.backends) - 1
+
+    def kill(self, worker: int) -> None:
+        self.backends[worker].disconnect()
+        self.lives[worker].cancel()
+
+    async def after(self, seconds: float) -> None:
+        await self.clock.advance(seconds)
+
+    @property
+    def ticks(self) -> list[float]:
+        """When what was run was due, in seconds since the beginning."""
+        return [seconds_of(fact.time) for fact in self.facts if isinstance(fact, Ticked)]
+
+    @property
+    def leaders(self) -> list[bool]:
+        return [fact.leads for fact in self.facts if isinstance(fact, LeadershipChanged)]
+
+
+def seconds_of(time: datetime) -> float:
+    return (time - datetime(2026, 1, 1, tzinfo=UTC)).total_seconds()
+
+
+@pytest.fixture
+def router() -> Router:
+    return Router("timers")
+
+
+@pytest.fixture
+async def fleet(router: Router) -> AsyncGenerator[Fleet, None]:
+    async with AsyncExitStack() as running, anyio.create_task_group() as tasks:
+        yield Fleet(router, tasks, running)
+        tasks.cancel_scope.cancel()
+
+
+async def test_every_worker_runs_its_own(router: Router, fleet: Fleet) -> None:
+    seen: list[Tick] = []
+
+    @router.every("10s")
+    async def look(tick: Tick) -> None:
+        seen.append(tick)
+
+    await fleet.start()
+    await fleet.start()
+    await fleet.after(25)
+    assert fleet.ticks == [10, 10, 20, 20]
+    assert {(tick.timer, tick.token) for tick in seen} == {("look", None)}
+
+
+@pytest.fixture
+def tokens(router: Router) -> list[int | None]:
+    """Of the ticks of a timer that the leader runs every ten seconds."""
+    tokens: list[int | None] = []
+
+    @router.every("10s", leader=True)
+    async def lead(tick: Tick) -> None:
+        tokens.append(tick.token)
+
+    return tokens
+
+
+async def test_one_worker_runs_what_the_leader_runs(fleet: Fleet, tokens: list[int]) -> None:
+    for _ in range(4):
+        await fleet.start()
+    await fleet.after(65)
+    assert fleet.ticks == [10, 20, 30, 40, 50, 60]
+    assert len(set(tokens)) == 1
+    assert fleet.leaders == [True]
+
+
+async def test_a_leader_that_dies_is_followed_within_its_lease(fleet: Fleet, tokens: list[int]) -> None:
+    await fleet.start()
+    await fleet.start()
+    await fleet.after(15)
+    fleet.kill(0)
+    await fleet.after(TAKEOVER_SECONDS)
+    assert fleet.leaders == [True, True]
+    await fleet.after(30)
+    assert fleet.ticks == [10, 20, 30, 40, 50]
+    assert tokens == sorted(tokens)
+    assert len(set(tokens)) == 2
+
+
+async def test_a_leader_that_stops_is_followed_at_once(fleet: Fleet, tokens: list[int]) -> None:
+    await fleet.start()
+    await fleet.start()
+    fleet.stops[0].set()
+    await fleet.after(2 * LOOK_SECONDS)
+    assert fleet.leaders == [True, False, True]
+    await fleet.after(20)
+    assert fleet.ticks == [10, 20]
+
+
+async def test_a_leader_that_lost_its_connection_ceases_before_another_begins(fleet: Fleet, tokens: list[int]) -> None:
+    await fleet.start()
+    await fleet.start()
+    await fleet.after(5)
+    fleet.backends[0].disconnect()
+    await fleet.after(TAKEOVER_SECONDS)
+    assert fleet.leaders == [True, False, True]
+    fleet.backends[0].reconnect()
+    await fleet.after(30)
+    assert fleet.ticks == [10, 20, 30, 40]
+    assert fleet.leaders == [True, False, True]
+
+
+async def test_a_short_interruption_changes_nothing(fleet: Fleet, tokens: list[int]) -> None:
+    await fleet.start()
+    await fleet.after(15)
+    fleet.backends[0].disconnect()
+    await fleet.after(5)
+    fleet.backends[0].reconnect()
+    await fleet.after(20)
+    assert (fleet.ticks, fleet.leaders) == ([10, 20, 30, 40], [True])
+
+
+async def test_what_a_leader_runs_is_cancelled_with_its_lease(router: Router, fleet: Fleet) -> None:
+    ended: list[str] = []
+
+    @router.every("10s", leader=True)
+    async def long() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.append("cancelled")
+
+    await fleet.start()
+    await fleet.after(12)
+    fleet.backends[0].disconnect()
+    await fleet.after(LEASE_SECONDS)
+    assert ended == ["cancelled"]
+
+
+async def test_of_two_that_believe_to_lead_one_may_run_a_tick(fleet: Fleet) -> None:
+    start, tick = datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 1, 6, tzinfo=UTC)
+    claims = []
+    for _ in range(2):
+        backend = fleet.streams.peer()
+        backend.reconnect()
+        lease = Lease(backend, "app")
+        await lease.take(anyio.Event())
+        claims.append(Claims("daily", SteadyBucket(backend, "app_timers", patience_seconds=1), lease))
+        await lease.give_back()
+        lease._until = math.inf
+        assert await claims[-1].last(start) == start
+
+    assert await claims[0].claim(tick)
+    with pytest.raises(ConflictError):
+        await claims[1].claim(tick)
+    assert claims[0].token < claims[1].token
+    assert await claims[1].last(start) == tick
+
+
+@pytest.mark.parametrize(("catch_up", "ticks"), [(False, [3600, 10800, 14400]), (True, [3600, 7200, 10800, 14400])])
+async def test_what_was_missed_while_no_worker_was_there(
+    router: Router, fleet: Fleet, catch_up: bool, ticks: list[float]
+) -> None:
+    @router.every("1h", leader=True, catch_up=catch_up)
+    async def hourly() -> None: ...
+
+    await fleet.start()
+    await fleet.after(3601)
+    fleet.kill(0)
+    await fleet.after(2 * 3600)  # 7200 is missed; 10800 was just now
+    await fleet.start()
+    await fleet.after(3600)
+    assert fleet.ticks == ticks
+
+
+async def test_a_tick_that_takes_longer_than_the_interval(router: Router, fleet: Fleet) -> None:
+    @router.every("10s")
+    async def slow(tick: Tick) -> None:
+        await fleet.clock.sleep(25 if seconds_of(tick.time) == 10 else 0)
+
+    await fleet.start()
+    await fleet.after(51)
+    assert fleet.ticks == [10, 30, 40, 50]
+    first, late = (fact for fact in fleet.facts[:2] if isinstance(fact, Ticked))
+    assert (first.seconds, first.late_seconds, late.late_seconds) == (25, 0, 5)
+
+
+async def test_one_that_raises_is_told_of_and_runs_at_the_next_tick(router: Router, fleet: Fleet) -> None:
+    @router.every("10s", leader=True)
+    async def broken() -> None:
+        raise ValueError("no")
+
+    await fleet.start()
+    await fleet.after(21)
+    errors = [str(fact.error) for fact in fleet.facts if isinstance(fact, Ticked)]
+    assert (fleet.ticks, errors) == ([10, 20], ["no", "no"])
+
+
+async def test_a_stop_waits_for_what_runs_until_the_drain_timeout(router: Router, fleet: Fleet) -> None:
+    ended: list[str] = []
+
+    def lasting(name: str, seconds: float) -> Callable[[], Any]:
+        async def last() -> None:
+            try:
+                await fleet.clock.sleep(seconds)
+                ended.append(f"{name} is done")
+            except anyio.get_cancelled_exc_class():
+                ended.append(f"{name} is cancelled")
+                raise
+
+        return last
+
+    router.every("10s", name="short")(lasting("short", 5))
+    router.every("10s", name="long", leader=True)(lasting("long", 100))
+    worker = await fleet.start()
+    await fleet.after(12)
+    fleet.stops[worker].set()
+    await fleet.after(DRAIN_SECONDS)
+    assert ended == ["short is done", "long is cancelled"]
+    await fleet.after(100)
+    assert ended == ["short is done", "long is cancelled"]

@@ -1,0 +1,171 @@
+"""Tables where something goes wrong between a worker and the server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from aviso_workers import config
+from aviso_workers.backends import KeyValue, Message, PubAck
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.clocks import VirtualClock, at_rest
+from aviso_workers.engine.tabling import CachedBucket, SteadyBucket
+from aviso_workers.errors import ConflictError, OutcomeUnknownError, RefusedError, UnavailableError
+
+pytestmark = pytest.mark.anyio
+
+
+class Lossy(InMemoryBackend):
+    """Of the next publishes some are stored, and their acknowledgements are lost."""
+
+    lost = 0
+    meanwhile: Callable[[], Any] | None = None
+
+    async def publish(self, message: Message, **stated: Any) -> PubAck:
+        ack = await super().publish(message, **stated)
+        if self.lost:
+            self.lost -= 1
+            if self.meanwhile:
+                await self.meanwhile()
+            raise OutcomeUnknownError("the acknowledgement is missing")
+        return ack
+
+
+@pytest.fixture
+async def backend() -> AsyncGenerator[Lossy, None]:
+    async with Lossy(config.InMemory(), clock=VirtualClock()) as backend:
+        yield backend
+
+
+@pytest.fixture
+def bucket(backend: Lossy) -> SteadyBucket:
+    return SteadyBucket(backend, "counts", patience_seconds=30)
+
+
+@pytest.fixture
+async def other(backend: Lossy) -> AsyncGenerator[KeyValue, None]:
+    """The same bucket, over another connection."""
+    async with backend.peer() as peer:
+        yield await peer.key_value("counts")
+
+
+@asynccontextmanager
+async def time_passing(backend: Lossy) -> AsyncGenerator[None, None]:
+    async def pass_on() -> None:
+        while True:
+            await backend.clock.advance(0.1)  # type: ignore[attr-defined]
+            await anyio.lowlevel.checkpoint()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pass_on)
+        yield
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_write_whose_acknowledgement_is_lost_is_done_once(backend: Lossy, bucket: SteadyBucket) -> None:
+    async with time_passing(backend):
+        first = await bucket.put("od", b"1")
+        backend.lost = 2
+        second = await bucket.put("od", b"2", revision=first)
+        assert second == await bucket.revision() == first + 1
+        backend.lost = 1
+        await bucket.put("od", b"3")
+        assert await bucket.revision() == first + 2
+        backend.lost = 1
+        await bucket.delete("od", revision=first + 2)
+        assert await bucket.get("od") is None
+
+
+async def test_a_write_that_cannot_be_told_from_anothers_says_so(
+    backend: Lossy, bucket: SteadyBucket, other: KeyValue
+) -> None:
+    first = await bucket.put("od", b"1")
+    backend.lost = 1
+    backend.meanwhile = lambda: other.put("od", b"10")
+    async with time_passing(backend):
+        with pytest.raises(OutcomeUnknownError, match="it cannot be told whether this write was done before"):
+            await bucket.put("od", b"2", revision=first)
+
+
+async def test_a_conflict_without_a_doubt_is_one(bucket: SteadyBucket) -> None:
+    await bucket.put("od", b"1")
+    with pytest.raises(ConflictError):
+        await bucket.put("od", b"2", revision=0)
+
+
+async def test_a_lost_connection_is_waited_for_until_the_deadline(backend: Lossy, bucket: SteadyBucket) -> None:
+    await bucket.put("od", b"1")
+    backend.disconnect()
+    async with time_passing(backend):
+        with pytest.raises(UnavailableError):
+            await bucket.get("od")
+    assert 29 < backend.clock.monotonic() < 31
+
+
+async def test_a_bucket_that_was_deleted_is_made_anew(backend: Lossy, bucket: SteadyBucket) -> None:
+    await bucket.put("od", b"1")
+    await backend.delete_stream("KV_counts")
+    async with time_passing(backend):
+        assert await bucket.get("od") is None
+        await bucket.put("od", b"2")
+        assert (await bucket.get("od")).value == b"2"  # type: ignore[union-attr]
+
+
+async def test_what_no_repeat_cures_is_not_repeated(backend: Lossy, bucket: SteadyBucket) -> None:
+    with pytest.raises(RefusedError, match="keys are made of"):
+        await bucket.put("a b", b"1")
+    assert backend.clock.monotonic() == 0
+
+
+@pytest.fixture
+async def cached(backend: Lossy, bucket: SteadyBucket) -> AsyncGenerator[CachedBucket, None]:
+    cached = CachedBucket(bucket, backend.clock)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(cached.keep)
+        await at_rest()
+        yield cached
+        tasks.cancel_scope.cancel()
+
+
+async def value(bucket: CachedBucket, key: str = "od") -> bytes | None:
+    entry = await bucket.get(key)
+    return entry.value if entry else None
+
+
+async def test_a_cache_answers_without_the_server(
+    backend: Lossy, cached: CachedBucket, other: KeyValue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await other.put("od", b"1")
+    await at_rest()
+    monkeypatch.setattr(backend, "last_message", None)
+    assert await value(cached) == b"1"
+    assert await value(cached, "rd") is None
+
+
+async def test_ones_own_writes_are_told_at_once(cached: CachedBucket) -> None:
+    await cached.put("od", b"1")
+    assert await value(cached) == b"1"
+    await cached.delete("od")
+    assert await value(cached) is None
+    await at_rest()
+    assert await value(cached) is None
+
+
+async def test_after_an_interruption_a_cache_begins_anew(backend: Lossy, cached: CachedBucket, other: KeyValue) -> None:
+    await cached.put("od", b"1")
+    await cached.put("rd", b"1")
+    await at_rest()
+    backend.disconnect()
+    await other.put("od", b"2")
+    await other.delete("rd")
+    await backend.clock.advance(3600)  # type: ignore[attr-defined]
+    backend.reconnect()
+    assert (await value(cached), await value(cached, "rd")) == (b"2", None), "the server is asked meanwhile"
+    await backend.clock.advance(5)  # type: ignore[attr-defined]
+    assert (await value(cached), await value(cached, "rd")) == (b"2", None)
+    assert [entry.key for entry in await cached.entries()] == ["od"]

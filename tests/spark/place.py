@@ -1,0 +1,109 @@
+"""A server, a configuration and the data source, for tests with a real Spark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from aviso_workers import App, Notification, Notify
+from aviso_workers.backends import Message
+from aviso_workers.server import NatsServer
+
+IDENTIFIER = {"class": "od", "date": "20261120", "time": "0600", "step": 0}
+
+
+class Place:
+    """A server, a configuration with the event types `mars`, `copy` and `other`, and what one wants to do with them."""
+
+    def __init__(self, spark: SparkSession, server: NatsServer, directory: Path) -> None:
+        self.server = server
+        self.directory = directory
+        self._spark = spark
+        self.config = directory / "aviso.yaml"
+        self.with_url(server.url)
+
+    def with_url(self, url: str) -> None:
+        """Write the configuration with this URL of the server."""
+        rules = {
+            "class": {"type": "StringHandler"},
+            "date": {"type": "DateHandler"},
+            "time": {"type": "TimeHandler"},
+            "step": {"type": "IntHandler", "range": [0, 100_000]},
+        }
+        identifier = {field: {**rule, "required": True} for field, rule in rules.items()}
+        jetstream = {"nats_url": url, "reconnect_delay_ms": 100}
+        document = {
+            "notification_backend": {"kind": "jetstream", "jetstream": jetstream},
+            "notification_schema": {
+                name: {
+                    "topic": {"base": name, "key_order": list(rules)},
+                    "identifier": identifier,
+                    "storage_policy": {"allow_duplicates": True},
+                }
+                for name in ("mars", "copy", "other")
+            },
+        }
+        self.config.write_text(json.dumps(document))  # JSON is YAML
+
+    def restart_server(self) -> None:
+        """Kill the server and start it again where it was."""
+        self.server.kill()
+        again = NatsServer.start(store_dir=self.server.store_dir, port=self.server.port)
+        self.server.process, self.server._run_dir = again.process, again._run_dir
+
+    def publish(self, *steps: int, payload: Any = None, event: str = "mars", **identifier: Any) -> None:
+        wanted = [Notify(event, {**IDENTIFIER, **identifier, "step": step}, payload) for step in steps]
+        self._with_app(lambda app: app.notify_many(wanted))
+
+    def publish_raw(self, subject: str) -> None:
+        """A message that no schema has seen."""
+        message = Message(subject=subject, data=b"")
+        self._with_app(
+            lambda app: app.session.backend.publish(message, message_id=subject, stream="MARS", timeout_seconds=5)
+        )
+
+    def stored(self, event: str = "mars") -> list[Notification[Any]]:
+        async def replay(app: App) -> list[Notification[Any]]:
+            return [notification async for notification in app.replay(event)]
+
+        return self._with_app(replay)
+
+    def do(self, deed: str, *arguments: Any) -> Any:
+        """A deed of the backend, such as `purge_stream`."""
+        return self._with_app(lambda app: getattr(app.session.backend, deed)(*arguments))
+
+    def read(self, event: str = "mars", **options: Any) -> DataFrame:
+        return self._spark.read.format("aviso").options(**self._options(event, options)).load()
+
+    def read_stream(self, event: str = "mars", **options: Any) -> DataFrame:
+        return self._spark.readStream.format("aviso").options(**self._options(event, options)).load()
+
+    def write(self, frame: DataFrame, event: str = "mars", **options: Any) -> None:
+        frame.write.format("aviso").mode("append").options(**self._options(event, options)).save()
+
+    def rows(self, count: int, *, first: int = 0) -> DataFrame:
+        """Rows that are notifications, in two partitions."""
+        fixed = [F.lit(IDENTIFIER[field]).alias(field) for field in ("class", "date", "time")]
+        payload = F.to_json(F.struct(F.col("id").alias("number"))).alias("payload")
+        return self._spark.range(first, first + count, 1, 2).select(*fixed, F.col("id").alias("step"), payload)
+
+    def _options(self, event: str, options: dict[str, Any]) -> dict[str, str]:
+        source = {} if "stream" in options else {"event": event}
+        return {"config": str(self.config), **source, **{name: str(value) for name, value in options.items()}}
+
+    def _with_app(self, deed: Callable[[App], Any]) -> Any:
+        async def run() -> Any:
+            async with App("test", config=self.config) as app:
+                return await deed(app)
+
+        return anyio.run(run)
+
+
+def steps(frame: DataFrame) -> list[int]:
+    return sorted(row["step"] for row in frame.select("identifier.step").collect())
