@@ -25,6 +25,7 @@
         ├── InvalidOptionError      an option of the data source is unknown, cannot be read, or contradicts another
         ├── DataLossError           messages that a query was to read are gone from their stream
         ├── ExecutorError           Spark's executors lack something that the data source needs
+        ├── PipelineError           a pipeline cannot do what it was asked for
         └── SparkRestError          Spark's REST API could not be asked, or did not answer as it should
 """
 
@@ -48,6 +49,7 @@ __all__ = [
     "InvalidPositionError",
     "NotFoundError",
     "OutcomeUnknownError",
+    "PipelineError",
     "RefusedError",
     "ResourceError",
     "ServerProcessError",
@@ -177,6 +179,10 @@ class DataLossError(SparkError):
 
 class ExecutorError(SparkError):
     """Spark's executors cannot run the data source: a package is missing, or their Python is another one."""
+
+
+class PipelineError(SparkError):
+    """An archive, a backfill or a report cannot be made of what was given."""
 
 
 class SparkRestError(SparkError):

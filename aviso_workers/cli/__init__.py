@@ -18,6 +18,7 @@ from aviso_workers.cli import (
     checking,
     configuring,
     notifying,
+    piping,
     reading,
     reporting,
     serving,
@@ -30,12 +31,21 @@ from aviso_workers.errors import (
     ConfigError,
     DeclarationError,
     InvalidNotificationError,
+    InvalidOptionError,
     InvalidPositionError,
     SparkRestError,
 )
 
 __all__ = ["main"]
 
+REFUSED = (
+    ConfigError,
+    DeclarationError,
+    InvalidNotificationError,
+    InvalidOptionError,
+    InvalidPositionError,
+    SparkRestError,
+)
 ANYIO_THREAD = "AnyIO worker thread"
 
 command = typer.Typer(
@@ -60,6 +70,9 @@ command.command()(steering.resume)
 command.command()(steering.reset)
 command.add_typer(burying.dead_letters, name="dead-letters")
 command.add_typer(sparking.spark, name="spark")
+sparking.spark.command()(piping.archive)
+sparking.spark.command()(piping.backfill)
+sparking.spark.command()(piping.report)
 command.add_typer(administering.streams, name="streams")
 command.add_typer(serving.server, name="server")
 command.add_typer(configuring.config, name="config")
@@ -80,7 +93,7 @@ def _run() -> int:
         command()
     except SystemExit as end:
         return int(end.code or 0)
-    except (ConfigError, DeclarationError, InvalidNotificationError, InvalidPositionError, SparkRestError) as error:
+    except REFUSED as error:
         _complain(error)
         return 2
     except AvisoWorkersError as error:

@@ -1,0 +1,176 @@
+"""Notifications kept as Parquet, by the day on which they were stored: each once, and never half of a step.
+
+`aviso-workers spark archive` calls it, and whoever has a stream of notifications in Spark. A micro-batch is written
+to the side, moved in, and becomes visible by one more file in the directory's `_spark_metadata`, which says what
+belongs to the archive. It is the log that Spark's own file sink keeps, so that `spark.read.parquet(PATH)` of any
+Spark reads it; each of its files is a whole list here, because the step that adds files also takes small ones away
+after it has merged them. The number of the file is that of the batch: a batch that is there is not written again.
+
+What was merged, and lists that were followed by others, stay for an hour for those who still read them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import pairwise
+
+import msgspec
+from msgspec import Struct
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.streaming.query import StreamingQuery
+
+from aviso_workers.errors import PipelineError
+from aviso_workers.spark.files import File, Files
+
+__all__ = ["archive", "read"]
+
+LOG = "_spark_metadata"
+CHECKPOINT = "_checkpoint"
+STAGING = "_staging"
+VERSION = "v1"
+"""First line of each file in the log."""
+DAY = "date_from_unix_date(CAST(unix_seconds(time) DIV 86400 AS INT))"
+"""The day in UTC, whatever the session's time zone is."""
+
+MANY = 16
+"""So many small files of one day are merged."""
+SMALL_BYTES = 32 * 1024 * 1024
+WHOLE_BYTES = 128 * 1024 * 1024
+READERS_MS = 60 * 60 * 1000
+"""How long a reader may take with the files that it began with."""
+
+
+class Entry(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A line of the log, as Spark writes it."""
+
+    path: str
+    size: int
+    is_dir: bool = False
+    modification_time: int
+    block_replication: int = 1
+    block_size: int = WHOLE_BYTES
+    action: str = "add"
+
+    @property
+    def day(self) -> str:
+        """The directory that it is in, such as `date=2026-11-20`."""
+        return self.path.rsplit("/", 2)[1]
+
+
+def archive(notifications: DataFrame, to: str, *, every_seconds: float | None = None) -> StreamingQuery:
+    """Start to keep a streaming data frame in the directory `to`, and return the running query.
+
+    It needs the columns `time` and `sequence`; `date` is added. Without `every_seconds` the query ends with what is
+    there now. One query at a time writes to a directory, which also holds its checkpoint. Raises `PipelineError`
+    where the checkpoint is gone, or another program's files are there.
+    """
+    archive = _Archive(Files(notifications.sparkSession, to))
+    archive.check()
+    writer = notifications.withColumn("date", F.expr(DAY)).writeStream.foreachBatch(archive.add)
+    writer = writer.option("checkpointLocation", f"{archive.root}/{CHECKPOINT}").queryName(f"archive {to}")
+    if every_seconds is None:
+        return writer.trigger(availableNow=True).start()
+    return writer.trigger(processingTime=f"{every_seconds} seconds").start()
+
+
+def read(spark: SparkSession, path: str) -> DataFrame:
+    """What an archive, or another directory of Parquet, holds now. Raises `PipelineError` where there is none."""
+    if not Files(spark, path).exists(""):
+        raise PipelineError(f"there is no archive in {path}: `aviso-workers spark archive` makes one")
+    return spark.read.parquet(path)
+
+
+class _Archive:
+    """An archive and its log. One query at a time has it."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self.root = files.root
+
+    def check(self) -> None:
+        """Raise `PipelineError` where no query can go on with what is there."""
+        lists = self._files.list(LOG)
+        if any(file.name.isdigit() for file in lists):
+            raise PipelineError(f"{self.root} is written by Spark's own file sink: archive to a directory of its own")
+        if lists and not self._files.exists(f"{CHECKPOINT}/offsets"):
+            raise PipelineError(
+                f"{self.root} is an archive whose {CHECKPOINT} is gone, so nobody knows how far it came: "
+                "archive to a new directory"
+            )
+
+    def add(self, batch: DataFrame, number: int) -> None:
+        """One micro-batch. Spark calls it again for one that it does not know to be done."""
+        newest, known = self._newest()
+        if number <= newest:
+            return
+        merged = _small(known)
+        rows = batch.unionByName(self._merge(merged, batch)) if merged else batch
+        rows.write.mode("overwrite").partitionBy("date").parquet(f"{self.root}/{STAGING}")
+        added = self._take_in(number)
+        left = [entry for entry in known if entry not in merged]
+        self._files.write(f"{LOG}/{number}.compact", _text([*left, *added]))
+        self._files.delete(STAGING)
+        self._tidy()
+
+    def _merge(self, merged: list[Entry], batch: DataFrame) -> DataFrame:
+        reader = batch.sparkSession.read.schema(batch.schema).option("basePath", self.root)
+        files = reader.parquet(*(f"{self.root}/{self._files.name(entry.path)}" for entry in merged))
+        partitions = math.ceil(sum(entry.size for entry in merged) / WHOLE_BYTES)
+        return files.coalesce(partitions).sortWithinPartitions("date", "sequence")
+
+    def _take_in(self, number: int) -> list[Entry]:
+        """Move what was written to where it stays. Until the log says so, it is no part of the archive."""
+        written = [file for file in self._files.list(STAGING) if file.name.endswith(".parquet")]
+        moved = []
+        for index, file in enumerate(written):
+            day = file.name.split("/")[0]
+            name = f"{day}/{number}-{index}.parquet"
+            self._files.move(f"{STAGING}/{file.name}", name)
+            moved.append(Entry(path=self._files.url(name), size=file.size, modification_time=file.modified_ms))
+        return moved
+
+    def _lists(self) -> list[tuple[int, File]]:
+        """The files of the log, by number."""
+        found = [file for file in self._files.list(LOG) if file.name.endswith(".compact")]
+        return sorted((int(file.name.split(".")[0]), file) for file in found)
+
+    def _newest(self) -> tuple[int, list[Entry]]:
+        lists = self._lists()
+        return (lists[-1][0], self._entries(lists[-1][1])) if lists else (-1, [])
+
+    def _entries(self, file: File) -> list[Entry]:
+        version, *lines = self._files.read(f"{LOG}/{file.name}").splitlines()
+        if version != VERSION:
+            raise PipelineError(f"{self.root}/{LOG}/{file.name} is of format {version!r}, {VERSION} is known")
+        return [msgspec.json.decode(line, type=Entry) for line in lines]
+
+    def _tidy(self) -> None:
+        """Remove what nobody reads any more. The two newest lists stay: Spark tells by them that each is a whole."""
+        lists = [file for _, file in self._lists()]
+        long_ago = time.time() * 1000 - READERS_MS
+        old = [file for file, successor in pairwise(lists[:-1]) if successor.modified_ms < long_ago]
+        if not old:
+            return
+        kept = {entry.path for entry in self._entries(lists[-1])}
+        for file in old:
+            for entry in self._entries(file):
+                if entry.path not in kept:
+                    self._files.delete(self._files.name(entry.path))
+            self._files.delete(f"{LOG}/{file.name}")
+
+
+def _small(entries: Iterable[Entry]) -> list[Entry]:
+    """The files that are to be merged."""
+    by_day = defaultdict(list)
+    for entry in entries:
+        if entry.size < SMALL_BYTES:
+            by_day[entry.day].append(entry)
+    return [entry for small in by_day.values() if len(small) >= MANY for entry in small]
+
+
+def _text(entries: Iterable[Entry]) -> str:
+    return "\n".join([VERSION, *(msgspec.json.encode(entry).decode() for entry in entries)])

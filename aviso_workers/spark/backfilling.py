@@ -1,0 +1,160 @@
+"""Kept notifications published again: filtered, checked against a schema, each once.
+
+`aviso-workers spark backfill` calls it with an archive or a stream, and whoever has such rows. What is no notification
+of the event type that it is to become goes to a table with the reason; where there is no such table, nothing at all is
+published. A second run publishes what the first one did not come to, and adds nothing after one that came to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+from msgspec import Struct
+from pyspark.sql import DataFrame
+from pyspark.sql.types import StringType, StructField, StructType
+
+from aviso_workers import codec, schema
+from aviso_workers.codec import Message, NotificationReader, NotificationWriter
+from aviso_workers.errors import InvalidNotificationError, PipelineError, UndecodableError, UnknownEventTypeError
+from aviso_workers.schema import EventType
+from aviso_workers.spark import once
+from aviso_workers.spark.connecting import load_config
+from aviso_workers.spark.files import Files
+
+__all__ = ["Backfilled", "backfill", "check", "matching"]
+
+TOPIC, REASON = "topic", "reason"
+
+Step = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
+
+
+class Backfilled(Struct, frozen=True, kw_only=True):
+    """Numbers of rows."""
+
+    published: int
+    present: int
+    """Not published: they are in the stream, or a newer one of the same topic is."""
+    refused: int
+    """No notifications: they are in the table of dead letters."""
+
+
+def backfill(rows: DataFrame, event: str, *, dead_letters: str | None = None, config: str | None = None) -> Backfilled:
+    """Publish notifications, as the data source or an archive has them, as those of `event`.
+
+    Of the columns `event_type`, `sequence` and `time` the message id is made, unless there is a column `id`.
+    `dead_letters` is a directory, to which Parquet is added. Raises `PipelineError` where there are rows for it and it
+    is None, `UnknownEventTypeError`, and `UnavailableError` where no server is reached.
+    """
+    named = rows if "id" in rows.columns else rows.withColumn("id", once.identity())
+    checked = check(named, event, config=config).persist()
+    try:
+        bad, good = checked.where("reason IS NOT NULL"), checked.where("reason IS NULL").drop("reason")
+        refused = bad.count()
+        if refused and dead_letters is None:
+            raise _refusal(bad, refused, event)
+        if refused:
+            _bury(bad, str(dead_letters))
+        published = once.publish(once.without_stored(good, event, config=config), event, config=config)
+        return Backfilled(published=published, present=good.count() - published, refused=refused)
+    finally:
+        checked.unpersist()
+
+
+def check(rows: DataFrame, event: str, *, config: str | None = None) -> DataFrame:
+    """The rows with the `topic` that each has as a notification of `event`; one that is none keeps its own, and has the
+    `reason`.
+
+    Raises `UnknownEventTypeError`.
+    """
+    event_type = _event_type(event, config)
+    others = [field for field in rows.schema.fields if field.name not in (TOPIC, REASON)]
+    wanted = StructType([*others, StructField(TOPIC, StringType()), StructField(REASON, StringType())])
+    return rows.mapInArrow(_checking(event, event_type, wanted.names), wanted)
+
+
+def matching(rows: DataFrame, event: str, where: Mapping[str, Any], *, config: str | None = None) -> DataFrame:
+    """The rows of `event` that a filter lets through: what the `where` options are for a stream, for a table.
+
+    Raises `UnknownEventTypeError` and `InvalidIdentifierError`.
+    """
+    if not where:
+        return rows
+    event_type = _event_type(event, config)
+    prepared = schema.parse_where(event, event_type, where)
+    return rows.mapInArrow(_matching(event, event_type, prepared), rows.schema)
+
+
+def _event_type(event: str, config: str | None) -> EventType:
+    known = load_config(config).notification_schema
+    if event not in known:
+        raise UnknownEventTypeError(event, known)
+    return known[event]
+
+
+def _checking(event: str, event_type: EventType, names: Sequence[str]) -> Step:
+    def step(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        writer = NotificationWriter(event, event_type)
+        for batch in batches:
+            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+            pairs = zip(columns["identifier"].to_pylist(), columns["payload"].to_pylist(), strict=True)
+            found = [_topic_or_reason(writer, identifier, payload) for identifier, payload in pairs]
+            topics = pa.array([topic for topic, _ in found], pa.string())
+            columns[TOPIC] = pc.coalesce(topics, columns[TOPIC]) if TOPIC in columns else topics
+            columns[REASON] = pa.array([reason for _, reason in found], pa.string())
+            yield pa.RecordBatch.from_arrays([columns[name] for name in names], names=names)
+
+    return step
+
+
+def _topic_or_reason(writer: NotificationWriter, identifier: Any, payload: Any) -> tuple[str | None, str | None]:
+    values = {
+        field: value.isoformat() if hasattr(value, "isoformat") else value
+        for field, value in dict(identifier or {}).items()
+        if value is not None
+    }
+    try:
+        value = msgspec.json.decode(payload) if isinstance(payload, str) else payload
+        return writer.message(values, value).subject, None
+    except (msgspec.DecodeError, RecursionError) as error:
+        return None, f"the payload is not JSON: {error}"
+    except InvalidNotificationError as error:
+        return None, str(error)
+
+
+def _matching(event: str, event_type: EventType, where: schema.Where) -> Step:
+    def step(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        reader = NotificationReader(event, event_type, where=where)
+        for batch in batches:
+            pairs = zip(batch.column("topic").to_pylist(), batch.column("identifier").to_pylist(), strict=True)
+            yield batch.filter(pa.array([_matches(reader, topic, identifier) for topic, identifier in pairs]))
+
+    return step
+
+
+def _matches(reader: NotificationReader, topic: str, identifier: Mapping[str, Any]) -> bool:
+    headers = {codec.SPATIAL_HEADERS[name]: identifier[name] for name in codec.SPATIAL_HEADERS if identifier.get(name)}
+    try:
+        return reader.notification(Message(subject=topic, data=b"", headers=headers)) is not None
+    except UndecodableError:
+        return False
+
+
+def _bury(bad: DataFrame, table: str) -> None:
+    """Add the rows to the table, those that an earlier run has not left there."""
+    if Files(bad.sparkSession, table).list(""):
+        known = bad.sparkSession.read.parquet(table).select("id", "reason")
+        bad = bad.join(known, ["id", "reason"], "left_anti")
+    bad.write.mode("append").parquet(table)
+
+
+def _refusal(bad: DataFrame, count: int, event: str) -> PipelineError:
+    example = bad.select("id", "reason").first()
+    assert example is not None
+    return PipelineError(
+        f"{count} rows are no notifications of {event}, and nothing was published; {example['id']}: "
+        f"{example['reason']}. Give --dead-letters PATH to have them there, with their reasons, and publish the others"
+    )

@@ -1,0 +1,152 @@
+"""What came, compared with what was expected: how late, how much, which cycles are whole.
+
+`aviso-workers spark report` calls `report`; its parts are functions on data frames, for reports of one's own. What is
+expected is a table with a row for each notification: `cycle` (the name of one run), `due`, perhaps `start` (from which
+latency is counted; else from `due`), and a column for each identifier field that tells it from the others. Of
+notifications that came again, the first counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, date, datetime
+
+from msgspec import Struct
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from aviso_workers.errors import PipelineError, UnknownEventTypeError
+from aviso_workers.spark import announcing, pages, schedules
+from aviso_workers.spark.connecting import load_config
+from aviso_workers.spark.files import Files
+
+__all__ = ["Reported", "compare", "cycles", "expected", "per_hour", "report"]
+
+ABOUT = ("cycle", "start", "due")
+"""Columns of what is expected that are no identifier fields."""
+COMPLETE, LATE = announcing.KINDS
+SHARES = (0.5, 0.95, 0.99)
+MOST_ON_PAGE = 500
+"""Absent notifications on the page; all are in the table."""
+
+
+class Reported(Struct, frozen=True, kw_only=True):
+    """Numbers of cycles, and of the notifications that told of them for the first time."""
+
+    cycles: int
+    complete: int
+    late: int
+    published: Mapping[str, int]
+    """By event type; one that the configuration has not is missing."""
+
+
+def expected(
+    spark: SparkSession, schedule: str, event: str, *, first: date, last: date, config: str | None = None
+) -> DataFrame:
+    """A schedule in YAML as the table of what is expected of the days from `first` to `last`.
+
+    Raises `PipelineError` and `UnknownEventTypeError`.
+    """
+    known = load_config(config).notification_schema
+    if event not in known:
+        raise UnknownEventTypeError(event, known)
+    parsed = schedules.parse(schedule)
+    names = schedules.fields(parsed, known[event])
+    rows = [
+        (each.cycle, each.start, each.due, *(each.identifier[name] for name in names))
+        for each in schedules.expand(parsed, known[event], first=first, last=last)
+    ]
+    typed = "cycle STRING, start TIMESTAMP, due TIMESTAMP"
+    return spark.createDataFrame(rows, ", ".join([typed, *(f"`{name}` STRING" for name in names)]))
+
+
+def compare(notifications: DataFrame, expected: DataFrame) -> DataFrame:
+    """What is expected, with its `arrival` (null: none yet) and `latency_seconds`. Raises `PipelineError`."""
+    types = {field.name: field.dataType for field in notifications.select("identifier.*").schema.fields}
+    fields = [name for name in expected.columns if name not in ABOUT]
+    if absent := {"cycle", "due"} - set(expected.columns):
+        raise PipelineError(f"what is expected has no column {min(absent)!r}")
+    if unknown := [name for name in fields if name not in types] or ([] if fields else ["identifier fields"]):
+        raise PipelineError(f"what is expected has {unknown[0]!r}; identifier fields are: {', '.join(types)}")
+    arrivals = notifications.groupBy(*(F.col(f"identifier.{name}").alias(name) for name in fields))
+    start = F.col("start" if "start" in expected.columns else "due").cast("timestamp")
+    wanted = expected.select(
+        "cycle",
+        start.alias("start"),
+        F.col("due").cast("timestamp").alias("due"),
+        *(F.col(name).cast(types[name]).alias(name) for name in fields),
+    )
+    found = wanted.join(arrivals.agg(F.min("time").alias("arrival")), fields, "left")
+    latency = (F.unix_micros("arrival") - F.unix_micros("start")) / 1e6
+    return found.withColumn("latency_seconds", latency).select(
+        "cycle", *fields, "start", "due", "arrival", "latency_seconds"
+    )
+
+
+def cycles(compared: DataFrame, now: datetime) -> DataFrame:
+    """A row for each cycle: how much of it came and when, whether all did, and whether any of it was not there when
+    it was due."""
+    in_time = F.coalesce(F.col("arrival") <= F.col("due"), F.lit(False))
+    came_late = F.col("arrival").isNotNull() & ~in_time
+    overdue = F.col("arrival").isNull() & (F.col("due") <= F.lit(now))
+    found = compared.groupBy("cycle").agg(
+        F.min("start").alias("start"),
+        F.max("due").alias("due"),
+        F.count("*").alias("expected"),
+        F.count("arrival").alias("arrived"),
+        F.count_if(in_time).alias("in_time"),
+        F.count_if(overdue).alias("missing"),
+        F.min("arrival").alias("first_arrival"),
+        F.max("arrival").alias("last_arrival"),
+        F.percentile_approx("latency_seconds", list(SHARES)).alias("latency_seconds"),
+        F.bool_or(overdue | came_late).alias(LATE),
+    )
+    return found.withColumn(COMPLETE, F.col("arrived") == F.col("expected")).orderBy("start", "cycle")
+
+
+def per_hour(notifications: DataFrame) -> DataFrame:
+    """How many notifications were stored in each hour: `hour`, which is its beginning, and `notifications`."""
+    hour = F.timestamp_seconds(F.expr("unix_seconds(time) DIV 3600 * 3600"))
+    return notifications.groupBy(hour.alias("hour")).agg(F.count("*").alias("notifications")).orderBy("hour")
+
+
+def report(
+    notifications: DataFrame,
+    expected: DataFrame,
+    event: str,
+    *,
+    to: str,
+    now: datetime | None = None,
+    config: str | None = None,
+) -> Reported:
+    """Write the tables `notifications` (all that was expected), `cycles` and `hours`, and `report.html`, to the
+    directory `to`, and tell of cycles that are complete, and of those that are late: of each once.
+
+    Cycles are told of as the event types `cycle_complete` and `cycle_late`, where the configuration has them, with
+    the identifier fields `event` and `cycle`. Raises `PipelineError` and, when all is written, as `announce` does.
+    """
+    moment = now or datetime.now(UTC)
+    compared, hours = compare(notifications, expected).persist(), per_hour(notifications).persist()
+    try:
+        found = cycles(compared, moment)
+        files = Files(notifications.sparkSession, to)
+        for name, table in (("notifications", compared), ("cycles", found), ("hours", hours)):
+            table.write.mode("overwrite").parquet(f"{files.root}/{name}")
+        absent = compared.where(F.col("arrival").isNull() & (F.col("due") <= F.lit(moment)))
+        overall = compared.agg(F.percentile_approx("latency_seconds", list(SHARES)).alias("latency")).first()
+        rows = [row.asDict() for row in found.collect()]
+        content = pages.Content(
+            event=event,
+            made=moment,
+            cycles=rows,
+            hours=[row.asDict() for row in hours.collect()],
+            absent=[row.asDict() for row in absent.orderBy("due", "cycle").limit(MOST_ON_PAGE).collect()],
+            latency=(overall and overall["latency"]) or [],
+        )
+        files.write("report.html", pages.page(content))
+        published = announcing.announce(rows, event, load_config(config))
+        complete, late = (sum(row[kind] for row in rows) for kind in (COMPLETE, LATE))
+        return Reported(cycles=len(rows), complete=complete, late=late, published=published)
+    finally:
+        compared.unpersist()
+        hours.unpersist()

@@ -1,0 +1,66 @@
+"""Rows published once, however often and however late the same is done again.
+
+`backfilling` and `completeness` use it. Each row has an id of its own, which becomes the message id: what two runs at
+about the same time both send, the server stores once. What it has forgotten since, its duplicate window being over,
+is found in the stream: a row is left out where a message there has its id, or is the very message that it came from.
+"""
+
+from __future__ import annotations
+
+from pyspark.sql import Column, DataFrame, Observation
+from pyspark.sql import functions as F  # noqa: N812
+
+from aviso_workers import streams
+from aviso_workers.errors import NotFoundError, UnknownEventTypeError
+from aviso_workers.spark.connecting import connected, load_config
+
+__all__ = ["identity", "publish", "without_stored"]
+
+MESSAGE_ID = "Nats-Msg-Id"
+IN_ORDER = "sequence"
+
+
+def identity() -> Column:
+    """What tells one stored message from all others, also those of a stream that was created again."""
+    return F.concat_ws("/", "event_type", "sequence", F.unix_micros("time"))
+
+
+def without_stored(rows: DataFrame, event: str, *, config: str | None = None) -> DataFrame:
+    """The rows of which the stream of `event` holds nothing.
+
+    They have the columns `id` and `topic`, the one that they would be published under. Where the stream keeps the
+    newest message of a topic only, that is newer than any row, and one row is left for each other topic: that of the
+    highest `sequence`. Raises `UnknownEventTypeError`, and `UnavailableError` where no server is reached.
+    """
+    settings = load_config(config)
+    if event not in settings.notification_schema:
+        raise UnknownEventTypeError(event, settings.notification_schema)
+    spec = streams.event_stream(event, settings.notification_schema[event], settings)
+    keeps_one = spec.max_msgs_per_subject == 1
+    if keeps_one:
+        newest = F.max_by(F.struct(*rows.columns), IN_ORDER).alias("newest")
+        rows = rows.groupBy("topic").agg(newest).select("newest.*")
+    with connected(settings) as connection:
+        try:
+            connection.call(connection.backend.stream_info, spec.name)
+        except NotFoundError:
+            return rows  # publishing makes the stream
+    options: dict[str, str] = {"event": event, "includeHeaders": "true"} | ({"config": config} if config else {})
+    stored = rows.sparkSession.read.format("aviso").options(**options).load()
+    if keeps_one:
+        return rows.join(stored.select("topic").distinct(), "topic", "left_anti")
+    ids = F.explode(F.array(F.try_element_at("headers", F.lit(MESSAGE_ID)), identity()))
+    return rows.join(stored.select(ids.alias("id")), "id", "left_anti")
+
+
+def publish(rows: DataFrame, event: str, *, config: str | None = None) -> int:
+    """Publish rows of `id`, `topic`, `identifier`, `payload` and `sequence`, in order within each topic; how many.
+
+    Raises what the data source raises, in a `PySparkException`.
+    """
+    counted = Observation()
+    ordered = rows.repartition("topic").sortWithinPartitions(IN_ORDER)
+    sent = ordered.select("id", "identifier", "payload").observe(counted, F.count(F.lit(1)).alias("rows"))
+    options = {"event": event, "msgIdColumn": "id"} | ({"config": config} if config else {})
+    sent.write.format("aviso").mode("append").options(**options).save()
+    return int(counted.get["rows"])

@@ -1,0 +1,366 @@
+"""Archives, backfills and reports with a real Spark and a real server, ended at bad moments and run again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from aviso_workers import cli
+from aviso_workers.errors import PipelineError
+from aviso_workers.server import NatsServer
+from aviso_workers.spark import archiving, backfilling, completeness, once, register, sessions
+from aviso_workers.spark.backfilling import Backfilled
+from aviso_workers.spark.completeness import Reported
+from aviso_workers.spark.files import Files
+from tests.spark.places import Place
+
+
+@pytest.fixture(scope="module")
+def spark(start_spark: Callable[..., SparkSession], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    settings = {"spark.sql.session.timeZone": "Pacific/Auckland", "spark.eventLog.enabled": "false"}
+    spark = start_spark(tmp_path_factory.mktemp("logs"), settings)
+    register(spark)
+    yield spark
+    spark.stop()
+
+
+@pytest.fixture
+def place(spark: SparkSession, nats_server: NatsServer, tmp_path: Path) -> Place:
+    return Place(spark, nats_server, tmp_path)
+
+
+@pytest.fixture
+def crash_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, str], None]:
+    """`crash_after(owner, deed)`: the next time that it is done, everything ends there."""
+
+    def crash_after(owner: type, deed: str) -> None:
+        original = getattr(owner, deed)
+
+        def crash(*arguments: Any) -> None:
+            monkeypatch.setattr(owner, deed, original)
+            original(*arguments)
+            raise RuntimeError(f"ended after {deed}")
+
+        monkeypatch.setattr(owner, deed, crash)
+
+    return crash_after
+
+
+CONTINUOUS = """
+import sys
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+from aviso_workers.spark import archiving, backfilling, completeness, once, register, sessions
+from aviso_workers.spark.backfilling import Backfilled
+from aviso_workers.spark.completeness import Reported
+spark = SparkSession.builder.master("local[2]").getOrCreate()
+register(spark)
+options = {"config": sys.argv[1], "event": "mars", "startingOffsets": "earliest", "maxMessagesPerTrigger": "40"}
+notifications = spark.readStream.format("aviso").options(**options).load()
+query = archiving.archive(notifications, sys.argv[2], every_seconds=0.1)
+while len(query.recentProgress) < 3:
+    query.awaitTermination(0.1)
+print(query.lastProgress["batchId"], flush=True)
+query.awaitTermination()
+"""
+
+
+class TestArchive:
+    def archive(self, place: Place, **options: Any) -> None:
+        archiving.archive(place.read_stream(**options), self.path(place)).awaitTermination()
+
+    def path(self, place: Place) -> str:
+        return f"{place.directory}/an archive"
+
+    def archived(self, place: Place) -> list[int]:
+        frame = place.spark.read.parquet(self.path(place))
+        return sorted(row["step"] for row in frame.select("identifier.step").collect())
+
+    def files(self, place: Place) -> list[str]:
+        return sorted(path.name for path in Path(self.path(place)).glob("date=*/*.parquet"))
+
+    def test_notifications_are_kept_by_the_day_in_utc(self, place: Place):
+        place.publish(*range(5), payload={"location": "/a"})
+
+        self.archive(place)
+
+        kept = place.spark.read.parquet(self.path(place)).orderBy("sequence").drop("date")
+        assert kept.collect() == place.read().orderBy("sequence").collect()
+        (day,) = Path(self.path(place)).glob("date=*")
+        assert day.name == f"date={place.stored()[0].time:%Y-%m-%d}"
+
+    def test_a_run_adds_what_came_since_the_one_before(self, place: Place):
+        place.publish(1, 2)
+        self.archive(place)
+        place.publish(3)
+
+        self.archive(place)
+        self.archive(place)
+
+        assert self.archived(place) == [1, 2, 3]
+
+    @pytest.mark.parametrize(("owner", "deed"), [(archiving._Archive, "_take_in"), (Files, "write")])
+    def test_a_crash_before_and_after_a_batch_is_told_of_loses_and_doubles_nothing(
+        self, place: Place, crash_after: Callable[..., None], owner: type, deed: str
+    ):
+        place.publish(*range(9))
+        crash_after(owner, deed)
+
+        with pytest.raises(PySparkException, match=f"ended after {deed}"):
+            self.archive(place)
+        self.archive(place)
+
+        assert self.archived(place) == list(range(9))
+
+    def test_a_driver_that_is_killed_loses_and_doubles_nothing(self, place: Place, start_driver: Callable[..., Any]):
+        place.publish(*range(1000))
+        driver = start_driver(CONTINUOUS, place.config, self.path(place))
+        batch = driver.stdout.readline()
+        driver.kill()
+        assert batch, driver.stderr.read()
+
+        self.archive(place)
+
+        assert self.archived(place) == list(range(1000))
+
+    def test_small_files_are_merged_and_readers_see_every_row_once(self, place: Place, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(archiving, "MANY", 3)
+        for step in range(3):
+            place.publish(step)
+            self.archive(place)
+        reader = place.spark.read.parquet(self.path(place))
+
+        place.publish(3)
+        self.archive(place)
+        assert self.archived(place) == [0, 1, 2, 3]
+        assert reader.count() == 3, "one that began before still finds its files"
+        assert self.files(place) == ["0-0.parquet", "1-0.parquet", "2-0.parquet", "3-0.parquet", "3-1.parquet"]
+
+        monkeypatch.setattr(archiving, "READERS_MS", -1)
+        place.publish(4)
+        self.archive(place)
+        assert self.archived(place) == [0, 1, 2, 3, 4]
+        assert self.files(place) == ["3-0.parquet", "3-1.parquet", "4-0.parquet"]
+
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [
+            ("0.compact", "is an archive whose _checkpoint is gone"),
+            ("0", "is written by Spark's own file sink"),
+        ],
+    )
+    def test_a_directory_that_is_in_no_state_to_go_on_is_refused(self, place: Place, name: str, said: str):
+        log = Path(self.path(place), "_spark_metadata")
+        log.mkdir(parents=True)
+        (log / name).touch()
+
+        with pytest.raises(PipelineError, match=said):
+            archiving.archive(place.read_stream(), self.path(place))
+
+
+class TestBackfill:
+    def test_kept_notifications_are_published_once_however_often_it_is_run(self, place: Place):
+        place.publish(*range(4), payload={"location": "/a"})
+
+        first = backfilling.backfill(place.read(), "copy", config=str(place.config))
+        place.publish(4)
+        second = backfilling.backfill(place.read(), "copy", config=str(place.config))
+
+        assert first == Backfilled(published=4, present=0, refused=0)
+        assert second == Backfilled(published=1, present=4, refused=0)
+        assert sorted(place.steps("copy")) == [0, 1, 2, 3, 4]
+        assert place.stored("copy")[0].payload == {"location": "/a"}
+
+    def test_the_stream_tells_what_is_there_when_the_server_has_forgotten_the_ids(self, place: Place):
+        place.publish(0, 1)
+        rows = place.read().withColumn("id", once.identity())
+        once.publish(rows, "copy", config=str(place.config))
+
+        assert once.without_stored(rows, "copy", config=str(place.config)).count() == 0
+
+    def test_a_run_that_is_cut_short_is_completed_by_the_next(self, place: Place):
+        place.publish(*range(6))
+        half = place.read().where("sequence % 2 = 0").withColumn("id", once.identity())
+        once.publish(half, "copy", config=str(place.config))
+
+        done = backfilling.backfill(place.read(), "copy", config=str(place.config))
+
+        assert (done.published, done.present) == (3, 3)
+        assert sorted(place.steps("copy")) == list(range(6))
+
+    def test_what_a_stream_lost_is_restored_from_its_archive(self, place: Place):
+        place.publish(*range(4))
+        archiving.archive(place.read_stream(), f"{place.directory}/archive").awaitTermination()
+        place.with_app(lambda app: app.session.backend.delete_message("MARS", 2))
+        kept = place.spark.read.parquet(f"{place.directory}/archive")
+        wanted = backfilling.matching(kept, "mars", {"step": {"lt": 3}}, config=str(place.config))
+
+        done = backfilling.backfill(wanted, "mars", config=str(place.config))
+        again = backfilling.backfill(kept, "mars", config=str(place.config))
+
+        assert (done.published, done.present) == (1, 2)
+        assert (again.published, again.present) == (0, 4)
+        assert place.steps() == [0, 2, 3, 1]
+
+    def test_the_newest_of_a_topic_is_not_replaced_by_an_older_one(self, place: Place):
+        place.publish(1, 2, payload="old")
+        place.publish(2, payload="newer")
+        place.publish(1, event="newest", payload="newest")
+
+        done = backfilling.backfill(place.read(), "newest", config=str(place.config))
+
+        assert (done.published, done.present) == (1, 2)
+        assert {one.identifier["step"]: one.payload for one in place.stored("newest")} == {"1": "newest", "2": "newer"}
+
+    def test_what_is_no_notification_is_kept_with_the_reason_once(self, place: Place):
+        place.publish(1, 2, 3)
+        step = F.when(F.col("sequence") == 2, F.lit(-1)).otherwise(F.col("identifier.step"))
+        rows = place.read().withColumn("identifier", F.col("identifier").withField("step", step))
+        rows = rows.withColumn("payload", F.when(F.col("sequence") == 3, F.lit("{")))
+        table = f"{place.directory}/dead"
+
+        with pytest.raises(PipelineError, match=r"2 rows are no notifications of copy, and nothing was published"):
+            backfilling.backfill(rows, "copy", config=str(place.config))
+        done = [backfilling.backfill(rows, "copy", dead_letters=table, config=str(place.config)) for _ in range(2)]
+
+        assert [(each.published, each.present, each.refused) for each in done] == [(1, 0, 2), (0, 1, 2)]
+        out_of_range, not_json = place.spark.read.parquet(table).orderBy("sequence").collect()
+        assert out_of_range["reason"].startswith("copy: identifier field 'step' must be within")
+        assert out_of_range["topic"] == "mars.od.20261120.0600.2"
+        assert not_json["reason"].startswith("the payload is not JSON")
+
+
+SCHEDULE = """
+cycles:
+  - name: oper
+    times: ["06", "12:00"]
+    identifier: {class: od, step: {from: 0, to: 4, by: 2}}
+    due: 6h
+"""
+DAY = date(2026, 11, 20)
+
+
+class TestReport:
+    def expected(self, place: Place, schedule: str = SCHEDULE, event: str = "mars") -> DataFrame:
+        return completeness.expected(place.spark, schedule, event, first=DAY, last=DAY, config=str(place.config))
+
+    def report(self, place: Place, now: datetime) -> Reported:
+        to = f"{place.directory}/report"
+        return completeness.report(place.read(), self.expected(place), "mars", to=to, now=now, config=str(place.config))
+
+    def arrived(self, place: Place, *steps: tuple[str, int, str]) -> DataFrame:
+        """Notifications of the day as the data source has them: time, step, and the time of arrival in UTC."""
+        typed = "identifier STRUCT<class: STRING, date: DATE, time: STRING, step: BIGINT>, time TIMESTAMP"
+        rows = [
+            (("od", DAY, time, step), datetime.fromisoformat(f"2026-11-20T{arrival}:00+00:00"))
+            for time, step, arrival in steps
+        ]
+        return place.spark.createDataFrame(rows, typed)
+
+    def test_cycles_are_complete_late_or_not_due(self, place: Place):
+        came = self.arrived(
+            place, ("0600", 0, "11:00"), ("0600", 2, "11:30"), ("0600", 4, "13:00"), ("0600", 4, "14:00"),
+            ("1200", 0, "17:30"), ("0900", 0, "10:00"),
+        )  # fmt: skip
+        compared = completeness.compare(came, self.expected(place))
+
+        early, late = completeness.cycles(compared, datetime(2026, 11, 20, 17, 59, tzinfo=UTC)).collect()
+        assert (early["cycle"], late["cycle"]) == ("oper/2026-11-20/0600", "oper/2026-11-20/1200")
+        assert (early["cycle_complete"], early["cycle_late"], early["in_time"]) == (True, True, 2)
+        assert early["latency_seconds"] == [5.5 * 3600, 7 * 3600, 7 * 3600]
+        assert (late["cycle_complete"], late["cycle_late"], late["arrived"], late["missing"]) == (False, False, 1, 0)
+
+        _, late = completeness.cycles(compared, datetime(2026, 11, 20, 18, 0, tzinfo=UTC)).collect()
+        assert (late["cycle_complete"], late["cycle_late"], late["missing"]) == (False, True, 2)
+
+    def test_a_table_may_say_what_is_expected(self, place: Place):
+        table = place.directory / "schedule.csv"
+        table.write_text(
+            "cycle,due,time,step\nmorning,2026-11-20T12:00:00Z,0600,0\nmorning,2026-11-20T12:00:00Z,0600,2"
+        )
+        expected = place.spark.read.option("header", "true").csv(str(table))
+
+        compared = completeness.compare(self.arrived(place, ("0600", 2, "11:00")), expected)
+
+        assert [(row["step"], row["latency_seconds"]) for row in compared.orderBy("step").collect()] == [
+            (0, None),
+            (2, -3600.0),
+        ]
+
+    def test_hours_are_counted(self, place: Place):
+        came = self.arrived(place, ("0600", 0, "11:00"), ("0600", 2, "11:59"), ("0600", 4, "13:00"))
+
+        hours = completeness.per_hour(came).select(F.unix_seconds("hour"), "notifications").collect()
+
+        noon = int(datetime(2026, 11, 20, 12, tzinfo=UTC).timestamp())
+        assert [tuple(row) for row in hours] == [(noon - 3600, 2), (noon + 3600, 1)]
+
+    def test_a_cycle_of_which_nothing_came_is_not_late_before_it_is_due(self, place: Place):
+        compared = completeness.compare(self.arrived(place), self.expected(place))
+
+        early, late = completeness.cycles(compared, datetime(2026, 11, 20, 12, tzinfo=UTC)).collect()
+
+        assert (early["cycle_late"], early["missing"], early["latency_seconds"]) == (True, 3, None)
+        assert (late["cycle_late"], late["missing"], late["cycle_complete"]) == (False, 0, False)
+
+    def test_cycles_are_told_of_once_each_in_tables_a_page_and_notifications(self, place: Place):
+        place.publish(0, 2, 4, time="0600")
+        first = self.report(place, datetime(2100, 1, 1, tzinfo=UTC))
+        place.publish(0, 2, 4, time="1200")
+        second = self.report(place, datetime(2100, 1, 1, tzinfo=UTC))
+
+        assert first.published == {"cycle_complete": 1, "cycle_late": 2}
+        assert second.published == {"cycle_complete": 1, "cycle_late": 0}
+        complete, _ = place.stored("cycle_complete")
+        assert complete.identifier == {"event": "mars", "cycle": "oper/2026-11-20/0600"}
+        assert (complete.payload["arrived"], complete.payload["due"]) == (3, "2026-11-20T12:00:00Z")
+        assert len(place.stored("cycle_late")) == 2
+        to = place.directory / "report"
+        tables = {name: place.spark.read.parquet(f"{to}/{name}") for name in ("notifications", "cycles", "hours")}
+        assert {name: table.count() for name, table in tables.items()} == {"notifications": 6, "cycles": 2, "hours": 1}
+        assert "6 of 6" in (to / "report.html").read_text()
+
+
+def test_the_commands_do_the_same(place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """With the session of the tests, because the commands would stop it."""
+
+    @contextmanager
+    def session(name: str) -> Iterator[SparkSession]:
+        yield place.spark
+
+    def run(*arguments: str | Path) -> list[str]:
+        monkeypatch.setattr(
+            sys, "argv", ["aviso-workers", "spark", *map(str, arguments), "--config", str(place.config)]
+        )
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        assert ended.value.code == 0, captured.err
+        return captured.out.splitlines()
+
+    monkeypatch.setattr(sessions, "session", session)
+    place.publish(0, 2, 4, 5)
+    archive, schedule = place.directory / "archive", place.directory / "schedule.yaml"
+    schedule.write_text(SCHEDULE)
+    of_the_day = ("--first", "2026-11-20", "--last", "2026-11-20", "--schedule", schedule, "--from", archive)
+
+    assert run("archive", "mars", 'step={"lt":5}', "--to", archive) == []
+    assert run("backfill", "mars", "step=[2,4,5]", "--from", archive, "--to", "copy") == [
+        "2 published, 0 there before, 0 refused"
+    ]
+    assert run("backfill", "mars", "--from", "2", "--to", "copy") == ["1 published, 2 there before, 0 refused"]
+    assert run("backfill", "mars", "--from", "2020-01-01", "--to", "copy") == ["1 published, 3 there before, 0 refused"]
+    assert run("report", "mars", "--to", place.directory / "report", *of_the_day) == [
+        f"2 cycles: 1 complete, 2 late; see {place.directory}/report/report.html",
+        "1 published as cycle_complete",
+        "2 published as cycle_late",
+    ]
