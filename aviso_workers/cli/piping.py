@@ -108,8 +108,7 @@ def report(
         if written is not None:
             expected = completeness.expected(spark, written, event, config=path, **days)
         else:
-            kind = "csv" if schedule.endswith(".csv") else "parquet"
-            expected = spark.read.option("header", "true").format(kind).load(schedule)
+            expected = completeness.expected_table(spark, schedule)
         if position is None:
             assert start is not None
             rows = backfilling.matching(archiving.read(spark, start), event, wanted, config=path)

@@ -20,7 +20,7 @@ from aviso_workers.spark import announcing, pages, schedules
 from aviso_workers.spark.connecting import load_config
 from aviso_workers.spark.files import Files
 
-__all__ = ["Reported", "compare", "cycles", "expected", "per_hour", "report"]
+__all__ = ["Reported", "compare", "cycles", "expected", "expected_table", "per_hour", "report"]
 
 ABOUT = ("cycle", "start", "due")
 """Columns of what is expected that are no identifier fields."""
@@ -58,6 +58,13 @@ def expected(
     ]
     typed = "cycle STRING, start TIMESTAMP, due TIMESTAMP"
     return spark.createDataFrame(rows, ", ".join([typed, *(f"`{name}` STRING" for name in names)]))
+
+
+def expected_table(spark: SparkSession, path: str) -> DataFrame:
+    """What is expected, from a CSV file with a header or a directory of Parquet. Raises `PipelineError`."""
+    if not Files(spark, path).exists(""):
+        raise PipelineError(f"there is no schedule in {path}")
+    return spark.read.csv(path, header=True) if path.endswith(".csv") else spark.read.parquet(path)
 
 
 def compare(notifications: DataFrame, expected: DataFrame) -> DataFrame:

@@ -21,6 +21,7 @@ LABELS = 220
 """Pixels at the left, for the names of cycles."""
 ROW = 22
 HOURS_HEIGHT = 180
+WIDEST_HOUR = 60.0
 MOST_HOURS = 24 * 31
 """The last ones of a longer time."""
 CHARACTERS = 32
@@ -38,7 +39,8 @@ svg { display: block; width: 100%; height: auto } svg text { font-size: 12px; fi
 .facts { display: flex; flex-wrap: wrap; gap: .5em 2em; margin: 1em 0 } .facts b { display: block; font-size: 1.4em }
 table { border-collapse: collapse; width: 100%; font-size: 13px }
 td, th { text-align: right; padding: .2em .5em; white-space: nowrap }
-td:first-child, th:first-child { text-align: left; white-space: normal } tr { border-bottom: 1px solid #e4e7eb }
+td:first-child, th:first-child { text-align: left; white-space: normal; min-width: 13em }
+tr { border-bottom: 1px solid #e4e7eb }
 .scroll { overflow-x: auto } .key { display: inline-block; width: .8em; height: .8em }
 .in-time { fill: #2f7d5b; background: #2f7d5b } .late { fill: #e2a03f; background: #e2a03f }
 .missing { fill: #b8352f; background: #b8352f } .expected { fill: #dfe3e8; background: #dfe3e8 }
@@ -185,7 +187,7 @@ def _throughput(hours: Sequence[Mapping[str, Any]]) -> str:
     first = max(min(counts), last - (MOST_HOURS - 1) * HOUR)
     number = round((last - first) / HOUR) + 1
     highest = max(counts.values())
-    width = (WIDTH - 70) / number
+    width = min(WIDEST_HOUR, (WIDTH - 70) / number)
     rows = []
     for tick in _ticks(0, highest, steps=_count_steps(highest)):
         y = 10 + HOURS_HEIGHT * (1 - tick / highest)
@@ -198,7 +200,7 @@ def _throughput(hours: Sequence[Mapping[str, Any]]) -> str:
         height = HOURS_HEIGHT * count / highest
         x = 60 + index * width
         if count:
-            box = (x + width * 0.1, 10 + HOURS_HEIGHT - height, min(width * 0.8, 60), height)
+            box = (x + width * 0.1, 10 + HOURS_HEIGHT - height, width * 0.8, height)
             rows.append(_rectangle("bar", box, f"{_moment(hour)}: {count:,}"))
         if index % labelled == 0:
             text = f"{hour:%H:%M}" if index and hour.hour >= labelled else f"{hour:%d %b %H:%M}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,25 +18,43 @@ from pyspark.sql import functions as F  # noqa: N812
 from aviso_workers import cli
 from aviso_workers.errors import PipelineError
 from aviso_workers.server import NatsServer
-from aviso_workers.spark import archiving, backfilling, completeness, once, register, sessions
+from aviso_workers.spark import archiving, backfilling, completeness, once, sessions
 from aviso_workers.spark.backfilling import Backfilled
 from aviso_workers.spark.completeness import Reported
 from aviso_workers.spark.files import Files
-from tests.spark.places import Place
+from tests.spark.place import Place
+
+CYCLE = {"event": {"type": "StringHandler", "required": True}, "cycle": {"type": "StringHandler", "required": True}}
+
+
+class Pipelines(Place):
+    """Also with `newest`, which keeps one notification of a topic, and with the event types for cycles."""
+
+    def __init__(self, spark: SparkSession, server: NatsServer, directory: Path) -> None:
+        super().__init__(spark, server, directory)
+        self.spark = spark
+        document = json.loads(self.config.read_text())
+        known = document["notification_schema"]
+        topic = {**known["mars"]["topic"], "base": "newest"}
+        known["newest"] = {"topic": topic, "identifier": known["mars"]["identifier"]}
+        for name in ("cycle_complete", "cycle_late"):
+            known[name] = {"topic": {"base": name, "key_order": list(CYCLE)}, "identifier": CYCLE}
+        self.config.write_text(json.dumps(document))
+
+    def steps(self, event: str = "mars") -> list[int]:
+        return [int(notification.identifier["step"]) for notification in self.stored(event)]
 
 
 @pytest.fixture(scope="module")
-def spark(start_spark: Callable[..., SparkSession], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    settings = {"spark.sql.session.timeZone": "Pacific/Auckland", "spark.eventLog.enabled": "false"}
-    spark = start_spark(tmp_path_factory.mktemp("logs"), settings)
-    register(spark)
-    yield spark
-    spark.stop()
+def spark(spark: SparkSession) -> SparkSession:
+    """Far from UTC, as sessions are unless they say otherwise."""
+    spark.conf.set("spark.sql.session.timeZone", "Pacific/Auckland")
+    return spark
 
 
 @pytest.fixture
-def place(spark: SparkSession, nats_server: NatsServer, tmp_path: Path) -> Place:
-    return Place(spark, nats_server, tmp_path)
+def place(spark: SparkSession, nats_server: NatsServer, tmp_path: Path) -> Pipelines:
+    return Pipelines(spark, nats_server, tmp_path)
 
 
 @pytest.fixture
@@ -59,7 +78,7 @@ CONTINUOUS = """
 import sys
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
-from aviso_workers.spark import archiving, backfilling, completeness, once, register, sessions
+from aviso_workers.spark import archiving, register
 from aviso_workers.spark.backfilling import Backfilled
 from aviso_workers.spark.completeness import Reported
 spark = SparkSession.builder.master("local[2]").getOrCreate()
@@ -75,20 +94,20 @@ query.awaitTermination()
 
 
 class TestArchive:
-    def archive(self, place: Place, **options: Any) -> None:
-        archiving.archive(place.read_stream(**options), self.path(place)).awaitTermination()
+    def archive(self, place: Pipelines, **options: Any) -> None:
+        archiving.archive(place.read_stream(startingOffsets="earliest", **options), self.path(place)).awaitTermination()
 
-    def path(self, place: Place) -> str:
+    def path(self, place: Pipelines) -> str:
         return f"{place.directory}/an archive"
 
-    def archived(self, place: Place) -> list[int]:
+    def archived(self, place: Pipelines) -> list[int]:
         frame = place.spark.read.parquet(self.path(place))
         return sorted(row["step"] for row in frame.select("identifier.step").collect())
 
-    def files(self, place: Place) -> list[str]:
+    def files(self, place: Pipelines) -> list[str]:
         return sorted(path.name for path in Path(self.path(place)).glob("date=*/*.parquet"))
 
-    def test_notifications_are_kept_by_the_day_in_utc(self, place: Place):
+    def test_notifications_are_kept_by_the_day_in_utc(self, place: Pipelines):
         place.publish(*range(5), payload={"location": "/a"})
 
         self.archive(place)
@@ -98,7 +117,7 @@ class TestArchive:
         (day,) = Path(self.path(place)).glob("date=*")
         assert day.name == f"date={place.stored()[0].time:%Y-%m-%d}"
 
-    def test_a_run_adds_what_came_since_the_one_before(self, place: Place):
+    def test_a_run_adds_what_came_since_the_one_before(self, place: Pipelines):
         place.publish(1, 2)
         self.archive(place)
         place.publish(3)
@@ -110,7 +129,7 @@ class TestArchive:
 
     @pytest.mark.parametrize(("owner", "deed"), [(archiving._Archive, "_take_in"), (Files, "write")])
     def test_a_crash_before_and_after_a_batch_is_told_of_loses_and_doubles_nothing(
-        self, place: Place, crash_after: Callable[..., None], owner: type, deed: str
+        self, place: Pipelines, crash_after: Callable[..., None], owner: type, deed: str
     ):
         place.publish(*range(9))
         crash_after(owner, deed)
@@ -121,7 +140,9 @@ class TestArchive:
 
         assert self.archived(place) == list(range(9))
 
-    def test_a_driver_that_is_killed_loses_and_doubles_nothing(self, place: Place, start_driver: Callable[..., Any]):
+    def test_a_driver_that_is_killed_loses_and_doubles_nothing(
+        self, place: Pipelines, start_driver: Callable[..., Any]
+    ):
         place.publish(*range(1000))
         driver = start_driver(CONTINUOUS, place.config, self.path(place))
         batch = driver.stdout.readline()
@@ -132,7 +153,9 @@ class TestArchive:
 
         assert self.archived(place) == list(range(1000))
 
-    def test_small_files_are_merged_and_readers_see_every_row_once(self, place: Place, monkeypatch: pytest.MonkeyPatch):
+    def test_small_files_are_merged_and_readers_see_every_row_once(
+        self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
+    ):
         monkeypatch.setattr(archiving, "MANY", 3)
         for step in range(3):
             place.publish(step)
@@ -158,17 +181,17 @@ class TestArchive:
             ("0", "is written by Spark's own file sink"),
         ],
     )
-    def test_a_directory_that_is_in_no_state_to_go_on_is_refused(self, place: Place, name: str, said: str):
+    def test_a_directory_that_is_in_no_state_to_go_on_is_refused(self, place: Pipelines, name: str, said: str):
         log = Path(self.path(place), "_spark_metadata")
         log.mkdir(parents=True)
         (log / name).touch()
 
         with pytest.raises(PipelineError, match=said):
-            archiving.archive(place.read_stream(), self.path(place))
+            archiving.archive(place.read_stream(startingOffsets="earliest"), self.path(place))
 
 
 class TestBackfill:
-    def test_kept_notifications_are_published_once_however_often_it_is_run(self, place: Place):
+    def test_kept_notifications_are_published_once_however_often_it_is_run(self, place: Pipelines):
         place.publish(*range(4), payload={"location": "/a"})
 
         first = backfilling.backfill(place.read(), "copy", config=str(place.config))
@@ -180,14 +203,14 @@ class TestBackfill:
         assert sorted(place.steps("copy")) == [0, 1, 2, 3, 4]
         assert place.stored("copy")[0].payload == {"location": "/a"}
 
-    def test_the_stream_tells_what_is_there_when_the_server_has_forgotten_the_ids(self, place: Place):
+    def test_the_stream_tells_what_is_there_when_the_server_has_forgotten_the_ids(self, place: Pipelines):
         place.publish(0, 1)
         rows = place.read().withColumn("id", once.identity())
         once.publish(rows, "copy", config=str(place.config))
 
         assert once.without_stored(rows, "copy", config=str(place.config)).count() == 0
 
-    def test_a_run_that_is_cut_short_is_completed_by_the_next(self, place: Place):
+    def test_a_run_that_is_cut_short_is_completed_by_the_next(self, place: Pipelines):
         place.publish(*range(6))
         half = place.read().where("sequence % 2 = 0").withColumn("id", once.identity())
         once.publish(half, "copy", config=str(place.config))
@@ -197,10 +220,12 @@ class TestBackfill:
         assert (done.published, done.present) == (3, 3)
         assert sorted(place.steps("copy")) == list(range(6))
 
-    def test_what_a_stream_lost_is_restored_from_its_archive(self, place: Place):
+    def test_what_a_stream_lost_is_restored_from_its_archive(self, place: Pipelines):
         place.publish(*range(4))
-        archiving.archive(place.read_stream(), f"{place.directory}/archive").awaitTermination()
-        place.with_app(lambda app: app.session.backend.delete_message("MARS", 2))
+        archiving.archive(
+            place.read_stream(startingOffsets="earliest"), f"{place.directory}/archive"
+        ).awaitTermination()
+        place.do("delete_message", "MARS", 2)
         kept = place.spark.read.parquet(f"{place.directory}/archive")
         wanted = backfilling.matching(kept, "mars", {"step": {"lt": 3}}, config=str(place.config))
 
@@ -211,7 +236,7 @@ class TestBackfill:
         assert (again.published, again.present) == (0, 4)
         assert place.steps() == [0, 2, 3, 1]
 
-    def test_the_newest_of_a_topic_is_not_replaced_by_an_older_one(self, place: Place):
+    def test_the_newest_of_a_topic_is_not_replaced_by_an_older_one(self, place: Pipelines):
         place.publish(1, 2, payload="old")
         place.publish(2, payload="newer")
         place.publish(1, event="newest", payload="newest")
@@ -221,7 +246,7 @@ class TestBackfill:
         assert (done.published, done.present) == (1, 2)
         assert {one.identifier["step"]: one.payload for one in place.stored("newest")} == {"1": "newest", "2": "newer"}
 
-    def test_what_is_no_notification_is_kept_with_the_reason_once(self, place: Place):
+    def test_what_is_no_notification_is_kept_with_the_reason_once(self, place: Pipelines):
         place.publish(1, 2, 3)
         step = F.when(F.col("sequence") == 2, F.lit(-1)).otherwise(F.col("identifier.step"))
         rows = place.read().withColumn("identifier", F.col("identifier").withField("step", step))
@@ -250,14 +275,14 @@ DAY = date(2026, 11, 20)
 
 
 class TestReport:
-    def expected(self, place: Place, schedule: str = SCHEDULE, event: str = "mars") -> DataFrame:
+    def expected(self, place: Pipelines, schedule: str = SCHEDULE, event: str = "mars") -> DataFrame:
         return completeness.expected(place.spark, schedule, event, first=DAY, last=DAY, config=str(place.config))
 
-    def report(self, place: Place, now: datetime) -> Reported:
+    def report(self, place: Pipelines, now: datetime) -> Reported:
         to = f"{place.directory}/report"
         return completeness.report(place.read(), self.expected(place), "mars", to=to, now=now, config=str(place.config))
 
-    def arrived(self, place: Place, *steps: tuple[str, int, str]) -> DataFrame:
+    def arrived(self, place: Pipelines, *steps: tuple[str, int, str]) -> DataFrame:
         """Notifications of the day as the data source has them: time, step, and the time of arrival in UTC."""
         typed = "identifier STRUCT<class: STRING, date: DATE, time: STRING, step: BIGINT>, time TIMESTAMP"
         rows = [
@@ -266,7 +291,7 @@ class TestReport:
         ]
         return place.spark.createDataFrame(rows, typed)
 
-    def test_cycles_are_complete_late_or_not_due(self, place: Place):
+    def test_cycles_are_complete_late_or_not_due(self, place: Pipelines):
         came = self.arrived(
             place, ("0600", 0, "11:00"), ("0600", 2, "11:30"), ("0600", 4, "13:00"), ("0600", 4, "14:00"),
             ("1200", 0, "17:30"), ("0900", 0, "10:00"),
@@ -282,7 +307,7 @@ class TestReport:
         _, late = completeness.cycles(compared, datetime(2026, 11, 20, 18, 0, tzinfo=UTC)).collect()
         assert (late["cycle_complete"], late["cycle_late"], late["missing"]) == (False, True, 2)
 
-    def test_a_table_may_say_what_is_expected(self, place: Place):
+    def test_a_table_may_say_what_is_expected(self, place: Pipelines):
         table = place.directory / "schedule.csv"
         table.write_text(
             "cycle,due,time,step\nmorning,2026-11-20T12:00:00Z,0600,0\nmorning,2026-11-20T12:00:00Z,0600,2"
@@ -296,7 +321,7 @@ class TestReport:
             (2, -3600.0),
         ]
 
-    def test_hours_are_counted(self, place: Place):
+    def test_hours_are_counted(self, place: Pipelines):
         came = self.arrived(place, ("0600", 0, "11:00"), ("0600", 2, "11:59"), ("0600", 4, "13:00"))
 
         hours = completeness.per_hour(came).select(F.unix_seconds("hour"), "notifications").collect()
@@ -304,7 +329,7 @@ class TestReport:
         noon = int(datetime(2026, 11, 20, 12, tzinfo=UTC).timestamp())
         assert [tuple(row) for row in hours] == [(noon - 3600, 2), (noon + 3600, 1)]
 
-    def test_a_cycle_of_which_nothing_came_is_not_late_before_it_is_due(self, place: Place):
+    def test_a_cycle_of_which_nothing_came_is_not_late_before_it_is_due(self, place: Pipelines):
         compared = completeness.compare(self.arrived(place), self.expected(place))
 
         early, late = completeness.cycles(compared, datetime(2026, 11, 20, 12, tzinfo=UTC)).collect()
@@ -312,7 +337,7 @@ class TestReport:
         assert (early["cycle_late"], early["missing"], early["latency_seconds"]) == (True, 3, None)
         assert (late["cycle_late"], late["missing"], late["cycle_complete"]) == (False, 0, False)
 
-    def test_cycles_are_told_of_once_each_in_tables_a_page_and_notifications(self, place: Place):
+    def test_cycles_are_told_of_once_each_in_tables_a_page_and_notifications(self, place: Pipelines):
         place.publish(0, 2, 4, time="0600")
         first = self.report(place, datetime(2100, 1, 1, tzinfo=UTC))
         place.publish(0, 2, 4, time="1200")
@@ -330,7 +355,9 @@ class TestReport:
         assert "6 of 6" in (to / "report.html").read_text()
 
 
-def test_the_commands_do_the_same(place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_the_commands_do_the_same(
+    place: Pipelines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """With the session of the tests, because the commands would stop it."""
 
     @contextmanager
