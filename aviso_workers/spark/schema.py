@@ -9,7 +9,8 @@ Work is done for a whole batch at a time wherever Arrow can: a task turns some h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -153,7 +154,10 @@ class Columns:
             header = SPATIAL_HEADERS[field]
             texts[field] = pa.array([(message.headers or {}).get(header) for message in messages], pa.string())
         missing = pa.nulls(len(messages), pa.string())
-        children = [_typed(texts.get(field, missing), rule) for field, rule in self._known.rules.items()]
+        children = [
+            _each_once(texts.get(field, missing), partial(_typed, rule=rule))
+            for field, rule in self._known.rules.items()
+        ]
         return pa.StructArray.from_arrays(children, fields=list(kind))
 
 
@@ -179,7 +183,13 @@ def _tokens(subjects: pa.Array, count: int) -> list[pa.Array]:
         blank = pa.array([[""] * count], split.type)
         split = pc.if_else(fits, split, blank[0])
     columns = [pc.list_element(split, position) for position in range(count)]
-    return [_decoded(column) for column in columns]
+    return [_each_once(column, _decoded) for column in columns]
+
+
+def _each_once(texts: pa.Array, work: Callable[[pa.Array], pa.Array]) -> pa.Array:
+    """What becomes of texts, of which many are alike."""
+    encoded = texts.dictionary_encode()
+    return work(encoded.dictionary).take(encoded.indices)
 
 
 def _decoded(tokens: pa.Array) -> pa.Array:

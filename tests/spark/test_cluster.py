@@ -33,8 +33,8 @@ from tests.stories.processes import cluster, until_jetstream
 SPARK_CLASS = Path(pyspark.__file__).parent / "bin" / "spark-class"
 QUICK_START = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 COUNT = 20_000
-KILOBYTE = 1000
-"""A payload: so that a task has more to pass on than fits into all buffers on the way."""
+PAYLOAD_CHARACTERS = 2000
+"""So that a task has more to pass on than fits into all buffers on the way: about 10 MB."""
 MASTER = re.compile(r"Starting Spark master at (spark://\S+)")
 PATIENCE_SECONDS = 30
 
@@ -99,7 +99,7 @@ def test_what_an_executor_was_reading_when_it_was_killed_is_read_once(place: Pla
     place.write(notifications(place))
     assert place.do("stream_info", "MARS").config["num_replicas"] == 3
     halt = Halt(place, after_rows=1000)
-    counting = halt.first_task_of(place.read(numPartitions=2)).agg(F.count("*"), F.count_distinct("sequence"))
+    counting = halt.first_task_of(place.read(numPartitions=1)).agg(F.count("*"), F.count_distinct("sequence"))
 
     with halt.killing(once=lambda: bool(place.do("consumers", "MARS"))):  # which a task removes when it has read all
         counted = counting.first()
@@ -170,7 +170,9 @@ def _halting(told: str, after_rows: int) -> Callable[[Iterator[Any]], Iterator[A
 
 def notifications(place: Place) -> DataFrame:
     """Rows in two partitions."""
-    return place.rows(COUNT).withColumn("payload", F.to_json(F.struct(F.lit("x" * KILOBYTE).alias("location"))))
+    return place.rows(COUNT).withColumn(
+        "payload", F.to_json(F.struct(F.lit("x" * PAYLOAD_CHARACTERS).alias("location")))
+    )
 
 
 def stored(place: Place) -> int:
