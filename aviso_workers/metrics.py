@@ -43,7 +43,7 @@ OUTCOMES = ("acked", "retried", "dead_lettered")
 PUBLISH_OUTCOMES = ("stored", "duplicate", "failed")
 RETRY_REASONS = ("dead_letter_failed",)
 """Those that are no exception of an author's."""
-DEAD_LETTER_REASONS = ("attempts_exhausted", "max_deliveries", "rejected", "undecodable")
+DEAD_LETTER_REASONS = ("attempts_exhausted", "invalid_notification", "max_deliveries", "rejected", "undecodable")
 MOST_REASONS = 50
 """Reasons after these are counted as one, because authors may make up names of exceptions as they go."""
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)

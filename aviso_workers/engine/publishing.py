@@ -18,6 +18,7 @@ from aviso_workers import streams
 from aviso_workers.backends import Backend, Outgoing, PubAck
 from aviso_workers.codec import Message, NotificationWriter
 from aviso_workers.config import Config
+from aviso_workers.engine import originating
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import (
     BackendError,
@@ -128,7 +129,7 @@ class Publisher:
             raise InvalidPayloadError(
                 f"{wanted.event_type}: the notification has {size} bytes, the server takes {most} and its headers"
             )
-        message_id = wanted.message_id or f"{self._nonce}{next(self._numbers):x}"
+        message_id = wanted.message_id or originating.message_id(message) or f"{self._nonce}{next(self._numbers):x}"
         return _Prepared(wanted.event_type, spec, Outgoing(message, message_id, spec.name))
 
     def _writer(self, event_type: str) -> tuple[NotificationWriter, StreamSpec]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import AsyncIterator
 
 import anyio
 from msgspec import Struct
 
 from aviso_workers import App, Backoff, Notification, Notify
 
-__all__ = ["ACK_WAIT_SECONDS", "RECORD_VARIABLE", "RETRY", "Deed", "app", "lanes", "other", "threads"]
+__all__ = ["ACK_WAIT_SECONDS", "RECORD_VARIABLE", "RETRY", "Deed", "app", "lanes", "other", "outputs", "threads"]
 
 RECORD_VARIABLE = "AVISO_STORY_RECORD"
 ACK_WAIT_SECONDS = 2.0
@@ -37,6 +38,7 @@ app = App("stories")
 other = App("other")
 lanes = App("lanes")
 threads = App("threads")
+outputs = App("outputs")
 
 
 @app.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
@@ -59,6 +61,17 @@ def in_thread(notification: Notification[Deed]) -> None:
     _write("begun", notification.payload.n)
     time.sleep(notification.payload.seconds)
     _write("done", notification.payload.n)
+
+
+@outputs.agent("mars", ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
+async def derive(notification: Notification[Deed]) -> AsyncIterator[Notify]:
+    deed = notification.payload
+    _write("begun", deed.n)
+    await outputs.notify("plain", {"a": deed.n, "b": "begun"})
+    yield Notify("plain", {"a": deed.n, "b": "made"})
+    _write("published", deed.n)
+    await anyio.sleep(deed.seconds)
+    _write("done", deed.n)
 
 
 async def _do(deed: Deed, app: App) -> None:
