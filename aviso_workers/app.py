@@ -161,6 +161,15 @@ class App(Router):
         """
         return await self.session.publisher.notify_many(notifications)
 
+    async def notify_together(self, notifications: Iterable[Notify], *, message_id: str | None = None) -> Receipt:
+        """Publish up to 1000 notifications of one stream: all of them are stored, in this order, or none.
+
+        The receipt is that of the last; its sequence is 0 where all were stored before. `message_id` is as in
+        `notify`, for all together; single ones must have none. Raises as `notify` does;
+        `RefusedError` where the server is older than 2.12, or the stream's `allow_atomic` is off.
+        """
+        return await self.session.publisher.notify_together(notifications, message_id=message_id)
+
     def check(self, notification: Notify) -> None:
         """Raise `InvalidNotificationError` if `notify` would refuse it before sending. Needs no connection."""
         encode(self.config, notification)

@@ -441,6 +441,14 @@ class _Recorder:
                 self._note(each.message, result)
         return results
 
+    async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
+        if self.cut_off:
+            raise UnavailableError("the worker was ended")
+        ack = await self._backend.publish_together(outgoing, timeout_seconds=timeout_seconds)
+        for each in outgoing:
+            self._note(each.message, ack)
+        return ack
+
     def consume(
         self, stream: str, consumer: str, *, deliver: Callable[[Delivery], None], room: Callable[[], int]
     ) -> AbstractAsyncContextManager[Consumer]:

@@ -286,6 +286,13 @@ class Backend(Protocol):
         One alone is answered as `publish` does; of more, an acknowledgement may leave the sequence out.
         """
 
+    async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
+        """Store all of these messages of one stream, one after another, or none; the sequence is that of the last.
+
+        Their ids must have been used for these messages together and no others: where one is known, all are taken as
+        stored before. Raises `RefusedError` where the stream's `allow_atomic` is off, or the server is older than 2.12.
+        """
+
     async def key_value(self, bucket: str, *, ttl_seconds: float | None = None) -> KeyValue:
         """The bucket of that name. Where it is missing it is created; it forgets values older than `ttl_seconds`."""
 

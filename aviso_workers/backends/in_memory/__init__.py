@@ -217,6 +217,10 @@ class InMemoryBackend:
                 results.append(ack)
         return results
 
+    async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
+        await self._connection.reach()
+        return self._account.publish_together(outgoing)
+
     async def key_value(self, bucket: str, *, ttl_seconds: float | None = None) -> KeyValue:
         await self._connection.reach()
         return InMemoryKeyValue(bucket, self._account, self._connection, ttl_seconds=ttl_seconds)

@@ -5,13 +5,13 @@ Pure but for the clock. What `NotFoundError` and `RefusedError` carry are JetStr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from aviso_workers import config
-from aviso_workers.backends import PubAck
+from aviso_workers.backends import Outgoing, PubAck
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.stream import Stream, complete, payload_size
 from aviso_workers.backends.in_memory.subjects import overlap
@@ -96,6 +96,24 @@ class Account:
 
     def publish(self, message: Message, *, message_id: str, stream: str) -> PubAck:
         """Store a message where its subject belongs, if that is `stream`."""
+        taker, whole = self._accepted(message, message_id=message_id, stream=stream)
+        sequence, duplicate = self.store(taker, whole, message_id=message_id)
+        return PubAck(stream=stream, sequence=sequence, duplicate=duplicate)
+
+    def publish_together(self, outgoing: Sequence[Outgoing]) -> PubAck:
+        """Store all of them or none."""
+        accepted = [self._accepted(each.message, message_id=each.message_id, stream=each.stream) for each in outgoing]
+        stream, taker = outgoing[0].stream, accepted[0][0]
+        taker.expire(self._clock.time_ns())
+        if any(taker.knows(each.message_id) for each in outgoing):
+            return PubAck(stream=stream, sequence=0, duplicate=True)
+        taker.refuse_when_full([whole for _, whole in accepted])
+        for each, (_, whole) in zip(outgoing, accepted, strict=True):
+            sequence, _ = self.store(taker, whole, message_id=each.message_id)
+        return PubAck(stream=stream, sequence=sequence)
+
+    def _accepted(self, message: Message, *, message_id: str, stream: str) -> tuple[Stream, Message]:
+        """Where it is to be stored, and as what."""
         taker = next((found for found in self._streams.values() if found.takes(message.subject)), None)
         if taker is None:
             raise UnavailableError(f"publish {message.subject}: no stream takes this subject")
@@ -106,8 +124,7 @@ class Account:
         whole = msgspec.structs.replace(message, headers=headers)
         if payload_size(whole) > MAX_PAYLOAD:
             raise RefusedError(f"publish {message.subject}: headers and body are larger than {MAX_PAYLOAD} bytes")
-        sequence, duplicate = self.store(taker, whole, message_id=message_id)
-        return PubAck(stream=stream, sequence=sequence, duplicate=duplicate)
+        return taker, whole
 
     def advise_max_deliveries(self, stream: str, consumer: str, sequence: int, deliveries: int) -> None:
         """State, as a server does, that a message will not be delivered again; kept where a stream takes it."""

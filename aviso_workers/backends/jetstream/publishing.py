@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Sequence
 
 import anyio
@@ -20,6 +21,10 @@ from aviso_workers.backends.jetstream.wire import header_block, status
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 
 __all__ = ["Publisher", "encode"]
+
+
+NO_ATOMIC_BATCHES = 10174
+DUPLICATE_IN_BATCH = 10201
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -40,6 +45,8 @@ class Publisher:
         self._waiting: dict[bytes, tuple[_Batch, int]] = {}
         """By the subject on which the acknowledgement comes: whose it is, and which of them."""
         self._numbers = itertools.count(1)
+        self._nonce = secrets.token_hex(8)
+        """Makes the ids of atomic batches ours."""
         self._inbox = b""
 
     async def open(self) -> None:
@@ -68,6 +75,28 @@ class Publisher:
             for reply in replies:
                 self._waiting.pop(reply, None)
         return [result for result in batch.results if result is not None]
+
+    async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
+        """See `backends.Backend.publish_together`: an atomic batch (ADR-50), which the last message commits."""
+        if not self._connection.ready:
+            raise UnavailableError(f"{_what(outgoing[0])}: not connected")
+        *others, last = _batch(outgoing, batch_id=f"{self._nonce}{next(self._numbers)}")
+        most = self._connection.nc.max_payload
+        encoded = [encode(each, most=most) for each in others]  # all of them, before any is sent
+        for each, (subject, headers) in zip(others, encoded, strict=True):
+            self._connection.wire.send(subject, each.message.data, headers=headers)
+        [result] = await self.publish([last], timeout_seconds=timeout_seconds)
+        if isinstance(result, PubAck):
+            return result
+        if result.code == DUPLICATE_IN_BATCH:
+            return PubAck(stream=last.stream, sequence=0, duplicate=True)
+        if result.code == NO_ATOMIC_BATCHES:
+            raise RefusedError(
+                f"stream {last.stream} does not store several messages together: allow_atomic is off in its "
+                "configuration, switch it on",
+                code=result.code,
+            )
+        raise result
 
     def _send(self, batch: _Batch, index: int, outgoing: Outgoing) -> bytes:
         """Send one; returns where its acknowledgement comes."""
@@ -114,6 +143,18 @@ class _Batch:
         self.missing -= 1
         if not self.missing and not self.complete.done():
             self.complete.set_result(None)
+
+
+def _batch(outgoing: Sequence[Outgoing], *, batch_id: str) -> list[Outgoing]:
+    """The messages of an atomic batch."""
+    batch = []
+    for number, each in enumerate(outgoing, 1):
+        fields = {"Nats-Batch-Id": batch_id, "Nats-Batch-Sequence": str(number)}
+        if number == len(outgoing):
+            fields["Nats-Batch-Commit"] = "1"
+        message = msgspec.structs.replace(each.message, headers={**(each.message.headers or {}), **fields})
+        batch.append(Outgoing(message, each.message_id, each.stream))
+    return batch
 
 
 def encode(outgoing: Outgoing, *, most: int) -> tuple[bytes, bytes]:
