@@ -145,14 +145,16 @@ class App(Router):
         payload: Any = None,
         *,
         message_id: str | None = None,
+        ttl: int | None = None,
     ) -> Receipt:
         """Publish one notification and wait until it is stored.
 
         With a `message_id` of your own, a repeat within the stream's duplicate window (2 minutes unless configured)
-        is recognised and stored once. Raises `InvalidNotificationError` before anything is sent, `BackendError` when
+        is recognised and stored once. With a `ttl`, in seconds, the stream forgets it after that time: see
+        `Notify.ttl`. Raises `InvalidNotificationError` before anything is sent, `BackendError` when
         it could not be stored.
         """
-        return await self.session.publisher.notify(Notify(event_type, identifier, payload, message_id))
+        return await self.session.publisher.notify(Notify(event_type, identifier, payload, message_id, ttl))
 
     async def notify_many(self, notifications: Iterable[Notify]) -> int:
         """Publish many, some hundred at a time, and wait until all are stored; returns how many there were.

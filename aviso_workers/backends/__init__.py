@@ -52,6 +52,8 @@ class Outgoing(Struct, frozen=True, gc=False):
     message: Message
     message_id: str
     stream: str
+    ttl_seconds: int | None = None
+    """It is forgotten then. Refused where the stream's `allow_msg_ttl` is off, or the server is older than 2.11."""
 
 
 class PubAck(Struct, frozen=True, kw_only=True):
@@ -275,7 +277,15 @@ class Backend(Protocol):
     async def count(self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int = 1) -> int:
         """How many messages `read` would give now. Raises `NotFoundError`."""
 
-    async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
+    async def publish(
+        self,
+        message: Message,
+        *,
+        message_id: str,
+        stream: str,
+        timeout_seconds: float,
+        ttl_seconds: int | None = None,
+    ) -> PubAck:
         """Store one message; see `Outgoing`."""
 
     async def publish_many(

@@ -129,13 +129,17 @@ class Publisher:
         """Raises `InvalidNotificationError`."""
         spec, message = self._checked(wanted)
         message_id = wanted.message_id or self._message_id(message)
-        return _Prepared(wanted.event_type, spec, Outgoing(message, message_id, spec.name))
+        return _Prepared(wanted.event_type, spec, Outgoing(message, message_id, spec.name, wanted.ttl))
 
     def _message_id(self, message: Message) -> str:
         return originating.message_id(message) or f"{self._nonce}{next(self._numbers):x}"
 
     def _checked(self, wanted: Notify) -> tuple[StreamSpec, Message]:
         writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
+        if wanted.ttl is not None and not (isinstance(wanted.ttl, int) and wanted.ttl >= 1):
+            raise InvalidNotificationError(
+                f"{wanted.event_type}: ttl must be whole seconds from 1, found {wanted.ttl!r}"
+            )
         message = writer.message(wanted.identifier, wanted.payload)
         size = len(message.data)
         if message.headers:
@@ -167,7 +171,7 @@ class Publisher:
         )
         one = message_id or self._message_id(whole)
         return [
-            _Prepared(each.event_type, spec, Outgoing(message, f"{one}.{number}", spec.name))
+            _Prepared(each.event_type, spec, Outgoing(message, f"{one}.{number}", spec.name, each.ttl))
             for number, (each, (spec, message)) in enumerate(zip(wanted, checked, strict=True), 1)
         ]
 

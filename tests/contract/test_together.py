@@ -129,7 +129,7 @@ async def test_a_stream_of_others_that_does_not_take_them_is_named(app: App, kin
     config = (await backend.stream_info("PLAIN")).config
     assert config["allow_atomic"], "a stream that we create takes them"
     await backend.update_stream({**config, "allow_atomic": False})
-    with pytest.raises(RefusedError, match="stream PLAIN does not store several messages together: allow_atomic") as no:
+    with pytest.raises(RefusedError, match="stream PLAIN does not take it, switch on its allow_atomic") as no:
         await app.notify_together([plain(1), plain(2)])
     assert no.value.code == ATOMIC_IS_OFF
     assert [one.identifier["a"] async for one in app.replay("plain")] == ["0"]

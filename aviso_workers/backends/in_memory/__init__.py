@@ -198,9 +198,17 @@ class InMemoryBackend:
         await self._connection.reach()
         return reading.count(self._account.stream(stream), filter_subjects, start_sequence)
 
-    async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
+    async def publish(
+        self,
+        message: Message,
+        *,
+        message_id: str,
+        stream: str,
+        timeout_seconds: float,
+        ttl_seconds: int | None = None,
+    ) -> PubAck:
         await self._connection.reach()
-        return self._account.publish(message, message_id=message_id, stream=stream)
+        return self._account.publish(Outgoing(message, message_id, stream, ttl_seconds))
 
     async def publish_many(
         self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
@@ -209,7 +217,11 @@ class InMemoryBackend:
         for each in outgoing:
             try:
                 ack = await self.publish(
-                    each.message, message_id=each.message_id, stream=each.stream, timeout_seconds=timeout_seconds
+                    each.message,
+                    message_id=each.message_id,
+                    stream=each.stream,
+                    timeout_seconds=timeout_seconds,
+                    ttl_seconds=each.ttl_seconds,
                 )
             except BackendError as error:
                 results.append(error)

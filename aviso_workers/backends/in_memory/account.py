@@ -94,33 +94,42 @@ class Account:
             durable.update(spec)
         return durable
 
-    def publish(self, message: Message, *, message_id: str, stream: str) -> PubAck:
+    def publish(self, outgoing: Outgoing) -> PubAck:
         """Store a message where its subject belongs, if that is `stream`."""
-        taker, whole = self._accepted(message, message_id=message_id, stream=stream)
-        sequence, duplicate = self.store(taker, whole, message_id=message_id)
-        return PubAck(stream=stream, sequence=sequence, duplicate=duplicate)
+        taker, whole = self._accepted(outgoing)
+        sequence, duplicate = self._store(taker, whole, outgoing)
+        return PubAck(stream=outgoing.stream, sequence=sequence, duplicate=duplicate)
 
     def publish_together(self, outgoing: Sequence[Outgoing]) -> PubAck:
         """Store all of them or none."""
-        accepted = [self._accepted(each.message, message_id=each.message_id, stream=each.stream) for each in outgoing]
+        accepted = [self._accepted(each) for each in outgoing]
         stream, taker = outgoing[0].stream, accepted[0][0]
         taker.expire(self._clock.time_ns())
         if any(taker.knows(each.message_id) for each in outgoing):
             return PubAck(stream=stream, sequence=0, duplicate=True)
         taker.refuse_when_full([whole for _, whole in accepted])
         for each, (_, whole) in zip(outgoing, accepted, strict=True):
-            sequence, _ = self.store(taker, whole, message_id=each.message_id)
+            sequence, _ = self._store(taker, whole, each)
         return PubAck(stream=stream, sequence=sequence)
 
-    def _accepted(self, message: Message, *, message_id: str, stream: str) -> tuple[Stream, Message]:
+    def _store(self, taker: Stream, whole: Message, outgoing: Outgoing) -> tuple[int, bool]:
+        sequence, duplicate = self.store(taker, whole, message_id=outgoing.message_id)
+        if outgoing.ttl_seconds is not None and not duplicate:
+            taker.forget_after(sequence, outgoing.ttl_seconds)
+        return sequence, duplicate
+
+    def _accepted(self, outgoing: Outgoing) -> tuple[Stream, Message]:
         """Where it is to be stored, and as what."""
+        message, stream = outgoing.message, outgoing.stream
         taker = next((found for found in self._streams.values() if found.takes(message.subject)), None)
         if taker is None:
             raise UnavailableError(f"publish {message.subject}: no stream takes this subject")
         if taker.config["name"] != stream:
             raise RefusedError(f"publish {message.subject}: it does not belong to stream {stream}", code=10060)
-        # A server stores these two beside the publisher's headers.
-        headers = {**(message.headers or {}), "Nats-Msg-Id": message_id, "Nats-Expected-Stream": stream}
+        # A server stores these beside the publisher's headers.
+        headers = {**(message.headers or {}), "Nats-Msg-Id": outgoing.message_id, "Nats-Expected-Stream": stream}
+        if outgoing.ttl_seconds is not None:
+            headers["Nats-TTL"] = f"{outgoing.ttl_seconds}s"
         whole = msgspec.structs.replace(message, headers=headers)
         if payload_size(whole) > MAX_PAYLOAD:
             raise RefusedError(f"publish {message.subject}: headers and body are larger than {MAX_PAYLOAD} bytes")

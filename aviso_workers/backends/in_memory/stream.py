@@ -7,6 +7,7 @@ subject), they are what a nats-server was seen to do.
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
 from collections import Counter, OrderedDict, deque
@@ -76,6 +77,8 @@ class Stream:
         self._created = datetime.fromtimestamp(created_ns / 1e9, UTC)
         self._bytes = 0
         self._message_ids: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._expiries: list[tuple[int, int]] = []
+        """A heap of times and sequences, of messages that have a time of their own."""
         self.configure(config)
 
     @property
@@ -131,6 +134,11 @@ class Stream:
         """Whether a message of this id is remembered."""
         return message_id in self._message_ids
 
+    def forget_after(self, sequence: int, seconds: int) -> None:
+        """Drop a stored message so many seconds after its time, as a server does by its Nats-TTL."""
+        if message := self.messages.get(sequence):
+            heapq.heappush(self._expiries, (message.timestamp_ns + seconds * 1_000_000_000, sequence))
+
     def delete(self, sequence: int) -> None:
         if sequence not in self.messages:
             raise NotFoundError(f"stream {self.config['name']}: no message {sequence}", code=10057)
@@ -150,7 +158,11 @@ class Stream:
         return count
 
     def expire(self, now_ns: int) -> None:
-        """Drop what is too old: messages beyond max_age, message ids beyond the duplicate window."""
+        """Drop what is too old: messages beyond max_age or their own time, message ids beyond the duplicate window."""
+        while self._expiries and self._expiries[0][0] <= now_ns:
+            _, sequence = heapq.heappop(self._expiries)
+            if sequence in self.messages:
+                self._remove(sequence)
         max_age = self.config["max_age"] or math.inf
         while self.messages and now_ns - self._first().timestamp_ns >= max_age:
             self._remove(self._first().sequence)

@@ -178,6 +178,10 @@ class JetStreamBackend:
         await self.consumer_info(stream, consumer)  # because a server does not answer about one that is missing
         return _consumer_info(await self._connection.api(f"CONSUMER.RESET.{stream}.{consumer}", {"seq": sequence}))
 
+    def _require_ttl(self, outgoing: Sequence[Outgoing]) -> None:
+        if any(each.ttl_seconds is not None for each in outgoing):
+            self._require_server(2, 11, to="publish with a ttl")
+
     def _require_server(self, major: int, minor: int, *, to: str) -> None:
         """An older server does not answer at all to what it does not know."""
         if not self._has_server(major, minor):
@@ -252,8 +256,17 @@ class JetStreamBackend:
             self._connection, stream, filter_subjects=filter_subjects, start_sequence=start_sequence
         )
 
-    async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
-        outgoing = Outgoing(message, message_id, stream)
+    async def publish(
+        self,
+        message: Message,
+        *,
+        message_id: str,
+        stream: str,
+        timeout_seconds: float,
+        ttl_seconds: int | None = None,
+    ) -> PubAck:
+        outgoing = Outgoing(message, message_id, stream, ttl_seconds)
+        self._require_ttl([outgoing])
         [result] = await self._publisher.publish([outgoing], timeout_seconds=timeout_seconds)
         if isinstance(result, BackendError):
             raise result
@@ -262,10 +275,12 @@ class JetStreamBackend:
     async def publish_many(
         self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
     ) -> list[PubAck | BackendError]:
+        self._require_ttl(outgoing)
         return await self._ingester.publish(outgoing, timeout_seconds=timeout_seconds)
 
     async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
         self._require_server(2, 12, to="publish several notifications together")
+        self._require_ttl(outgoing)
         return await self._publisher.publish_together(outgoing, timeout_seconds=timeout_seconds)
 
     async def key_value(self, bucket: str, *, ttl_seconds: float | None = None) -> KeyValue:

@@ -23,7 +23,8 @@ from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 __all__ = ["Publisher", "encode"]
 
 
-NO_ATOMIC_BATCHES = 10174
+SWITCHED_OFF: dict[object, str] = {10166: "allow_msg_ttl", 10174: "allow_atomic"}
+"""Stream settings, by the code that a server has for what they would allow."""
 DUPLICATE_IN_BATCH = 10201
 
 
@@ -90,12 +91,6 @@ class Publisher:
             return result
         if result.code == DUPLICATE_IN_BATCH:
             return PubAck(stream=last.stream, sequence=0, duplicate=True)
-        if result.code == NO_ATOMIC_BATCHES:
-            raise RefusedError(
-                f"stream {last.stream} does not store several messages together: allow_atomic is off in its "
-                "configuration, switch it on",
-                code=result.code,
-            )
         raise result
 
     def _send(self, batch: _Batch, index: int, outgoing: Outgoing) -> bytes:
@@ -153,7 +148,7 @@ def _batch(outgoing: Sequence[Outgoing], *, batch_id: str) -> list[Outgoing]:
         if number == len(outgoing):
             fields["Nats-Batch-Commit"] = "1"
         message = msgspec.structs.replace(each.message, headers={**(each.message.headers or {}), **fields})
-        batch.append(Outgoing(message, each.message_id, each.stream))
+        batch.append(msgspec.structs.replace(each, message=message))
     return batch
 
 
@@ -164,6 +159,8 @@ def encode(outgoing: Outgoing, *, most: int) -> tuple[bytes, bytes]:
     """
     message = outgoing.message
     fields = {"Nats-Msg-Id": outgoing.message_id, "Nats-Expected-Stream": outgoing.stream}
+    if outgoing.ttl_seconds is not None:
+        fields["Nats-TTL"] = f"{outgoing.ttl_seconds}s"
     headers = header_block({**message.headers, **fields} if message.headers else fields)
     size = len(headers) + len(message.data)
     if size > most:
@@ -178,6 +175,8 @@ def _result(outgoing: Outgoing, headers: bytes, data: bytes) -> PubAck | Backend
         return UnavailableError(f"{_what(outgoing)}: no stream takes this subject, or its leader is being elected")
     answer = _decode_answer(data)
     if answer.error is not None:
+        if setting := SWITCHED_OFF.get(answer.error.get("err_code")):
+            answer.error["description"] = f"stream {outgoing.stream} does not take it, switch on its {setting}"
         return faults.from_api(_what(outgoing), answer.error)
     return PubAck(stream=answer.stream, sequence=answer.seq, duplicate=answer.duplicate)
 
