@@ -275,7 +275,10 @@ class JetStreamBackend:
     async def publish_many(
         self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
     ) -> list[PubAck | BackendError]:
-        self._require_ttl(outgoing)
+        try:
+            self._require_ttl(outgoing)
+        except RefusedError as refused:
+            return [refused] * len(outgoing)
         return await self._ingester.publish(outgoing, timeout_seconds=timeout_seconds)
 
     async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
