@@ -61,7 +61,8 @@ class Agent(Generic[P, R]):
         self.where = dict(where)
         self.policy = policy
         self.classifiers: list[tuple[type[Exception], Classifier]] = []
-        self.in_thread = not inspect.iscoroutinefunction(function)
+        self.yields = inspect.isasyncgenfunction(function)
+        self.in_thread = not (inspect.iscoroutinefunction(function) or self.yields)
         self.form, self.payload_type = _call_form(self.name, function)
         first = next(iter(inspect.signature(function).parameters))
         self.needs = resources.needs_of(f"agent {self.name!r}", function, without=(first,))
@@ -107,6 +108,8 @@ class Agent(Generic[P, R]):
             problem = "timeout= is for a function of a Notification or a Batch; a Stream has no end"
         if self.in_thread and self.form is Stream:
             problem = "a function of a Stream must be async"
+        if inspect.isgeneratorfunction(self.function):
+            problem = "a function that yields must be async; a plain one may return a list"
         if problem:
             raise DeclarationError(f"agent {self.name!r}: {problem}")
 

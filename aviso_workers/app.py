@@ -162,14 +162,16 @@ class App(Router):
         payload: Any = None,
         *,
         message_id: str | None = None,
+        ttl: int | None = None,
     ) -> Receipt:
         """Publish one notification and wait until it is stored.
 
         With a `message_id` of your own, a repeat within the stream's duplicate window (2 minutes unless configured)
-        is recognised and stored once. Raises `InvalidNotificationError` before anything is sent, `BackendError` when
+        is recognised and stored once. With a `ttl`, in seconds, the stream forgets it after that time: see
+        `Notify.ttl`. Raises `InvalidNotificationError` before anything is sent, `BackendError` when
         it could not be stored.
         """
-        return await self.session.publisher.notify(Notify(event_type, identifier, payload, message_id))
+        return await self.session.publisher.notify(Notify(event_type, identifier, payload, message_id, ttl))
 
     async def notify_many(self, notifications: Iterable[Notify]) -> int:
         """Publish many, some hundred at a time, and wait until all are stored; returns how many there were.
@@ -177,6 +179,15 @@ class App(Router):
         They are taken from the iterable as they can be sent. Raises as `notify` does, at the first that fails.
         """
         return await self.session.publisher.notify_many(notifications)
+
+    async def notify_together(self, notifications: Iterable[Notify], *, message_id: str | None = None) -> Receipt:
+        """Publish up to 1000 notifications of one stream: all of them are stored, in this order, or none.
+
+        The receipt is that of the last; its sequence is 0 where all were stored before. `message_id` is as in
+        `notify`, for all together; single ones must have none. Raises as `notify` does;
+        `RefusedError` where the server is older than 2.12, or the stream's `allow_atomic` is off.
+        """
+        return await self.session.publisher.notify_together(notifications, message_id=message_id)
 
     def check(self, notification: Notify) -> None:
         """Raise `InvalidNotificationError` if `notify` would refuse it before sending. Needs no connection."""

@@ -46,7 +46,7 @@ OUTCOMES = ("acked", "retried", "dead_lettered")
 PUBLISH_OUTCOMES = ("stored", "duplicate", "failed")
 RETRY_REASONS = ("dead_letter_failed",)
 """Those that are no exception of an author's."""
-DEAD_LETTER_REASONS = ("attempts_exhausted", "max_deliveries", "rejected", "undecodable")
+DEAD_LETTER_REASONS = ("attempts_exhausted", "invalid_notification", "max_deliveries", "rejected", "undecodable")
 ENDINGS = ("crashed", "in_order")
 MOST_REASONS = 50
 """Reasons after these are counted as one, because authors may make up names of exceptions as they go."""

@@ -175,6 +175,9 @@ class Notify(Struct, frozen=True):
     payload: Any = None
     message_id: str | None = None
     """With one of your own, a repeat within the stream's duplicate window is recognised and stored once."""
+    ttl: int | None = None
+    """Whole seconds, at least 1, after which the stream forgets it, if its own limits have not made it before. It
+    needs nats-server 2.11 and a stream with `allow_msg_ttl`."""
 
 
 class Receipt(Struct, frozen=True, kw_only=True):

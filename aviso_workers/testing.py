@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, cast
@@ -44,7 +44,7 @@ from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
 from aviso_workers.engine import dead_lettering, sweeping
 from aviso_workers.engine.dead_lettering import DeadLetter
-from aviso_workers.engine.handling import caller
+from aviso_workers.engine.handling import in_thread
 from aviso_workers.engine.session import SWEEP, Session, open_session
 from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, Event, Events, Settled, Ticked
@@ -156,7 +156,7 @@ class Harness:
         """Start workers, until there are as many as there were at the beginning."""
         while len(self._workers) < self._count:
             worker = _Worker(self._failed, self._hear, self.app.events.emit)
-            agents = [self._code.watched(agent, self.clock) for agent in self.app.agents]
+            agents = [self._code.watched(agent) for agent in self.app.agents]
             await self._tasks.start(worker.run, self.app, self._config, self._open, agents)
             self._workers.append(worker)
         if self._clock:
@@ -450,6 +450,14 @@ class _Recorder:
                 self._note(each.message, result)
         return results
 
+    async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
+        if self.cut_off:
+            raise UnavailableError("the worker was ended")
+        ack = await self._backend.publish_together(outgoing, timeout_seconds=timeout_seconds)
+        for each in outgoing:
+            self._note(each.message, ack)
+        return ack
+
     def consume(
         self, stream: str, consumer: str, *, deliver: Callable[[Delivery], None], room: Callable[[], int]
     ) -> AbstractAsyncContextManager[Consumer]:
@@ -507,28 +515,29 @@ class _Code:
         began = [began for _, began in self.running.values()]
         return time.monotonic() - min(began) if len(began) > self._asleep else None
 
-    def watched(self, agent: Agent[Any, Any], clock: Clock) -> Agent[Any, Any]:
+    def watched(self, agent: Agent[Any, Any]) -> Agent[Any, Any]:
         """The agent with its function called from here."""
-        watched, plain = copy.copy(agent), copy.copy(agent)
+        watched = copy.copy(agent)
+        call = in_thread(agent) if agent.in_thread else agent.function
 
-        def call_plainly(given: tuple[Any, Mapping[str, Any]]) -> Any:
-            argument, resources = given
-            return agent.function(argument, **resources)
+        def begin(argument: Any, turn: object, resources: Mapping[str, Any]) -> Any:
+            if agent.form is Stream:
+                return call(Stream(_Source(argument._source, self, turn)), **resources)
+            self.strike(agent.name)
+            return call(argument, **resources)
 
-        plain.function = call_plainly
-        plain.policy = structs.replace(agent.policy, timeout=None)  # the time of the call is kept by who calls it
-        call = caller(plain, clock)
-
-        async def call_one(argument: Any, **resources: Any) -> object:
-            with self._inside(agent.name):
-                self.strike(agent.name)
-                return await call((argument, resources))
-
-        async def call_stream(stream: Stream[Any], **resources: Any) -> object:
+        async def call_it(argument: Any, **resources: Any) -> object:
             with self._inside(agent.name) as turn:
-                return await call((Stream(_Source(stream._source, self, turn)), resources))
+                return await begin(argument, turn, resources)
 
-        watched.function = call_stream if agent.form is Stream else call_one
+        async def loop_over_it(argument: Any, **resources: Any) -> AsyncIterator[object]:
+            with self._inside(agent.name) as turn:
+                async with aclosing(begin(argument, turn, resources)) as outputs:
+                    async for output in outputs:
+                        with self.outside(turn):
+                            yield output
+
+        watched.function = loop_over_it if agent.yields else call_it
         watched.in_thread = False
         return watched
 

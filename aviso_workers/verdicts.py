@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from aviso_workers.errors import DeclarationError, UndecodableError
+from aviso_workers.errors import DeclarationError, InvalidNotificationError, UndecodableError
 
 __all__ = ["Ack", "Again", "Backoff", "Classifier", "DeadLetter", "Reject", "Retry", "Verdict", "decide"]
 
@@ -116,6 +116,8 @@ def decide(
     match outcome:
         case UndecodableError():
             return DeadLetter(reason="undecodable")
+        case InvalidNotificationError():
+            return DeadLetter(reason="invalid_notification")
         case Reject():
             return DeadLetter(reason="rejected")
         case Exception() if failures + 1 >= retry.attempts:

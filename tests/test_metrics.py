@@ -131,7 +131,7 @@ STARTED = AgentStarted(agent="index", stream="FIELDS", consumer="field-index__in
         *[("notifications_total", {"outcome": word}) for word in ("acked", "retried", "dead_lettered")],
         *[
             ("dead_letters_total", {"reason": word})
-            for word in ("attempts_exhausted", "max_deliveries", "rejected", "undecodable")
+            for word in ("attempts_exhausted", "invalid_notification", "max_deliveries", "rejected", "undecodable")
         ],
         ("retries_total", {"reason": "dead_letter_failed"}),
         ("redelivered_total", {}),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aviso_workers import App, Batch, Notification, Router, Stream
+from aviso_workers import App, Batch, Notification, Notify, Router, Stream
 from aviso_workers.errors import ConfigError, DeclarationError, ResourceError
 from aviso_workers.testing import harness
 from tests.contract.settings import app_config, mars
@@ -120,6 +120,37 @@ async def test_everybody_is_given_what_it_asks_for(app: App, told: list[str]) ->
         ("one", url, "resources"),
         *((name, url) for name in ("many", "stream", "in_thread", "timer")),
     }
+
+
+async def test_what_is_made_of_a_resource_is_returned_or_yielded(app: App, told: list[str]) -> None:
+    declare_all(app, told)
+
+    def made_by(name: str, database: Database) -> Notify:
+        return Notify("plain", {"a": name, "b": database.url.replace("/", "-")})
+
+    @app.agent("mars")
+    async def one(notification: Notification[Any], database: Database) -> Notify:
+        return made_by("one", database)
+
+    @app.agent("mars")
+    def in_thread(notification: Notification[Any], database: Database) -> Notify:
+        return made_by("in_thread", database)
+
+    @app.agent("mars")
+    async def many(batch: Batch[Any], database: Database) -> AsyncIterator[Notify]:
+        yield made_by("many", database)
+
+    @app.agent("mars")
+    async def stream(notifications: Stream[Any], database: Database) -> AsyncIterator[Notify]:
+        async for _ in notifications:
+            yield made_by("stream", database)
+
+    async with harness(app) as t:
+        await t.notify("mars", mars(), {})
+        await t.settle()
+        assert [t.outcomes(agent) for agent in (one, in_thread, many, stream)] == [["acked"]] * 4
+        published = {(made.identifier["a"], made.identifier["b"]) for made in t.published[1:]}
+    assert published == {(name, "db-resources") for name in ("one", "in_thread", "many", "stream")}
 
 
 async def test_a_unit_test_gives_its_own(app: App) -> None:

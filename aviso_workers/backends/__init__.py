@@ -269,7 +269,7 @@ class Backend(Protocol):
         * `Nats-Expected-Last-Subject-Sequence`: only where the newest message of the subject is that one (0: there is
           none). Raises `ConflictError` otherwise, also where it is the message itself that was stored before.
         * `Nats-Rollup: sub`: in place of all that its subject held.
-        * `Nats-TTL`: forget it after so long.
+        * `Nats-TTL`: forget it after so long. Raises `RefusedError` where the stream's `allow_msg_ttl` is off.
         * `Nats-Incr`: in a stream of counters, add this to what the subject stands at.
         """
 
@@ -279,6 +279,13 @@ class Backend(Protocol):
         """Store messages in this order, all under way at once; what became of each. One timeout is for all of them.
 
         One alone is answered as `publish` does; of more, an acknowledgement may leave the sequence out.
+        """
+
+    async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
+        """Store all of these messages of one stream, one after another, or none; the sequence is that of the last.
+
+        Their ids must have been used for these messages together and no others: where one is known, all are taken as
+        stored before. Raises `RefusedError` where the stream's `allow_atomic` is off, or the server is older than 2.12.
         """
 
     async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> KeyValue:

@@ -20,33 +20,44 @@ from aviso_workers.clocks import Clock
 from aviso_workers.codec import NotificationReader
 from aviso_workers.engine import calling
 from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.originating import Origin
 from aviso_workers.engine.pacing import Pace
+from aviso_workers.engine.returning import Outputs
 from aviso_workers.engine.settling import Settler
 
-__all__ = ["OneByOne", "caller"]
+__all__ = ["OneByOne", "caller", "in_thread"]
 
 
 class OneByOne:
     """Runs `async def agent(notification: Notification[T])`."""
 
     def __init__(
-        self, agent: Agent[Any, Any], *, line: Line, reader: NotificationReader, settler: Settler, clock: Clock
+        self,
+        agent: Agent[Any, Any],
+        *,
+        line: Line,
+        reader: NotificationReader,
+        outputs: Outputs,
+        settler: Settler,
+        clock: Clock,
     ) -> None:
         self._line = line
         self._reader = reader
+        self._outputs = outputs
         self._settler = settler
         self._clock = clock
-        self._call = caller(agent, clock)
+        self._call = caller(agent, clock, outputs=outputs)
         self._pace = Pace(clock, per_second=agent.policy.rate_limit)
 
     async def work(self) -> None:
         """See `pulling.Form`."""
+        origin = self._outputs.origin()
         while (delivery := await self._line.take()) is not None:
             if self._pace.limited:
                 await self._pace.wait()
-            await self._handle(delivery)
+            await self._handle(delivery, origin)
 
-    async def _handle(self, delivery: Delivery) -> None:
+    async def _handle(self, delivery: Delivery, origin: Origin) -> None:
         started = self._clock.monotonic()
         outcome: object
         try:
@@ -54,19 +65,26 @@ class OneByOne:
             if notification is None:
                 self._settler.pass_over(delivery)
                 return
+            origin.begin(delivery.message)
             outcome = await self._call(notification)
+            if outcome is not None:
+                await self._outputs.publish(outcome)
         except Exception as raised:
             outcome = raised
         await self._settler.settle(delivery, outcome, started=started)
 
 
-def caller(agent: Agent[Any, Any], clock: Clock) -> Callable[[Any], Awaitable[object]]:
-    """The author's function, made awaitable and given its time.
+def caller(agent: Agent[Any, Any], clock: Clock, *, outputs: Outputs) -> Callable[[Any], Awaitable[object]]:
+    """The author's function, made awaitable and given its time; one that yields includes what becomes of its outputs.
 
     A plain function runs in a thread, at most `concurrency` of them at a time; when its time is over it is left
     behind, and nobody waits for it.
     """
-    function: Callable[[Any], Awaitable[object]] = _in_thread(agent) if agent.in_thread else agent.function
+    function: Callable[[Any], Awaitable[object]] = agent.function
+    if agent.yields:
+        function = outputs.run
+    elif agent.in_thread:
+        function = in_thread(agent)
     timeout = agent.policy.timeout
 
     if timeout is None:
@@ -79,10 +97,12 @@ def caller(agent: Agent[Any, Any], clock: Clock) -> Callable[[Any], Awaitable[ob
     return call_in_time
 
 
-def _in_thread(agent: Agent[Any, Any]) -> Callable[[Any], Awaitable[object]]:
+def in_thread(agent: Agent[Any, Any]) -> Callable[[Any], Awaitable[object]]:
+    """The author's plain function, run in a thread."""
     limiter = anyio.CapacityLimiter(agent.policy.concurrency)
 
-    async def call(argument: Any) -> object:
-        return await anyio.to_thread.run_sync(agent.function, argument, limiter=limiter, abandon_on_cancel=True)
+    async def call(argument: Any, **resources: Any) -> object:
+        function = partial(agent.function, argument, **resources)
+        return await anyio.to_thread.run_sync(function, limiter=limiter, abandon_on_cancel=True)
 
     return call

@@ -12,15 +12,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import anyio
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers import streams
 from aviso_workers.backends import Backend, Outgoing, PubAck
 from aviso_workers.codec import Message, NotificationWriter
 from aviso_workers.config import Config
+from aviso_workers.engine import originating
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import (
     BackendError,
+    InvalidNotificationError,
     InvalidPayloadError,
     OutcomeUnknownError,
     UnavailableError,
@@ -40,6 +42,8 @@ CHUNK = 500
 """Notifications that are sent together when many are to be stored."""
 CHUNK_BYTES = 1024 * 1024
 CHUNKS_UNDER_WAY = 3
+MOST_TOGETHER = 1000
+"""A server's own limit of an atomic batch."""
 HEADER_ALLOWANCE = 12 * 1024
 """Bytes that headers may take, also those of the dead letter that it may become, with its subject and an error."""
 
@@ -84,6 +88,12 @@ class Publisher:
         [ack] = await self._store([self._prepare(wanted)])
         return Receipt(stream=ack.stream, sequence=ack.sequence, duplicate=ack.duplicate)
 
+    async def notify_together(self, wanted: Iterable[Notify], *, message_id: str | None) -> Receipt:
+        """Store all of them, in this order, or none; the receipt is that of the last. Raises as `notify` does."""
+        chunk = self._as_one(list(wanted), message_id=message_id)
+        ack = (await self._store(chunk, together=True))[-1]
+        return Receipt(stream=ack.stream, sequence=ack.sequence, duplicate=ack.duplicate)
+
     async def notify_many(self, wanted: Iterable[Notify]) -> int:
         """Store all of them, some at a time, and return how many there were.
 
@@ -125,11 +135,24 @@ class Publisher:
 
     def _prepare(self, wanted: Notify) -> _Prepared:
         """Raises `InvalidNotificationError`."""
+        spec, message = self._checked(wanted)
+        message_id = wanted.message_id or self._message_id(message)
+        return self._ready(wanted.event_type, spec, message, message_id)
+
+    def _message_id(self, message: Message) -> str:
+        return originating.message_id(message) or f"{self._nonce}{next(self._numbers):x}"
+
+    def _checked(self, wanted: Notify) -> tuple[StreamSpec, Message]:
         writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
+        if wanted.ttl is not None and not (isinstance(wanted.ttl, int) and wanted.ttl >= 1):
+            raise InvalidNotificationError(
+                f"{wanted.event_type}: ttl must be whole seconds from 1, found {wanted.ttl!r}"
+            )
         message = writer.message(wanted.identifier, wanted.payload)
-        return self._ready(
-            wanted.event_type, spec, message, wanted.message_id or f"{self._nonce}{next(self._numbers):x}"
-        )
+        if wanted.ttl is not None:
+            self._backend.require_server(2, 11, to="publish with a ttl")
+            message = structs.replace(message, headers={**(message.headers or {}), "Nats-TTL": f"{wanted.ttl}s"})
+        return spec, message
 
     def _ready(self, event_type: str, spec: StreamSpec, message: Message, message_id: str) -> _Prepared:
         size = len(message.data)
@@ -143,6 +166,29 @@ class Publisher:
             )
         return _Prepared(event_type, spec, Outgoing(message, message_id, spec.name))
 
+    def _as_one(self, wanted: Sequence[Notify], *, message_id: str | None) -> list[_Prepared]:
+        """Notifications under ids that belong to all of them. Raises `InvalidNotificationError`."""
+        if any(each.message_id is not None for each in wanted):
+            raise InvalidNotificationError(
+                "what is stored together has one message_id, so give it to all and not to one"
+            )
+        checked = [self._checked(each) for each in wanted]
+        names = sorted({spec.name for spec, _ in checked})
+        if len(names) != 1 or len(checked) > MOST_TOGETHER:
+            raise InvalidNotificationError(
+                f"from 1 to {MOST_TOGETHER} notifications of one stream can be stored together, "
+                f"found {len(checked)} of {' and '.join(names) or 'none'}"
+            )
+        whole = Message(
+            subject=" ".join(f"{message.subject} {message.headers}" for _, message in checked),
+            data=b"\n".join(message.data for _, message in checked),
+        )
+        one = message_id or self._message_id(whole)
+        return [
+            self._ready(each.event_type, spec, message, f"{one}.{number}")
+            for number, (each, (spec, message)) in enumerate(zip(wanted, checked, strict=True), 1)
+        ]
+
     def _writer(self, event_type: str) -> tuple[NotificationWriter, StreamSpec]:
         declared = self._config.notification_schema.get(event_type)
         if declared is None:
@@ -151,7 +197,7 @@ class Publisher:
         self._writers[event_type] = made
         return made
 
-    async def _store(self, chunk: Sequence[_Prepared]) -> list[PubAck]:
+    async def _store(self, chunk: Sequence[_Prepared], *, together: bool = False) -> list[PubAck]:
         """Try until all are acknowledged, or too much time is over."""
         clock = self._backend.clock
         deadline = clock.monotonic() + self._settings.publish_deadline_seconds
@@ -161,7 +207,7 @@ class Publisher:
         while True:
             stored: Counter[tuple[str, PublishOutcome]] = Counter()
             tried, left = left, []
-            for prepared, result in zip(tried, await self._attempt(tried), strict=True):
+            for prepared, result in zip(tried, await self._attempt(tried, together=together), strict=True):
                 if isinstance(result, PubAck):
                     acks[prepared.outgoing.message_id] = result
                     stored[prepared.event_type, "duplicate" if result.duplicate else "stored"] += 1
@@ -185,20 +231,29 @@ class Publisher:
             await clock.sleep(delay)
             attempt += 1
 
-    async def _attempt(self, chunk: Sequence[_Prepared]) -> Sequence[PubAck | BackendError]:
+    async def _attempt(self, chunk: Sequence[_Prepared], *, together: bool) -> Sequence[PubAck | BackendError]:
         specs = {prepared.event_type: prepared.spec for prepared in chunk}
         try:
             for spec in specs.values():
                 await self._provisioner.ensure(spec)
         except BackendError as error:
             return [error] * len(chunk)
-        results = await self._backend.publish_many(
-            [prepared.outgoing for prepared in chunk], timeout_seconds=ACK_TIMEOUT_SECONDS
-        )
+        outgoing = [prepared.outgoing for prepared in chunk]
+        if together:
+            results = await self._publish_together(outgoing)
+        else:
+            results = await self._backend.publish_many(outgoing, timeout_seconds=ACK_TIMEOUT_SECONDS)
         for prepared, result in zip(chunk, results, strict=True):
             if isinstance(result, UnavailableError):
                 self._provisioner.forget(prepared.spec.name)
         return results
+
+    async def _publish_together(self, outgoing: Sequence[Outgoing]) -> list[PubAck | BackendError]:
+        try:
+            ack = await self._backend.publish_together(outgoing, timeout_seconds=ACK_TIMEOUT_SECONDS)
+        except BackendError as error:
+            return [error] * len(outgoing)
+        return [ack] * len(outgoing)
 
     def _delay_seconds(self, attempt: int) -> float:
         base = self._settings.publish_retry_base_delay_ms / 1000

@@ -23,6 +23,7 @@ from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publishing import Publisher
 from aviso_workers.engine.pulling import AgentRun, Form
 from aviso_workers.engine.replaying import Replayer
+from aviso_workers.engine.returning import Outputs
 from aviso_workers.engine.scheduling import run_timers
 from aviso_workers.engine.settling import Settler
 from aviso_workers.engine.streaming import AsStream
@@ -162,7 +163,8 @@ class Session:
             events=self._events,
         )
         reader = NotificationReader(agent.event_type, declared, where=where, payload_type=agent.payload_type)
-        form = FORMS[agent.form](agent, line=line, reader=reader, settler=settler, clock=clock)
+        outputs = Outputs(agent, app=self._app, stream=stream.name, publisher=self.publisher)
+        form = FORMS[agent.form](agent, line=line, reader=reader, outputs=outputs, settler=settler, clock=clock)
         run = AgentRun(
             form,
             line=line,

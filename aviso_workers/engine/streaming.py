@@ -13,9 +13,11 @@ from aviso_workers.agents import Agent
 from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.codec import NotificationReader
-from aviso_workers.engine import calling
+from aviso_workers.engine.handling import caller
 from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.originating import Origin
 from aviso_workers.engine.pacing import Pace
+from aviso_workers.engine.returning import Outputs
 from aviso_workers.engine.settling import Settler
 from aviso_workers.errors import UndecodableError
 from aviso_workers.notifications import Notification, Stream
@@ -27,20 +29,30 @@ class AsStream:
     """Runs `async def agent(stream: Stream[T])`."""
 
     def __init__(
-        self, agent: Agent[Any, Any], *, line: Line, reader: NotificationReader, settler: Settler, clock: Clock
+        self,
+        agent: Agent[Any, Any],
+        *,
+        line: Line,
+        reader: NotificationReader,
+        outputs: Outputs,
+        settler: Settler,
+        clock: Clock,
     ) -> None:
-        self._function = agent.function
+        self._call = caller(agent, clock, outputs=outputs)
         self._line = line
         self._reader = reader
+        self._outputs = outputs
         self._settler = settler
         self._clock = clock
         self._pace = Pace(clock, per_second=agent.policy.rate_limit)
 
     async def work(self) -> None:
         """See `pulling.Form`. The function is run again and again, each time when there is something for it."""
+        origin = self._outputs.origin()
         while (delivery := await self._line.take()) is not None:
             source = _Source(
                 delivery,
+                origin=origin,
                 line=self._line,
                 reader=self._reader,
                 settler=self._settler,
@@ -49,7 +61,7 @@ class AsStream:
             )
             outcome: object = None
             try:
-                await calling.call(self._function, Stream(source))
+                await self._outputs.publish(await self._call(Stream(source)))
             except Exception as raised:
                 outcome = raised
             await source.end(outcome)
@@ -59,10 +71,19 @@ class _Source:
     """What one run of the function takes from the line, beginning with a delivery that was taken already."""
 
     def __init__(
-        self, first: Delivery, *, line: Line, reader: NotificationReader, settler: Settler, clock: Clock, pace: Pace
+        self,
+        first: Delivery,
+        *,
+        origin: Origin,
+        line: Line,
+        reader: NotificationReader,
+        settler: Settler,
+        clock: Clock,
+        pace: Pace,
     ) -> None:
         self._next_up: Delivery | None = first
         """Taken from the line, and not handed out yet."""
+        self._origin = origin
         self._line = line
         self._reader = reader
         self._settler = settler
@@ -96,6 +117,7 @@ class _Source:
 
     async def _settle(self, outcome: object) -> None:
         handed_out, self._handed_out = self._handed_out, []
+        self._origin.begin()
         for delivery, started in handed_out:
             await self._settler.settle(delivery, outcome, started=started)
 
@@ -116,5 +138,6 @@ class _Source:
             await self._pace.wait()
             self._next_up = None
             self._handed_out.append((delivery, self._clock.monotonic()))
+            self._origin.also(delivery.message)
             return notification
         return None

@@ -7,13 +7,25 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import AsyncIterator
 
 import anyio
 from msgspec import Struct
 
 from aviso_workers import App, Backoff, Notification, Notify, Tick
 
-__all__ = ["ACK_WAIT_SECONDS", "RECORD_VARIABLE", "RETRY", "Deed", "app", "lanes", "other", "threads", "ticking"]
+__all__ = [
+    "ACK_WAIT_SECONDS",
+    "RECORD_VARIABLE",
+    "RETRY",
+    "Deed",
+    "app",
+    "lanes",
+    "other",
+    "outputs",
+    "threads",
+    "ticking",
+]
 
 RECORD_VARIABLE = "AVISO_STORY_RECORD"
 ACK_WAIT_SECONDS = 2.0
@@ -39,6 +51,7 @@ app = App("stories")
 other = App("other")
 lanes = App("lanes")
 threads = App("threads")
+outputs = App("outputs")
 ticking = App("ticking")
 kept: list[bytes] = []
 
@@ -68,6 +81,17 @@ def in_thread(notification: Notification[Deed]) -> None:
 @ticking.every("1s", leader=True)
 async def tick(tick: Tick) -> None:
     _write("tick", int(tick.time.timestamp()))
+
+
+@outputs.agent("mars", ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
+async def derive(notification: Notification[Deed]) -> AsyncIterator[Notify]:
+    deed = notification.payload
+    _write("begun", deed.n)
+    await outputs.notify("plain", {"a": deed.n, "b": "begun"})
+    yield Notify("plain", {"a": deed.n, "b": "made"})
+    _write("published", deed.n)
+    await anyio.sleep(deed.seconds)
+    _write("done", deed.n)
 
 
 async def _do(deed: Deed, app: App) -> None:

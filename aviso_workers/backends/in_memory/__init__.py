@@ -214,7 +214,7 @@ class InMemoryBackend:
 
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
         await self._connection.reach()
-        return self._account.publish(message, message_id=message_id, stream=stream)
+        return self._account.publish(Outgoing(message, message_id, stream))
 
     async def publish_many(
         self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
@@ -230,6 +230,10 @@ class InMemoryBackend:
             else:
                 results.append(ack)
         return results
+
+    async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
+        await self._connection.reach()
+        return self._account.publish_together(outgoing)
 
     async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> KeyValue:
         return await buckets.open_bucket(self, bucket, ttl_seconds=ttl_seconds, history=history)

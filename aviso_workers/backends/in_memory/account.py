@@ -5,13 +5,13 @@ Pure but for the clock. What `NotFoundError` and `RefusedError` carry are JetStr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from aviso_workers import config
-from aviso_workers.backends import PubAck
+from aviso_workers.backends import Outgoing, PubAck
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.stream import Stream, complete, payload_size, total_of, ttl_of
 from aviso_workers.backends.in_memory.subjects import overlap
@@ -94,29 +94,54 @@ class Account:
             durable.update(spec)
         return durable
 
-    def publish(self, message: Message, *, message_id: str, stream: str) -> PubAck:
+    def publish(self, outgoing: Outgoing) -> PubAck:
         """Store a message where its subject belongs, if that is `stream`."""
+        taker, whole = self._accepted(outgoing)
+        sequence, duplicate = self._store(taker, whole, outgoing)
+        counts = taker.config.get("allow_msg_counter") and not duplicate
+        total = total_of(taker.newest(whole.subject)) if counts else None
+        return PubAck(stream=outgoing.stream, sequence=sequence, duplicate=duplicate, total=total)
+
+    def publish_together(self, outgoing: Sequence[Outgoing]) -> PubAck:
+        """Store all of them or none."""
+        accepted = [self._accepted(each) for each in outgoing]
+        stream, taker = outgoing[0].stream, accepted[0][0]
+        taker.expire(self._clock.time_ns())
+        if any(taker.knows(each.message_id) for each in outgoing):
+            return PubAck(stream=stream, sequence=0, duplicate=True)
+        taker.refuse_when_full([whole for _, whole in accepted])
+        for each, (_, whole) in zip(outgoing, accepted, strict=True):
+            sequence, _ = self._store(taker, whole, each)
+        return PubAck(stream=stream, sequence=sequence)
+
+    def _store(self, taker: Stream, whole: Message, outgoing: Outgoing) -> tuple[int, bool]:
+        sequence, duplicate = self.store(taker, whole, message_id=outgoing.message_id)
+        if (ttl_ns := ttl_of(whole)) is not None:
+            over = self._clock.monotonic() + ttl_ns / 1e9
+            self._clock.call_at(over, lambda: taker.forget_expired(self._clock.time_ns()))
+        return sequence, duplicate
+
+    def _accepted(self, outgoing: Outgoing) -> tuple[Stream, Message]:
+        """Where it is to be stored, and as what."""
+        message, stream = outgoing.message, outgoing.stream
         taker = next((found for found in self._streams.values() if found.takes(message.subject)), None)
         if taker is None:
             raise UnavailableError(f"publish {message.subject}: no stream takes this subject")
         if taker.config["name"] != stream:
             raise RefusedError(f"publish {message.subject}: it does not belong to stream {stream}", code=10060)
-        if (ttl_ns := ttl_of(message)) is not None and not taker.config.get("allow_msg_ttl"):
-            raise RefusedError(f"publish {message.subject}: per-message TTL is disabled", code=10166)
-        if "Nats-Rollup" in (message.headers or {}) and not taker.config.get("allow_rollup_hdrs"):
+        headers = message.headers or {}
+        if ttl_of(message) is not None and not taker.config.get("allow_msg_ttl"):
+            raise RefusedError(
+                f"publish {message.subject}: stream {stream} does not take it, switch on its allow_msg_ttl", code=10166
+            )
+        if "Nats-Rollup" in headers and not taker.config.get("allow_rollup_hdrs"):
             raise RefusedError(f"publish {message.subject}: rollup is not permitted", code=10111)
         # A server stores these two beside the publisher's headers.
-        headers = {**(message.headers or {}), "Nats-Msg-Id": message_id, "Nats-Expected-Stream": stream}
+        headers = {**headers, "Nats-Msg-Id": outgoing.message_id, "Nats-Expected-Stream": stream}
         whole = msgspec.structs.replace(message, headers=headers)
         if payload_size(whole) > MAX_PAYLOAD:
             raise RefusedError(f"publish {message.subject}: headers and body are larger than {MAX_PAYLOAD} bytes")
-        sequence, duplicate = self.store(taker, whole, message_id=message_id)
-        if ttl_ns is not None:
-            over = self._clock.monotonic() + ttl_ns / 1e9
-            self._clock.call_at(over, lambda: taker.forget_expired(self._clock.time_ns()))
-        counts = taker.config.get("allow_msg_counter") and not duplicate
-        total = total_of(taker.newest(message.subject)) if counts else None
-        return PubAck(stream=stream, sequence=sequence, duplicate=duplicate, total=total)
+        return taker, whole
 
     def advise_max_deliveries(self, stream: str, consumer: str, sequence: int, deliveries: int) -> None:
         """State, as a server does, that a message will not be delivered again; kept where a stream takes it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 import re
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -123,12 +123,12 @@ class Stream:
         """Returns the sequence, and whether it is that of an earlier message of the same id."""
         self.expire(now_ns)
         self._refuse_surprise(message)
-        if message_id is not None and message_id in self._message_ids:
+        if message_id is not None and self.knows(message_id):
             sequence, _ = self._message_ids[message_id]
             return sequence, True
         if self.config.get("allow_msg_counter"):
             message = self._counted(message)
-        self._refuse_when_full(message)
+        self.refuse_when_full([message])
         sequence = self._append(message, now_ns)
         if message_id is not None:
             self._message_ids[message_id] = (sequence, now_ns)
@@ -139,6 +139,10 @@ class Stream:
         """`expire`, and tell who watches."""
         self.expire(now_ns)
         self._changed()
+
+    def knows(self, message_id: str) -> bool:
+        """Whether a message of this id is remembered."""
+        return message_id in self._message_ids
 
     def delete(self, sequence: int) -> None:
         if sequence not in self.messages:
@@ -233,15 +237,19 @@ class Stream:
         limit = self._limit("max_msgs_per_subject")
         return max(limit, self._history) if self.keeps_topics else limit
 
-    def _refuse_when_full(self, message: Message) -> None:
+    def refuse_when_full(self, messages: Sequence[Message]) -> None:
+        """Raise `RefusedError` where there is no room for all of them."""
         if self.config["discard"] != "new":
             return
-        sequences: Sequence[int] = self.subjects.get(message.subject, ())
         # A message that replaces one of its own subject needs no more room than that one leaves.
-        leaving = [self.messages[sequences[0]]] if len(sequences) >= self._subject_limit else []
-        if len(self.messages) - len(leaving) >= self._limit("max_msgs"):
+        leaving: list[Message] = []
+        for subject, count in Counter(message.subject for message in messages).items():
+            held = self.subjects.get(subject, ())
+            too_many = max(0, len(held) + count - self._subject_limit)
+            leaving += [self.messages[sequence] for position, sequence in enumerate(held) if position < too_many]
+        if len(self.messages) - len(leaving) + len(messages) > self._limit("max_msgs"):
             raise RefusedError(f"stream {self.config['name']} is full: maximum messages exceeded", code=10077)
-        if self._bytes - sum(map(_size, leaving)) + _size(message) > self._limit("max_bytes"):
+        if self._bytes - sum(map(_size, leaving)) + sum(map(_size, messages)) > self._limit("max_bytes"):
             raise RefusedError(f"stream {self.config['name']} is full: maximum bytes exceeded", code=10077)
 
     def _add(self, message: Message) -> None:

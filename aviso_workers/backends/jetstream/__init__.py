@@ -116,6 +116,8 @@ class JetStreamBackend:
         config = msgspec.to_builtins(spec)
         if self._has_server(2, 14):
             config["allow_batched"] = True  # ours to say as long as nobody else has made the stream
+        if self._has_server(2, 12):
+            config["allow_atomic"] = True
         return self._stream_info(await self._connection.api(f"STREAM.CREATE.{spec.name}", config))
 
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
@@ -295,6 +297,10 @@ class JetStreamBackend:
         self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
     ) -> list[PubAck | BackendError]:
         return await self._ingester.publish(outgoing, timeout_seconds=timeout_seconds)
+
+    async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
+        self.require_server(2, 12, to="publish several notifications together")
+        return await self._publisher.publish_together(outgoing, timeout_seconds=timeout_seconds)
 
     async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> KeyValue:
         replicas = self._settings.replicas or 1

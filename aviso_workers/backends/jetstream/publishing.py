@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Sequence
 
 import anyio
@@ -20,6 +21,11 @@ from aviso_workers.backends.jetstream.wire import header_block, status
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 
 __all__ = ["Publisher", "encode"]
+
+
+SWITCHED_OFF: dict[object, str] = {10166: "allow_msg_ttl", 10174: "allow_atomic"}
+"""Stream settings, by the code that a server has for what they would allow."""
+DUPLICATE_IN_BATCH = 10201
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -41,6 +47,8 @@ class Publisher:
         self._waiting: dict[bytes, tuple[_Batch, int]] = {}
         """By the subject on which the acknowledgement comes: whose it is, and which of them."""
         self._numbers = itertools.count(1)
+        self._nonce = secrets.token_hex(8)
+        """Makes the ids of atomic batches ours."""
         self._inbox = b""
 
     async def open(self) -> None:
@@ -70,6 +78,22 @@ class Publisher:
             for reply in replies:
                 self._waiting.pop(reply, None)
         return [result for result in batch.results if result is not None]
+
+    async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
+        """See `backends.Backend.publish_together`: an atomic batch (ADR-50), which the last message commits."""
+        if not self._connection.ready:
+            raise UnavailableError(f"{_what(outgoing[0])}: not connected")
+        *others, last = _batch(outgoing, batch_id=f"{self._nonce}{next(self._numbers)}")
+        most = self._connection.nc.max_payload
+        encoded = [encode(each, most=most) for each in others]  # all of them, before any is sent
+        for each, (subject, headers) in zip(others, encoded, strict=True):
+            self._connection.wire.send(subject, each.message.data, headers=headers)
+        [result] = await self.publish([last], timeout_seconds=timeout_seconds)
+        if isinstance(result, PubAck):
+            return result
+        if result.code == DUPLICATE_IN_BATCH:
+            return PubAck(stream=last.stream, sequence=0, duplicate=True)
+        raise result
 
     def _send(self, batch: _Batch, index: int, outgoing: Outgoing, *, most: int) -> bytes:
         """Send one; returns where its acknowledgement comes."""
@@ -118,6 +142,18 @@ class _Batch:
             self.complete.set_result(None)
 
 
+def _batch(outgoing: Sequence[Outgoing], *, batch_id: str) -> list[Outgoing]:
+    """The messages of an atomic batch."""
+    batch = []
+    for number, each in enumerate(outgoing, 1):
+        fields = {"Nats-Batch-Id": batch_id, "Nats-Batch-Sequence": str(number)}
+        if number == len(outgoing):
+            fields["Nats-Batch-Commit"] = "1"
+        message = msgspec.structs.replace(each.message, headers={**(each.message.headers or {}), **fields})
+        batch.append(msgspec.structs.replace(each, message=message))
+    return batch
+
+
 def encode(outgoing: Outgoing, *, most: int) -> tuple[bytes, bytes]:
     """Subject and header block of a message. Raises `RefusedError` where it has more bytes than `most`, or no subject.
 
@@ -141,6 +177,8 @@ def _result(outgoing: Outgoing, headers: bytes, data: bytes) -> PubAck | Backend
         return UnavailableError(f"{_what(outgoing)}: no stream takes this subject, or its leader is being elected")
     answer = _decode_answer(data)
     if answer.error is not None:
+        if setting := SWITCHED_OFF.get(answer.error.get("err_code")):
+            answer.error["description"] = f"stream {outgoing.stream} does not take it, switch on its {setting}"
         return faults.from_api(_what(outgoing), answer.error)
     total = int(answer.val) if answer.val is not None else None
     return PubAck(stream=answer.stream, sequence=answer.seq, duplicate=answer.duplicate, total=total)

@@ -1,0 +1,78 @@
+"""Where a notification comes from that is published while another one is handled; its message id follows from that.
+
+The call forms say what they handle, `publishing` asks for ids. A handler that is run again, because it failed or its
+worker died, publishes the same under the same ids, and the stream's duplicate window stores it once. The content is
+part of an id: what differs from the run before is another notification and never taken for a repeat, for one too many
+does less harm than one that is lost. So is the time of what is handled, because a stream that is made anew counts from
+1 again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from contextvars import ContextVar
+
+from aviso_workers.codec import Message
+
+__all__ = ["Origin", "message_id"]
+
+DIGEST_BYTES = 12
+
+
+class Origin:
+    """What one call of an agent handles; everything that is published in its task comes from there.
+
+    An agent has as many as it makes calls at a time. Made in the task that makes the calls.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._handled: tuple[Message, ...] = ()
+        self._ids: _Ids | None = None
+        _ORIGIN.set(self)
+
+    def begin(self, *handled: Message) -> None:
+        """These are handled from now on, and nothing has been published yet."""
+        self._handled = handled
+        self._ids = None
+
+    def also(self, message: Message) -> None:
+        """This one is handled too."""
+        self.begin(*self._handled, message)
+
+    def message_id(self, message: Message) -> str | None:
+        """None while nothing is handled."""
+        if not self._handled:
+            return None
+        if self._ids is None:
+            self._ids = _Ids(f"{self._prefix}.{self._handled[0].sequence}", self._handled)
+        return self._ids.next(message)
+
+
+class _Ids:
+    """The message ids of one handling."""
+
+    def __init__(self, prefix: str, handled: tuple[Message, ...]) -> None:
+        self._prefix = prefix
+        self._root = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        for each in handled:
+            self._root.update(b"%d@%d " % (each.sequence, each.timestamp_ns))
+        self._counts: Counter[bytes] = Counter()
+
+    def next(self, message: Message) -> str:
+        digest = self._root.copy()
+        digest.update(f"{message.subject} {message.headers} ".encode())
+        digest.update(message.data)
+        content = digest.digest()
+        self._counts[content] += 1
+        return f"{self._prefix}.{content.hex()}.{self._counts[content]}"
+
+
+_ORIGIN: ContextVar[Origin | None] = ContextVar("origin", default=None)
+
+
+def message_id(message: Message) -> str | None:
+    """The id of a message that is published now; None where that is in no handler."""
+    origin = _ORIGIN.get()
+    return origin.message_id(message) if origin is not None else None

@@ -1,0 +1,51 @@
+"""What an agent's function returns or yields, published before that from which it comes is settled.
+
+The call forms use it. A publish that fails is a failure of the handling, as if the function had raised it. What is no
+notification, nor a list of them, means nothing.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any
+
+from aviso_workers.agents import Agent
+from aviso_workers.engine.originating import Origin
+from aviso_workers.engine.publishing import Publisher
+from aviso_workers.errors import InvalidNotificationError
+from aviso_workers.notifications import Notify
+
+__all__ = ["Outputs"]
+
+
+class Outputs:
+    """The outputs of one agent."""
+
+    def __init__(self, agent: Agent[Any, Any], *, app: str, stream: str, publisher: Publisher) -> None:
+        self._agent = agent
+        self._prefix = f"{app}.{agent.name}.{stream}"
+        self._publisher = publisher
+
+    def origin(self) -> Origin:
+        """Of what is published in this task from now on."""
+        return Origin(self._prefix)
+
+    async def publish(self, output: object) -> None:
+        """Raises as `Publisher.notify` does."""
+        if isinstance(output, Notify):
+            await self._publisher.notify(output)
+            return
+        if not isinstance(output, list | tuple) or not any(isinstance(each, Notify) for each in output):
+            return
+        for each in output:
+            if not isinstance(each, Notify):
+                raise InvalidNotificationError(f"among the notifications to be published there is {each!r:.100}")
+        await self._publisher.notify_many(output)
+
+    async def run(self, argument: Any) -> None:
+        """Run the agent's async generator: what it yields is stored when it goes on."""
+        async with aclosing(self._agent.function(argument)) as outputs:
+            async for output in outputs:
+                if isinstance(output, Exception):  # Retry or Reject, as one would return it
+                    raise output
+                await self.publish(output)
