@@ -134,7 +134,7 @@ class Publisher:
         return count
 
     def _prepare(self, wanted: Notify) -> _Prepared:
-        """Raises `InvalidNotificationError`."""
+        """Raises as `_checked` does."""
         spec, message = self._checked(wanted)
         message_id = wanted.message_id or self._message_id(message)
         return self._ready(wanted.event_type, spec, message, message_id)
@@ -143,16 +143,18 @@ class Publisher:
         return originating.message_id(message) or f"{self._nonce}{next(self._numbers):x}"
 
     def _checked(self, wanted: Notify) -> tuple[StreamSpec, Message]:
+        """Raises `InvalidNotificationError`, and `RefusedError` where the server is too old for its ttl."""
         writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
-        if wanted.ttl is not None and not (isinstance(wanted.ttl, int) and wanted.ttl >= 1):
+        message = writer.message(wanted.identifier, wanted.payload)
+        if wanted.ttl is None:
+            return spec, message
+        if not (isinstance(wanted.ttl, int) and wanted.ttl >= 1):
             raise InvalidNotificationError(
                 f"{wanted.event_type}: ttl must be whole seconds from 1, found {wanted.ttl!r}"
             )
-        message = writer.message(wanted.identifier, wanted.payload)
-        if wanted.ttl is not None:
-            self._backend.require_server(2, 11, to="publish with a ttl")
-            message = structs.replace(message, headers={**(message.headers or {}), "Nats-TTL": f"{wanted.ttl}s"})
-        return spec, message
+        self._backend.require_server(2, 11, to="publish with a ttl")
+        headers = {**(message.headers or {}), "Nats-TTL": f"{wanted.ttl}s"}
+        return spec, structs.replace(message, headers=headers)
 
     def _ready(self, event_type: str, spec: StreamSpec, message: Message, message_id: str) -> _Prepared:
         size = len(message.data)
