@@ -41,12 +41,9 @@ async def count_batch(batch: Batch[Field]) -> None:
     tally.add(len(batch))
 
 
-@schedule.agent("mars", name="count", concurrency=64)
+@schedule.agent("mars", name="count", concurrency=64, start="new")  # not those of a run before
 async def note_latency(notification: Notification[Field]) -> None:
-    due_ns = notification.payload.due_ns
-    if not due_ns:
-        return  # of the filling, or of a run before
-    latencies_ms.append((time.monotonic_ns() - due_ns) / 1e6)
+    latencies_ms.append((time.monotonic_ns() - notification.payload.due_ns) / 1e6)
     if len(latencies_ms) == tally.wanted:
         print(json.dumps(latencies_ms), flush=True)
     tally.add()
