@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 
 import anyio
 import pytest
+from nats.aio.client import ServerVersion
 
 from aviso_workers import config
 from aviso_workers.backends.jetstream import connection as module
@@ -112,3 +113,14 @@ async def test_what_is_flushed_after_the_end_is_an_error(connection):
 
     with pytest.raises(UnavailableError, match="closed"):
         await connection.flush()
+
+
+async def test_the_version_of_the_last_server_holds_until_the_next_one_has_told_its_own(connection, monkeypatch):
+    known = connection.server_version
+    assert known > (2, 0)
+
+    monkeypatch.setattr(
+        type(connection.nc), "connected_server_version", property(lambda _: ServerVersion("0.0.0-unknown"))
+    )
+
+    assert connection.server_version == known

@@ -101,10 +101,8 @@ class JetStreamBackend:
     def require_server(self, major: int, minor: int, *, to: str) -> None:
         # An older server does not answer at all to what it does not know, or passes it over.
         if not self._has_server(major, minor):
-            found = self._connection.nc.connected_server_version
-            raise RefusedError(
-                f"to {to}, nats-server {major}.{minor} or newer is needed; this one is {found.major}.{found.minor}"
-            )
+            found = ".".join(map(str, self._connection.server_version))
+            raise RefusedError(f"to {to}, nats-server {major}.{minor} or newer is needed; this one is {found}")
 
     async def failed(self) -> None:
         await self._connection.failed()
@@ -221,8 +219,7 @@ class JetStreamBackend:
         return _consumer_info(answer)
 
     def _has_server(self, major: int, minor: int) -> bool:
-        found = self._connection.nc.connected_server_version
-        return (found.major, found.minor) >= (major, minor)
+        return self._connection.server_version >= (major, minor)
 
     def _stream_info(self, answer: Mapping[str, Any]) -> StreamInfo:
         info = _stream_info(answer)

@@ -54,6 +54,7 @@ class Connection:
         self._denials: dict[str, float] = {}
         """By what the server said, when it last denied us a subject."""
         self._pongs: set[asyncio.Future[bool]] = set()
+        self._server_version = (0, 0)
         self._lost = anyio.Event()
         self._reason: BackendError = UnavailableError("the connection was closed")
         self._opened = False
@@ -62,6 +63,14 @@ class Connection:
     @property
     def ready(self) -> bool:
         return bool(self.nc.is_connected)
+
+    @property
+    def server_version(self) -> tuple[int, int]:
+        """Of the server, or of the last one: nats-py knows none while it connects to a server that is new to it."""
+        found = self.nc.connected_server_version
+        if found.major:
+            self._server_version = found.major, found.minor
+        return self._server_version
 
     async def open(self) -> None:
         """Connect, `retry_attempts` times at most, each within `timeout_seconds`.
@@ -81,6 +90,7 @@ class Connection:
                 self._last_error = self._last_error or str(error) or type(error).__name__
             else:
                 self.wire = wire.attach(self.nc)
+                self._server_version = self.server_version  # before anything can be lost
                 self._opened = True
                 self._tell(connected=True, reason="")
                 return

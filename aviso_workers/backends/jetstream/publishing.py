@@ -85,7 +85,7 @@ class Publisher:
             raise UnavailableError(f"{_what(outgoing[0])}: not connected")
         *others, last = _batch(outgoing, batch_id=f"{self._nonce}{next(self._numbers)}")
         most = self._connection.nc.max_payload
-        encoded = [encode(each, most=most) for each in others]  # all of them, before any is sent
+        *encoded, _ = [encode(each, most=most) for each in (*others, last)]  # all of them, before any is sent
         for each, (subject, headers) in zip(others, encoded, strict=True):
             self._connection.wire.send(subject, each.message.data, headers=headers)
         [result] = await self.publish([last], timeout_seconds=timeout_seconds)

@@ -30,7 +30,16 @@ __all__ = ["Headers", "Interest", "Listener", "PublicWire", "Wire", "attach", "h
 
 TESTED = ("2.16.",)
 """Beginnings of the nats-py versions whose private parts are those that are used here."""
-PRIVATE = ("_ps", "_pending", "_pending_data_size", "_max_pending_size", "_flush_queue", "_transport", "_send_ping")
+PRIVATE = (
+    "_ps",
+    "_pending",
+    "_pending_data_size",
+    "_max_pending_size",
+    "_flush_queue",
+    "_flush_pending",
+    "_transport",
+    "_send_ping",
+)
 MESSAGES = (b"MSG ", b"HMSG ")
 HEADER_LINE = b"NATS/1.0"
 LINE_BREAKS = str.maketrans("\r\n", "  ")
