@@ -24,12 +24,14 @@ from aviso_workers.engine.originating import Origin
 from aviso_workers.engine.pacing import Pace
 from aviso_workers.engine.returning import Outputs
 from aviso_workers.engine.settling import Settler
+from aviso_workers.errors import UndecodableError
+from aviso_workers.notifications import Notification
 
-__all__ = ["OneByOne", "caller", "in_thread"]
+__all__ = ["Kit", "OneByOne", "in_thread"]
 
 
-class OneByOne:
-    """Runs `async def agent(notification: Notification[T])`."""
+class Kit:
+    """What a call form works with: where deliveries come from, how they are read, handled and settled."""
 
     def __init__(
         self,
@@ -41,13 +43,38 @@ class OneByOne:
         settler: Settler,
         clock: Clock,
     ) -> None:
-        self._line = line
-        self._reader = reader
-        self._outputs = outputs
-        self._settler = settler
-        self._clock = clock
-        self._call = caller(agent, clock, outputs=outputs)
-        self._pace = Pace(clock, per_second=agent.policy.rate_limit)
+        self.batching = agent.policy.batch
+        self.line = line
+        self.reader = reader
+        self.outputs = outputs
+        self.settler = settler
+        self.clock = clock
+        self.call = _caller(agent, clock, outputs=outputs)
+        self.pace = Pace(clock, per_second=agent.policy.rate_limit)
+
+    async def read(self, delivery: Delivery, *, started: float) -> Notification[Any] | None:
+        """The notification; None where it is settled already, because it cannot be read or was not asked for."""
+        try:
+            notification = self.reader.notification(delivery.message, num_delivered=delivery.num_delivered)
+        except UndecodableError as error:
+            await self.settler.settle(delivery, error, started=started)
+            return None
+        if notification is None:
+            self.settler.pass_over(delivery)
+        return notification
+
+
+class OneByOne:
+    """Runs `async def agent(notification: Notification[T])`."""
+
+    def __init__(self, kit: Kit) -> None:
+        self._line = kit.line
+        self._reader = kit.reader
+        self._outputs = kit.outputs
+        self._settler = kit.settler
+        self._clock = kit.clock
+        self._call = kit.call
+        self._pace = kit.pace
 
     async def work(self) -> None:
         """See `pulling.Form`."""
@@ -74,7 +101,7 @@ class OneByOne:
         await self._settler.settle(delivery, outcome, started=started)
 
 
-def caller(agent: Agent[Any, Any], clock: Clock, *, outputs: Outputs) -> Callable[[Any], Awaitable[object]]:
+def _caller(agent: Agent[Any, Any], clock: Clock, *, outputs: Outputs) -> Callable[[Any], Awaitable[object]]:
     """The author's function, made awaitable and given its time; one that yields includes what becomes of its outputs.
 
     A plain function runs in a thread, at most `concurrency` of them at a time; when its time is over it is left

@@ -17,7 +17,7 @@ from aviso_workers.engine import dead_lettering, resourcing, sweeping
 from aviso_workers.engine.batching import InBatches
 from aviso_workers.engine.dead_lettering import DeadLetters, Requeued, retry_subject
 from aviso_workers.engine.failing import Failures
-from aviso_workers.engine.handling import OneByOne
+from aviso_workers.engine.handling import Kit, OneByOne
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publishing import Publisher
@@ -51,7 +51,7 @@ STREAM_PREFETCH = 16
 SWEEP = "dead-letter-sweep"
 SWEEP_ACK_WAIT = 60.0
 SWEEP_PREFETCH = 16
-FORMS: dict[type, Callable[..., Form]] = {Notification: OneByOne, Batch: InBatches, Stream: AsStream}
+FORMS: dict[type, Callable[[Kit], Form]] = {Notification: OneByOne, Batch: InBatches, Stream: AsStream}
 
 
 class Session:
@@ -164,7 +164,8 @@ class Session:
         )
         reader = NotificationReader(agent.event_type, declared, where=where, payload_type=agent.payload_type)
         outputs = Outputs(agent, app=self._app, stream=stream.name, publisher=self.publisher)
-        form = FORMS[agent.form](agent, line=line, reader=reader, outputs=outputs, settler=settler, clock=clock)
+        kit = Kit(agent, line=line, reader=reader, outputs=outputs, settler=settler, clock=clock)
+        form = FORMS[agent.form](kit)
         run = AgentRun(
             form,
             line=line,
