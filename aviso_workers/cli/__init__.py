@@ -17,6 +17,7 @@ from aviso_workers.cli import (
     burying,
     checking,
     configuring,
+    examining,
     notifying,
     piping,
     reading,
@@ -62,6 +63,7 @@ command.command()(notifying.notify)
 command.command()(reading.watch)
 command.command()(reading.replay)
 command.command()(checking.check)
+command.command()(examining.doctor)
 command.command()(administering.delete)
 command.command()(reporting.agents)
 command.command()(reporting.lag)

@@ -1,0 +1,295 @@
+"""How streams are configured, and what state they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from aviso_workers.engine import dead_lettering, sweeping, tabling
+from aviso_workers.ops.doctor.answers import NEVER, Stream
+from aviso_workers.ops.doctor.facts import Facts
+from aviso_workers.ops.doctor.judging import Check, Finding, State, check
+from aviso_workers.streams import SECOND
+
+__all__ = ["CHECKS", "overlap"]
+
+CHECKS: list[Check] = []
+declare = partial(check, CHECKS)
+
+COPIES = 3
+NEARLY_FULL, FULL = 0.80, 0.95
+MANY_GAPS, GAPS_PER_MESSAGE = 10_000, 10
+ORIGIN_SILENT_SECONDS = 30
+BY_KEY = "KV_"
+OF_SHORT_LIVES = (dead_lettering.RETRIES, sweeping.STREAM)
+"""Streams of ours that forget within days, and hold only what failed."""
+
+APPLY = "`aviso-workers streams apply`; of a stream that is not configured here, "
+
+
+@declare(
+    "JS001",
+    "Streams have a limit of bytes",
+    why="what grows without a limit takes the disk from all other streams of the server",
+    cure="set max_bytes (an event type's storage_policy.max_size, workers.dead_letters.max_bytes) and run "
+    + APPLY
+    + "`nats stream edit {stream} --max-bytes=10GB`",
+    production=True,
+)
+def unlimited_bytes(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        if stream.config.max_bytes <= 0 and not _keeps_state(stream) and stream.name not in OF_SHORT_LIVES:
+            yield Finding(stream=stream.name, found=f"no max_bytes, {stream.state.bytes} bytes so far")
+
+
+@declare(
+    "JS002",
+    "Streams forget what is old",
+    why="without max_age and max_msgs everything is kept until max_bytes is reached, and then all gives way at once",
+    cure="set retention_time or max_messages and run " + APPLY + "`nats stream edit {stream} --max-age=30d`",
+    production=True,
+)
+def unlimited_age(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        config = stream.config
+        # A dead letter is kept until somebody has looked at it.
+        if not config.max_age and config.max_msgs <= 0 and not _keeps_state(stream) and not _is_letters(stream):
+            yield Finding(stream=stream.name, found="neither max_age nor max_msgs")
+
+
+@declare(
+    "JS003",
+    "Streams have three copies",
+    why="a stream of one copy stands still with its server, and is gone with its disk",
+    cure="set notification_backend.jetstream.replicas: 3 and run " + APPLY + "`nats stream edit {stream} --replicas=3`",
+    severity=State.FAIL,
+    production=True,
+)
+def few_copies(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        if stream.config.num_replicas < COPIES:
+            yield Finding(stream=stream.name, found=f"num_replicas {stream.config.num_replicas}")
+
+
+@declare(
+    "JS004",
+    "Copies are an odd number",
+    why="the last copy of an even number costs a disk, and the stream stands no more servers down for it",
+    cure="`nats stream edit {stream} --replicas=3`",
+)
+def even_copies(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        if stream.config.num_replicas % 2 == 0:
+            yield Finding(stream=stream.name, found=f"num_replicas {stream.config.num_replicas}")
+
+
+@declare(
+    "JS005",
+    "Streams are on the disk",
+    why="a stream in memory is gone when its servers end, in order or not",
+    cure="storage cannot be changed: make a stream with storage file, and copy with "
+    "`nats stream backup {stream} DIRECTORY` and `nats stream restore DIRECTORY`",
+    severity=State.FAIL,
+    production=True,
+)
+def in_memory(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        if stream.config.storage == "memory":
+            yield Finding(stream=stream.name, found="storage memory")
+
+
+@declare(
+    "JS006",
+    "Streams that refuse what does not fit have room",
+    why="with discard new a full stream refuses every publish (JetStream's error 10077)",
+    cure="make room (`aviso-workers dead-letters ls` where they are dead letters), raise the limit and run "
+    + APPLY
+    + "`nats stream edit {stream} --max-bytes=20GB`, or let the oldest give way with discard_policy: old",
+)
+def full(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        config, state = stream.config, stream.state
+        if config.discard != "new":
+            continue
+        for name, used, limit in (
+            ("max_bytes", state.bytes, config.max_bytes),
+            ("max_msgs", state.messages, config.max_msgs),
+        ):
+            if limit > 0 and used >= NEARLY_FULL * limit:
+                is_full = used >= FULL * limit
+                yield Finding(
+                    stream=stream.name,
+                    found=f"{used / limit:.0%} of {name} {limit} used",
+                    state=State.FAIL if is_full else State.WARN,
+                )
+
+
+@declare(
+    "JS008",
+    "Streams kept by interest have consumers",
+    why="with retention interest a message for which there is no consumer is forgotten as it arrives",
+    cure="start the consumers before the publishers, or keep messages by limits: a new stream with "
+    "retention limits, as retention_policy: limits makes it",
+    severity=State.FAIL,
+)
+def no_interest(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        if stream.config.retention == "interest" and not stream.state.consumer_count:
+            yield Finding(stream=stream.name, found="retention interest and no consumer")
+
+
+@declare(
+    "JS010",
+    "Critical streams cannot be emptied by mistake",
+    why="one wrong command removes what metadata critical=true says must stay",
+    cure="`nats stream edit {stream} --deny-delete --deny-purge`; it cannot be taken back",
+)
+def deletable(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        missing = [key for key in ("deny_delete", "deny_purge") if not getattr(stream.config, key)]
+        if _is_marked(stream, "critical") and missing:
+            yield Finding(stream=stream.name, found=f"critical=true without {' and '.join(missing)}")
+
+
+@declare(
+    "JS011",
+    "Personal data can be erased",
+    why="deny_delete cannot be taken back, and a purge leaves the payload on the disk",
+    cure="copy what may stay to a stream without deny_delete, and remove this one: `nats stream rm {stream}`",
+    severity=State.FAIL,
+)
+def not_erasable(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        if _is_marked(stream, "pii") and stream.config.deny_delete:
+            yield Finding(stream=stream.name, found="pii=true with deny_delete")
+
+
+@declare(
+    "JS013",
+    "Event streams are as configured",
+    why="workers and servers of the same configuration disagree about what is kept",
+    cure="`aviso-workers streams plan` shows it, `aviso-workers streams apply` does it",
+)
+def drifted(facts: Facts) -> Iterator[Finding]:
+    for event_type, plan in facts.plans.items():
+        if plan.storage_mismatch:
+            yield Finding(
+                stream=plan.stream,
+                found="; ".join(map(str, plan.differences)),
+                state=State.FAIL,
+                cure="storage cannot be changed: set storage_type to what the stream has, or delete the stream",
+            )
+        elif plan.exists and plan.differences:
+            found = "; ".join(map(str, plan.differences))
+            yield Finding(stream=plan.stream, found=f"event type {event_type}: {found}")
+
+
+@declare(
+    "JS014",
+    "No other stream takes an event type's subjects",
+    why="a subject belongs to one stream, so the event type's own cannot be made and its notifications are refused",
+    cure="take the subjects from it with `nats stream edit {stream} --subjects=...`, or give the event type another "
+    "topic.base",
+    severity=State.FAIL,
+)
+def taken(facts: Facts) -> Iterator[Finding]:
+    for event_type, plan in facts.plans.items():
+        for stream in facts.streams.values():
+            if stream.name == plan.stream or stream.config.mirror:
+                continue
+            for theirs in stream.config.subjects:
+                if any(overlap(theirs, ours) for ours in plan.wanted.subjects):
+                    yield Finding(stream=stream.name, found=f"takes {theirs}, which is of event type {event_type}")
+
+
+@declare(
+    "JS015",
+    "Streams have no gaps that nobody made",
+    why="a server that finds a damaged block leaves out what it cannot read and says nothing; very many gaps cost "
+    "memory and make reading slow",
+    cure="`nats stream gaps {stream}` shows where; if nobody has deleted there, restore the newest backup under "
+    "another name and compare. Where a few old messages hold very many gaps open, a retention_time ends them",
+)
+def gaps(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        missing, messages = stream.state.num_deleted, stream.state.messages
+        if missing and _never_deletes(stream):
+            yield Finding(stream=stream.name, found=f"{missing} messages are missing between the first and the last")
+        elif missing >= MANY_GAPS and missing > GAPS_PER_MESSAGE * messages:
+            yield Finding(stream=stream.name, found=f"{missing} gaps between {messages} messages")
+
+
+@declare(
+    "JS016",
+    "Nothing is lost on the disk",
+    why="the server found blocks that it cannot read",
+    cure="look at the disk of the server, and restore the newest backup under another name to see what is missing",
+    severity=State.FAIL,
+)
+def lost(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        if (lost := stream.state.lost) is not None:
+            yield Finding(stream=stream.name, found=f"{len(lost.msgs or ())} messages, {lost.bytes} bytes lost")
+
+
+@declare(
+    "JS019",
+    "Mirrors and sources hear of their origins",
+    why="with an unreachable origin the lag stays as it was, so only the silence tells",
+    cure="`nats stream info {stream}` says what it waits for; look at the leaf node or gateway in between, and at the "
+    "origin's name and domain",
+    severity=State.FAIL,
+)
+def silent_origins(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        before = facts.before.streams.get(stream.name, stream)
+        lags = {origin.name: origin.lag for origin in before.origins}
+        for origin in stream.origins:
+            silent = origin.active / SECOND
+            if origin.error:
+                yield Finding(stream=stream.name, found=f"{origin.name}: {origin.error.get('description')}")
+            elif origin.active == NEVER:
+                yield Finding(stream=stream.name, found=f"{origin.name} was never reached")
+            elif silent > ORIGIN_SILENT_SECONDS:
+                yield Finding(stream=stream.name, found=f"nothing heard of {origin.name} for {silent:.0f} s")
+            elif (growth := origin.lag - lags.get(origin.name, origin.lag)) > 0:
+                rate = growth / facts.elapsed_seconds
+                found = f"{origin.lag} behind {origin.name}, and {rate:.0f} more every second"
+                yield Finding(stream=stream.name, found=found, state=State.WARN)
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether a subject can match both."""
+    ours, theirs = one.split("."), other.split(".")
+    for a, b in zip(ours, theirs, strict=False):
+        if ">" in (a, b):
+            return True
+        if a != b and "*" not in (a, b):
+            return False
+    return len(ours) == len(theirs)
+
+
+def _keeps_state(stream: Stream) -> bool:
+    """Tables and counters hold a value for each key: they do not grow with time, and must not forget."""
+    return stream.name.startswith(BY_KEY) or stream.name == tabling.COUNTERS
+
+
+def _is_letters(stream: Stream) -> bool:
+    return stream.name == dead_lettering.STREAM
+
+
+def _is_marked(stream: Stream, mark: str) -> bool:
+    return stream.config.metadata.get(mark) == "true"
+
+
+def _never_deletes(stream: Stream) -> bool:
+    """Whether messages leave this stream at its old end only, unless somebody deletes them."""
+    config = stream.config
+    return (
+        config.retention == "limits"
+        and config.max_msgs_per_subject <= 0
+        and not config.allow_msg_ttl
+        and not config.allow_rollup_hdrs
+        and not stream.origins
+        and not _is_letters(stream)
+    )

@@ -1,0 +1,275 @@
+"""Everything that is asked, once, before anything is judged.
+
+`doctor.examine` calls `gather`; the checks are pure functions of the `Facts`. What could not be asked is in `unknown`
+with the reason, and a check that needs it says so. Nothing is changed: the app under examination is not connected, so
+that none of its tables, streams and consumers is made.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import anyio
+import msgspec
+from msgspec import Struct
+
+from aviso_workers import streams
+from aviso_workers.agents import Agent
+from aviso_workers.app import App
+from aviso_workers.backends import Administration
+from aviso_workers.config import Config
+from aviso_workers.errors import BackendError, NotFoundError, ServerProcessError
+from aviso_workers.ops import observing
+from aviso_workers.ops.doctor import monitoring
+from aviso_workers.ops.doctor.answers import Account, Advisory, Consumer, Server, Stream
+from aviso_workers.ops.doctor.monitoring import Monitored
+from aviso_workers.streams import Plan
+
+__all__ = ["Backup", "Facts", "Need", "Sample", "Subject", "gather"]
+
+T = TypeVar("T")
+
+Need = Literal["account", "agents", "backups", "consumers", "letters", "monitoring", "streams"]
+"""What a check can need, and what may be missing."""
+
+EVENTS = "$JS.EVENT."
+EVERY_ADDRESS = ("0.0.0.0", "::")
+
+
+class Subject(Struct, frozen=True, kw_only=True):
+    """Whom and how to examine."""
+
+    agents: tuple[Agent[Any, Any], ...] | None = None
+    """Of the app that is examined; None where it is not known."""
+    app: str = ""
+    monitors: tuple[str, ...] = ()
+    """URLs of monitoring ports; where there is none, that of the section `server`."""
+    production: bool = False
+    seconds: float = 5.0
+    """Between the two samples, which rates are made of; meanwhile advisories are heard."""
+    backups: Path | None = None
+    """A directory with backups of streams, at any depth."""
+
+
+class Sample(Struct, frozen=True, kw_only=True):
+    """What the API answers at one time."""
+
+    streams: Mapping[str, Stream] = {}
+    silent: frozenset[str] = frozenset()
+    """Streams that are known, and for which nobody answers."""
+    consumers: Mapping[tuple[str, str], Consumer] = {}
+    """By stream and name."""
+    account: Account = Account()
+
+
+class Backup(Struct, frozen=True, kw_only=True):
+    """The newest backup of a stream."""
+
+    directory: Path
+    taken: datetime
+    server_version: str
+    """Of the server that it was taken from; empty where it does not say."""
+
+
+class Facts(Struct, frozen=True, kw_only=True):
+    """What is known. Streams and consumers are those of the account that we connect to."""
+
+    now: datetime
+    subject: Subject
+    config: Config
+    server: Server
+    before: Sample
+    after: Sample
+    elapsed_seconds: float
+    """Between the two."""
+    plans: Mapping[str, Plan]
+    """By event type, what would have to be done to its stream."""
+    heard: tuple[Advisory, ...]
+    """Between the samples."""
+    letters: Mapping[tuple[str, ...], int]
+    """Dead letters that are kept, by app and agent."""
+    given_up: Mapping[tuple[str, ...], int]
+    """What died on its last delivery within the last days, by app, agent and stream."""
+    monitored: tuple[Monitored, ...]
+    deaf: Mapping[str, str]
+    """Monitoring ports that were named and do not answer, with the reason."""
+    backups: Mapping[str, Backup]
+    unknown: Mapping[Need, str]
+
+    @property
+    def streams(self) -> Mapping[str, Stream]:
+        return self.after.streams
+
+    @property
+    def consumers(self) -> Mapping[tuple[str, str], Consumer]:
+        return self.after.consumers
+
+    @property
+    def event_streams(self) -> Mapping[str, Stream]:
+        """Those of the configured event types that there are."""
+        names = [plan.stream for plan in self.plans.values()]
+        return {name: self.streams[name] for name in names if name in self.streams}
+
+
+async def gather(app: App, subject: Subject) -> Facts:
+    """Ask for everything. `app` is connected, and only its configuration counts.
+
+    Raises `RefusedError` where the backend is no server, `UnavailableError` where the connection is lost.
+    """
+    administration = app.session.backend.administration()
+    asking = _Asking(administration)
+    server = await asking.server()
+    async with _listening(administration) as heard:
+        began = time.monotonic()
+        before = await asking.sample()
+        await anyio.sleep(subject.seconds)
+        elapsed = time.monotonic() - began
+        after = await asking.sample()
+    letters = await asking.ask("letters", lambda: observing.dead_letters(app)) or {}
+    given_up = await asking.ask("letters", lambda: observing.given_up(app)) or {}
+    monitored, deaf = await asking.monitored(_monitors(app.config, subject), named=bool(subject.monitors), of=server)
+    unknown = asking.unknown
+    if subject.agents is None:
+        unknown["agents"] = "which agents is not known: say --app MODULE:APP"
+    if subject.backups is None:
+        unknown["backups"] = "where backups are is not known: say --backups DIRECTORY"
+    return Facts(
+        now=datetime.now(UTC),
+        subject=subject,
+        config=app.config,
+        server=server,
+        before=before,
+        after=after,
+        elapsed_seconds=elapsed,
+        plans=_plans(app.config, asking.configurations),
+        heard=tuple(heard),
+        letters=letters,
+        given_up=given_up,
+        monitored=monitored,
+        deaf=deaf,
+        backups=await anyio.to_thread.run_sync(_backups, subject.backups) if subject.backups else {},
+        unknown=unknown,
+    )
+
+
+class _Asking:
+    """Asks a server, and notes what it does not say."""
+
+    def __init__(self, administration: Administration) -> None:
+        self._api = administration
+        self.unknown: dict[Need, str] = {}
+        self.configurations: dict[str, Mapping[str, Any]] = {}
+        """Of the streams, whole."""
+
+    async def ask(self, need: Need, question: Callable[[], Awaitable[T]]) -> T | None:
+        try:
+            return await question()
+        except BackendError as error:
+            self.unknown[need] = str(error)
+            return None
+
+    async def server(self) -> Server:
+        answer = msgspec.json.decode((await self._api.request("$SYS.REQ.USER.INFO")).data)
+        return msgspec.convert(answer["server"], Server)
+
+    async def sample(self) -> Sample:
+        names = await self.ask("streams", lambda: self._api.pages("STREAM.NAMES", "streams")) or []
+        listed = await self.ask("streams", lambda: self._api.pages("STREAM.LIST", "streams")) or []
+        self.configurations = {one["config"]["name"]: one["config"] for one in listed}
+        found = {stream.name: stream for stream in msgspec.convert(listed, list[Stream])}
+        consumers = [
+            consumer
+            for stream in found.values()
+            if stream.state.consumer_count
+            for consumer in await self.ask("consumers", lambda: self._consumers(stream.name)) or ()  # noqa: B023
+        ]
+        account = await self.ask("account", lambda: self._api.api("INFO")) or {}
+        return Sample(
+            streams=found,
+            silent=frozenset(names) - found.keys(),
+            consumers={(consumer.stream_name, consumer.name): consumer for consumer in consumers},
+            account=msgspec.convert(account, Account),
+        )
+
+    async def _consumers(self, stream: str) -> list[Consumer]:
+        try:
+            return msgspec.convert(await self._api.pages(f"CONSUMER.LIST.{stream}", "consumers"), list[Consumer])
+        except NotFoundError:
+            return []  # deleted meanwhile
+
+    async def monitored(
+        self, urls: Sequence[str], *, named: bool, of: Server
+    ) -> tuple[tuple[Monitored, ...], dict[str, str]]:
+        found: list[Monitored] = []
+        deaf: dict[str, str] = {}
+        for url in urls:
+            try:
+                one = await anyio.to_thread.run_sync(monitoring.look, url)
+            except ServerProcessError as error:
+                deaf[url] = str(error)
+                continue
+            if one.varz.server_id == of.id or (of.cluster and one.varz.cluster.name == of.cluster):
+                found.append(one)
+            else:
+                deaf[url] = f"{url} is the monitoring port of {one.name}, which is not of {of.cluster or of.name}"
+        missing = _members(found, of) - {one.name for one in found}
+        if missing:
+            why = f"nothing is seen of {', '.join(sorted(missing))}: say --monitor URL for each server"
+            self.unknown["monitoring"] = "; ".join([*deaf.values(), why])
+        return tuple(found), deaf if named else {}
+
+
+@asynccontextmanager
+async def _listening(administration: Administration) -> AsyncIterator[list[Advisory]]:
+    """What is told while the block runs, complete when it has ended."""
+    told: list[Advisory] = []
+    async with administration.listen(f"{EVENTS}>") as heard:
+        yield told
+        while heard.statistics().current_buffer_used:
+            one = heard.receive_nowait()
+            body = msgspec.json.decode(one.data) | {"kind": one.subject.removeprefix(EVENTS)}
+            told.append(msgspec.convert(body, Advisory))
+
+
+def _monitors(config: Config, subject: Subject) -> Sequence[str]:
+    if subject.monitors:
+        return subject.monitors
+    monitor = config.server.monitoring
+    host = "127.0.0.1" if monitor.host in EVERY_ADDRESS else monitor.host
+    return [f"http://{host}:{monitor.port}"] if monitor.port else []
+
+
+def _members(found: Sequence[Monitored], of: Server) -> set[str]:
+    """The names of all servers of the cluster."""
+    members = {of.name}
+    for one in found:
+        members |= {one.name, *one.routes, *(one.varz.jetstream.meta.members if one.varz.jetstream.meta else ())}
+    return members
+
+
+def _plans(config: Config, configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, Plan]:
+    wanted = {name: streams.event_stream(name, each, config) for name, each in config.notification_schema.items()}
+    return {name: streams.plan(spec, configurations.get(spec.name)) for name, spec in wanted.items()}
+
+
+def _backups(directory: Path) -> dict[str, Backup]:
+    """By stream, the newest that has both of its files."""
+    newest: dict[str, Backup] = {}
+    for description in directory.rglob("backup.json"):
+        try:
+            config = msgspec.json.decode(description.read_bytes())["config"]
+            taken = datetime.fromtimestamp(os.stat(description.with_name("stream.tar.s2")).st_mtime, UTC)
+            stream, metadata = str(config["name"]), config.get("metadata") or {}
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # not a backup, or one that was broken off
+        if stream not in newest or newest[stream].taken < taken:
+            newest[stream] = Backup(
+                directory=description.parent, taken=taken, server_version=str(metadata.get("_nats.ver", ""))
+            )
+    return newest
