@@ -48,6 +48,8 @@ REFUSED = (
     SparkRestError,
 )
 ANYIO_THREAD = "AnyIO worker thread"
+IDLE_SECONDS = 0.2
+"""Within which a thread ends that has nothing to do."""
 
 command = typer.Typer(
     name="aviso-workers",
@@ -83,7 +85,10 @@ command.add_typer(configuring.config, name="config")
 def main() -> None:
     """Run the command line; our errors end it with a message and no traceback."""
     code = _run()
-    if any(thread.name == ANYIO_THREAD for thread in threading.enumerate()):
+    threads = [thread for thread in threading.enumerate() if thread.name == ANYIO_THREAD]
+    for thread in threads:
+        thread.join(IDLE_SECONDS)
+    if any(thread.is_alive() for thread in threads):
         # A plain function of an agent that did not end in time: Python would wait for it, however long it takes.
         sys.stdout.flush()
         os._exit(code)

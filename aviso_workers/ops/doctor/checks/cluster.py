@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
+from aviso_workers.engine import dead_lettering, sweeping
 from aviso_workers.ops.doctor.answers import Consumer, Group, Stream
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, check
@@ -18,7 +19,8 @@ declare = partial(check, CHECKS)
 
 FAR_BEHIND = 1_000
 SILENT_SECONDS = 10
-LEADERS_TO_COUNT, MOST_LEADERS = 6, 2 / 3
+LEADERS_TO_COUNT, MOST_LEADERS = 12, 3 / 4
+"""With fewer, so many are a matter of chance."""
 USED, NEARLY_USED_UP = 0.80, 0.95
 FAILING_SHARE, FEW_CALLS = 0.1, 10
 COMFORTABLE = (2, 14)
@@ -97,7 +99,7 @@ def account_use(facts: Facts) -> Iterator[Finding]:
     "JS040",
     "Accounts that share a server have limits",
     why="without them one account can take the disk, or the memory, of all",
-    cure="set max_storage, max_streams and max_bytes_required under server.accounts.NAME.jetstream, then "
+    cure="set max_storage and max_streams under server.accounts.NAME.jetstream, then "
     "`aviso-workers server render` and a reload",
     needs=("account", "monitoring"),
     production=True,
@@ -106,9 +108,26 @@ def unlimited_account(facts: Facts) -> Iterator[Finding]:
     sharing = max((one.varz.jetstream.stats.accounts for one in facts.monitored), default=0)
     limits = facts.after.account.limits
     missing = [name for name in ("max_storage", "max_streams") if getattr(limits, name) <= 0]
-    missing += [] if limits.max_bytes_required else ["max_bytes_required"]
     if sharing > 1 and missing:
         yield Finding(place="account", found=f"one of {sharing} accounts, without {', '.join(missing)}")
+
+
+@declare(
+    "JS061",
+    "Workers may make the streams of their own",
+    why="streams for retries and advisories have no max_bytes: with max_bytes_required the account refuses them, and "
+    "then nothing can be tried again from the dead letters, nor kept of workers that died",
+    cure="leave max_bytes_required out of server.accounts.NAME.jetstream, or let somebody who may make {stream}",
+    severity=State.FAIL,
+    needs=("account", "streams"),
+)
+def own_streams_refused(facts: Facts) -> Iterator[Finding]:
+    if not facts.after.account.limits.max_bytes_required:
+        return
+    letters = [] if facts.config.workers.dead_letters.max_bytes else [dead_lettering.STREAM]
+    for name in (*letters, dead_lettering.RETRIES, sweeping.STREAM):
+        if name not in facts.streams:
+            yield Finding(stream=name, found="the account has max_bytes_required, and refuses it")
 
 
 @declare(
