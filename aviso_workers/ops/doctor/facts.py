@@ -168,6 +168,8 @@ class _Asking:
         """Of the streams, whole."""
 
     async def ask(self, need: Need, question: Callable[[], Awaitable[T]]) -> T | None:
+        if need in self.unknown:
+            return None  # asked before, and waited for
         try:
             return await question()
         except BackendError as error:

@@ -17,6 +17,7 @@ from aviso_workers import App
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.engine import dead_lettering, sweeping
+from aviso_workers.errors import BackendError
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.facts import Facts
 from tests.ops.doctor.conftest import (
@@ -158,9 +159,21 @@ def test_the_wrong_encryption_key(tmp_path: Path) -> None:
     assert seen.found("JS042") == {"MARS": "the stream of event type mars does not exist"}
     assert seen.state("JS042") is State.FAIL
     assert "could not be recovered" in "".join(seen.found("JS044").values())
+    assert "stop the server before a worker makes MARS" in seen.findings("JS042")["MARS"].cure
     with running(tmp_path / "js", "cipher: chacha, key: the-right-one") as (loaded, monitor):
         again = examined(loaded, monitors=(monitor,))
     assert (again.state("JS042"), again.state("JS044")) == (State.PASS, State.PASS)
+
+
+def test_making_a_stream_with_the_wrong_key_erases_the_one_that_cannot_be_read(tmp_path: Path) -> None:
+    """Of nats-server 2.15.0; this is why the cure is in such a hurry."""
+    with running(tmp_path / "js", "cipher: chacha, key: the-right-one") as (loaded, _):
+        anyio.run(lambda: add(loaded, "MARS", subjects=["mars.>"]))
+    with running(tmp_path / "js", "cipher: chacha, key: another-one") as (loaded, _):
+        assert list(tmp_path.rglob("MARS/meta.inf"))
+        with pytest.raises(BackendError, match="10049"):
+            anyio.run(lambda: add(loaded, "MARS", subjects=["mars.>"]))
+        assert not list(tmp_path.rglob("MARS/meta.inf"))
 
 
 def test_a_damaged_block(tmp_path: Path) -> None:

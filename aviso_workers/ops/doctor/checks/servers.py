@@ -28,9 +28,10 @@ SYNC = "in the section `server`, then `aviso-workers server render --profile pro
 @declare(
     "JS042",
     "The streams of all event types are there",
-    why="a server that was started with the wrong encryption key, or on another store_dir, has none and goes on",
-    cure="look for `could not be recovered` in /healthz and in the server's log, and at its key and store_dir, before "
-    "anything else. Only if the stream was never there: `aviso-workers streams apply`",
+    why="a server that was started with the wrong encryption key, or on another store_dir, has none and goes on; to "
+    "make a stream anew then erases the one that cannot be read",
+    cure="stop the server before a worker makes {stream}, and look at its key, its store_dir and its log (`could not "
+    "be recovered`). Only if the stream was never there: `aviso-workers streams apply`",
     severity=State.FAIL,
     needs=("streams",),
 )
