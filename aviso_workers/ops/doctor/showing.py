@@ -12,7 +12,7 @@ from aviso_workers.metrics import render_gauges
 from aviso_workers.ops.doctor import Report
 from aviso_workers.ops.doctor.judging import Finding, Result, State
 
-__all__ = ["document", "gauges", "nagios", "text"]
+__all__ = ["document", "gauges", "measured", "nagios", "text"]
 
 NAGIOS = {State.PASS: "OK", State.SKIP: "OK", State.WARN: "WARNING", State.FAIL: "CRITICAL"}
 MOST_FINDINGS = 10
@@ -57,7 +57,12 @@ def document(report: Report) -> dict[str, Any]:
 
 
 def gauges(report: Report) -> bytes:
-    """In Prometheus' text format; labels are codes and states, never a stream."""
+    """In Prometheus' text format."""
+    return render_gauges(measured(report))
+
+
+def measured(report: Report) -> list[Measured]:
+    """What Prometheus is told; labels are codes and states, never a stream."""
     states: dict[tuple[str, ...], float] = {
         (result.check.code, state.name.lower()): float(result.state is state)
         for result in report.results
@@ -67,28 +72,21 @@ def gauges(report: Report) -> bytes:
         (result.check.code,): float(sum(finding.state in (State.WARN, State.FAIL) for finding in result.findings))
         for result in report.results
     }
-    return render_gauges(
-        [
-            Measured(
-                name="aviso_doctor_check",
-                help="What became of a check: 1 for the state that it is in.",
-                labels=("code", "state"),
-                values=states,
-            ),
-            Measured(
-                name="aviso_doctor_findings",
-                help="How much a check found wrong.",
-                labels=("code",),
-                values=findings,
-            ),
-            Measured(
-                name="aviso_doctor_last_run_timestamp_seconds",
-                help="When the doctor was here.",
-                labels=(),
-                values={(): datetime.now(UTC).timestamp()},
-            ),
-        ]
-    )
+    return [
+        Measured(
+            name="aviso_doctor_check",
+            help="What became of a check: 1 for the state that it is in.",
+            labels=("code", "state"),
+            values=states,
+        ),
+        Measured(name="aviso_doctor_findings", help="How much a check found wrong.", labels=("code",), values=findings),
+        Measured(
+            name="aviso_doctor_last_run_timestamp_seconds",
+            help="When the doctor was here.",
+            labels=(),
+            values={(): datetime.now(UTC).timestamp()},
+        ),
+    ]
 
 
 def nagios(report: Report) -> str:
