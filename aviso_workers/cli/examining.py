@@ -11,8 +11,7 @@ import typer
 from aviso_workers.cli.finding import ConfigOption, connected_app, find_app, run_connected
 from aviso_workers.cli.printing import print_json, printable
 from aviso_workers.errors import AvisoWorkersError, BackendError
-from aviso_workers.ops import doctor as examining
-from aviso_workers.ops.doctor import Report, State, Subject, showing
+from aviso_workers.ops.doctor import Report, Scope, State, examine, showing
 
 __all__ = ["doctor"]
 
@@ -51,7 +50,7 @@ def doctor(
             raise typer.BadParameter(f"{url!r} is no URL, such as http://127.0.0.1:8222", param_hint="--monitor")
     try:
         examined = find_app(app, agent=None, config=config) if app else None
-        subject = Subject(
+        scope = Scope(
             agents=tuple(examined.agents) if examined else None,
             app=examined.name if examined else "",
             monitors=tuple(monitor or ()),
@@ -60,7 +59,7 @@ def doctor(
             backups=backups,
         )
         connected = connected_app(examined.config if examined else config)  # the app's own tables are not touched
-        report = run_connected(connected, lambda app: examining.examine(app, subject))
+        report = run_connected(connected, lambda app: examine(app, scope))
     except AvisoWorkersError as error:
         if format != "nagios":
             raise

@@ -12,10 +12,10 @@ from aviso_workers.app import App
 from aviso_workers.ops.doctor import durability, facts, judging
 from aviso_workers.ops.doctor.checks import CHECKS
 from aviso_workers.ops.doctor.durability import Standing
-from aviso_workers.ops.doctor.facts import Subject
+from aviso_workers.ops.doctor.facts import Scope
 from aviso_workers.ops.doctor.judging import Result, State
 
-__all__ = ["Report", "State", "Subject", "examine"]
+__all__ = ["Report", "Scope", "State", "examine"]
 
 
 class Report(Struct, frozen=True, kw_only=True):
@@ -33,12 +33,12 @@ class Report(Struct, frozen=True, kw_only=True):
         return judging.worst(self.results)
 
 
-async def examine(app: App, subject: Subject) -> Report:
+async def examine(app: App, scope: Scope) -> Report:
     """Ask and judge. `app` is connected, and only its configuration counts. Changes nothing.
 
     Raises `RefusedError` where the backend is no server, `UnavailableError` where the connection is lost.
     """
-    found = await facts.gather(app, subject)
+    found = await facts.gather(app, scope)
     return Report(
         server=f"{found.server.name} {found.server.ver}",
         results=tuple(judging.judge(CHECKS, found)),

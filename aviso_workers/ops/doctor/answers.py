@@ -205,16 +205,17 @@ class Account(Struct, frozen=True, kw_only=True):
 class Server(Struct, frozen=True, kw_only=True):
     """The server that we are connected to."""
 
-    id: str
     name: str
     ver: str
+    id: str = ""
+    """Empty where it was not told."""
     cluster: str = ""
 
 
 class Advisory(Struct, frozen=True, kw_only=True):
     """What a server tells unasked: an advisory, or a metric."""
 
-    kind: str
+    kind: str = ""
     """The subject after `$JS.EVENT.`, such as `ADVISORY.STREAM.QUORUM_LOST.MARS`."""
     stream: str = ""
     consumer: str = ""

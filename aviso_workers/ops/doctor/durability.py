@@ -31,21 +31,26 @@ class Standing(Struct, frozen=True, kw_only=True):
     unflushed: int
     """Nanoseconds that what is acknowledged may not be on the disk yet; `NEVER`, or `UNKNOWN`."""
 
-    @property
-    def majority(self) -> int:
-        return self.copies // 2 + 1
-
     def __str__(self) -> str:
-        lost = f"up to {Duration(max(self.unflushed, SECOND) // SECOND).literal()} of what was acknowledged"
-        machines = "its server" if self.copies == 1 else f"{self.majority} of its {self.copies} servers at once"
-        if self.in_memory:
-            return f"in memory: gone when {machines} end"
-        disk = "gone with the disk of its server" if self.copies == 1 else f"stands the disks of {self.copies // 2}"
+        return "in memory: gone when its servers end" if self.in_memory else f"{self._on_loss}; {self._on_power_cut}"
+
+    @property
+    def _on_loss(self) -> str:
+        if self.copies == 1:
+            return "gone with the disk of its server"
+        if (spare := (self.copies - 1) // 2) == 0:
+            return "stands still without one of its 2 servers"
+        return f"stands the loss of {spare} of its {self.copies} servers"
+
+    @property
+    def _on_power_cut(self) -> str:
         if self.unflushed == UNKNOWN:
-            return f"{disk}; sync_interval is not known (the server's own default is 2m)"
+            return "sync_interval is not known (the server's own default is 2m)"
         if self.unflushed == NEVER:
-            return f"{disk}; a power cut loses nothing that was acknowledged (sync_always)"
-        return f"{disk}; a power cut of {machines} loses {lost}"
+            return "a power cut loses nothing that was acknowledged (sync_always)"
+        machines = "its server" if self.copies == 1 else f"{self.copies // 2 + 1} of its {self.copies} servers at once"
+        interval = Duration(max(self.unflushed, SECOND) // SECOND).literal()
+        return f"a power cut of {machines} loses up to {interval} of what was acknowledged"
 
 
 def standings(facts: Facts) -> Iterator[Standing]:

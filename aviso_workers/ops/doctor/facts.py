@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import anyio
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers import streams
 from aviso_workers.agents import Agent
@@ -31,7 +31,7 @@ from aviso_workers.ops.doctor.answers import Account, Advisory, Consumer, Server
 from aviso_workers.ops.doctor.monitoring import Monitored
 from aviso_workers.streams import Plan
 
-__all__ = ["Backup", "Facts", "Need", "Sample", "Subject", "gather"]
+__all__ = ["Backup", "Facts", "Need", "Sample", "Scope", "gather"]
 
 T = TypeVar("T")
 
@@ -39,10 +39,12 @@ Need = Literal["account", "agents", "backups", "consumers", "letters", "monitori
 """What a check can need, and what may be missing."""
 
 EVENTS = "$JS.EVENT."
+NAME_SECONDS = 2.0
+"""Who may not ask for it waits so long."""
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
-class Subject(Struct, frozen=True, kw_only=True):
+class Scope(Struct, frozen=True, kw_only=True):
     """Whom and how to examine."""
 
     agents: tuple[Agent[Any, Any], ...] | None = None
@@ -81,7 +83,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     """What is known. Streams and consumers are those of the account that we connect to."""
 
     now: datetime
-    subject: Subject
+    scope: Scope
     config: Config
     server: Server
     before: Sample
@@ -117,7 +119,7 @@ class Facts(Struct, frozen=True, kw_only=True):
         return {name: self.streams[name] for name in names if name in self.streams}
 
 
-async def gather(app: App, subject: Subject) -> Facts:
+async def gather(app: App, scope: Scope) -> Facts:
     """Ask for everything. `app` is connected, and only its configuration counts.
 
     Raises `RefusedError` where the backend is no server, `UnavailableError` where the connection is lost.
@@ -128,20 +130,20 @@ async def gather(app: App, subject: Subject) -> Facts:
     async with _listening(administration) as heard:
         began = time.monotonic()
         before = await asking.sample()
-        await anyio.sleep(subject.seconds)
+        await anyio.sleep(scope.seconds)
         elapsed = time.monotonic() - began
         after = await asking.sample()
     letters = await asking.ask("letters", lambda: observing.dead_letters(app)) or {}
     given_up = await asking.ask("letters", lambda: observing.given_up(app)) or {}
-    monitored, deaf = await asking.monitored(_monitors(app.config, subject), named=bool(subject.monitors), of=server)
+    monitored, deaf = await asking.monitored(_monitors(app.config, scope), named=bool(scope.monitors), of=server)
     unknown = asking.unknown
-    if subject.agents is None:
+    if scope.agents is None:
         unknown["agents"] = "which agents is not known: say --app MODULE:APP"
-    if subject.backups is None:
+    if scope.backups is None:
         unknown["backups"] = "where backups are is not known: say --backups DIRECTORY"
     return Facts(
         now=datetime.now(UTC),
-        subject=subject,
+        scope=scope,
         config=app.config,
         server=server,
         before=before,
@@ -153,7 +155,7 @@ async def gather(app: App, subject: Subject) -> Facts:
         given_up=given_up,
         monitored=monitored,
         deaf=deaf,
-        backups=await anyio.to_thread.run_sync(_backups, subject.backups) if subject.backups else {},
+        backups=await anyio.to_thread.run_sync(_backups, scope.backups) if scope.backups else {},
         unknown=unknown,
     )
 
@@ -177,7 +179,13 @@ class _Asking:
             return None
 
     async def server(self) -> Server:
-        answer = msgspec.json.decode((await self._api.request("$SYS.REQ.USER.INFO")).data)
+        """Which server it is; one that may not be asked for its name is known by its version only."""
+        try:
+            answer = msgspec.json.decode(
+                (await self._api.request("$SYS.REQ.USER.INFO", timeout_seconds=NAME_SECONDS)).data
+            )
+        except BackendError:
+            return Server(name="nats-server", ver=self._api.server_version)
         return msgspec.convert(answer["server"], Server)
 
     async def sample(self) -> Sample:
@@ -216,7 +224,8 @@ class _Asking:
             except ServerProcessError as error:
                 deaf[url] = str(error)
                 continue
-            if one.varz.server_id == of.id or (of.cluster and one.varz.cluster.name == of.cluster):
+            is_told = named and not of.id
+            if is_told or one.varz.server_id == of.id or (of.cluster and one.varz.cluster.name == of.cluster):
                 found.append(one)
             else:
                 deaf[url] = f"{url} is the monitoring port of {one.name}, which is not of {of.cluster or of.name}"
@@ -235,13 +244,14 @@ async def _listening(administration: Administration) -> AsyncIterator[list[Advis
         yield told
         while heard.statistics().current_buffer_used:
             one = heard.receive_nowait()
-            body = msgspec.json.decode(one.data) | {"kind": one.subject.removeprefix(EVENTS)}
-            told.append(msgspec.convert(body, Advisory))
+            with suppress(msgspec.MsgspecError):  # anybody may publish there
+                advisory = msgspec.json.decode(one.data, type=Advisory)
+                told.append(structs.replace(advisory, kind=one.subject.removeprefix(EVENTS)))
 
 
-def _monitors(config: Config, subject: Subject) -> Sequence[str]:
-    if subject.monitors:
-        return subject.monitors
+def _monitors(config: Config, scope: Scope) -> Sequence[str]:
+    if scope.monitors:
+        return scope.monitors
     monitor = config.server.monitoring
     host = "127.0.0.1" if monitor.host in EVERY_ADDRESS else monitor.host
     return [f"http://{host}:{monitor.port}"] if monitor.port else []
@@ -249,7 +259,7 @@ def _monitors(config: Config, subject: Subject) -> Sequence[str]:
 
 def _members(found: Sequence[Monitored], of: Server) -> set[str]:
     """The names of all servers of the cluster."""
-    members = {of.name}
+    members = {of.name} if of.id or not found else set[str]()
     for one in found:
         members |= {one.name, *one.routes, *(one.varz.jetstream.meta.members if one.varz.jetstream.meta else ())}
     return members

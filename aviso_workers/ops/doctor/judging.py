@@ -119,7 +119,7 @@ def judge(checks: Iterable[Check], facts: Facts) -> list[Result]:
 
 
 def _result(check: Check, facts: Facts) -> Result:
-    if check.production and not facts.subject.production:
+    if check.production and not facts.scope.production:
         return Result(check=check, findings=(Finding(found=NOT_IN_PRODUCTION, state=State.SKIP),))
     missing = [Finding(found=facts.unknown[need], state=State.SKIP) for need in check.needs if need in facts.unknown]
     findings = [_whole(check, finding) for finding in (*check.judge(facts), *missing)]

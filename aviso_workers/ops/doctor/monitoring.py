@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
 
 import msgspec
@@ -15,9 +18,10 @@ from msgspec import Struct
 from aviso_workers.errors import ServerProcessError
 from aviso_workers.ops.doctor.answers import Varz
 
-__all__ = ["Monitored", "look"]
+__all__ = ["LOOPBACK", "Monitored", "look"]
 
 ANSWER_SECONDS = 5.0
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 NEAR = build_opener(ProxyHandler({}))
 """A monitoring port is near: a proxy that the environment names is for the web."""
 
@@ -35,6 +39,12 @@ class Monitored(Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         return self.varz.server_name
+
+    @property
+    def disk(self) -> Path | None:
+        """Its store_dir, where that is on this machine and may be looked into."""
+        directory = Path(self.varz.jetstream.config.store_dir)
+        return directory if urlsplit(self.url).hostname in LOOPBACK and os.access(directory, os.R_OK) else None
 
 
 def look(url: str) -> Monitored:

@@ -121,7 +121,7 @@ def _skipped(report: Report) -> dict[str, list[str]]:
     """By reason, the codes of what could not be looked at."""
     reasons = defaultdict[str, list[str]](list)
     for result in report.results:
-        for reason in {_place(finding) for finding in result.findings if finding.state is State.SKIP}:
+        for reason in dict.fromkeys(_place(finding) for finding in result.findings if finding.state is State.SKIP):
             reasons[reason].append(result.check.code)
     return reasons
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 from aviso_workers import App, config
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
-from aviso_workers.ops.doctor import State, Subject, facts, judging
+from aviso_workers.ops.doctor import Scope, State, facts, judging
 from aviso_workers.ops.doctor.checks import CHECKS
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Finding, Result
@@ -59,14 +59,14 @@ def judged(found: Facts) -> Seen:
     return Seen(found, {result.check.code: result for result in judging.judge(CHECKS, found)})
 
 
-async def gathered(loaded: Config, **subject: Any) -> Facts:
+async def gathered(loaded: Config, **scope: Any) -> Facts:
     """The facts; between the samples there is little time, unless `seconds` says otherwise."""
     async with App("the-doctor", config=loaded) as app:
-        return await facts.gather(app, Subject(**{"seconds": 0.2, **subject}))
+        return await facts.gather(app, Scope(**{"seconds": 0.2, **scope}))
 
 
-def examined(loaded: Config, **subject: Any) -> Seen:
-    return judged(anyio.run(lambda: gathered(loaded, **subject)))
+def examined(loaded: Config, **scope: Any) -> Seen:
+    return judged(anyio.run(lambda: gathered(loaded, **scope)))
 
 
 def write(path: Path, url: str, *, event_types: tuple[str, ...] = ("mars",), **jetstream: Any) -> Config:

@@ -102,12 +102,12 @@ def test_which_agents_publish_is_what_they_say() -> None:
 
 
 def test_an_app_that_is_not_named_is_not_passed(left: Seen) -> None:
-    unnamed = structs.replace(left.facts, unknown={**left.facts.unknown, "agents": "which?"}, subject=no_agents(left))
+    unnamed = structs.replace(left.facts, unknown={**left.facts.unknown, "agents": "which?"}, scope=no_agents(left))
     assert judged(unnamed).state("JS032") is State.SKIP
 
 
 def no_agents(left: Seen) -> Any:
-    return structs.replace(left.facts.subject, agents=None)
+    return structs.replace(left.facts.scope, agents=None)
 
 
 def test_dead_letters(left: Seen) -> None:
@@ -179,7 +179,7 @@ def test_workers_that_give_up_during_an_election(left: Seen, settings: dict[str,
 
 def test_a_connection_that_anybody_can_use_and_read(left: Seen, tmp_path: Path) -> None:
     """By hand, but for the server: no address but the loopback is there to connect to."""
-    in_production = structs.replace(left.facts, subject=structs.replace(left.facts.subject, production=True))
+    in_production = structs.replace(left.facts, scope=structs.replace(left.facts.scope, production=True))
 
     def found(url: str, **settings: Any) -> list[str]:
         loaded = write(tmp_path / "config.yaml", url, **settings)

@@ -37,7 +37,10 @@ from tests.ops.doctor.conftest import (
 ACCOUNTS = """
 accounts {
   DATA {
-    users [{user: alice, password: hush}]
+    users [
+      {user: alice, password: hush}
+      {user: bob, password: hush, permissions: {publish: "$JS.API.>", subscribe: ["_INBOX.>", "$JS.EVENT.>"]}}
+    ]
     jetstream {max_file: 1MB, max_mem: 1MB, max_streams: 5, max_consumers: 4}
   }
   TIGHT {
@@ -79,12 +82,12 @@ def test_a_power_cut_of_a_server_as_it_comes(plain: Seen) -> None:
     stands = "gone with the disk of its server; a power cut of its server loses up to 2m of what was acknowledged"
     assert plain.found("JS043") == {"MARS": stands}
     assert plain.state("JS043") is State.WARN
-    in_production = structs.replace(plain.facts, subject=structs.replace(plain.facts.subject, production=True))
+    in_production = structs.replace(plain.facts, scope=structs.replace(plain.facts.scope, production=True))
     assert judged(in_production).state("JS043") is State.FAIL
 
 
 def test_streams_among_temporary_files(plain: Seen) -> None:
-    in_production = structs.replace(plain.facts, subject=structs.replace(plain.facts.subject, production=True))
+    in_production = structs.replace(plain.facts, scope=structs.replace(plain.facts.scope, production=True))
     (server,) = plain.facts.monitored
     directory = server.varz.jetstream.config.store_dir
     found = judged(in_production).found("JS052")
@@ -285,6 +288,14 @@ def test_an_account_without_jetstream_is_not_taken_for_a_healthy_one(accounts: t
     assert "10039" in seen.found("JS044")["JetStream's API"]
     blind = {code for code, result in seen.results.items() if "streams" in result.check.needs} - {"JS044"}
     assert {seen.state(code) for code in blind} == {State.SKIP}
+
+
+def test_a_user_who_may_not_ask_which_server_it_is(accounts: tuple[str, str], tmp_path: Path) -> None:
+    loaded = write(tmp_path / "config.yaml", accounts[0], user="bob", password="hush")
+    seen = examined(loaded, monitors=(accounts[1],))
+    assert (seen.facts.server.id, seen.facts.server.name) == ("", "nats-server")
+    assert (seen.state("JS044"), seen.state("JS041")) == (State.PASS, State.PASS), "the port that was named is believed"
+    assert examined(loaded).state("JS044") is State.SKIP
 
 
 def test_a_monitoring_port_that_does_not_answer(plain: Seen, free_port: int, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from aviso_workers.config import Config
 from aviso_workers.engine.session import SWEEP
 from aviso_workers.events import AgentStarted, Settled
 from aviso_workers.ops import stream_policy
-from aviso_workers.ops.doctor import State
+from aviso_workers.ops.doctor import State, durability
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.server import NatsServer, profiles, running
 from aviso_workers.server.running import Node
@@ -114,7 +114,8 @@ def test_the_demos_deployment(tmp_path: Path) -> None:
     assert seen.found("JS057") == {"field, agent index > field__index": "1 dead letters"}
     assert {code for code, state in seen.wrong.items() if state is State.FAIL} == set()
     assert seen.state("JS043") is State.SKIP  # it has no monitoring port; what is certain is told all the same
-    assert any("sync_interval is not known" in finding.found for finding in seen.results["JS043"].findings)
+    told = {standing.stream: str(standing) for standing in durability.standings(seen.facts)}
+    assert told["MARS"].startswith("gone with the disk of its server; sync_interval is not known")
 
 
 async def apply(loaded: Config) -> None:
@@ -194,6 +195,11 @@ async def sample(loaded: Config) -> None:
 def test_a_cluster_for_production(production: Cluster) -> None:
     seen = production.seen()
     assert {code: [str(each) for each in seen.results[code].findings] for code in seen.wrong} == {}
+    (mars,) = [str(standing) for standing in durability.standings(seen.facts) if standing.stream == "MARS"]
+    assert mars == (
+        "stands the loss of 1 of its 3 servers; "
+        "a power cut of 2 of its 3 servers at once loses up to 10s of what was acknowledged"
+    )
 
 
 def test_a_cluster_that_was_broken_in_ten_ways(production: Cluster) -> None:

@@ -190,8 +190,8 @@ def test_what_is_lost_on_the_disk(broken: Seen) -> None:
 
 
 def test_what_is_for_production_is_not_judged_elsewhere(broken: Seen) -> None:
-    for_development = structs.replace(broken.facts.subject, production=False)
-    seen = judged(structs.replace(broken.facts, subject=for_development))
+    for_development = structs.replace(broken.facts.scope, production=False)
+    seen = judged(structs.replace(broken.facts, scope=for_development))
     skipped = [code for code, result in seen.results.items() if result.check.production]
     assert {seen.state(code) for code in skipped} == {State.SKIP}
     assert [finding.found for finding in seen.results["JS003"].findings] == ["for production: say --production"]

@@ -17,6 +17,7 @@ from aviso_workers.agents import Agent
 from aviso_workers.notifications import Notify
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, check
+from aviso_workers.ops.doctor.monitoring import LOOPBACK
 from aviso_workers.streams import SECOND, readable
 
 __all__ = ["CHECKS"]
@@ -24,7 +25,6 @@ __all__ = ["CHECKS"]
 CHECKS: list[Check] = []
 declare = partial(check, CHECKS)
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ELECTION_SECONDS = 10
 ENOUGH_TO_PUBLISH_SECONDS = 15
 BACKUP_EVERY = timedelta(hours=24)
@@ -43,7 +43,7 @@ JWT = re.compile(r"BEGIN NATS USER JWT-+\s+(\S+)")
 )
 def short_windows(facts: Facts) -> Iterator[Finding]:
     deadline = facts.config.notification_backend.jetstream.publish_deadline_seconds
-    budgets = [(agent.name, retry_seconds(agent)) for agent in facts.subject.agents or () if publishes(agent)]
+    budgets = [(agent.name, retry_seconds(agent)) for agent in facts.scope.agents or () if publishes(agent)]
     for stream in facts.event_streams.values():
         window = stream.config.duplicate_window / SECOND
         shown = readable("duplicate_window", stream.config.duplicate_window)
@@ -57,7 +57,7 @@ def short_windows(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS046",
-    "Every stream has a backup of today",
+    "Every event stream has a backup of today",
     why="a copy on another server is no backup: what is deleted or damaged is so on all of them",
     cure="back it up by a timer of the site: `nats stream backup {stream} DIRECTORY/{stream}`; and restore one under "
     "another name now and then, to know that it works",
@@ -65,12 +65,12 @@ def short_windows(facts: Facts) -> Iterator[Finding]:
     needs=("backups", "streams"),
 )
 def no_backup(facts: Facts) -> Iterator[Finding]:
-    if facts.subject.backups is None:
+    if facts.scope.backups is None:
         return
     for name in facts.event_streams:
         backup = facts.backups.get(name)
         if backup is None:
-            yield Finding(stream=name, found=f"no backup in {facts.subject.backups}")
+            yield Finding(stream=name, found=f"no backup in {facts.scope.backups}")
         elif (age := facts.now - backup.taken) > BACKUP_EVERY:
             yield Finding(stream=name, found=f"{backup.directory} is {age.days} days old")
         elif _version(backup.server_version) > _version(facts.server.ver):

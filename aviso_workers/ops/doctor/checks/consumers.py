@@ -119,12 +119,12 @@ def push_to_nobody(facts: Facts) -> Iterator[Finding]:
     needs=("agents", "consumers", "streams"),
 )
 def held_back(facts: Facts) -> Iterator[Finding]:
-    for agent in facts.subject.agents or ():
+    for agent in facts.scope.agents or ():
         policy = agent.policy
         wanted = policy.concurrency * (policy.batch.size if agent.form is Batch else 1)
         for consumer in facts.consumers.values():
             most = consumer.config.max_ack_pending
-            if consumer.name == agent.durable_name(facts.subject.app) and 0 < most < wanted:
+            if consumer.name == agent.durable_name(facts.scope.app) and 0 < most < wanted:
                 yield _of(consumer, f"max_ack_pending {most}, and one worker handles {wanted} at a time")
 
 

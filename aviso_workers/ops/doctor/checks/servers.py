@@ -6,7 +6,6 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 from aviso_workers.ops.doctor import durability
 from aviso_workers.ops.doctor.facts import Facts
@@ -53,9 +52,10 @@ def power_cut(facts: Facts) -> Iterator[Finding]:
         if standing.in_memory or standing.unflushed == durability.NEVER:
             continue
         if standing.unflushed == durability.UNKNOWN:
-            yield Finding(stream=standing.stream, found=str(standing), state=State.SKIP)
+            if "monitoring" not in facts.unknown:  # that is told once
+                yield Finding(stream=standing.stream, found="not all servers that keep it are seen", state=State.SKIP)
         elif standing.copies == 1 or standing.unflushed > SHORT_INTERVAL:
-            is_bad = facts.subject.production and standing.copies == 1 and standing.unflushed > SHORT_INTERVAL
+            is_bad = facts.scope.production and standing.copies == 1 and standing.unflushed > SHORT_INTERVAL
             yield Finding(stream=standing.stream, found=str(standing), state=State.FAIL if is_bad else None)
 
 
@@ -153,12 +153,9 @@ def temporary(facts: Facts) -> Iterator[Finding]:
 def small_disk(facts: Facts) -> Iterator[Finding]:
     for one in facts.monitored:
         config, stored = one.varz.jetstream.config, one.varz.jetstream.stats.storage
-        try:
-            free = shutil.disk_usage(config.store_dir).free
-        except OSError:
+        if one.disk is None:
             yield Finding(place=one.name, found=f"its {config.store_dir} is not on this machine", state=State.SKIP)
-            continue
-        if free < config.max_storage - stored:
+        elif (free := shutil.disk_usage(one.disk).free) < config.max_storage - stored:
             found = f"{config.max_storage - stored} bytes may still come, and {free} are free in {config.store_dir}"
             yield Finding(place=one.name, found=found)
 
@@ -192,7 +189,7 @@ def not_encrypted(facts: Facts) -> Iterator[Finding]:
     marked = [stream for stream in facts.streams.values() if stream.config.metadata.get("pii") == "true"]
     for stream in marked:
         for one in facts.monitored:
-            described = list(Path(one.varz.jetstream.config.store_dir).glob(f"*/streams/{stream.name}/meta.inf"))
+            described = list(one.disk.glob(f"*/streams/{stream.name}/meta.inf")) if one.disk else []
             if any(not file.with_name("meta.key").exists() for file in described):
                 yield Finding(stream=stream.name, found=f"pii=true, in plain text on the disk of {one.name}")
             elif not described and one.name in (stream.cluster.members or {one.name}):
