@@ -9,6 +9,7 @@
     │   ├── UnknownEventTypeError   no such entry in `notification_schema`
     │   ├── InvalidIdentifierError  a field is missing, unknown or has an illegal value
     │   └── InvalidPayloadError     missing though required, not JSON, or larger than the server takes
+    ├── LateError                   a notification came when its window had closed
     ├── InvalidKeyError             a text that cannot be the key of a table
     ├── InvalidPositionError        a `from_id`, `from_date`, `to_id` or `to_date` that means nothing
     ├── UndecodableError            a stored message that is no notification of its event type
@@ -47,6 +48,7 @@ __all__ = [
     "InvalidOptionError",
     "InvalidPayloadError",
     "InvalidPositionError",
+    "LateError",
     "NotFoundError",
     "OutcomeUnknownError",
     "PipelineError",
@@ -112,6 +114,10 @@ class InvalidPayloadError(InvalidNotificationError):
 
 class InvalidKeyError(AvisoWorkersError):
     """A text that cannot be the key of a table: an empty or a very long one."""
+
+
+class LateError(AvisoWorkersError):
+    """A notification that was not counted in a window, or not in all of its windows, because they had closed."""
 
 
 class InvalidPositionError(AvisoWorkersError):
