@@ -95,10 +95,10 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
         return self.key(notification) if self.key else ""
 
     def time_of(self, notification: Notification[T]) -> float:
-        """Raises `ValueError` for a time of which nobody can say when it is."""
+        """Raises `ValueError` for a time that has no zone, or is so far away that its windows end at no time."""
         time = self.time(notification) if self.time else notification.time
-        if time.tzinfo is None:
-            raise ValueError(f"the time of a notification needs a time zone, such as UTC; found {time!r}")
+        if time.tzinfo is None or not 1000 < time.year < 9000:
+            raise ValueError(f"the time of a notification needs a zone, and a year from 1001 to 8999; found {time!r}")
         return time.timestamp()
 
     def starts(self, time: float) -> list[int]:
@@ -215,7 +215,9 @@ def due(state: State[A], windowing: Windowing[A, Any]) -> list[int]:
 
 
 def without(state: State[A], start: int) -> State[A]:
-    """The state when this window is done."""
+    """The state when this window is done; as it was, where it was done before."""
+    if start not in state.open:
+        return state
     values = {known: value for known, value in state.open.items() if known != start}
     if values:
         return structs.replace(state, open=values)

@@ -121,6 +121,7 @@ class TestAState:
             windows.add(state, notification(9), windowing(), time=2)
         gone = windows.without(state, 0)
         assert gone.open == {10: 1}
+        assert windows.without(gone, 0) is gone
         with pytest.raises(LateError):
             windows.add(gone, notification(9), windowing(), time=2)
 

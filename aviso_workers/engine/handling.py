@@ -1,7 +1,7 @@
 """One notification at a time per worker: decoded, handled within its time, settled.
 
-The plainest of the three call forms; `batching` and `streaming` are the others. All take their deliveries from the
-agent's line and hand them to the settler.
+The plainest of the call forms; `batching`, `streaming` and `windowing` are the others. All take their deliveries from
+the agent's line and hand them to the settler.
 """
 
 from __future__ import annotations

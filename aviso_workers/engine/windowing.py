@@ -13,7 +13,7 @@ more, and stays until the function has been run for it: whoever runs it again pu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
@@ -41,9 +41,10 @@ __all__ = ["AsWindows", "unfinished"]
 
 LOOK_SECONDS = 1.0
 """How often it is looked whether a window is over."""
-ASK_SECONDS = 0.1
 MANY = 100
 """From so many remembered notifications of a key on, it is asked which of them are settled."""
+ASK_SECONDS = 0.1
+"""How often that is asked."""
 FORGOTTEN_AFTER_SECONDS = 86400.0
 """A key of which no window is open is forgotten after this: by then nothing comes again that was counted, and who was
 paused with a count in its hands has given up."""
@@ -80,10 +81,10 @@ class AsWindows:
         self._locks: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
         """By key, so that the calls of one worker do not get in each other's way."""
         self._settled = 0
-        """The sequence up to which everything was settled when it was last asked, and when that was."""
+        """The sequence up to which everything was settled when it was asked last."""
         self._asked_at = -math.inf
         self._awaited: tuple[float, int] | None = None
-        """The time up to which windows are to close when everything up to a sequence is settled."""
+        """A time that has come when everything up to this sequence is settled."""
         self._failures: dict[tuple[str, int], int] = {}
         """By key and start of a window, how often the function failed for it."""
         self._again_at: dict[tuple[str, int], float] = {}
@@ -155,10 +156,12 @@ class AsWindows:
         idle = self._is_idle(states.values(), info)
         for key, state in states.items():
             until = max(state.open) + self._windowing.size_seconds if idle and state.open else passed
+            if stop.is_set():
+                return
             if windows.due(windows.close(state, until, self._windowing), self._windowing):
-                await self._close(key, until, stop)
+                await self._close(key, until)
 
-    async def _pass(self, states: Iterable[State[Any]], info: ConsumerInfo) -> float:
+    async def _pass(self, states: Collection[State[Any]], info: ConsumerInfo) -> float:
         """Up to when windows are closed now. It is told to all before any window is."""
         known = await self._passed()
         time, sequence = self._awaited = self._awaited or windows.newest(states)
@@ -175,17 +178,15 @@ class AsWindows:
         entry = await self._bucket.get(PASSED)
         return self._states.read(entry).closed if entry else windows.NEVER
 
-    def _is_idle(self, states: Iterable[State[Any]], info: ConsumerInfo) -> bool:
+    def _is_idle(self, states: Collection[State[Any]], info: ConsumerInfo) -> bool:
         if self._windowing.idle_seconds is None or info.num_pending or info.num_ack_pending:
             return False
         last = max(state.stored for state in states)
         return self._kit.clock.time_ns() / 1e9 - last >= self._windowing.idle_seconds
 
-    async def _close(self, key: str, until: float, stop: anyio.Event) -> None:
+    async def _close(self, key: str, until: float) -> None:
         state = await self._change(_spelled(key), lambda state: windows.close(state, until, self._windowing))
         for start in windows.due(state, self._windowing):
-            if stop.is_set():
-                return
             if self._again_at.get((key, start), -math.inf) <= self._kit.clock.monotonic():
                 await self._finish(self._windowing.window(key, start, state.open[start]), start)
 

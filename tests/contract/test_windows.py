@@ -13,7 +13,7 @@ import pytest
 
 from aviso_workers import App, Backoff, Notification, Notify, Reject, Window, Windowing
 from aviso_workers.engine.windowing import AsWindows
-from aviso_workers.errors import LateError
+from aviso_workers.errors import LateError, UndecodableError
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
@@ -371,7 +371,7 @@ async def test_a_time_without_a_zone_is_refused(app: App, url: str | None, decla
         await notify(t, 0)
         await t.settle()
         (letter,) = t.dead_letters
-        assert "the time of a notification needs a time zone" in letter.error
+        assert "the time of a notification needs a zone" in letter.error
 
 
 async def test_a_fold_that_returns_something_else_stores_nothing(
@@ -386,6 +386,20 @@ async def test_a_fold_that_returns_something_else_stores_nothing(
         await t.settle()
         (letter,) = t.dead_letters
         assert "Expected `int`, got `str`" in letter.error
+
+
+async def test_values_of_another_type_are_told_with_the_cure(
+    app: App, url: str | None, declare: Callable[..., Any]
+) -> None:
+    declare(hourly())
+    async with harness(app, server=url) as t:
+        bucket = await app.key_value("contract_windows_sums")
+        await bucket.put("=", b'{"open": {"0": "one"}}')
+        await notify(t, 0)
+        with pytest.raises(UndecodableError, match=r"hold is no <class 'int'>.*give the agent another name"):
+            await t.settle()
+        (letter,) = t.dead_letters
+        assert letter.reason == "undecodable"
 
 
 async def test_a_value_may_be_made_of_parts(app: App, url: str | None) -> None:
