@@ -68,7 +68,6 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
     """Nanoseconds."""
     allow_direct: bool | UnsetType = UNSET
     allow_rollup_hdrs: bool | UnsetType = UNSET
-    deny_delete: bool | UnsetType = UNSET
     allow_msg_ttl: bool | UnsetType = UNSET
     subject_delete_marker_ttl: int | UnsetType = UNSET
     """Nanoseconds for which it is told that a subject's last message was too old."""

@@ -17,6 +17,7 @@ from aviso_workers.cli import (
     burying,
     checking,
     configuring,
+    erasing,
     notifying,
     piping,
     reading,
@@ -63,6 +64,7 @@ command.command()(reading.watch)
 command.command()(reading.replay)
 command.command()(checking.check)
 command.command()(administering.delete)
+command.command()(erasing.erase)
 command.command()(reporting.agents)
 command.command()(reporting.lag)
 command.command()(steering.pause)
