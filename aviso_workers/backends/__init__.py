@@ -125,8 +125,13 @@ class Administration(Protocol):
     def api_prefix(self) -> str:
         """What the subjects of JetStream's API begin with: `$JS.API`, or that of a domain."""
 
-    async def api(self, subject: str, request: Any = None, *, timeout_seconds: float = 5.0) -> dict[str, Any]:
-        """Ask JetStream's API. `subject` is what follows the prefix. Raises as a backend's requests do."""
+    async def api(
+        self, subject: str, request: Any = None, *, prefix: str = "", timeout_seconds: float = 5.0
+    ) -> dict[str, Any]:
+        """Ask JetStream's API. `subject` is what follows the prefix, which may be that of another domain.
+
+        Raises as a backend's requests do.
+        """
 
     async def pages(self, subject: str, found: str) -> list[Any]:
         """All pages of a listing of JetStream's API, whose entries are under the key `found`. Raises as `api` does."""

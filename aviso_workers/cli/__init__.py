@@ -18,6 +18,7 @@ from aviso_workers.cli import (
     checking,
     configuring,
     erasing,
+    mirroring,
     notifying,
     piping,
     reading,
@@ -76,6 +77,8 @@ sparking.spark.command()(piping.archive)
 sparking.spark.command()(piping.backfill)
 sparking.spark.command()(piping.report)
 command.add_typer(administering.streams, name="streams")
+command.add_typer(mirroring.mirror, name="mirror")
+command.add_typer(mirroring.drill, name="drill")
 command.add_typer(serving.server, name="server")
 command.add_typer(configuring.config, name="config")
 
