@@ -18,6 +18,7 @@ from aviso_workers.cli import (
     checking,
     configuring,
     erasing,
+    measuring,
     mirroring,
     notifying,
     piping,
@@ -68,6 +69,7 @@ command.command()(administering.delete)
 command.command()(erasing.erase)
 command.command()(reporting.agents)
 command.command()(reporting.lag)
+command.command()(measuring.top)
 command.command()(steering.pause)
 command.command()(steering.resume)
 command.command()(steering.reset)
@@ -77,6 +79,7 @@ sparking.spark.command()(piping.archive)
 sparking.spark.command()(piping.backfill)
 sparking.spark.command()(piping.report)
 command.add_typer(administering.streams, name="streams")
+command.add_typer(measuring.report, name="report")
 command.add_typer(mirroring.mirror, name="mirror")
 command.add_typer(mirroring.drill, name="drill")
 command.add_typer(serving.server, name="server")
