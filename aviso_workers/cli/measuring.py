@@ -119,11 +119,13 @@ CONSUMERS = ("stream", "consumer", "pending", "ack pending", "redelivered", "gro
 
 
 def _print(columns: Sequence[str], rows: Iterable[Sequence[str]], documents: Sequence[Any], *, as_json: bool) -> None:
-    if not as_json:
+    if as_json:
+        for document in documents:
+            print_json(msgspec.to_builtins(document))
+    elif documents:
         print_table(columns, rows)
-        return
-    for document in documents:
-        print_json(msgspec.to_builtins(document))
+    else:
+        typer.echo("there are none")
 
 
 def _print_consumers(rows: Sequence[ConsumerRow], *, as_json: bool) -> None:
@@ -140,8 +142,9 @@ def _stream_row(row: StreamRow) -> tuple[str, ...]:
 
 def _consumer_row(row: ConsumerRow) -> tuple[str, ...]:
     numbers = (str(row.pending), str(row.ack_pending), str(row.redelivered), f"{row.rate:+.1f}/s")
+    gone_in = _duration(row.drain_seconds) if row.lag else "-"
     state = "paused" if row.paused else "STUCK" if row.stuck else ""
-    return (row.stream, row.consumer, *numbers, _duration(row.drain_seconds), _ago(row.last_settled), state)
+    return (row.stream, row.consumer, *numbers, gone_in, _ago(row.last_settled), state)
 
 
 def _ago(time: datetime | None) -> str:
