@@ -16,7 +16,7 @@ from aviso_workers.engine.windowing import AsWindows
 from aviso_workers.errors import LateError, UndecodableError
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
 from aviso_workers.testing import Harness, harness
-from tests.contract.settings import app_config, mars
+from tests.contract.settings import mars
 
 pytestmark = pytest.mark.anyio
 
@@ -50,16 +50,6 @@ def hourly(**stated: Any) -> Windowing[int, Field]:
 def result(window: Window[int]) -> Notify:
     minutes = [int((time - SIX).total_seconds() / 60) for time in (window.start, window.end)]
     return Notify("plain", {"a": f"{minutes[0]}-{minutes[1]}", "b": window.key or "all"}, window.value)
-
-
-@pytest.fixture
-def app(kind: str, nats_url: str) -> App:
-    return App("contract", config=app_config(kind, nats_url))
-
-
-@pytest.fixture
-def url(nats_url: str) -> str | None:
-    return nats_url or None
 
 
 @pytest.fixture
