@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from aviso_workers import App, Backoff, Notification, Notify, Reject, Window, Windowing
+from aviso_workers.engine import windowing
 from aviso_workers.engine.windowing import AsWindows
 from aviso_workers.errors import LateError, UndecodableError
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
@@ -275,6 +276,26 @@ async def test_a_dead_letter_that_is_tried_again_counts_once(
         await t.settle()
         assert t.outcomes(agent) == ["dead_lettered", "acked", "acked", "acked"]
         assert sums(t) == {"0-60 all": 8}
+
+
+async def test_an_agent_that_is_reset_does_not_count_again_what_it_has_counted(
+    app: App, url: str | None, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windowing, "MANY", 2)  # so that what is settled is forgotten soon
+    agent = declare(hourly())
+    async with harness(app, server=url) as t:
+        await notify(t, *range(10))
+        await t.settle()
+        await t.advance(0.2)
+        await notify(t, 11)
+        await t.settle()
+        await app.session.backend.reset_consumer("MARS", agent.durable_name(app.name), sequence=1)
+        await notify(t, 12)
+        await t.settle()
+        assert t.outcomes(agent) == ["acked"] * 23
+        await notify(t, 60)
+        await t.settle()
+        assert sums(t) == {"0-60 all": 12}
 
 
 async def test_a_function_that_fails_is_run_again_and_publishes_once(app: App, url: str | None) -> None:
