@@ -362,10 +362,13 @@ def _folded_type(name: str, window: Windowing[Any, Any], value_type: Any) -> Any
         msgspec.json.decode(msgspec.json.encode(window.initial), type=value_type)
     except (TypeError, ValueError) as error:
         raise DeclarationError(f"agent {name!r}: initial= is no value of its Window: {error}") from error
-    parameters = list(inspect.signature(window.fold).parameters)
-    if len(parameters) != 2:
-        raise DeclarationError(f"agent {name!r}: fold= must be a function of a value and a Notification[T]")
-    (payload_type,) = typing.get_args(_hint(name, window.fold, parameters[1])) or (Any,)
+    try:
+        _, folded = inspect.signature(window.fold).parameters
+    except (TypeError, ValueError) as error:
+        raise DeclarationError(
+            f"agent {name!r}: fold= must be a function of a value and a Notification[T], found {window.fold!r}"
+        ) from error
+    (payload_type,) = typing.get_args(_hint(name, window.fold, folded)) or (Any,)
     _refuse_unreadable(name, payload_type)
     return payload_type
 

@@ -185,6 +185,7 @@ class TestAnAgentOfAWindow:
             (windowed, {"window": hourly(), "order_by": ["step"]}, "order_by= is for a function of a Notification"),
             (windowed, {"window": hourly(initial="none")}, "initial= is no value of its Window: Expected `int`"),
             (windowed, {"window": hourly(fold=lambda total: total)}, "fold= must be a function of a value and"),
+            (windowed, {"window": hourly(fold=max)}, "fold= must be a function of a value and .*, found <built-in"),
         ],
     )
     def test_is_refused_where_it_makes_no_sense(

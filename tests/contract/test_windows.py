@@ -14,7 +14,7 @@ import pytest
 from aviso_workers import App, Backoff, Notification, Notify, Reject, Window, Windowing
 from aviso_workers.engine import windowing
 from aviso_workers.engine.windowing import AsWindows
-from aviso_workers.errors import LateError, UndecodableError
+from aviso_workers.errors import LateError, RefusedError, UndecodableError
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
@@ -426,6 +426,20 @@ async def test_a_value_may_be_made_of_parts(app: App, url: str | None) -> None:
         await notify(t, 1, 2, 61, 121)
         await t.settle()
         assert [one.payload for one in t.published if one.event_type == "plain"] == [[1, 2], [61]]
+
+
+async def test_a_server_that_is_too_old_is_told_before_anything_runs(
+    app: App, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declare(hourly())
+
+    def refuse(major: int, minor: int, *, to: str) -> None:
+        raise RefusedError(f"nats-server {major}.{minor} is needed to {to}")
+
+    async with app:
+        monkeypatch.setattr(app.session.backend, "require_server", refuse)
+        with pytest.raises(RefusedError, match=r"nats-server 2\.11 is needed to keep the windows of agent 'sums'"):
+            await app.work(anyio.Event())
 
 
 async def test_what_dies_after_publishing_is_published_once(app: App) -> None:
