@@ -14,6 +14,7 @@ from rich.console import Console
 
 from aviso_workers.cli import (
     administering,
+    backing_up,
     burying,
     checking,
     configuring,
@@ -74,6 +75,7 @@ sparking.spark.command()(piping.archive)
 sparking.spark.command()(piping.backfill)
 sparking.spark.command()(piping.report)
 command.add_typer(administering.streams, name="streams")
+command.add_typer(backing_up.backup, name="backup")
 command.add_typer(serving.server, name="server")
 command.add_typer(configuring.config, name="config")
 
