@@ -95,7 +95,7 @@ def ls(directory: Below) -> None:
 @backup.command()
 def verify(directory: Below) -> None:
     """Read all of a backup, or of all backups in a directory, and count what is in it; exit 1 if one is damaged."""
-    _end(_each(backups.places(directory), _verify))
+    _end(_each(backups.places(directory) or [directory], _verify))
 
 
 @backup.command()

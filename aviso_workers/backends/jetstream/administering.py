@@ -29,7 +29,8 @@ class Administration:
 
     @property
     def server_version(self) -> str:
-        return str(self._connection.nc.connected_server_version)
+        found = self._connection.nc.connected_server_version
+        return f"{found.major}.{found.minor}.{found.patch}"
 
     @property
     def api_prefix(self) -> str:

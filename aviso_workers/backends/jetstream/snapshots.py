@@ -32,9 +32,10 @@ CHUNK_BYTES = 512 * 1024
 """As the nats CLI asks for; a server takes from 1 KiB to 1 MiB."""
 UNANSWERED_CHUNKS = 16
 """Of a restore, on their way at once: with one at a time, both sides wait for each other."""
-BEGIN_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
 """A server asks the consumers' leaders one by one before it sends the first chunk."""
+LOOK_SECONDS = 1.0
+"""So often it is looked whether the server has denied us what we wait for."""
 END_SECONDS = 600.0
 """Archives of servers before 2.15 are unpacked and read when they have come whole."""
 GIVE_UP_SECONDS = 10.0
@@ -50,7 +51,7 @@ async def snapshot(server: Administration, connection: Connection, stream: str) 
     inbox = server.new_inbox()
     async with _answers(server, connection, inbox, f"snapshot of {stream}") as answers:
         request = {"deliver_subject": inbox, "chunk_size": CHUNK_BYTES}
-        begun = await server.api(f"STREAM.SNAPSHOT.{stream}", request, timeout_seconds=BEGIN_SECONDS)
+        begun = await server.api(f"STREAM.SNAPSHOT.{stream}", request)
         yield Snapshot(config=begun["config"], state=begun["state"], chunks=_chunks(server, answers))
 
 
@@ -60,13 +61,13 @@ async def restore(
     """See `Administration.restore`."""
     name = config["name"]
     request = {"config": _unfinished(config), "state": state}
-    begun = await server.api(f"STREAM.RESTORE.{name}", request, timeout_seconds=BEGIN_SECONDS)
+    begun = await server.api(f"STREAM.RESTORE.{name}", request)
     try:
         inbox = server.new_inbox()
         async with _answers(server, connection, inbox, f"restore of {name}") as answers:
             upload = _Upload(server, answers, begun["deliver_subject"], inbox)
             await upload.send_all(read, size=min(CHUNK_BYTES, connection.nc.max_payload))
-        return await server.api(f"STREAM.UPDATE.{name}", config, timeout_seconds=BEGIN_SECONDS)
+        return await server.api(f"STREAM.UPDATE.{name}", config)
     except BaseException:
         with anyio.move_on_after(GIVE_UP_SECONDS, shield=True), suppress(BackendError):
             await connection.flush()  # if it was the connection that failed, wait for the next one
@@ -87,10 +88,11 @@ class _Answers:
 
     async def next(self, *, to: str, within: float = SILENCE_SECONDS) -> Heard:
         """Raises `UnavailableError` where nothing comes, `RefusedError` where we may not send `to` this subject."""
-        if not self._lost:
-            with anyio.move_on_after(within) as self._waiting:
+        until = anyio.current_time() + within
+        while not self._lost and anyio.current_time() < until:
+            with anyio.move_on_after(LOOK_SECONDS) as self._waiting:
                 return await self._heard.receive()
-        self.check_allowed(to)
+            self.check_allowed(to)
         raise UnavailableError(
             f"{self.what}: " + ("the connection was lost meanwhile" if self._lost else f"no answer for {within:g} s")
         )
