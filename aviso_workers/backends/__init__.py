@@ -47,17 +47,8 @@ __all__ = [
     "PubAck",
     "Snapshot",
     "StreamInfo",
-    "is_unfinished",
     "open_backend",
 ]
-
-UNFINISHED = "aviso_workers.unfinished_restore"
-"""In the metadata of a stream: it is being restored, or a restore of it was killed. It takes no publishes."""
-
-
-def is_unfinished(stream_config: Mapping[str, Any]) -> bool:
-    """Whether a stream is not whole, because a restore of it was killed or is under way."""
-    return UNFINISHED in (stream_config.get("metadata") or {})
 
 
 class Outgoing(Struct, frozen=True, gc=False):
@@ -147,8 +138,13 @@ class Administration(Protocol):
     def api_prefix(self) -> str:
         """What the subjects of JetStream's API begin with: `$JS.API`, or that of a domain."""
 
-    async def api(self, subject: str, request: Any = None, *, timeout_seconds: float = 5.0) -> dict[str, Any]:
-        """Ask JetStream's API. `subject` is what follows the prefix. Raises as a backend's requests do."""
+    async def api(
+        self, subject: str, request: Any = None, *, prefix: str = "", timeout_seconds: float = 5.0
+    ) -> dict[str, Any]:
+        """Ask JetStream's API. `subject` is what follows the prefix, which may be that of another domain.
+
+        Raises as a backend's requests do.
+        """
 
     async def pages(self, subject: str, found: str) -> list[Any]:
         """All pages of a listing of JetStream's API, whose entries are under the key `found`. Raises as `api` does."""
@@ -174,8 +170,8 @@ class Administration(Protocol):
         """Make a stream of this configuration from a snapshot's state and archive; returns JetStream's stream info.
 
         `read` gives at most so many bytes of the archive at a time, none at its end. Where it fails or is cancelled,
-        what was made of the stream is removed; where this process is killed, a stream stays that `is_unfinished`.
-        Raises `RefusedError` where the name is taken or the archive is damaged, `UnavailableError`.
+        what was made of the stream is removed; where this process is killed, a stream stays that is unfinished (see
+        `streams.is_unfinished`). Raises `RefusedError` where the name is taken or the archive is damaged, and as `api`.
         """
 
 

@@ -20,11 +20,10 @@ import anyio
 import anyio.from_thread
 import pytest
 
-from aviso_workers import App
-from aviso_workers.backends import is_unfinished
+from aviso_workers import App, streams
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.errors import BackupError, InvalidIdentifierError, NotFoundError, RefusedError, UnavailableError
-from aviso_workers.ops import backups
+from aviso_workers.ops import backups, stream_policy
 from aviso_workers.ops.backups import Backup, Keep
 from aviso_workers.ops.backups.storing import Draft
 from aviso_workers.server import NatsServer, running
@@ -196,8 +195,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import anyio
-from aviso_workers import App
-from aviso_workers.ops import backups
+from aviso_workers import App, streams
+from aviso_workers.ops import backups, stream_policy
 
 done = 0
 
@@ -228,8 +227,11 @@ async def test_what_a_killed_restore_left_is_marked_and_replaced(
 ) -> None:
     run_until_killed(write_config(nats_server.url), original.backup.directory, MANY_BYTES, "restore")
     left = await site.account()
-    assert is_unfinished(left["config"])
+    assert streams.is_unfinished(left["config"])
     assert (left["config"]["subjects"], left["state"]["messages"] < 99_999) == (["MARS"], True), left
+    plan = (await stream_policy.plans(site.app))["mars"]
+    with pytest.raises(UnavailableError, match="MARS is being restored"):
+        await site.app.session.provisioner.carry_out(plan)
     with pytest.raises(BackupError, match="MARS is what a restore left"):
         await backups.create(site.app, "MARS", tmp_path)
     await backups.restore(site.app, original.backup)

@@ -37,9 +37,9 @@ class Administration:
         return self._connection.api_prefix
 
     async def api(
-        self, subject: str, request: Any = None, *, timeout_seconds: float = API_TIMEOUT_SECONDS
+        self, subject: str, request: Any = None, *, prefix: str = "", timeout_seconds: float = API_TIMEOUT_SECONDS
     ) -> dict[str, Any]:
-        return await self._connection.api(subject, request, timeout_seconds=timeout_seconds)
+        return await self._connection.api(subject, request, prefix=prefix, timeout_seconds=timeout_seconds)
 
     async def pages(self, subject: str, found: str) -> list[Any]:
         everything: list[Any] = []

@@ -21,10 +21,11 @@ import anyio
 import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from aviso_workers.backends import UNFINISHED, Administration, Heard, Snapshot
+from aviso_workers.backends import Administration, Heard, Snapshot
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.errors import BackendError, UnavailableError
+from aviso_workers.streams import UNFINISHED
 
 __all__ = ["restore", "snapshot"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import anyio.to_thread
 from msgspec import Struct
 
+from aviso_workers import streams
 from aviso_workers.app import App
-from aviso_workers.backends import is_unfinished
 from aviso_workers.errors import BackupError, NotFoundError, UnknownEventTypeError
 from aviso_workers.ops import wiping
 from aviso_workers.ops.backups.storing import Backup, Draft, Progress, find, ignore, place_of, remove
@@ -37,7 +37,7 @@ async def create(app: App, stream: str, to: Path, *, progress: Progress = ignore
     server = app.session.backend.administration()
     made = datetime.now(UTC)
     async with server.snapshot(stream) as snapshot, aclosing(snapshot.chunks) as chunks:
-        if is_unfinished(snapshot.config):
+        if streams.is_unfinished(snapshot.config):
             raise BackupError(f"{stream} is what a restore left that was interrupted: restore it again first")
         with Draft(place_of(to, stream, made)) as draft:
             async for chunk in chunks:
@@ -74,10 +74,10 @@ async def named_streams(app: App, names: Sequence[str]) -> list[str]:
     present = await app.session.backend.stream_names()
     if not names:
         return sorted(present)
-    streams = [_stream(app, name, present) for name in names]
-    if missing := [stream for stream in streams if stream not in present]:
+    wanted = [_stream(app, name, present) for name in names]
+    if missing := [stream for stream in wanted if stream not in present]:
         raise NotFoundError(f"no stream {', '.join(missing)}; there are: {', '.join(sorted(present)) or 'none'}")
-    return list(dict.fromkeys(streams))
+    return list(dict.fromkeys(wanted))
 
 
 def _stream(app: App, name: str, present: Sequence[str]) -> str:

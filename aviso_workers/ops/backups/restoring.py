@@ -12,8 +12,9 @@ import anyio
 import anyio.to_thread
 from msgspec import Struct
 
+from aviso_workers import streams
 from aviso_workers.app import App
-from aviso_workers.backends import Administration, is_unfinished
+from aviso_workers.backends import Administration
 from aviso_workers.errors import BackupError, NotFoundError
 from aviso_workers.ops.backups.storing import Backup, Progress, damage, ignore, opened
 from aviso_workers.ops.backups.verifying import Contents, Counted, read_contents, verify
@@ -131,7 +132,7 @@ async def _make_room(app: App, config: Mapping[str, Any]) -> None:
     except NotFoundError:
         pass
     else:
-        if not is_unfinished(found.config):
+        if not streams.is_unfinished(found.config):
             raise BackupError(
                 f"stream {name} exists, with {found.messages} messages: "
                 "restore under another name (--as NAME), or delete that stream first"
