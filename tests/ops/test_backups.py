@@ -422,7 +422,10 @@ async def test_a_backup_of_a_server_before_2_15(site: Site, tmp_path: Path) -> N
     cut = backups.load(Path(shutil.copytree(OF_OLD_SERVER, tmp_path / "cut")))
     os.truncate(cut.archive, cut.size - 10)
     with pytest.raises(BackupError, match="is damaged"):
-        await backups.restore(site.app, cut, name="CUT")
+        await backups.restore(site.app, cut)
+    for changed in ({"name": "COPY"}, {"storage": "memory"}):
+        with pytest.raises(BackupError, match="it restores as it was"):
+            await backups.restore(site.app, old, **changed)
 
 
 async def test_streams_are_named_by_event_type_or_stream(site: Site) -> None:

@@ -81,7 +81,11 @@ async def restore(
     config: dict[str, Any] = dict(backup.config) if stream == backup.stream else _standing_still(backup.config, stream)
     changes = {"storage": storage, "num_replicas": replicas}
     config |= {field: value for field, value in changes.items() if value is not None}
-    await _require_fit(app, backup)
+    if not backup.of_entries and (stream, config["storage"]) != (backup.stream, backup.config["storage"]):
+        raise BackupError(
+            f"{backup.archive} was made by a nats-server before 2.15: it restores as it was, and no other"
+        )
+    _require_reader(app, backup)
     await anyio.to_thread.run_sync(_require_whole, backup)
     await _make_room(app, config)
     info = await _upload(app.session.backend.administration(), backup, config, progress)
@@ -94,10 +98,10 @@ async def drill(app: App, backup: Backup, *, progress: Progress = ignore) -> Dri
     It takes as much room on the server as the original, and for a while as much here as the backup. Raises as
     `restore` does, and `BackupError` for the archive of a nats-server before 2.15, which cannot be read here.
     """
-    await _require_fit(app, backup)
+    _require_reader(app, backup)
     before = await anyio.to_thread.run_sync(verify, backup)
     if before is None:
-        raise BackupError(f"{backup.archive} was made by a nats-server before 2.15: restore it under another name")
+        raise BackupError(f"{backup.archive} was made by a nats-server before 2.15, and cannot be read here to compare")
     server = app.session.backend.administration()
     scratch = SCRATCH + uuid4().hex[:8].upper()
     config = _standing_still(backup.config, scratch) | {"max_age": 0, "num_replicas": 1, "sealed": False}
@@ -111,7 +115,7 @@ async def drill(app: App, backup: Backup, *, progress: Progress = ignore) -> Dri
     return Drill(backup=before, restored=after)
 
 
-async def _require_fit(app: App, backup: Backup) -> None:
+def _require_reader(app: App, backup: Backup) -> None:
     if backup.of_entries:
         app.session.backend.require_server(*ENTRIES_SINCE, to=f"restore {backup.directory}")
 
