@@ -120,7 +120,8 @@ def restore(
         typer.echo(f"{restored.stream}: {now} messages, from {restored.state['first_seq']} on")
         if now != restored.messages_before:
             typer.echo(
-                f"{restored.stream}: it had {restored.messages_before}; what its limits do not allow any more is gone",
+                f"{restored.stream}: it had {restored.messages_before}: the rest is beyond its limits by now, "
+                "or was deleted during the backup",
                 err=True,
             )
 

@@ -24,7 +24,7 @@ from aviso_workers import App, streams
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.errors import BackupError, InvalidIdentifierError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.ops import backups, stream_policy
-from aviso_workers.ops.backups import Backup, Keep
+from aviso_workers.ops.backups import Backup, Keep, restoring
 from aviso_workers.ops.backups.storing import Draft
 from aviso_workers.server import NatsServer, running
 from tests.conftest import write_mars_config
@@ -129,8 +129,11 @@ async def test_a_changed_configuration_is_refused(site: Site, copied: Backup) ->
 
 
 def test_what_is_no_backup_is_told(copied: Backup, tmp_path: Path) -> None:
-    with pytest.raises(BackupError, match=r"is no backup: .*backup\.json.*such as .*copied"):
+    with pytest.raises(BackupError, match=r"is no backup: .*backup\.json.*it holds .*copied"):
         backups.load(tmp_path)
+    copied.archive.rename(tmp_path / "elsewhere")
+    with pytest.raises(BackupError, match=r"is no backup: .*stream\.tar\.s2: No such file"):
+        backups.load(copied.directory)
     (copied.directory / "backup.json").write_text("{")
     with pytest.raises(BackupError, match=r"backup\.json: "):
         backups.load(copied.directory)
@@ -153,6 +156,18 @@ async def test_a_stream_that_exists_is_not_restored_over(site: Site, original: O
     await site.delete()
     await site.server.api("STREAM.CREATE.OTHER", {"name": "OTHER", "subjects": ["mars.od.>"]})
     with pytest.raises(BackupError, match=r"OTHER has the subjects mars\.> of MARS"):
+        await backups.restore(site.app, original.backup)
+    assert await site.streams() == ["OTHER"]
+
+
+async def test_a_subject_that_is_taken_meanwhile_leaves_nothing(
+    site: Site, original: Original, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def see_no_other(app: App, config: Any) -> None:
+        await site.server.api("STREAM.CREATE.OTHER", {"name": "OTHER", "subjects": ["mars.od.>"]})
+
+    monkeypatch.setattr(restoring, "_make_room", see_no_other)
+    with pytest.raises(RefusedError, match=r"STREAM\.UPDATE\.MARS: subjects overlap"):
         await backups.restore(site.app, original.backup)
     assert await site.streams() == ["OTHER"]
 

@@ -24,7 +24,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from aviso_workers.backends import Administration, Heard, Snapshot
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.errors import BackendError, UnavailableError
+from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.streams import UNFINISHED
 
 __all__ = ["restore", "snapshot"]
@@ -68,12 +68,23 @@ async def restore(
         async with _answers(server, connection, inbox, f"restore of {name}") as answers:
             upload = _Upload(server, answers, begun["deliver_subject"], inbox)
             await upload.send_all(read, size=min(CHUNK_BYTES, connection.nc.max_payload))
-        return await server.api(f"STREAM.UPDATE.{name}", config)
     except BaseException:
-        with anyio.move_on_after(GIVE_UP_SECONDS, shield=True), suppress(BackendError):
-            await connection.flush()  # if it was the connection that failed, wait for the next one
-            await server.api(f"STREAM.DELETE.{name}")
+        await _remove(server, connection, name)
         raise
+    # From here on somebody may publish into it: unless the server says no, it is not ours to remove any more.
+    with anyio.CancelScope(shield=True):
+        try:
+            info = await server.api(f"STREAM.UPDATE.{name}", config)
+        except RefusedError:
+            await _remove(server, connection, name)
+            raise
+    return info
+
+
+async def _remove(server: Administration, connection: Connection, stream: str) -> None:
+    with anyio.move_on_after(GIVE_UP_SECONDS, shield=True), suppress(BackendError):
+        await connection.flush()  # if it was the connection that failed, wait for the next one
+        await server.api(f"STREAM.DELETE.{stream}")
 
 
 class _Answers:
@@ -121,13 +132,12 @@ async def _chunks(server: Administration, answers: _Answers) -> AsyncGenerator[b
     count, ack = 0, ""
     while (chunk := await answers.next(to=ack)).data:
         count += 1
-        yield chunk.data
-        if not chunk.reply:  # the last one, shorter than the others
-            continue
-        ack = chunk.reply
-        if not ack.endswith(f".{count}"):
+        if chunk.reply and not chunk.reply.endswith(f".{count}"):
             raise UnavailableError(f"{answers.what}: chunk {count} did not arrive")
-        server.send(ack)
+        yield chunk.data
+        if chunk.reply:  # the last one, shorter than the others, has none
+            ack = chunk.reply
+            server.send(ack)
     if chunk.status not in ("", "204"):  # servers before 2.15 say nothing
         answers.check_allowed(ack)
         raise UnavailableError(f"{answers.what}: {chunk.description or chunk.status}")

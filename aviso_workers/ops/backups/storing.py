@@ -115,7 +115,7 @@ def load(directory: Path) -> Backup:
     except msgspec.MsgspecError as error:
         raise BackupError(f"{directory / META}: {error}") from error
     except OSError as error:
-        below = next((f"; it holds backups, such as {found.directory}" for found in find(directory)), "")
+        below = next((f"; it holds {place}" for place in places(directory) if place != directory), "")
         raise BackupError(f"{directory} is no backup: {error.filename}: {error.strerror}{below}") from error
     if not isinstance(meta.config.get("name"), str):
         raise BackupError(f"{directory / META}: the stream's configuration has no name")
@@ -276,7 +276,8 @@ class Draft:
 
     def _put_in_place(self) -> None:
         replaced = self._place.with_name(self._place.name + REPLACED)
-        with suppress(FileNotFoundError):
+        if self._place.exists():
+            shutil.rmtree(replaced, ignore_errors=True)  # left by one who was killed before the last line
             self._place.rename(replaced)
         self._directory.rename(self._place)
         _sync_directory(self._place.parent)
