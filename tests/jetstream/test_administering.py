@@ -39,7 +39,7 @@ async def test_a_listing_is_read_to_its_last_page(administration: Administration
 
 
 async def test_what_a_server_says_unasked_is_heard(administration: Administration) -> None:
-    async with administration.listen("$JS.EVENT.ADVISORY.>") as advisories:
+    async with administration.listen("$JS.EVENT.ADVISORY.STREAM.>") as advisories:
         await administration.api("STREAM.CREATE.MARS", {"name": "MARS"})
         with anyio.fail_after(5):
             advisory = json.loads((await advisories.receive()).data)

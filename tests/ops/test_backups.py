@@ -344,6 +344,7 @@ async def test_a_cluster_takes_it_with_other_replicas_and_gives_it_back(original
             await backups.restore(app, original.backup, replicas=3)
             account = await site.account()
             assert (account["config"]["num_replicas"], account["state"]) == (3, original.account["state"])
+            assert (await backups.drill(app, original.backup)).restored.messages == 99_999
             again = await backups.create(app, "MARS", tmp_path)
     finally:
         running.stop(tmp_path / "servers")
@@ -494,3 +495,4 @@ async def test_a_missing_permission_names_the_subject(
             with pytest.raises(RefusedError, match=re.escape(denied.rstrip(">").lower())) as refused:
                 await doing
             assert "permissions violation" in str(refused.value)
+        server.kill()  # it would wait for the rest of the archive

@@ -25,6 +25,9 @@ ENTRIES_SINCE = (2, 15)
 AT_WORK = ("mirror", "sources", "republish", "subject_transform")
 """What a copy of a stream does not have, so that nothing changes it, and it changes nothing."""
 SCRATCH = "AVISO_DRILL_"
+CONSUMERS_SECONDS = 5.0
+"""A cluster makes a stream's consumers, and elects their leaders, a moment after the stream."""
+LOOK_SECONDS = 0.1
 STANDSTILL_SECONDS = 6.0
 """A server gives a restore up after 5 s in which nothing came."""
 
@@ -162,7 +165,18 @@ async def _upload(
         async def read(size: int) -> bytes:
             return await anyio.to_thread.run_sync(counted.read, size)
 
-        return await server.restore(config, backup.state, read=read)
+        await server.restore(config, backup.state, read=read)
+    with anyio.move_on_after(CONSUMERS_SECONDS):  # some may have gone with the time
+        await _wait_for_consumers(server, config["name"], backup.state["consumer_count"])
+    return await server.api(f"STREAM.INFO.{config['name']}")
+
+
+async def _wait_for_consumers(server: Administration, stream: str, count: int) -> None:
+    while True:
+        present = await server.pages(f"CONSUMER.LIST.{stream}", "consumers")
+        if len(present) >= count:
+            return
+        await anyio.sleep(LOOK_SECONDS)
 
 
 async def _read_back(server: Administration, stream: str, *, in_memory: bool) -> Contents:
