@@ -19,6 +19,7 @@
     │   └── RefusedError            not done and not worth repeating
     │       ├── NotFoundError       no such stream, consumer, key or message
     │       └── ConflictError       somebody else was faster: what it depended on is not so any more
+    ├── BackupError                 a backup cannot be made, or it is damaged, or it does not fit where it is to go
     ├── ResourceError               a resource that an author declared cannot be opened
     ├── ServerProcessError          a nats-server of our own could not be found or started
     ├── WorkerProcessError          a worker process of a fleet does not stay up
@@ -37,6 +38,7 @@ from collections.abc import Iterable
 __all__ = [
     "AvisoWorkersError",
     "BackendError",
+    "BackupError",
     "ConfigError",
     "ConflictError",
     "DataLossError",
@@ -157,6 +159,10 @@ class NotFoundError(RefusedError):
 
 class ConflictError(RefusedError):
     """Not stored, because it depended on a revision that is not the newest. Read again, and decide anew."""
+
+
+class BackupError(AvisoWorkersError):
+    """A backup cannot be written or read, is damaged or not whole, or does not fit where it is to go."""
 
 
 class ResourceError(AvisoWorkersError):
