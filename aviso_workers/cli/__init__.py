@@ -18,6 +18,7 @@ from aviso_workers.cli import (
     burying,
     checking,
     configuring,
+    copying,
     erasing,
     measuring,
     mirroring,
@@ -81,6 +82,7 @@ sparking.spark.command()(piping.archive)
 sparking.spark.command()(piping.backfill)
 sparking.spark.command()(piping.report)
 command.add_typer(administering.streams, name="streams")
+administering.streams.command()(copying.copy)
 command.add_typer(backing_up.backup, name="backup")
 command.add_typer(measuring.report, name="report")
 command.add_typer(mirroring.mirror, name="mirror")
