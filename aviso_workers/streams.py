@@ -19,6 +19,8 @@ from aviso_workers.schema import EventType
 from aviso_workers.topics import binding, stream_name
 
 __all__ = [
+    "FENCED",
+    "UNFINISHED",
     "UPDATABLE",
     "ConsumerSpec",
     "Difference",
@@ -28,6 +30,7 @@ __all__ = [
     "consumer_differences",
     "event_stream",
     "filters_of",
+    "is_unfinished",
     "own_stream",
     "plan",
     "readable",
@@ -46,6 +49,10 @@ UPDATABLE = frozenset({"ack_wait", "filter_subjects", "max_ack_pending", "max_de
 STARTING = frozenset({"deliver_policy", "opt_start_seq", "opt_start_time", "metadata"})
 """What says where a consumer begins: told apart by what was declared, not by what became of that."""
 START = "aviso-workers-start"
+FENCED = "aviso-workers-fenced"
+"""The metadata of a stream that was fenced when its mirror was promoted: which subjects it had."""
+UNFINISHED = "aviso-workers-unfinished"
+"""The metadata of a stream that is not whole, because a restore of it is under way or was killed."""
 
 
 class StreamSpec(Struct, frozen=True, kw_only=True):
@@ -68,7 +75,6 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
     """Nanoseconds."""
     allow_direct: bool | UnsetType = UNSET
     allow_rollup_hdrs: bool | UnsetType = UNSET
-    deny_delete: bool | UnsetType = UNSET
     allow_msg_ttl: bool | UnsetType = UNSET
     subject_delete_marker_ttl: int | UnsetType = UNSET
     """Nanoseconds for which it is told that a subject's last message was too old."""
@@ -111,6 +117,10 @@ class Plan(Struct, frozen=True, kw_only=True):
     differences: tuple[Difference, ...] = ()
     storage_mismatch: bool = False
     """Storage cannot be changed: nothing else is applied, and using the stream is an error."""
+    fenced: bool = False
+    """Another stream has taken its place: nothing is applied, and using it is an error."""
+    unfinished: bool = False
+    """A restore of it is under way, or was killed: nothing is applied, and it cannot be used yet."""
 
     @property
     def stream(self) -> str:
@@ -168,6 +178,10 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None) -> Plan:
     stated = {name: _normalised(name, value) for name, value in msgspec.to_builtins(wanted).items()}
     if found is None:
         return Plan(wanted=wanted, exists=False, config=stated)
+    if FENCED in (found.get("metadata") or {}):
+        return Plan(wanted=wanted, exists=True, config=found, fenced=True)
+    if is_unfinished(found):
+        return Plan(wanted=wanted, exists=True, config=found, unfinished=True)
     current = {name: _normalised(name, found.get(name)) for name in stated}
     differences = [
         Difference(field=name, found=current[name], wanted=value)
@@ -186,6 +200,11 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None) -> Plan:
         differences=tuple(differences),
         storage_mismatch=any(difference.field == "storage" for difference in differences),
     )
+
+
+def is_unfinished(stream_config: Mapping[str, Any]) -> bool:
+    """Whether a restore of the stream is under way, or was killed."""
+    return UNFINISHED in (stream_config.get("metadata") or {})
 
 
 def filters_of(consumer: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,6 @@ that none of its tables, streams and consumers is made.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -25,13 +24,15 @@ from aviso_workers.app import App
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError, NotFoundError, ServerProcessError
-from aviso_workers.ops import observing
+from aviso_workers.ops import backups, observing
+from aviso_workers.ops.backups import Backup
 from aviso_workers.ops.doctor import monitoring
 from aviso_workers.ops.doctor.answers import Account, Advisory, Consumer, Server, Stream
 from aviso_workers.ops.doctor.monitoring import Monitored
+from aviso_workers.ops.mirroring import Link, Mirrors
 from aviso_workers.streams import Plan
 
-__all__ = ["Backup", "Facts", "Need", "Sample", "Scope", "gather"]
+__all__ = ["Facts", "Need", "Sample", "Scope", "gather"]
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ class Scope(Struct, frozen=True, kw_only=True):
     seconds: float = 5.0
     """Between the two samples, which rates are made of; meanwhile advisories are heard."""
     backups: Path | None = None
-    """A directory with backups of streams, at any depth."""
+    """A directory with backups of streams."""
 
 
 class Sample(Struct, frozen=True, kw_only=True):
@@ -68,15 +69,6 @@ class Sample(Struct, frozen=True, kw_only=True):
     consumers: Mapping[tuple[str, str], Consumer] = {}
     """By stream and name."""
     account: Account = Account()
-
-
-class Backup(Struct, frozen=True, kw_only=True):
-    """The newest backup of a stream."""
-
-    directory: Path
-    taken: datetime
-    server_version: str
-    """Of the server that it was taken from; empty where it does not say."""
 
 
 class Facts(Struct, frozen=True, kw_only=True):
@@ -102,6 +94,9 @@ class Facts(Struct, frozen=True, kw_only=True):
     deaf: Mapping[str, str]
     """Monitoring ports that were named and do not answer, with the reason."""
     backups: Mapping[str, Backup]
+    """The newest of each stream."""
+    promoted: tuple[Link, ...]
+    """Streams that were mirrors, and their origins as far as these answer."""
     unknown: Mapping[Need, str]
 
     @property
@@ -135,6 +130,7 @@ async def gather(app: App, scope: Scope) -> Facts:
         after = await asking.sample()
     letters = await asking.ask("letters", lambda: observing.dead_letters(app)) or {}
     given_up = await asking.ask("letters", lambda: observing.given_up(app)) or {}
+    links = await asking.ask("streams", Mirrors(app).links) or []
     monitored, deaf = await asking.monitored(_monitors(app.config, scope), named=bool(scope.monitors), of=server)
     unknown = asking.unknown
     if scope.agents is None:
@@ -155,6 +151,7 @@ async def gather(app: App, scope: Scope) -> Facts:
         given_up=given_up,
         monitored=monitored,
         deaf=deaf,
+        promoted=tuple(link for link in links if link.relation == "promoted"),
         backups=await anyio.to_thread.run_sync(_backups, scope.backups) if scope.backups else {},
         unknown=unknown,
     )
@@ -271,17 +268,5 @@ def _plans(config: Config, configurations: Mapping[str, Mapping[str, Any]]) -> d
 
 
 def _backups(directory: Path) -> dict[str, Backup]:
-    """By stream, the newest that has both of its files."""
-    newest: dict[str, Backup] = {}
-    for description in directory.rglob("backup.json"):
-        try:
-            config = msgspec.json.decode(description.read_bytes())["config"]
-            taken = datetime.fromtimestamp(os.stat(description.with_name("stream.tar.s2")).st_mtime, UTC)
-            stream, metadata = str(config["name"]), config.get("metadata") or {}
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # not a backup, or one that was broken off
-        if stream not in newest or newest[stream].taken < taken:
-            newest[stream] = Backup(
-                directory=description.parent, taken=taken, server_version=str(metadata.get("_nats.ver", ""))
-            )
-    return newest
+    """By stream, the newest."""
+    return {backup.stream: backup for backup in backups.find(directory)}

@@ -126,35 +126,32 @@ def test_without_either_there_is_nothing_to_say(left: Seen) -> None:
     assert (clean.state("JS057"), clean.state("JS059")) == (State.PASS, State.PASS)
 
 
-def back_up(directory: Path, stream: str, *, age: timedelta = timedelta(), version: str = "2.15.0") -> None:
-    """The files of a backup, as `nats stream backup` lays them out."""
+def back_up(directory: Path, stream: str, *, age: timedelta = timedelta()) -> Path:
+    """The files of a backup of a nats-server 2.15, as the nats CLI lays them out."""
     (directory / stream).mkdir(parents=True)
-    config = {"name": stream, "metadata": {"_nats.ver": version}}
-    (directory / stream / "backup.json").write_text(json.dumps({"config": config, "state": {}}))
-    archive = directory / stream / "stream.tar.s2"
-    archive.write_bytes(b"...")
-    taken = time.time() - age.total_seconds()
-    os.utime(archive, (taken, taken))
+    description = directory / stream / "backup.json"
+    description.write_text(json.dumps({"config": {"name": stream}, "state": {}}))
+    (directory / stream / "stream.arc.s2").write_bytes(b"...")
+    made = time.time() - age.total_seconds()
+    os.utime(description, (made, made))
+    return directory / stream
 
 
 def test_backups(left: Seen, tmp_path: Path) -> None:
     assert left.state("JS046") is State.SKIP
     assert left.results["JS046"].findings[0].found == "where backups are is not known: say --backups DIRECTORY"
-    back_up(tmp_path / "old", "MARS", age=timedelta(days=3))
+    old = back_up(tmp_path / "old", "MARS", age=timedelta(days=3))
     back_up(tmp_path / "new", "LONG")
     (tmp_path / "broken-off").mkdir()
-    (tmp_path / "broken-off" / "backup.json").write_text('{"config": {"name": "SHORT"}}')
+    (tmp_path / "broken-off" / "backup.json").write_text('{"config": {"name": "SHORT"}, "state": {}}')
     seen = examined(left.facts.config, backups=tmp_path)
-    assert seen.found("JS046") == {
-        "MARS": f"{tmp_path / 'old' / 'MARS'} is 3 days old",
-        "SHORT": f"no backup in {tmp_path}",
-    }
-    back_up(tmp_path / "now", "MARS")
-    back_up(tmp_path / "now", "SHORT", version="2.99.0")
+    assert seen.found("JS046") == {"MARS": f"{old} is 3 days old", "SHORT": f"no backup in {tmp_path}"}
+    for stream in ("MARS", "SHORT"):
+        back_up(tmp_path / "now", stream)
     seen = examined(left.facts.config, backups=tmp_path)
-    assert seen.found("JS046") == {
-        "SHORT": f"{tmp_path / 'now' / 'SHORT'} is of nats-server 2.99.0, and 2.15.0 runs here"
-    }
+    assert seen.state("JS046") is State.PASS
+    older = structs.replace(seen.facts, server=structs.replace(seen.facts.server, ver="2.14.3"))  # none is here
+    assert judged(older).found("JS046")["MARS"].endswith("is of nats-server 2.15 or newer, and 2.14.3 runs here")
 
 
 def configured(left: Seen, **jetstream: Any) -> Config:

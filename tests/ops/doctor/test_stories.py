@@ -217,7 +217,7 @@ BROKEN = {
     ("JS002", "ENDLESS"): "nats stream edit ENDLESS --max-age",
     ("JS003", "ALONE"): "nats stream edit ALONE --replicas=3",
     ("JS004", "TWO"): "nats stream edit TWO --replicas=3",
-    ("JS005", "MEMORY"): "nats stream backup MEMORY",
+    ("JS005", "MEMORY"): "aviso-workers backup create MEMORY",
     ("JS006", "FULL"): "nats stream edit FULL --max-bytes",
     ("JS008", "UNHEARD"): "start the consumers before the publishers",
     ("JS010", "CRITICAL"): "nats stream edit CRITICAL --deny-delete --deny-purge",

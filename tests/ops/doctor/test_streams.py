@@ -14,6 +14,8 @@ from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Lost, Origin
+from aviso_workers.ops.mirroring import PROMOTED
+from aviso_workers.streams import FENCED
 from tests.ops.doctor.conftest import (
     SECOND,
     Seen,
@@ -57,6 +59,9 @@ async def break_streams(loaded: Config) -> None:
         await add_stream(server, "MARS", subjects=["mars.>"], max_msgs=7)
         await add_stream(server, "DISSEMINATION", subjects=["dissemination.>"], max_msgs=1000)
         await add_stream(server, "TAKER", subjects=["taken.*"])
+        await add_stream(server, "PROMOTED", metadata={PROMOTED: "$JS.API LIMITED"})
+        await add_stream(server, "FORMER", metadata={FENCED: "former.>"})
+        await add_stream(server, "FOLLOWER", metadata={PROMOTED: "$JS.API FORMER"})
 
 
 async def add_gaps(server: Administration) -> None:
@@ -158,6 +163,12 @@ def test_gaps(broken: Seen) -> None:
         "GAPPY": "1 messages are missing between the first and the last",
         "HELD_OPEN": "10100 gaps between 2 messages",
     }
+
+
+def test_a_promoted_mirror_whose_origin_lives_on(broken: Seen) -> None:
+    assert broken.found("JS020").keys() == {"LIMITED"}
+    assert broken.found("JS020")["LIMITED"].startswith("LIMITED is back and takes publishes")
+    assert "`aviso-workers mirror fence LIMITED`" in broken.findings("JS020")["LIMITED"].cure
 
 
 def test_an_origin_that_cannot_be_reached(broken: Seen) -> None:

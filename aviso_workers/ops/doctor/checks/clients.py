@@ -28,6 +28,7 @@ declare = partial(check, CHECKS)
 ELECTION_SECONDS = 10
 ENOUGH_TO_PUBLISH_SECONDS = 15
 BACKUP_EVERY = timedelta(hours=24)
+READS_ENTRIES = (2, 15)
 RENEW = timedelta(days=30)
 JETSTREAM = "notification_backend.jetstream"
 JWT = re.compile(r"BEGIN NATS USER JWT-+\s+(\S+)")
@@ -59,8 +60,8 @@ def short_windows(facts: Facts) -> Iterator[Finding]:
     "JS046",
     "Every event stream has a backup of today",
     why="a copy on another server is no backup: what is deleted or damaged is so on all of them",
-    cure="back it up by a timer of the site: `nats stream backup {stream} DIRECTORY/{stream}`; and restore one under "
-    "another name now and then, to know that it works",
+    cure="back it up by a timer of the site: `aviso-workers backup create {stream} --to DIRECTORY`; and see now and "
+    "then that it restores: `aviso-workers backup drill DIRECTORY/{stream}/TIME`",
     severity=State.FAIL,
     needs=("backups", "streams"),
 )
@@ -71,11 +72,11 @@ def no_backup(facts: Facts) -> Iterator[Finding]:
         backup = facts.backups.get(name)
         if backup is None:
             yield Finding(stream=name, found=f"no backup in {facts.scope.backups}")
-        elif (age := facts.now - backup.taken) > BACKUP_EVERY:
+        elif (age := facts.now - backup.made) > BACKUP_EVERY:
             yield Finding(stream=name, found=f"{backup.directory} is {age.days} days old")
-        elif _version(backup.server_version) > _version(facts.server.ver):
-            found = f"{backup.directory} is of nats-server {backup.server_version}, and {facts.server.ver} runs here"
-            yield Finding(stream=name, found=found, cure="restore it with a server that is not older than it")
+        elif backup.of_entries and _version(facts.server.ver) < READS_ENTRIES:
+            found = f"{backup.directory} is of nats-server 2.15 or newer, and {facts.server.ver} runs here"
+            yield Finding(stream=name, found=found, cure="keep a server for it that is not older than 2.15")
 
 
 @declare(

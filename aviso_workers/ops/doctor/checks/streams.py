@@ -87,8 +87,8 @@ def even_copies(facts: Facts) -> Iterator[Finding]:
     "JS005",
     "Streams are on the disk",
     why="a stream in memory is gone when its servers end, in order or not",
-    cure="storage cannot be changed: make a stream with storage file, and copy with "
-    "`nats stream backup {stream} DIRECTORY` and `nats stream restore DIRECTORY`",
+    cure="storage cannot be changed: `aviso-workers backup create {stream} --to DIRECTORY`, remove it, and "
+    "`aviso-workers backup restore DIRECTORY/{stream}/TIME --storage file`",
     severity=State.FAIL,
     production=True,
 )
@@ -207,8 +207,9 @@ def taken(facts: Facts) -> Iterator[Finding]:
     "Streams have no gaps that nobody made",
     why="a server that finds a damaged block leaves out what it cannot read and says nothing; very many gaps cost "
     "memory and make reading slow",
-    cure="`nats stream gaps {stream}` shows where; if nobody has deleted there, restore the newest backup under "
-    "another name and compare. Where a few old messages hold very many gaps open, a retention_time ends them",
+    cure="`nats stream gaps {stream}` shows where; if nobody has deleted there, compare with the newest backup: "
+    "`aviso-workers backup restore DIRECTORY/{stream}/TIME --as COPY`. Where a few old messages hold very many gaps "
+    "open, a retention_time ends them",
 )
 def gaps(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
@@ -223,7 +224,8 @@ def gaps(facts: Facts) -> Iterator[Finding]:
     "JS016",
     "Nothing is lost on the disk",
     why="the server found blocks that it cannot read",
-    cure="look at the disk of the server, and restore the newest backup under another name to see what is missing",
+    cure="look at the disk of the server, and at what is missing: "
+    "`aviso-workers backup restore DIRECTORY/{stream}/TIME --as COPY`",
     severity=State.FAIL,
 )
 def lost(facts: Facts) -> Iterator[Finding]:
@@ -236,8 +238,8 @@ def lost(facts: Facts) -> Iterator[Finding]:
     "JS019",
     "Mirrors and sources hear of their origins",
     why="with an unreachable origin the lag stays as it was, so only the silence tells",
-    cure="`nats stream info {stream}` says what it waits for; look at the leaf node or gateway in between, and at the "
-    "origin's name and domain",
+    cure="`aviso-workers mirror status` and `nats stream info {stream}` say what it waits for; look at the leaf node "
+    "or gateway in between, and at the origin's name and domain",
     severity=State.FAIL,
 )
 def silent_origins(facts: Facts) -> Iterator[Finding]:
@@ -256,6 +258,19 @@ def silent_origins(facts: Facts) -> Iterator[Finding]:
                 rate = growth / facts.elapsed_seconds
                 found = f"{origin.lag} behind {origin.name}, and {rate:.0f} more every second"
                 yield Finding(stream=stream.name, found=found, state=State.WARN)
+
+
+@declare(
+    "JS020",
+    "A promoted mirror has taken its origin's place",
+    why="two streams that both take publishes are two histories, which nobody can join again",
+    cure="`aviso-workers mirror fence {place}`, at once; then compare what both have stored since",
+    severity=State.FAIL,
+)
+def two_histories(facts: Facts) -> Iterator[Finding]:
+    for link in facts.promoted:
+        if link.trouble:
+            yield Finding(stream=link.stream, place=link.origin, found=link.trouble)
 
 
 def overlap(one: str, other: str) -> bool:
