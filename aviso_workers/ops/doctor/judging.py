@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
+from aviso_workers.ops.doctor.answers import Consumer, Stream
 from aviso_workers.ops.doctor.facts import Facts, Need
 
-__all__ = ["Check", "Finding", "Result", "State", "check", "judge", "worst"]
+__all__ = ["Check", "Finding", "Result", "State", "about", "check", "judge", "worst"]
 
 PAGE = "docs/operations.md"
 NOT_IN_PRODUCTION = "for production: say --production"
@@ -45,6 +46,13 @@ class Finding(Struct, frozen=True, kw_only=True):
     @property
     def where(self) -> str:
         return " > ".join(filter(None, (self.place or self.stream, self.consumer)))
+
+
+def about(one: Stream | Consumer, found: str, *, state: State | None = None, cure: str = "") -> Finding:
+    """What was found of a stream or of a consumer."""
+    if isinstance(one, Stream):
+        return Finding(stream=one.name, found=found, state=state, cure=cure)
+    return Finding(stream=one.stream_name, consumer=one.name, found=found, state=state, cure=cure)
 
 
 Judge = Callable[[Facts], Iterator[Finding]]

@@ -9,7 +9,7 @@ from functools import partial
 from aviso_workers.engine import dead_lettering, sweeping
 from aviso_workers.ops.doctor.answers import Consumer, Group, Stream
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.doctor.judging import Check, Finding, State, check
+from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
 from aviso_workers.streams import SECOND
 
 __all__ = ["CHECKS"]
@@ -41,7 +41,7 @@ def copies(facts: Facts) -> Iterator[Finding]:
         yield Finding(stream=name, found="nobody answers for it: it has no leader")
     for one in _kept(facts):
         for found in _wrong_with(one.cluster):
-            yield _of(one, found)
+            yield about(one, found)
     for told in facts.heard:
         if ".QUORUM_LOST." in told.kind:
             yield Finding(stream=told.stream, consumer=told.consumer, found=f"told {told.kind}")
@@ -148,7 +148,7 @@ def versions(facts: Facts) -> Iterator[Finding]:
     for one in _kept(facts):
         needed = int(one.config.metadata.get(LEVEL, 0))
         if needed > level:
-            yield _of(one, f"needs API level {needed}, and the server has {level}", state=State.FAIL)
+            yield about(one, f"needs API level {needed}, and the server has {level}", state=State.FAIL)
 
 
 def _wrong_with(group: Group) -> Iterator[str]:
@@ -169,9 +169,3 @@ def _kept(facts: Facts) -> Iterator[Stream | Consumer]:
     """All that has a group of servers which keep it."""
     yield from facts.streams.values()
     yield from facts.consumers.values()
-
-
-def _of(one: Stream | Consumer, found: str, *, state: State | None = None) -> Finding:
-    if isinstance(one, Stream):
-        return Finding(stream=one.name, found=found, state=state)
-    return Finding(stream=one.stream_name, consumer=one.name, found=found, state=state)

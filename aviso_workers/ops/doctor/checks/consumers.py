@@ -12,7 +12,7 @@ from aviso_workers.notifications import Batch
 from aviso_workers.ops.doctor.answers import Consumer
 from aviso_workers.ops.doctor.checks.streams import overlap
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.doctor.judging import Check, Finding, State, check
+from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
 from aviso_workers.streams import SECOND, filters_of
 
 __all__ = ["CHECKS"]
@@ -40,7 +40,7 @@ def no_backoff(facts: Facts) -> Iterator[Finding]:
     for consumer in _foreign(facts):
         if not consumer.config.backoff:
             ack_wait = consumer.config.ack_wait / SECOND
-            yield _of(consumer, f"no backoff: every {ack_wait:g} s again")
+            yield about(consumer, f"no backoff: every {ack_wait:g} s again")
 
 
 @declare(
@@ -52,7 +52,7 @@ def no_backoff(facts: Facts) -> Iterator[Finding]:
 def never_gives_up(facts: Facts) -> Iterator[Finding]:
     for consumer in _foreign(facts):
         if consumer.config.max_deliver <= 0:
-            yield _of(consumer, "max_deliver is unlimited")
+            yield about(consumer, "max_deliver is unlimited")
 
 
 @declare(
@@ -68,7 +68,7 @@ def nobody_listens(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
         told = f"{sweeping.SUBJECT}.{consumer.stream_name}.{consumer.name}"
         if consumer.config.max_deliver > 0 and not any(overlap(subject, told) for subject in kept):
-            yield _of(consumer, f"max_deliver {consumer.config.max_deliver}, and no stream keeps what is given up")
+            yield about(consumer, f"max_deliver {consumer.config.max_deliver}, and no stream keeps what is given up")
 
 
 @declare(
@@ -81,7 +81,7 @@ def backoff_cut_short(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
         steps, most = len(consumer.config.backoff), consumer.config.max_deliver
         if 0 < most <= steps:
-            yield _of(consumer, f"{steps} steps of backoff, and max_deliver {most}")
+            yield about(consumer, f"{steps} steps of backoff, and max_deliver {most}")
 
 
 @declare(
@@ -95,7 +95,7 @@ def push_without_flow_control(facts: Facts) -> Iterator[Finding]:
         config = consumer.config
         missing = [key for key in ("flow_control", "idle_heartbeat") if not getattr(config, key)]
         if not consumer.pulled and missing:
-            yield _of(consumer, f"pushes without {' and '.join(missing)}")
+            yield about(consumer, f"pushes without {' and '.join(missing)}")
 
 
 @declare(
@@ -107,7 +107,7 @@ def push_without_flow_control(facts: Facts) -> Iterator[Finding]:
 def push_to_nobody(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
         if not consumer.pulled and consumer.durable and not consumer.push_bound:
-            yield _of(consumer, f"nobody subscribes to {consumer.config.deliver_subject}")
+            yield about(consumer, f"nobody subscribes to {consumer.config.deliver_subject}")
 
 
 @declare(
@@ -125,7 +125,7 @@ def held_back(facts: Facts) -> Iterator[Finding]:
         for consumer in facts.consumers.values():
             most = consumer.config.max_ack_pending
             if consumer.name == agent.durable_name(facts.scope.app) and 0 < most < wanted:
-                yield _of(consumer, f"max_ack_pending {most}, and one worker handles {wanted} at a time")
+                yield about(consumer, f"max_ack_pending {most}, and one worker handles {wanted} at a time")
 
 
 @declare(
@@ -139,7 +139,7 @@ def many_filters(facts: Facts) -> Iterator[Finding]:
         config = consumer.config
         filters = filters_of({"filter_subject": config.filter_subject, "filter_subjects": config.filter_subjects})
         if len(filters) > MANY_FILTERS:
-            yield _of(consumer, f"{len(filters)} filters")
+            yield about(consumer, f"{len(filters)} filters")
 
 
 @declare(
@@ -168,7 +168,7 @@ def unused(facts: Facts) -> Iterator[Finding]:
         in_use = consumer.num_waiting or consumer.push_bound or consumer.num_ack_pending
         since = consumer.delivered.last_active or consumer.created
         if consumer.durable and not in_use and facts.now - since > UNUSED:
-            yield _of(consumer, f"nobody asks, and nothing was delivered since {since.date()}")
+            yield about(consumer, f"nobody asks, and nothing was delivered since {since.date()}")
 
 
 @declare(
@@ -181,7 +181,7 @@ def unused(facts: Facts) -> Iterator[Finding]:
 def paused(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
         if consumer.paused and consumer.pause_remaining / SECOND > LONG_PAUSE_SECONDS:
-            yield _of(consumer, f"paused for {timedelta(seconds=consumer.pause_remaining // SECOND).days} days more")
+            yield about(consumer, f"paused for {timedelta(seconds=consumer.pause_remaining // SECOND).days} days more")
 
 
 @declare(
@@ -200,9 +200,9 @@ def not_pinned(facts: Facts) -> Iterator[Finding]:
             continue
         free = [group.group for group in consumer.priority_groups if not group.pinned_client_id]
         if free and consumer.num_pending:
-            yield _of(consumer, f"{consumer.num_pending} pending, and no client pinned in {', '.join(free)}")
+            yield about(consumer, f"{consumer.num_pending} pending, and no client pinned in {', '.join(free)}")
         elif pinned[key] >= PINNED_AGAIN:
-            yield _of(consumer, f"pinned {pinned[key]} times within {facts.elapsed_seconds:.0f} s")
+            yield about(consumer, f"pinned {pinned[key]} times within {facts.elapsed_seconds:.0f} s")
 
 
 @declare(
@@ -225,7 +225,3 @@ def _foreign(facts: Facts) -> Iterator[Consumer]:
     for consumer in facts.consumers.values():
         if consumer.durable and consumer.config.ack_policy != "none" and not consumer.ours:
             yield consumer
-
-
-def _of(consumer: Consumer, found: str) -> Finding:
-    return Finding(stream=consumer.stream_name, consumer=consumer.name, found=found)

@@ -10,7 +10,7 @@ from functools import partial
 
 from aviso_workers.ops.doctor.answers import Consumer
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.doctor.judging import Check, Finding, State, check
+from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
 from aviso_workers.streams import SECOND
 
 __all__ = ["CHECKS"]
@@ -41,7 +41,7 @@ def falling_behind(facts: Facts) -> Iterator[Finding]:
         growth = after.num_pending - before.num_pending
         if growth > 0 and not after.paused:
             rate = growth / facts.elapsed_seconds
-            yield _of(after, f"{after.num_pending} pending, {rate:.1f} more every second")
+            yield about(after, f"{after.num_pending} pending, {rate:.1f} more every second")
 
 
 @declare(
@@ -55,9 +55,9 @@ def redelivered(facts: Facts) -> Iterator[Finding]:
         delivered = after.delivered.consumer_seq
         share = after.num_redelivered / delivered if delivered else 0.0
         if after.num_redelivered >= FEW and share > OFTEN_REDELIVERED:
-            yield _of(after, f"{after.num_redelivered} of {delivered} deliveries are not settled and not the first")
+            yield about(after, f"{after.num_redelivered} of {delivered} deliveries are not settled and not the first")
         elif after.num_redelivered - before.num_redelivered >= FEW:
-            yield _of(after, f"{after.num_redelivered - before.num_redelivered} more within {_elapsed(facts)}")
+            yield about(after, f"{after.num_redelivered - before.num_redelivered} more within {_elapsed(facts)}")
 
 
 @declare(
@@ -80,7 +80,7 @@ def slow_acks(facts: Facts) -> Iterator[Finding]:
         # An agent of ours reports progress while it works, so that its ack_wait starts again and again.
         if consumer and not consumer.ours and slow > SLOW_SHARE * consumer.config.ack_wait:
             wait = consumer.config.ack_wait / SECOND
-            yield _of(consumer, f"1 % take {slow / SECOND:.2f} s or longer, with an ack_wait of {wait:g} s")
+            yield about(consumer, f"1 % take {slow / SECOND:.2f} s or longer, with an ack_wait of {wait:g} s")
 
 
 @declare(
@@ -96,12 +96,11 @@ def no_worker(facts: Facts) -> Iterator[Finding]:
             continue
         nobody = not (before.num_waiting or after.num_waiting or after.num_ack_pending)
         if nobody and after.num_pending and after.delivered.consumer_seq == before.delivered.consumer_seq:
-            yield _of(after, f"{after.num_pending} pending, and no worker asks for them")
+            yield about(after, f"{after.num_pending} pending, and no worker asks for them")
         elif 0 < after.config.max_waiting * NEARLY_ALL_WAITING <= after.num_waiting:
-            yield Finding(
-                stream=after.stream_name,
-                consumer=after.name,
-                found=f"{after.num_waiting} of {after.config.max_waiting} requests wait",
+            yield about(
+                after,
+                f"{after.num_waiting} of {after.config.max_waiting} requests wait",
                 state=State.WARN,
                 cure="let fewer clients ask at a time, or make the consumer again with a higher max_waiting",
             )
@@ -119,7 +118,7 @@ def stalled(facts: Facts) -> Iterator[Finding]:
     for before, after in _both(facts):
         most = after.config.max_ack_pending
         if 0 < most <= min(before.num_ack_pending, after.num_ack_pending):
-            yield _of(after, f"{after.num_ack_pending} delivered and not acknowledged, of at most {most}")
+            yield about(after, f"{after.num_ack_pending} delivered and not acknowledged, of at most {most}")
 
 
 @declare(
@@ -158,7 +157,7 @@ def stuck(facts: Facts) -> Iterator[Finding]:
             found = (
                 f"{after.num_pending} pending, {after.num_ack_pending} with workers, none done for {minutes:.0f} min"
             )
-            yield _of(after, found)
+            yield about(after, found)
 
 
 def _both(facts: Facts) -> Iterator[tuple[Consumer, Consumer]]:
@@ -169,7 +168,3 @@ def _both(facts: Facts) -> Iterator[tuple[Consumer, Consumer]]:
 
 def _elapsed(facts: Facts) -> str:
     return f"{facts.elapsed_seconds:.1f} s"
-
-
-def _of(consumer: Consumer, found: str) -> Finding:
-    return Finding(stream=consumer.stream_name, consumer=consumer.name, found=found)
