@@ -244,7 +244,9 @@ class VarzJetStream(Struct, frozen=True, kw_only=True):
     meta: Group | None = None
 
 
-class VarzCluster(Struct, frozen=True, kw_only=True):
+class VarzGroup(Struct, frozen=True, kw_only=True):
+    """The cluster that it is in, or as which it is known to other clusters."""
+
     name: str = ""
 
 
@@ -252,10 +254,10 @@ class Varz(Struct, frozen=True, kw_only=True):
     server_id: str
     server_name: str
     version: str
-    host: str = ""
     connections: int = 0
     max_connections: int = 0
     slow_consumers: int = 0
     tags: tuple[str, ...] = ()
-    cluster: VarzCluster = VarzCluster()
+    cluster: VarzGroup = VarzGroup()
+    gateway: VarzGroup = VarzGroup()
     jetstream: VarzJetStream = field(default_factory=VarzJetStream)

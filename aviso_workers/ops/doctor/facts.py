@@ -222,10 +222,10 @@ class _Asking:
                 deaf[url] = str(error)
                 continue
             is_told = named and not of.id
-            if is_told or one.varz.server_id == of.id or (of.cluster and one.varz.cluster.name == of.cluster):
-                found.append(one)
-            else:
+            if not (is_told or one.varz.server_id == of.id or (of.cluster and one.varz.cluster.name == of.cluster)):
                 deaf[url] = f"{url} is the monitoring port of {one.name}, which is not of {of.cluster or of.name}"
+            elif one.varz.server_id not in {known.varz.server_id for known in found}:
+                found.append(one)
         missing = _members(found, of) - {one.name for one in found}
         if missing:
             why = f"nothing is seen of {', '.join(sorted(missing))}: say --monitor URL for each server"

@@ -41,10 +41,15 @@ class Monitored(Struct, frozen=True, kw_only=True):
         return self.varz.server_name
 
     @property
+    def machine(self) -> str:
+        """Where it runs, as the URL says."""
+        return urlsplit(self.url).hostname or ""
+
+    @property
     def disk(self) -> Path | None:
         """Its store_dir, where that is on this machine and may be looked into."""
         directory = Path(self.varz.jetstream.config.store_dir)
-        return directory if urlsplit(self.url).hostname in LOOPBACK and os.access(directory, os.R_OK) else None
+        return directory if self.machine in LOOPBACK and os.access(directory, os.R_OK) else None
 
 
 def look(url: str) -> Monitored:

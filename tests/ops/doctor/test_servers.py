@@ -309,6 +309,13 @@ def test_a_monitoring_port_that_does_not_answer(plain: Seen, free_port: int, tmp
     assert any("say --monitor URL" in finding.found for finding in by_default.results["JS043"].findings)
 
 
+def test_a_monitoring_port_that_is_named_twice_is_one_server(tmp_path: Path) -> None:
+    with running(tmp_path / "js") as (loaded, monitor):
+        seen = examined(loaded, monitors=(monitor, f"{monitor.replace('127.0.0.1', 'localhost')}/"))
+    assert [server.url for server in seen.facts.monitored] == [monitor]
+    assert (seen.state("JS044"), seen.state("JS049")) == (State.PASS, State.PASS)
+
+
 def test_the_monitoring_port_of_another_server(plain: Seen, tmp_path: Path) -> None:
     (other,) = plain.facts.monitored
     with running(tmp_path / "js") as (loaded, _):
@@ -344,3 +351,5 @@ def test_two_servers_of_one_directory(plain: Seen) -> None:
     other = structs.replace(server, varz=structs.replace(server.varz, server_name="n2"))
     found = judged(structs.replace(plain.facts, monitored=(server, other))).found("JS049")
     assert found[f"{server.name} and n2"].startswith("share /")
+    elsewhere = structs.replace(other, url="http://n2.example.org:8222")
+    assert judged(structs.replace(plain.facts, monitored=(server, elsewhere))).state("JS049") is State.PASS

@@ -10,6 +10,7 @@ from functools import partial
 from aviso_workers.ops.doctor import durability
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, check
+from aviso_workers.ops.doctor.monitoring import LOOPBACK
 from aviso_workers.streams import SECOND
 
 __all__ = ["CHECKS"]
@@ -117,14 +118,16 @@ def same_place(facts: Facts) -> Iterator[Finding]:
 )
 def split(facts: Facts) -> Iterator[Finding]:
     for one in facts.monitored:
-        size = one.varz.jetstream.meta.cluster_size if one.varz.jetstream.meta else 0
+        meta = one.varz.jetstream.meta
+        size = meta.cluster_size if meta and not one.varz.gateway.name else 0  # through gateways there are others in it
         expected = max(size, len(facts.config.server.cluster.routes) if facts.config.server.cluster else 0)
         if len(one.routes) + 1 < expected:
             connected = ", ".join(sorted(one.routes)) or "nobody"
             yield Finding(place=one.name, found=f"connected to {connected}, in a cluster of {expected}")
     shared = defaultdict[tuple[str, str], list[str]](list)
     for one in facts.monitored:
-        shared[one.varz.host, one.varz.jetstream.config.store_dir].append(one.name)
+        if one.disk or one.machine not in LOOPBACK:  # else the port was forwarded to here
+            shared[one.machine, one.varz.jetstream.config.store_dir].append(one.name)
     for (_, directory), names in shared.items():
         if directory and len(names) > 1:
             yield Finding(place=" and ".join(names), found=f"share {directory}")

@@ -216,7 +216,7 @@ def gaps(facts: Facts) -> Iterator[Finding]:
         missing, messages = stream.state.num_deleted, stream.state.messages
         if missing and _never_deletes(stream):
             yield Finding(stream=stream.name, found=f"{missing} messages are missing between the first and the last")
-        elif missing >= MANY_GAPS and missing > GAPS_PER_MESSAGE * messages:
+        elif missing >= MANY_GAPS and missing > GAPS_PER_MESSAGE * messages and not _keeps_state(stream):
             yield Finding(stream=stream.name, found=f"{missing} gaps between {messages} messages")
 
 
