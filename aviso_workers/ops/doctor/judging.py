@@ -67,6 +67,8 @@ class Check(Struct, frozen=True, kw_only=True):
     why: str
     cure: str
     """What to do, with `{stream}`, `{consumer}`, `{place}`, `{app}` and `{agent}` for those of the finding."""
+    cure_of_others: str
+    """What to do instead about a stream that is no configured event type's; empty where that is the same."""
     judge: Judge
     needs: tuple[Need, ...]
     production: bool = False
@@ -96,6 +98,7 @@ def check(
     *,
     why: str,
     cure: str,
+    cure_of_others: str = "",
     severity: State = State.WARN,
     needs: tuple[Need, ...] = ("streams",),
     production: bool = False,
@@ -110,6 +113,7 @@ def check(
                 severity=severity,
                 why=why,
                 cure=cure,
+                cure_of_others=cure_of_others,
                 judge=judge,
                 needs=needs,
                 production=production,
@@ -130,14 +134,16 @@ def _result(check: Check, facts: Facts) -> Result:
     if check.production and not facts.scope.production:
         return Result(check=check, findings=(Finding(found=NOT_IN_PRODUCTION, state=State.SKIP),))
     missing = [Finding(found=facts.unknown[need], state=State.SKIP) for need in check.needs if need in facts.unknown]
-    findings = [_whole(check, finding) for finding in (*check.judge(facts), *missing)]
+    findings = [_whole(check, finding, facts) for finding in (*check.judge(facts), *missing)]
     return Result(check=check, findings=tuple(sorted(findings, key=_worst_first)))
 
 
-def _whole(check: Check, finding: Finding) -> Finding:
+def _whole(check: Check, finding: Finding, facts: Facts) -> Finding:
     state = check.severity if finding.state is None else finding.state
+    of_event_type = finding.stream in {plan.stream for plan in facts.plans.values()}
+    usual = check.cure if of_event_type else check.cure_of_others or check.cure
     app, _, agent = finding.consumer.partition("__")
-    cure = (finding.cure or check.cure).format(
+    cure = (finding.cure or usual).format(
         stream=finding.stream, consumer=finding.consumer, place=finding.place, app=app, agent=agent
     )
     return Finding(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from anyio import create_task_group
 from msgspec import Struct
 
 from aviso_workers import App, config
@@ -130,9 +131,16 @@ async def pull(administration: Administration, stream: str, consumer: str, count
             return [(await heard.receive()).reply for _ in range(count)]
 
 
-async def first_sample_taken(administration: Administration) -> None:
-    """Return when the doctor has taken its first sample: its last question is for the account."""
-    async with administration.listen("$JS.EVENT.ADVISORY.API") as heard:
-        with anyio.fail_after(20):
-            while json.loads((await heard.receive()).data)["subject"] != "$JS.API.INFO":
-                pass
+@asynccontextmanager
+async def between_samples(administration: Administration, deed: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Do it when the doctor who comes within the block has taken the first sample, whose last question is for INFO."""
+    async with administration.listen("$JS.EVENT.ADVISORY.API") as heard, create_task_group() as waiting:
+
+        async def wait() -> None:
+            with anyio.fail_after(30):
+                while json.loads((await heard.receive()).data)["subject"] != "$JS.API.INFO":
+                    pass
+            await deed()
+
+        waiting.start_soon(wait)
+        yield

@@ -68,10 +68,12 @@ async def use_badly(loaded: Config) -> None:
 
 async def lead(server: Administration, stream: str, *, leader: str) -> None:
     with anyio.fail_after(PATIENCE_SECONDS):
-        while (found := await server.api(f"STREAM.INFO.{stream}"))["cluster"].get("leader") != leader:
-            if "leader" in found["cluster"]:
-                with suppress(BackendError):  # it has become the leader meanwhile, or there is none just now
-                    await server.api(f"STREAM.LEADER.STEPDOWN.{stream}", {"placement": {"preferred": leader}})
+        while True:
+            with suppress(BackendError):  # there is no leader just now, or it has become the leader meanwhile
+                found = await server.api(f"STREAM.INFO.{stream}", timeout_seconds=1)
+                if found["cluster"].get("leader") == leader:
+                    return
+                await server.api(f"STREAM.LEADER.STEPDOWN.{stream}", {"placement": {"preferred": leader}})
             await anyio.sleep(0.05)
 
 

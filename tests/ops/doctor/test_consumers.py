@@ -24,7 +24,7 @@ from tests.ops.doctor.conftest import (
     Seen,
     add_consumer,
     add_stream,
-    first_sample_taken,
+    between_samples,
     gathered,
     judged,
     publish,
@@ -83,7 +83,6 @@ async def add_ephemeral(server: Administration, stream: str, name: str) -> None:
 
 async def ask_often(server: Administration) -> None:
     """Between the samples."""
-    await first_sample_taken(server)
     for _ in range(200):
         await server.api("CONSUMER.INFO.MARS.plain")
 
@@ -92,9 +91,8 @@ async def gather_broken(loaded: Config, monitor: str) -> Facts:
     async with App("breaking", config=loaded) as breaking:
         server = breaking.session.backend.administration()
         await break_consumers(server)
-        async with server.listen("to.us"), create_task_group() as meanwhile:
-            await pull(server, "MARS", "pinned", 3, group="g")
-            meanwhile.start_soon(ask_often, server)
+        await pull(server, "MARS", "pinned", 3, group="g")
+        async with server.listen("to.us"), between_samples(server, lambda: ask_often(server)):
             return await gathered(loaded, monitors=(monitor,), agents=tuple(app.agents), app=app.name, seconds=1.0)
 
 

@@ -10,11 +10,9 @@ from typing import Any
 
 import anyio
 import pytest
-from anyio import create_task_group
 from msgspec import structs
 
 from aviso_workers import App
-from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.engine import dead_lettering, sweeping
 from aviso_workers.errors import BackendError
@@ -25,8 +23,8 @@ from tests.ops.doctor.conftest import (
     Seen,
     add_consumer,
     add_stream,
+    between_samples,
     examined,
-    first_sample_taken,
     gathered,
     judged,
     publish,
@@ -123,16 +121,11 @@ def test_a_power_cut_of_a_server_that_flushes(tmp_path: Path, settings: str, sta
 
 
 async def gather_hot(loaded: Config, monitor: str) -> Facts:
-    async def publish_meanwhile(server: Administration) -> None:
-        await first_sample_taken(server)
-        await publish(server, "HOT", 20)
-
     async with App("hot", config=loaded) as app:
         server = app.session.backend.administration()
         await add_stream(server, "HOT")
         await add_stream(server, "COLD")
-        async with create_task_group() as meanwhile:
-            meanwhile.start_soon(publish_meanwhile, server)
+        async with between_samples(server, lambda: publish(server, "HOT", 20)):
             return await gathered(loaded, monitors=(monitor,), seconds=0.5)
 
 
@@ -244,8 +237,7 @@ def accounts(directory: Path) -> Iterator[tuple[str, str]]:
 
 def test_an_account_that_is_nearly_used_up(accounts: tuple[str, str], tmp_path: Path) -> None:
     async def use_up(loaded: Config) -> Facts:
-        async def fail_meanwhile(server: Administration) -> None:
-            await first_sample_taken(server)
+        async def fail() -> None:
             for _ in range(30):
                 await server.request("$JS.API.STREAM.INFO.NOT_THERE")
 
@@ -254,8 +246,7 @@ def test_an_account_that_is_nearly_used_up(accounts: tuple[str, str], tmp_path: 
             for i in range(4):
                 await add_stream(server, f"S{i}", max_bytes=250_000 if i < 3 else 100_000)
                 await add_consumer(server, f"S{i}", "reader")
-            async with create_task_group() as meanwhile:
-                meanwhile.start_soon(fail_meanwhile, server)
+            async with between_samples(server, fail):
                 return await gathered(loaded, monitors=(accounts[1],), seconds=0.5)
 
     seen = judged(anyio.run(use_up, write(tmp_path / "config.yaml", accounts[0], user="alice", password="hush")))

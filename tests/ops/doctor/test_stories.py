@@ -26,8 +26,8 @@ from tests.ops.doctor.conftest import (
     Seen,
     add_consumer,
     add_stream,
+    between_samples,
     examined,
-    first_sample_taken,
     gathered,
     judged,
     publish,
@@ -133,22 +133,22 @@ class Cluster(Struct, frozen=True):
         return judged(anyio.run(self.gather))
 
     async def gather(self) -> Facts:
-        async with App("measuring", config=self.loaded) as measuring, create_task_group() as meanwhile:
-            meanwhile.start_soon(measure, measuring.session.backend.administration())
-            return await gathered(
-                self.loaded,
-                monitors=self.monitors,
-                backups=self.backups,
-                agents=tuple(router.agents),
-                app="field",
-                production=True,
-                seconds=0.5,
-            )
+        async with App("measuring", config=self.loaded) as measuring:
+            server = measuring.session.backend.administration()
+            async with between_samples(server, lambda: measure(server)):
+                return await gathered(
+                    self.loaded,
+                    monitors=self.monitors,
+                    backups=self.backups,
+                    agents=tuple(router.agents),
+                    app="field",
+                    production=True,
+                    seconds=1.0,
+                )
 
 
 async def measure(server: Administration) -> None:
     """Acknowledge a message of a consumer that is sampled, between the samples."""
-    await first_sample_taken(server)
     await publish(server, "MEASURED", 1)
     for reply in await pull(server, "MEASURED", "sampled", 1):
         server.send(reply, b"+ACK")

@@ -12,6 +12,7 @@ from msgspec import structs
 from aviso_workers import App
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
+from aviso_workers.engine import dead_lettering
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Lost, Origin
 from aviso_workers.ops.mirroring import PROMOTED
@@ -37,6 +38,7 @@ async def break_streams(loaded: Config) -> None:
         await add_stream(server, "UNLIMITED")
         await add_stream(server, "LIMITED", max_bytes=10**6, max_age=DAY)
         await add_stream(server, "FEW", max_msgs=10)
+        await add_stream(server, dead_lettering.STREAM, subjects=[f"{dead_lettering.SUBJECT}.>"])
         await add_stream(server, "KV_state__index", subjects=["$KV.state__index.>"], max_msgs_per_subject=1)
         await add_stream(server, "MEMORY", storage="memory", max_age=DAY)
         for name, count in {"FULL": 100, "FILLING": 85, "ROOMY": 10, "ROLLING": 100}.items():
@@ -93,13 +95,16 @@ def test_a_stream_without_a_limit_of_bytes(broken: Seen) -> None:
     found = broken.found("JS001")
     assert found["UNLIMITED"] == "no max_bytes, 0 bytes so far"
     assert not {"LIMITED", "KV_state__index"} & found.keys()
-    assert "nats stream edit UNLIMITED --max-bytes" in broken.findings("JS001")["UNLIMITED"].cure
+    cures = {where: finding.cure for where, finding in broken.findings("JS001").items()}
+    assert cures["UNLIMITED"] == "`nats stream edit UNLIMITED --max-bytes=10GB`"
+    assert cures["MARS"].endswith("then `aviso-workers streams apply`")
+    assert "workers.dead_letters.max_bytes" in cures[dead_lettering.STREAM]
 
 
 def test_a_stream_that_forgets_nothing(broken: Seen) -> None:
     found = broken.found("JS002")
     assert found["UNLIMITED"] == "neither max_age nor max_msgs"
-    assert not {"LIMITED", "FEW", "KV_state__index"} & found.keys()
+    assert not {"LIMITED", "FEW", "KV_state__index", dead_lettering.STREAM} & found.keys()
 
 
 def test_a_stream_of_one_copy(broken: Seen) -> None:

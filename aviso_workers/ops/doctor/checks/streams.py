@@ -24,29 +24,32 @@ BY_KEY = "KV_"
 OF_SHORT_LIVES = (dead_lettering.RETRIES, sweeping.STREAM)
 """Streams of ours that forget within days, and hold only what failed."""
 
-APPLY = "`aviso-workers streams apply`; of a stream that is not configured here, "
+LETTERS_LIMIT = "set workers.dead_letters.max_bytes, and start a worker"
+LETTERS_ROOM = "`aviso-workers dead-letters ls`, then `retry` or `drop`; or raise workers.dead_letters.max_bytes"
+APPLY = "then `aviso-workers streams apply`"
 
 
 @declare(
     "JS001",
     "Streams have a limit of bytes",
     why="what grows without a limit takes the disk from all other streams of the server",
-    cure="set max_bytes (an event type's storage_policy.max_size, workers.dead_letters.max_bytes) and run "
-    + APPLY
-    + "`nats stream edit {stream} --max-bytes=10GB`",
+    cure="set max_bytes, or the event type's storage_policy.max_size, " + APPLY,
+    cure_of_others="`nats stream edit {stream} --max-bytes=10GB`",
     production=True,
 )
 def unlimited_bytes(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
         if stream.config.max_bytes <= 0 and not _keeps_state(stream) and stream.name not in OF_SHORT_LIVES:
-            yield Finding(stream=stream.name, found=f"no max_bytes, {stream.state.bytes} bytes so far")
+            found = f"no max_bytes, {stream.state.bytes} bytes so far"
+            yield Finding(stream=stream.name, found=found, cure=LETTERS_LIMIT if _is_letters(stream) else "")
 
 
 @declare(
     "JS002",
     "Streams forget what is old",
     why="without max_age and max_msgs everything is kept until max_bytes is reached, and then all gives way at once",
-    cure="set retention_time or max_messages and run " + APPLY + "`nats stream edit {stream} --max-age=30d`",
+    cure="set retention_time or max_messages, " + APPLY,
+    cure_of_others="`nats stream edit {stream} --max-age=30d`",
     production=True,
 )
 def unlimited_age(facts: Facts) -> Iterator[Finding]:
@@ -102,9 +105,8 @@ def in_memory(facts: Facts) -> Iterator[Finding]:
     "JS006",
     "Streams that refuse what does not fit have room",
     why="with discard new a full stream refuses every publish (JetStream's error 10077)",
-    cure="make room (`aviso-workers dead-letters ls` where they are dead letters), raise the limit and run "
-    + APPLY
-    + "`nats stream edit {stream} --max-bytes=20GB`, or let the oldest give way with discard_policy: old",
+    cure="raise the limit, or let the oldest give way with discard_policy: old, " + APPLY,
+    cure_of_others="make room, or raise the limit: `nats stream edit {stream} --max-bytes=20GB`",
 )
 def full(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
@@ -116,11 +118,11 @@ def full(facts: Facts) -> Iterator[Finding]:
             ("max_msgs", state.messages, config.max_msgs),
         ):
             if limit > 0 and used >= NEARLY_FULL * limit:
-                is_full = used >= FULL * limit
                 yield Finding(
                     stream=stream.name,
                     found=f"{used / limit:.0%} of {name} {limit} used",
-                    state=State.FAIL if is_full else State.WARN,
+                    state=State.FAIL if used >= FULL * limit else State.WARN,
+                    cure=LETTERS_ROOM if _is_letters(stream) else "",
                 )
 
 
