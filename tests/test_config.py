@@ -538,7 +538,7 @@ def test_the_example_loads_without_a_warning_and_states_the_defaults() -> None:
     assert list(example.notification_schema) == ["mars", "dissemination", "test_polygon", "spark_job"]
     assert example.notification_backend == config.NotificationBackend(kind="jetstream")
     assert (example.workers, example.application) == (config.Workers(), config.Application())
-    assert example.server == config.Server()
+    assert (example.server, example.streams) == (config.Server(), {})
 
 
 def test_the_example_has_every_key_that_there_is() -> None:
@@ -578,6 +578,8 @@ def _written_paths(value: Any, path: str = "") -> Iterator[str]:
         ".notification_schema",
         ".notification_schema.*.identifier",
         ".workers.agents",
+        ".streams",
+        ".streams.*.consumers",
         ".server.accounts",
         ".server.accounts.*.users",
         ".server.leafnodes.remotes",

@@ -109,8 +109,8 @@ class TestThePlan:
 
     def test_says_that_storage_cannot_be_changed(self) -> None:
         plan = streams.plan(SPEC, {**REPORTED, "storage": "memory"})
-        assert plan.storage_mismatch
-        assert "storage: memory -> file" in map(str, plan.differences)
+        assert (plan.storage_mismatch, plan.differences, plan.config["storage"]) == (True, (), "memory")
+        assert "storage: memory -> file; storage is chosen when" in str(plan.fixed[0])
 
 
 class TestTheDuplicateWindow:

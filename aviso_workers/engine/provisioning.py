@@ -64,9 +64,13 @@ class Provisioner:
         return streams.plan(spec, found.config if found else None)
 
     async def carry_out(self, plan: Plan) -> None:
-        """Create or update as planned. Raises `RefusedError` where the server refuses, or storage would change."""
+        """Create or update as planned, as far as that can be done. Raises `RefusedError` where the server refuses, the
+        stream cannot be created, or storage would change.
+        """
         if plan.storage_mismatch:
             raise _storage_mismatch(plan)
+        if not plan.exists and plan.fixed:
+            raise RefusedError(f"stream {plan.stream} cannot be created: {'; '.join(_texts(plan.fixed))}")
         if not plan.exists:
             await self._backend.create_stream(plan.wanted)
             self._events.emit(StreamProvisioned(stream=plan.stream, action="created"))
@@ -87,7 +91,11 @@ class Provisioner:
             plan = await self._create(plan)
         if plan.storage_mismatch:
             raise _storage_mismatch(plan)
-        if plan.differences and self._management == "reconcile":
+        if self._management != "reconcile":
+            return
+        if plan.fixed:
+            self._keep(plan.fixed, plan, refused="; ".join(difference.cure for difference in plan.fixed))
+        if plan.differences:
             await self._update(plan)
 
     async def _create(self, plan: Plan) -> Plan:
@@ -104,11 +112,12 @@ class Provisioner:
         try:
             await self.carry_out(plan)
         except RefusedError as error:
-            self._events.emit(
-                StreamProvisioned(
-                    stream=plan.stream, action="kept", differences=_texts(plan.differences), refused=str(error)
-                )
-            )
+            self._keep(plan.differences, plan, refused=str(error))
+
+    def _keep(self, differences: Iterable[Difference], plan: Plan, *, refused: str) -> None:
+        self._events.emit(
+            StreamProvisioned(stream=plan.stream, action="kept", differences=_texts(differences), refused=refused)
+        )
 
 
 def _texts(differences: Iterable[Difference]) -> tuple[str, ...]:
@@ -116,7 +125,7 @@ def _texts(differences: Iterable[Difference]) -> tuple[str, ...]:
 
 
 def _storage_mismatch(plan: Plan) -> RefusedError:
-    (storage,) = (difference for difference in plan.differences if difference.field == "storage")
+    (storage,) = (difference for difference in plan.fixed if difference.field == "storage")
     return RefusedError(
         f"stream {plan.stream} storage mismatch: it has {storage.found}, the configuration says {storage.wanted}; "
         "storage cannot be changed: set storage_type to what the stream has, or delete the stream"
