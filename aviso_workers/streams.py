@@ -186,7 +186,7 @@ class Plan(_Step, frozen=True, kw_only=True):
 
     @property
     def storage_mismatch(self) -> bool:
-        """Storage cannot be changed: nothing else is applied, and using the stream is an error."""
+        """Storage cannot be changed: nothing else is either, and using the stream is an error."""
         return any(difference.field == "storage" for difference in self.fixed)
 
 
@@ -249,6 +249,8 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None) -> Plan:
     if found is None:
         return Plan(wanted=wanted, exists=False, config=fields, fixed=_not_when_created(fields))
     differences, fixed = _told_apart(_differences(fields, found), _stream_cure)
+    if any(difference.field == "storage" for difference in fixed):
+        return Plan(wanted=wanted, exists=True, config=found, fixed=fixed)
     config = {**found, **{difference.field: difference.wanted for difference in differences}}
     shrunk = _shrunk_duplicate_window(config, fields)
     if shrunk is not None:

@@ -17,7 +17,9 @@ from aviso_workers.cli import (
     burying,
     checking,
     configuring,
+    inspecting,
     notifying,
+    operating,
     piping,
     reading,
     reporting,
@@ -74,6 +76,8 @@ sparking.spark.command()(piping.archive)
 sparking.spark.command()(piping.backfill)
 sparking.spark.command()(piping.report)
 command.add_typer(administering.streams, name="streams")
+command.add_typer(operating.consumers, name="consumers")
+command.add_typer(inspecting.account, name="account")
 command.add_typer(serving.server, name="server")
 command.add_typer(configuring.config, name="config")
 

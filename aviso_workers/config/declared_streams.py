@@ -198,6 +198,7 @@ STREAM_EXCLUSIONS: tuple[tuple[str, Any, str, Any], ...] = (
     ("allow_msg_counter", True, "retention", "workqueue"),
     ("allow_msg_counter", True, "discard", "new"),
     ("allow_msg_counter", True, "allow_msg_ttl", True),
+    ("allow_msg_schedules", True, "discard", "new"),
     ("persist_mode", "async", "allow_atomic", True),
     ("persist_mode", "async", "storage", "memory"),
 )
