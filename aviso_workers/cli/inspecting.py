@@ -14,7 +14,6 @@ from aviso_workers.app import App
 from aviso_workers.cli.administering import streams
 from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
 from aviso_workers.cli.printing import print_json, print_table
-from aviso_workers.config import Config
 from aviso_workers.errors import DeclarationError
 from aviso_workers.ops import inspecting, stream_policy
 from aviso_workers.ops.inspecting import StoredMessage
@@ -35,7 +34,7 @@ def ls(config: ConfigOption = None) -> None:
     """List all streams of the account, and whether the configuration has them."""
 
     async def run(app: App) -> None:
-        configured = _configured(app.config)
+        configured = stream_policy.sections(app.config)
         print_table(
             ("stream", "configured", "messages", "bytes", "first", "last", "deleted", "consumers", "leader", "copies"),
             [_stream_row(stream, configured) for stream in await inspecting.streams(app)],
@@ -127,12 +126,6 @@ def connected(config: Path | None, run: Callable[[App], Awaitable[T]]) -> T:
 
 async def _print(answer: Awaitable[dict[str, Any]]) -> None:
     print_json(await answer)
-
-
-def _configured(config: Config) -> dict[str, str]:
-    """By stream, the section of the configuration that has it."""
-    of_streams = dict.fromkeys((spec.name for spec in stream_policy.specs(config)), "notification_schema")
-    return of_streams | dict.fromkeys((name for name in config.streams if name not in of_streams), "streams")
 
 
 def _stream_row(stream: dict[str, Any], configured: dict[str, str]) -> tuple[str, ...]:

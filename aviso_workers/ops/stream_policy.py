@@ -16,7 +16,7 @@ from aviso_workers.config import Config, declared_streams
 from aviso_workers.errors import NotFoundError, UnknownEventTypeError
 from aviso_workers.streams import ConsumerPlan, Plan, StreamSpec
 
-__all__ = ["PolicyRow", "carry_out", "effective_policy", "plans", "specs"]
+__all__ = ["PolicyRow", "carry_out", "effective_policy", "plans", "sections"]
 
 
 class PolicyRow(Struct, frozen=True, kw_only=True):
@@ -50,13 +50,10 @@ KEYS = {
 """In the order in which they are shown."""
 
 
-def specs(config: Config) -> list[StreamSpec]:
-    """The streams of event types, then those that are declared beyond them."""
-    event_types = config.notification_schema.items()
-    return [
-        *(streams.event_stream(name, event_type, config) for name, event_type in event_types),
-        *streams.declared(config),
-    ]
+def sections(config: Config) -> dict[str, str]:
+    """By stream, the section of the configuration that it is from."""
+    of_events = declared_streams.event_streams(config.notification_schema)
+    return dict.fromkeys(config.streams, "streams") | dict.fromkeys(of_events, "notification_schema")
 
 
 async def plans(app: App) -> list[Plan | ConsumerPlan]:
@@ -65,7 +62,7 @@ async def plans(app: App) -> list[Plan | ConsumerPlan]:
     Raises `BackendError`.
     """
     found: list[Plan | ConsumerPlan] = []
-    for spec in specs(app.config):
+    for spec in _specs(app.config):
         found.append(await app.session.provisioner.plan(spec))
         declared = app.config.streams.get(spec.name)
         for name, consumer in declared.consumers.items() if declared else ():
@@ -102,6 +99,15 @@ async def effective_policy(app: App, name: str) -> list[PolicyRow]:
             follows=field not in differing,
         )
         for field, key in _keys(app.config, spec, name)
+    ]
+
+
+def _specs(config: Config) -> list[StreamSpec]:
+    """The streams of event types, then those that are declared beyond them."""
+    event_types = config.notification_schema.items()
+    return [
+        *(streams.event_stream(name, event_type, config) for name, event_type in event_types),
+        *streams.declared(config),
     ]
 
 

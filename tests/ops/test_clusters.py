@@ -1,0 +1,111 @@
+"""Copies on three servers: who leads, who gives up its copy, and which servers may hold one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aviso_workers.server import running
+from aviso_workers.server.running import Node
+from tests.ops.conftest import Api, Declare, Run
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def url(nodes: tuple[Node, ...]) -> str:
+    return nodes[0].url
+
+
+@pytest.fixture
+def make(run: Run, declare: Declare) -> Make:
+    """`make("ORDERS", num_replicas=3)`: the stream, with the consumer shipping; the configuration that has it."""
+
+    def make(name: str, **settings: Any) -> Path:
+        stream = {"subjects": [f"{name.lower()}.>"], "consumers": {"shipping": {}}, **settings}
+        config = declare({name: stream}, replicas=3)
+        ran = run("streams", "apply", "--config", config)
+        assert ran.code == 0, ran
+        return config
+
+    return make
+
+
+@pytest.fixture
+def holders(api: Api) -> Callable[[str], set[str]]:
+    """`holders("ORDERS")`: which servers hold a copy."""
+
+    def holders(stream: str) -> set[str]:
+        cluster = api(f"STREAM.INFO.{stream}")["cluster"]
+        return {cluster.get("leader"), *(replica["name"] for replica in cluster.get("replicas") or ())}
+
+    return holders
+
+
+def test_another_server_leads_the_stream_then_the_one_that_is_preferred(run: Run, make: Make, api: Api) -> None:
+    config = make("ORDERS", num_replicas=3)
+    before = api("STREAM.INFO.ORDERS")["cluster"]["leader"]
+    ran = run("streams", "step-down", "ORDERS", "--config", config)
+    after = api("STREAM.INFO.ORDERS")["cluster"]["leader"]
+    assert (ran.code, ran.out) == (0, f"ORDERS: {after} leads\n"), ran
+    assert after != before
+    ran = run("streams", "step-down", "ORDERS", "--prefer", before, "--config", config)
+    assert (ran.code, ran.out) == (0, f"ORDERS: {before} leads\n"), ran
+
+
+def test_another_server_leads_the_consumer(run: Run, make: Make, api: Api) -> None:
+    config = make("RETURNS", num_replicas=3)
+    before = api("CONSUMER.INFO.RETURNS.shipping")["cluster"]["leader"]
+    preferred = next(name for name in ("n-1", "n-2", "n-3") if name != before)
+    command = ("streams", "step-down", "RETURNS", "--consumer", "shipping", "--prefer", preferred)
+    ran = run(*command, "--config", config)
+    assert (ran.code, ran.out) == (0, f"RETURNS shipping: {preferred} leads\n"), ran
+
+
+def test_a_server_gives_up_its_copy_and_another_makes_one(
+    run: Run, make: Make, holders: Callable[[str], set[str]]
+) -> None:
+    config = make("CLAIMS", num_replicas=2)
+    before = holders("CLAIMS")
+    (spare,) = {"n-1", "n-2", "n-3"} - before
+    leaving = min(before)
+    asked = run("streams", "remove-peer", "CLAIMS", leaving, "--config", config)
+    assert (asked.code, leaving in asked.out, "--yes" in asked.err) == (2, True, True), asked
+    ran = run("streams", "remove-peer", "CLAIMS", leaving, "--yes", "--config", config)
+    assert ran.code == 0, ran
+    assert running.eventually(lambda: holders("CLAIMS") == before - {leaving} | {spare}, 20), holders("CLAIMS")
+
+
+def test_no_server_gives_up_a_copy_that_no_other_can_make(run: Run, make: Make) -> None:
+    config = make("REFUNDS", num_replicas=3)
+    ran = run("streams", "remove-peer", "REFUNDS", "n-1", "--yes", "--config", config)
+    assert (ran.code, "peer remap failed" in ran.err) == (1, True), ran
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_stream_lives_where_its_tags_are(make: Make, holders: Callable[[str], set[str]], number: int) -> None:
+    make(f"PLACED{number}", num_replicas=1, placement={"tags": [f"az{number}"]})
+    assert holders(f"PLACED{number}") == {f"n-{number}"}
+
+
+def test_more_copies_are_made_and_given_up(make: Make, holders: Callable[[str], set[str]]) -> None:
+    for copies in (1, 3, 1):
+        make("SCALED", num_replicas=copies)
+        assert running.eventually(lambda copies=copies: len(holders("SCALED")) == copies, 20), holders("SCALED")
+
+
+def test_tags_that_no_server_has_are_told(run: Run, declare: Declare) -> None:
+    config = declare({"NOWHERE": {"subjects": ["nowhere.>"], "placement": {"tags": ["moon"]}}}, replicas=3)
+    ran = run("streams", "apply", "--config", config)
+    assert (ran.code, "no suitable peers for placement" in ran.err) == (1, True), ran
+
+
+def test_the_servers_of_a_stream_are_listed(run: Run, make: Make, api: Api) -> None:
+    config = make("LISTED", num_replicas=3)
+    ran = run("streams", "ls", "--config", config)
+    (row,) = (line for line in ran.lines if "LISTED" in line)
+    cells = [cell.strip() for cell in row.split("│")[1:-1]]
+    assert cells[-2:] == [api("STREAM.INFO.LISTED")["cluster"]["leader"], "3"]
