@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 ELECTION_SECONDS = 10.0
+ANSWER_SECONDS = 0.5
 LOOK_AGAIN_SECONDS = 0.05
 
 
@@ -116,9 +117,10 @@ async def step_down(app: App, stream: str, *, consumer: str = "", prefer: str = 
     with anyio.move_on_after(ELECTION_SECONDS):
         while True:
             try:
-                leader = str((await api(f"{kind}.INFO.{what}"))["cluster"].get("leader", ""))
+                info = await api(f"{kind}.INFO.{what}", timeout_seconds=ANSWER_SECONDS)
+                leader = str(info["cluster"].get("leader", ""))
             except UnavailableError:
-                leader = ""  # there is none just now
+                leader = ""  # nobody answers who does not lead
             if leader and (leader == prefer or leader != before.get("leader")):
                 return leader
             await anyio.sleep(LOOK_AGAIN_SECONDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from aviso_workers.server import running
 from aviso_workers.server.running import Node
 from tests.ops.conftest import Api, Declare, Run
+from tests.server.conftest import load_server
 
 Make = Callable[..., Path]
 
@@ -109,3 +112,38 @@ def test_the_servers_of_a_stream_are_listed(run: Run, make: Make, api: Api) -> N
     (row,) = (line for line in ran.lines if "LISTED" in line)
     cells = [cell.strip() for cell in row.split("│")[1:-1]]
     assert cells[-2:] == [api("STREAM.INFO.LISTED")["cluster"]["leader"], "3"]
+
+
+def test_a_client_need_not_know_which_server_holds_a_stream(
+    run: Run, make: Make, publish: Callable[..., dict[str, Any]]
+) -> None:
+    config = make("AWAY", num_replicas=1, placement={"tags": ["az3"]})  # we are connected to n-1
+    assert publish("away.1") == {"stream": "AWAY", "seq": 1}
+    assert run("streams", "get", "AWAY", "1", "--config", config).code == 0
+
+
+def test_the_monitoring_port_tells_of_accounts_streams_and_consumers(make: Make, nodes: tuple[Node, ...]) -> None:
+    make("WATCHED", num_replicas=3)
+    told = running.ask(nodes[0], "/jsz?accounts=true&streams=true&consumers=true&config=true")
+    assert {"memory", "storage", "reserved_memory", "reserved_storage", "api", "ha_assets", "meta_cluster"} <= set(told)
+    streams = {stream["name"]: stream for stream in told["account_details"][0]["stream_detail"]}
+    assert streams["WATCHED"]["config"]["num_replicas"] == 3
+    assert [consumer["name"] for consumer in streams["WATCHED"]["consumer_detail"]] == ["shipping"]
+    assert len(running.ask(nodes[0], "/routez")["routes"]) > 0
+
+
+def test_five_copies_stand_the_loss_of_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_config: Callable[..., Path], run: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded = load_server(tmp_path / "five.yaml", "server_name: n\nport: 0\nmonitoring: {port: 0}", replicas=5)
+    nodes = running.start(loaded, directory=tmp_path / "five", nodes=5, detached=False)
+    try:
+        config = write_config(",".join(node.url for node in nodes), replicas=5)
+        assert run("notify", "mars", "class=od", "step=1", "--config", config).code == 0
+        for node in nodes[:2]:
+            os.kill(node.pid, signal.SIGKILL)
+        assert run("notify", "mars", "class=od", "step=2", "--config", config).code == 0
+        assert len(run("replay", "mars", "--config", config).lines) == 2
+    finally:
+        running.stop(tmp_path / "five")
