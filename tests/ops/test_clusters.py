@@ -48,6 +48,7 @@ def holders(api: Api) -> Callable[[str], set[str]]:
     return holders
 
 
+@pytest.mark.covers("002-39")
 def test_another_server_leads_the_stream_then_the_one_that_is_preferred(run: Run, make: Make, api: Api) -> None:
     config = make("ORDERS", num_replicas=3)
     before = api("STREAM.INFO.ORDERS")["cluster"]["leader"]
@@ -94,6 +95,7 @@ def test_a_stream_lives_where_its_tags_are(make: Make, holders: Callable[[str], 
     assert holders(f"PLACED{number}") == {f"n-{number}"}
 
 
+@pytest.mark.covers("002-12", "002-22", "002-38", "002-40")
 def test_more_copies_are_made_and_given_up(make: Make, holders: Callable[[str], set[str]]) -> None:
     for copies in (1, 3, 1):
         make("SCALED", num_replicas=copies)
@@ -114,6 +116,7 @@ def test_the_servers_of_a_stream_are_listed(run: Run, make: Make, api: Api) -> N
     assert cells[-2:] == [api("STREAM.INFO.LISTED")["cluster"]["leader"], "3"]
 
 
+@pytest.mark.covers("003-11")
 def test_a_client_need_not_know_which_server_holds_a_stream(
     run: Run, make: Make, publish: Callable[..., dict[str, Any]]
 ) -> None:
@@ -122,6 +125,7 @@ def test_a_client_need_not_know_which_server_holds_a_stream(
     assert run("streams", "get", "AWAY", "1", "--config", config).code == 0
 
 
+@pytest.mark.covers("002-69", "002-70", "002-71", "002-76", "002-77", "004-47", "004-48")
 def test_the_monitoring_port_tells_of_accounts_streams_and_consumers(make: Make, nodes: tuple[Node, ...]) -> None:
     make("WATCHED", num_replicas=3)
     told = running.ask(nodes[0], "/jsz?accounts=true&streams=true&consumers=true&config=true")
@@ -132,6 +136,7 @@ def test_the_monitoring_port_tells_of_accounts_streams_and_consumers(make: Make,
     assert len(running.ask(nodes[0], "/routez")["routes"]) > 0
 
 
+@pytest.mark.covers("001-14")
 def test_five_copies_stand_the_loss_of_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_config: Callable[..., Path], run: Run
 ) -> None:

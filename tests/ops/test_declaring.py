@@ -140,6 +140,10 @@ def as_stated(stated: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     return {name: whole.get(name) for name in stated}
 
 
+@pytest.mark.covers("001-01", "001-07", "001-41")
+@pytest.mark.covers("002-10", "002-11", "002-13", "002-14", "002-15", "002-16", "002-17", "002-18", "002-19")
+@pytest.mark.covers("002-20", "002-21", "002-22", "002-23", "002-24", "002-25", "002-53")
+@pytest.mark.covers("004-10", "004-44")
 @pytest.mark.parametrize("stream", [ORDERS, ARCHIVE, TOTALS], ids=["work queue", "interest", "counters"])
 def test_a_stream_is_made_with_every_setting_that_is_declared(
     run: Run, declare: Declare, api: Api, stream: dict[str, Any]
@@ -154,6 +158,7 @@ def test_a_stream_is_made_with_every_setting_that_is_declared(
     assert steps(run, config) == [("NEW", "", "keep", "")], "what is as declared is left alone"
 
 
+@pytest.mark.covers("001-02", "001-36", "001-37", "002-28", "003-20")
 @pytest.mark.parametrize("consumer", [PULLED, PUSHED], ids=["pulled", "pushed"])
 def test_a_consumer_is_made_with_every_setting_that_is_declared(
     run: Run, declare: Declare, api: Api, consumer: dict[str, Any]
@@ -172,6 +177,7 @@ def test_a_consumer_of_which_nothing_is_said_is_durable_and_acknowledges(run: Ru
     assert (found["durable_name"], found["ack_policy"], found["deliver_policy"]) == ("shipping", "explicit", "all")
 
 
+@pytest.mark.covers("002-54")
 def test_what_differs_is_changed_and_what_nobody_states_is_not_touched(run: Run, declare: Declare, api: Api) -> None:
     applied(run, declare({"ORDERS": {"subjects": ["orders.>"], "consumers": {"shipping": {}}}}))
     found = api("STREAM.INFO.ORDERS")["config"]
@@ -323,6 +329,7 @@ class TestTheStreamOfAnEventType:
         run("notify", "mars", "class=od", "step=1", "--config", declare({"MARS": {"deny_purge": True}}))
         assert api("STREAM.INFO.MARS")["config"]["deny_purge"] is True
 
+    @pytest.mark.covers("003-20")
     def test_may_have_consumers_beside_the_agents(self, run: Run, declare: Declare, api: Api) -> None:
         applied(run, declare({"MARS": {"consumers": {"display": {"deliver_subject": "display.mars"}}}}))
         assert api("CONSUMER.INFO.MARS.display")["config"]["deliver_subject"] == "display.mars"
@@ -337,6 +344,7 @@ def test_a_declared_stream_is_shown_beside_what_is_declared(run: Run, declare: D
     assert run("streams", "show", "OTHER", "--config", declare({})).code == 2
 
 
+@pytest.mark.covers("002-08", "003-07", "003-14")
 def test_a_stream_is_bound_to_declared_subjects_only(
     run: Run, declare: Declare, publish: Callable[..., dict[str, Any]]
 ) -> None:

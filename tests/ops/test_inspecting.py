@@ -33,6 +33,7 @@ def rows(ran: Ran) -> dict[str, list[str]]:
     return {first: rest for first, *rest in cells}
 
 
+@pytest.mark.covers("002-57", "004-24")
 def test_all_streams_are_listed_whoever_made_them(run: Run, config: Path, api: Api, publish: Publish) -> None:
     api("STREAM.CREATE.THEIRS", {"name": "THEIRS"})
     publish("orders.new", "orders.paid")
@@ -45,6 +46,7 @@ def test_all_streams_are_listed_whoever_made_them(run: Run, config: Path, api: A
     assert found["ORDERS"][3:7] == ["1", "2", "0", "2"], "first, last, deleted, consumers"
 
 
+@pytest.mark.covers("002-56")
 def test_a_stream_is_told_as_the_server_tells_it(run: Run, config: Path, api: Api) -> None:
     told = json.loads(run("streams", "info", "ORDERS", "--config", config).out)
     assert told["config"] == api("STREAM.INFO.ORDERS")["config"]
@@ -52,6 +54,7 @@ def test_a_stream_is_told_as_the_server_tells_it(run: Run, config: Path, api: Ap
     assert (missing.code, "STREAM.INFO.NONE: stream not found" in missing.err) == (1, True), missing
 
 
+@pytest.mark.covers("002-56")
 def test_gaps_are_shown_as_runs(run: Run, config: Path, api: Api, publish: Publish) -> None:
     publish(*(f"orders.{number}" for number in range(1, 10)))
     for sequence in (1, 3, 4, 5, 8):
@@ -61,6 +64,7 @@ def test_gaps_are_shown_as_runs(run: Run, config: Path, api: Api, publish: Publi
     assert ran.lines[-1] == "ORDERS 2 to 9: 4 messages, 4 gone"
 
 
+@pytest.mark.covers("002-59", "002-61", "003-08")
 def test_a_message_is_got_by_sequence_or_as_the_last_of_a_subject(
     run: Run, config: Path, publish: Publish, administer: Administer
 ) -> None:
@@ -105,6 +109,7 @@ def test_one_message_is_asked_for(run: Run, config: Path) -> None:
     assert run("streams", "get", "ORDERS", "1", "--last", "orders.new", "--config", config).code == 2
 
 
+@pytest.mark.covers("002-65", "002-66")
 def test_consumers_are_listed_and_shown(run: Run, config: Path, publish: Publish, api: Api) -> None:
     publish("orders.new", "orders.paid")
     found = rows(run("consumers", "ls", "ORDERS", "--config", config))
@@ -114,6 +119,7 @@ def test_consumers_are_listed_and_shown(run: Run, config: Path, publish: Publish
     assert shown["config"] == api("CONSUMER.INFO.ORDERS.new")["config"]
 
 
+@pytest.mark.covers("002-52", "002-72", "002-73", "002-74", "002-75", "004-23", "004-24")
 def test_the_account_shows_its_use_and_its_limits(
     run: Run, tmp_path: Path, write_config: Callable[..., Path], administer: Administer
 ) -> None:

@@ -48,6 +48,7 @@ def test_what_cannot_be_taken_back_is_shown_and_needs_a_yes(
     assert (after["config"], after["state"]) == (before["config"], before["state"])
 
 
+@pytest.mark.covers("002-58")
 @pytest.mark.parametrize(
     ("options", "removed"),
     [
@@ -87,6 +88,7 @@ def test_a_purge_does_not_both_keep_and_go_before(run: Run, config: Path) -> Non
     assert (ran.code, "not both" in ran.err) == (2, True), ran
 
 
+@pytest.mark.covers("001-41")
 @pytest.mark.parametrize("switch", ["deny_purge", "sealed"])
 def test_a_stream_that_denies_purges_is_not_purged(
     run: Run, config: Path, declare: Declare, messages: Callable[[], int], switch: str
@@ -105,6 +107,7 @@ def test_the_stream_of_an_event_type_that_denies_purges_is_not_wiped(run: Run, d
         assert (ran.code, "it has deny_purge" in ran.err) == (1, True), ran
 
 
+@pytest.mark.covers("001-41")
 def test_a_stream_that_denies_deletes_keeps_its_messages(run: Run, declare: Declare) -> None:
     config = declare({"MARS": {"deny_delete": True}})
     run("notify", "mars", "class=od", "step=1", "--config", config)
@@ -112,6 +115,7 @@ def test_a_stream_that_denies_deletes_keeps_its_messages(run: Run, declare: Decl
     assert (ran.code, "message delete not permitted" in ran.err) == (1, True), ran
 
 
+@pytest.mark.covers("002-54")
 def test_a_sealed_stream_takes_nothing_and_gives_what_it_has(
     run: Run, config: Path, publish: Publish, api: Api
 ) -> None:
@@ -122,6 +126,7 @@ def test_a_sealed_stream_takes_nothing_and_gives_what_it_has(
     assert run("streams", "get", "ORDERS", "1", "--config", config).code == 0
 
 
+@pytest.mark.covers("002-55")
 def test_a_stream_is_removed(run: Run, config: Path, api: Api) -> None:
     asked = run("streams", "rm", "ORDERS", "--config", config)
     assert "10 messages and 1 consumers" in asked.out
@@ -129,6 +134,7 @@ def test_a_stream_is_removed(run: Run, config: Path, api: Api) -> None:
     assert "ORDERS" not in api("STREAM.NAMES")["streams"]
 
 
+@pytest.mark.covers("002-64")
 def test_a_consumer_is_removed_and_made_anew(run: Run, config: Path, api: Api) -> None:
     asked = run("consumers", "rm", "ORDERS", "shipping", "--config", config)
     assert "with 10 messages before it" in asked.out
@@ -190,6 +196,7 @@ class TestPermissions:
             assert run("streams", "apply", "--config", tmp_path / "admin.yaml").code == 0
             yield tmp_path / "reader.yaml"  # type: ignore[misc]
 
+    @pytest.mark.covers("003-02")
     @pytest.mark.parametrize(
         ("command", "subject"),
         [
@@ -205,6 +212,7 @@ class TestPermissions:
             ran
         )
 
+    @pytest.mark.covers("002-63", "003-02")
     def test_can_be_given_for_a_consumer_by_its_filter(self, run: Run, config: Path) -> None:
         ran = run("streams", "apply", "--config", config)
         assert (ran.code, "ORDERS shipping: done" in ran.out) == (0, True), ran

@@ -78,6 +78,7 @@ def tell(url: str) -> Tell:
     return lambda subject, data=b"here", **headers: asyncio.run(ask(subject, data, headers))
 
 
+@pytest.mark.covers("001-08", "001-09", "001-10", "002-11", "002-15", "003-04")
 @pytest.mark.parametrize(
     ("retention", "left"),
     [("limits", [3, 3, 3]), ("interest", [3, 3, 0]), ("workqueue", [3, 0])],
@@ -110,6 +111,9 @@ def test_a_work_queue_takes_no_two_consumers_of_one_subject(run: Run, declare: D
     assert (ran.code, "filtered consumer not unique on workqueue stream" in ran.err) == (1, True), ran
 
 
+@pytest.mark.covers("001-11", "001-12")
+@pytest.mark.covers("002-02", "002-09", "002-21", "002-34", "002-37")
+@pytest.mark.covers("004-20", "004-21", "004-43")
 @pytest.mark.parametrize(("storage", "left"), [("file", {"ORDERS": 1}), ("memory", {})])
 def test_what_is_in_a_file_outlives_its_server_and_what_is_in_memory_does_not(
     run: Run, tmp_path: Path, write_config: Callable[..., Path], storage: str, left: dict[str, int]
@@ -129,6 +133,7 @@ def test_what_is_in_a_file_outlives_its_server_and_what_is_in_memory_does_not(
         assert administered(server.url, look) == left
 
 
+@pytest.mark.covers("001-16", "001-17", "002-07", "002-17", "002-24")
 def test_limits_let_the_oldest_go_or_refuse_the_newest(make: Make, publish: Publish, api: Api) -> None:
     make(max_msgs=2, discard="old")
     publish("orders.1", "orders.2", "orders.3")
@@ -141,6 +146,7 @@ def test_limits_let_the_oldest_go_or_refuse_the_newest(make: Make, publish: Publ
     assert publish("orders.5")["seq"] == 4
 
 
+@pytest.mark.covers("002-07", "002-19")
 def test_messages_grow_too_old(make: Make, publish: Publish, held: Callable[[], int]) -> None:
     make(max_age="1s", duplicate_window="1s")
     publish("orders.1")
@@ -148,6 +154,7 @@ def test_messages_grow_too_old(make: Make, publish: Publish, held: Callable[[], 
     assert running.eventually(lambda: held() == 0, PATIENCE_SECONDS)
 
 
+@pytest.mark.covers("002-18", "002-20", "004-39")
 @pytest.mark.parametrize(
     ("settings", "subject", "code"),
     [({"max_msg_size": "1Ki"}, "orders.1", 10054), ({"max_bytes": "1Ki", "discard": "new"}, "orders.1", 10077)],
@@ -160,12 +167,14 @@ def test_what_is_too_large_is_refused(
     assert publish(subject, data=b"x" * 2048)["error"]["err_code"] == code
 
 
+@pytest.mark.covers("002-16", "004-38")
 def test_no_more_consumers_than_allowed(run: Run, make: Make, declare: Declare) -> None:
     make(max_consumers=1, consumers={"shipping": {}})
     ran = run("streams", "apply", "--config", declare({"ORDERS": {"consumers": {"shipping": {}, "billing": {}}}}))
     assert (ran.code, "maximum consumers limit reached" in ran.err) == (1, True), ran
 
 
+@pytest.mark.covers("002-23")
 def test_without_acknowledgements_nobody_is_answered(
     make: Make, administer: Administer, held: Callable[[], int]
 ) -> None:
@@ -179,6 +188,7 @@ def test_without_acknowledgements_nobody_is_answered(
     assert held() == 1
 
 
+@pytest.mark.covers("001-42", "002-25", "002-33", "002-81")
 def test_a_message_id_is_stored_once_within_the_window(make: Make, tell: Tell) -> None:
     make(duplicate_window="1m")
     first, second = (tell("orders.1", **{"Nats-Msg-Id": "one"}) for _ in range(2))
@@ -201,6 +211,7 @@ def test_what_is_stored_is_published_once_more_and_under_another_subject(make: M
     assert (heard.subject, heard.data, heard.headers["Nats-Subject"]) == ("copy.1", b"", "stored.1")
 
 
+@pytest.mark.covers("002-07")
 def test_a_message_may_say_how_long_it_is_kept(make: Make, tell: Tell, held: Callable[[], int]) -> None:
     make(allow_msg_ttl=True)
     tell("orders.short", **{"Nats-TTL": "1s"})
@@ -278,6 +289,7 @@ def test_a_paused_consumer_delivers_nothing(make: Make, publish: Publish, admini
     assert administer(pull) == "408"
 
 
+@pytest.mark.covers("001-36")
 def test_delays_between_deliveries_follow_the_backoff(make: Make, publish: Publish, api: Api) -> None:
     make(consumers={"shipping": {"backoff": ["1s", "5s"], "max_deliver": 3}})
     found = api("CONSUMER.INFO.ORDERS.shipping")["config"]
@@ -286,6 +298,7 @@ def test_delays_between_deliveries_follow_the_backoff(make: Make, publish: Publi
     )
 
 
+@pytest.mark.covers("002-27", "002-62")
 def test_an_ephemeral_consumer_leaves_nothing_behind(run: Run, make: Make, api: Api) -> None:
     config = make()
     run("notify", "mars", "class=od", "step=1", "--config", config)
