@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Annotated, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Annotated
 
 import typer
 
 from aviso_workers.app import App
 from aviso_workers.cli.confirming import Yes, confirm
-from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
+from aviso_workers.cli.finding import ConfigOption, connected
 from aviso_workers.cli.printing import print_table
 from aviso_workers.ops import stream_policy, wiping
 from aviso_workers.streams import ConsumerPlan, Plan
 
 __all__ = ["delete", "streams"]
-
-T = TypeVar("T")
 
 streams = typer.Typer(help="Streams: those of event types, declared ones and all others.", no_args_is_help=True)
 
@@ -32,7 +29,7 @@ def plan(config: ConfigOption = None) -> None:
     async def run(app: App) -> None:
         _print_plans(await stream_policy.plans(app))
 
-    _connected(config, run)
+    connected(config, run)
 
 
 @streams.command()
@@ -47,7 +44,7 @@ def apply(config: ConfigOption = None) -> None:
             typer.echo(f"{' '.join(_names(needed)).strip()}: done")
         return not any(found.fixed for found in plans)
 
-    if not _connected(config, run):
+    if not connected(config, run):
         raise typer.Exit(1)
 
 
@@ -63,7 +60,7 @@ def show(name: Configured, config: ConfigOption = None) -> None:
         )
         return all(row.follows for row in rows)
 
-    if not _connected(config, run):
+    if not connected(config, run):
         raise typer.Exit(1)
 
 
@@ -76,7 +73,7 @@ def wipe(event: Event, yes: Yes = False, config: ConfigOption = None) -> None:
         found = {stream: (await app.session.backend.stream_info(stream)).messages}
         await _wipe(app, found, yes=yes)
 
-    _connected(config, run)
+    connected(config, run)
 
 
 @streams.command("wipe-all")
@@ -86,7 +83,7 @@ def wipe_all(yes: Yes = False, config: ConfigOption = None) -> None:
     async def run(app: App) -> None:
         await _wipe(app, await wiping.event_streams(app), yes=yes)
 
-    _connected(config, run)
+    connected(config, run)
 
 
 def delete(
@@ -99,7 +96,7 @@ def delete(
         await wiping.delete(app, notification)
         typer.echo(f"{notification} deleted")
 
-    _connected(config, run)
+    connected(config, run)
 
 
 async def _wipe(app: App, found: Mapping[str, int], *, yes: bool) -> None:
@@ -127,7 +124,3 @@ def _print_plans(plans: Iterable[Plan | ConsumerPlan]) -> None:
 
 def _names(plan: Plan | ConsumerPlan) -> tuple[str, str]:
     return plan.stream, plan.consumer if isinstance(plan, ConsumerPlan) else ""
-
-
-def _connected(config: Path | None, run: Callable[[App], Awaitable[T]]) -> T:
-    return run_connected(connected_app(config), run)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from collections.abc import Awaitable
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from aviso_workers.app import App
 from aviso_workers.cli.administering import streams
-from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
+from aviso_workers.cli.finding import ConfigOption, connected
 from aviso_workers.cli.printing import print_json, print_table
 from aviso_workers.errors import DeclarationError
 from aviso_workers.ops import inspecting, stream_policy
 from aviso_workers.ops.inspecting import StoredMessage
 
-__all__ = ["Consumer", "Stream", "account", "connected", "consumers"]
-
-T = TypeVar("T")
+__all__ = ["Consumer", "Stream", "account", "consumers"]
 
 consumers = typer.Typer(help="The consumers of any stream.", no_args_is_help=True)
 account = typer.Typer(help="The account's limits and what it uses.", no_args_is_help=True)
@@ -118,10 +115,6 @@ def account_info(config: ConfigOption = None) -> None:
         )
 
     connected(config, run)
-
-
-def connected(config: Path | None, run: Callable[[App], Awaitable[T]]) -> T:
-    return run_connected(connected_app(config), run)
 
 
 async def _print(answer: Awaitable[dict[str, Any]]) -> None:

@@ -12,8 +12,8 @@ import typer
 from aviso_workers.app import App
 from aviso_workers.cli.administering import streams
 from aviso_workers.cli.confirming import Yes, confirm
-from aviso_workers.cli.finding import ConfigOption
-from aviso_workers.cli.inspecting import Consumer, Stream, connected, consumers
+from aviso_workers.cli.finding import ConfigOption, connected
+from aviso_workers.cli.inspecting import Consumer, Stream, consumers
 from aviso_workers.cli.printing import print_table
 from aviso_workers.ops import inspecting, operating
 
