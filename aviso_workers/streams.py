@@ -15,7 +15,8 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from aviso_workers.config import Config
-from aviso_workers.config.declared_streams import SECOND, as_jetstream, event_streams, stated_by_aviso
+from aviso_workers.config.declared_streams import SECOND, as_jetstream
+from aviso_workers.config.stream_keys import event_streams, stated_by_aviso
 from aviso_workers.literals import Duration
 from aviso_workers.schema import EventType, topic_of
 from aviso_workers.topics import stream_name
@@ -186,8 +187,12 @@ class Plan(_Step, frozen=True, kw_only=True):
 
     @property
     def storage_mismatch(self) -> bool:
-        """Storage cannot be changed: nothing else is either, and using the stream is an error."""
+        """Storage cannot be changed: nothing else is applied, and using the stream is an error."""
         return any(difference.field == "storage" for difference in self.fixed)
+
+    @property
+    def needed(self) -> bool:
+        return super().needed and not self.storage_mismatch
 
 
 class ConsumerPlan(_Step, frozen=True, kw_only=True):
@@ -249,8 +254,6 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None) -> Plan:
     if found is None:
         return Plan(wanted=wanted, exists=False, config=fields, fixed=_not_when_created(fields))
     differences, fixed = _told_apart(_differences(fields, found), _stream_cure)
-    if any(difference.field == "storage" for difference in fixed):
-        return Plan(wanted=wanted, exists=True, config=found, fixed=fixed)
     config = {**found, **{difference.field: difference.wanted for difference in differences}}
     shrunk = _shrunk_duplicate_window(config, fields)
     if shrunk is not None:

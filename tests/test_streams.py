@@ -108,8 +108,9 @@ class TestThePlan:
         assert plan.config == {**REPORTED, **newer}
 
     def test_says_that_storage_cannot_be_changed(self) -> None:
-        plan = streams.plan(SPEC, {**REPORTED, "storage": "memory"})
-        assert (plan.storage_mismatch, plan.differences, plan.config["storage"]) == (True, (), "memory")
+        plan = streams.plan(SPEC, {**REPORTED, "storage": "memory", "max_msgs": 5})
+        assert (plan.storage_mismatch, plan.needed, plan.config["storage"]) == (True, False, "memory")
+        assert [str(difference) for difference in plan.differences] == ["max_msgs: 5 -> 1000"]
         assert "storage: memory -> file; storage is chosen when" in str(plan.fixed[0])
 
     @pytest.mark.parametrize(

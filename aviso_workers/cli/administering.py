@@ -117,7 +117,8 @@ def _print_plans(plans: Iterable[Plan | ConsumerPlan]) -> None:
             rows.append((*names, "create", ""))
         elif not found.needed and not found.fixed:
             rows.append((*names, "keep", ""))
-        rows += [(*names, "update", str(difference)) for difference in found.differences]
+        elif found.needed:
+            rows += [(*names, "update", str(difference)) for difference in found.differences]
         rows += [(*names, "cannot", str(difference)) for difference in found.fixed]
     print_table(("stream", "consumer", "step", "difference"), rows)
 

@@ -3,8 +3,8 @@
 Whoever starts a process calls `load`; the engine and the backends are handed the sections that concern them. The keys
 are those of aviso-server, whose own file loads unchanged, and the sections `workers`, `streams` and `server` of ours;
 `settings.py`, `declared_streams.py` and `nats_server.py` explain each of them. The way of a value is `documents` (YAML
-with lines), `environment` (variables over files), `reading` (types), `loading` (sources and what types cannot say);
-`showing` prints it.
+with lines), `environment` (variables over files), `reading` (types), `loading` (sources and what types cannot say,
+with `stream_keys`); `showing` prints it.
 """
 
 from aviso_workers.config.declared_streams import DeclaredConsumer, DeclaredStream

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import inspect, structs
 
 from aviso_workers import schema
-from aviso_workers.config import declared_streams
+from aviso_workers.config import stream_keys
 from aviso_workers.config.documents import Node, Place, overlay, parse
 from aviso_workers.config.environment import SERVER_FILE, WORKERS_FILE, overrides
 from aviso_workers.config.reading import Reader
@@ -200,7 +200,7 @@ def _stream_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tupl
     if backend.kind == "in_memory":
         yield "streams", "is not supported by backend 'in_memory'"
         return
-    yield from declared_streams.mistakes(streams, values.get("notification_schema", {}), backend.jetstream)
+    yield from stream_keys.mistakes(streams, values.get("notification_schema", {}), backend.jetstream)
 
 
 def _refuse_all(reader: Reader, mistakes: Iterator[tuple[str, str]]) -> None:

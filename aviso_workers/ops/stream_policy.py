@@ -12,7 +12,9 @@ from msgspec import Struct
 
 from aviso_workers import streams
 from aviso_workers.app import App
-from aviso_workers.config import Config, declared_streams
+from aviso_workers.config import Config
+from aviso_workers.config.declared_streams import as_jetstream
+from aviso_workers.config.stream_keys import event_streams
 from aviso_workers.errors import NotFoundError, UnknownEventTypeError
 from aviso_workers.streams import ConsumerPlan, Plan, StreamSpec
 
@@ -52,7 +54,7 @@ KEYS = {
 
 def sections(config: Config) -> dict[str, str]:
     """By stream, the section of the configuration that it is from."""
-    of_events = declared_streams.event_streams(config.notification_schema)
+    of_events = event_streams(config.notification_schema)
     return dict.fromkeys(config.streams, "streams") | dict.fromkeys(of_events, "notification_schema")
 
 
@@ -66,8 +68,8 @@ async def plans(app: App) -> list[Plan | ConsumerPlan]:
         found.append(await app.session.provisioner.plan(spec))
         declared = app.config.streams.get(spec.name)
         for name, consumer in declared.consumers.items() if declared else ():
-            wanted = declared_streams.as_jetstream(consumer)
-            found.append(streams.consumer_plan(spec.name, name, wanted, await _consumer(app, spec.name, name)))
+            at_server = await _consumer(app, spec.name, name)
+            found.append(streams.consumer_plan(spec.name, name, as_jetstream(consumer), at_server))
     return found
 
 
