@@ -635,6 +635,13 @@ def test_a_mistake_in_a_declared_stream_names_file_line_and_key_path(
     assert mistakes(declared(settings)) == (f"dev.yaml:3: streams.ORDERS{mistake}",)
 
 
+def test_what_cannot_be_read_of_a_declared_stream_is_not_missed_as_well(mistakes: Mistakes) -> None:
+    found = mistakes(declared("consumers: {c: {deliver_subject: here, flow_control: true, idle_heartbeat: 5}}"))
+    assert [mistake.partition(" ")[2].partition(" ")[0] for mistake in found] == [
+        "streams.ORDERS.consumers.c.idle_heartbeat"
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "mistake"),
     [

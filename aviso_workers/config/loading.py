@@ -17,6 +17,7 @@ from msgspec import inspect, structs
 
 from aviso_workers import schema
 from aviso_workers.config import stream_keys
+from aviso_workers.config.declared_streams import DeclaredStream
 from aviso_workers.config.documents import Node, Place, overlay, parse
 from aviso_workers.config.environment import SERVER_FILE, WORKERS_FILE, overrides
 from aviso_workers.config.reading import Reader
@@ -194,13 +195,16 @@ def _schema_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tupl
 
 
 def _stream_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tuple[str, str]]:
-    streams, backend = values.get("streams"), values.get("notification_backend")
-    if not streams or backend is None or reader.is_wrong("notification_schema"):
+    """What is wrong with declared streams, as far as they, and what they may contradict, could be read."""
+    streams: dict[str, DeclaredStream] = values.get("streams", {})
+    if not streams or reader.is_wrong("notification_backend") or reader.is_wrong("notification_schema"):
         return
+    backend = values["notification_backend"]
     if backend.kind == "in_memory":
         yield "streams", "is not supported by backend 'in_memory'"
         return
-    yield from stream_keys.mistakes(streams, values.get("notification_schema", {}), backend.jetstream)
+    whole = {name: stream for name, stream in streams.items() if not reader.is_wrong(f"streams.{name}")}
+    yield from stream_keys.mistakes(whole, values.get("notification_schema", {}), backend.jetstream)
 
 
 def _refuse_all(reader: Reader, mistakes: Iterator[tuple[str, str]]) -> None:

@@ -15,6 +15,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -276,13 +277,11 @@ def _boolean(node: Node) -> bool:
 
 def _time(node: Node) -> datetime:
     expected = "a time with its offset, such as 2026-11-20T06:00:00Z"
-    try:
+    with suppress(msgspec.ValidationError):
         time = msgspec.convert(_scalar(node, expected), datetime)
-    except msgspec.ValidationError:
-        time = datetime.min
-    if time.tzinfo is None:
-        raise ValueError(f"expected {expected}, found {_shown(node)}")
-    return time
+        if time.tzinfo is not None:
+            return time
+    raise ValueError(f"expected {expected}, found {_shown(node)}")
 
 
 def _choice(node: Node, choices: Iterable[Any], reasons: dict[str, str]) -> str:
