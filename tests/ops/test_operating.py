@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -173,30 +174,22 @@ class TestPermissions:
     )
 
     @pytest.fixture
-    def config(self, tmp_path: Path, write_config: Callable[..., Path], run: Run) -> Path:
+    def config(self, tmp_path: Path, write_config: Callable[..., Path], run: Run) -> Iterator[Path]:
+        """Of that user, who declares the consumer of a stream that is there."""
         allowed = ", ".join(f'"{subject}"' for subject in self.ALLOWED)
-        users = f"""
-            {{user: admin, password: admin}}
-            {{user: reader, password: reader, permissions: {{publish: {{allow: [{allowed}]}}}}}}
-        """
-        accounts = f"accounts {{ A {{ jetstream: enabled, users: [{users}] }} }}\n"
-        with NatsServer.start(store_dir=tmp_path / "permissions", config=accounts) as server:
-            config = write_config(server.url)
-            text = config.read_text()
-            streams = '"streams": {"ORDERS": {"subjects": ["orders.>"], "allow_direct": true}}, '
-            consumer = '"consumers": {"shipping": {"filter_subjects": ["orders.new.>"]}}'
-            for user in ("admin", "reader"):
-                login = f'"user": "{user}", "password": "{user}", '
-                (tmp_path / f"{user}.yaml").write_text(
-                    text.replace('"nats_url"', f'{login}"nats_url"').replace(
-                        '"workers"',
-                        (streams if user == "admin" else streams.replace("}}, ", f", {consumer}}}}}, ")) + '"workers"',
-                    )
-                )
-            assert run("streams", "apply", "--config", tmp_path / "admin.yaml").code == 0
-            yield tmp_path / "reader.yaml"  # type: ignore[misc]
+        users = "{user: admin, password: admin}, {user: reader, password: reader, permissions: {publish: [%s]}}"
+        accounts = f"accounts {{ A {{ jetstream: enabled, users: [{users % allowed}] }} }}\n"
 
-    @pytest.mark.covers("003-02")
+        def login(user: str, **stream: Any) -> Path:
+            path = write_config(server.url, name=f"{user}.yaml", user=user, password=user)
+            orders = {"subjects": ["orders.>"], "allow_direct": True, **stream}
+            path.write_text(json.dumps({**json.loads(path.read_text()), "streams": {"ORDERS": orders}}))
+            return path
+
+        with NatsServer.start(store_dir=tmp_path / "permissions", config=accounts) as server:
+            assert run("streams", "apply", "--config", login("admin")).code == 0
+            yield login("reader", consumers={"shipping": {"filter_subjects": ["orders.new.>"]}})
+
     @pytest.mark.parametrize(
         ("command", "subject"),
         [
