@@ -190,6 +190,7 @@ class TestPermissions:
             assert run("streams", "apply", "--config", login("admin")).code == 0
             yield login("reader", consumers={"shipping": {"filter_subjects": ["orders.new.>"]}})
 
+    @pytest.mark.covers("003-02")
     @pytest.mark.parametrize(
         ("command", "subject"),
         [
