@@ -21,9 +21,11 @@ from aviso_workers.cli import (
     copying,
     erasing,
     examining,
+    inspecting,
     measuring,
     mirroring,
     notifying,
+    operating,
     piping,
     reading,
     reporting,
@@ -89,6 +91,8 @@ command.add_typer(backing_up.backup, name="backup")
 command.add_typer(measuring.report, name="report")
 command.add_typer(mirroring.mirror, name="mirror")
 command.add_typer(mirroring.drill, name="drill")
+command.add_typer(operating.consumers, name="consumers")
+command.add_typer(inspecting.account, name="account")
 command.add_typer(serving.server, name="server")
 command.add_typer(configuring.config, name="config")
 

@@ -24,7 +24,7 @@ def test_what_fails_comes_first_with_its_cure_and_ends_with_1(run: Run, config: 
     assert ran.code == 1
     assert re.match(r"nats-server \S+ \d+\.\d+\.\d+: 1 FAIL, ", ran.lines[0])
     assert ran.lines[2:6] == [
-        "FAIL JS042 The streams of all event types are there",
+        "FAIL JS042 All configured streams are there",
         f"     {check('JS042').why} (docs/operations.md#js042)",
         "  FAIL MARS: the stream of event type mars does not exist",
         f"       -> {check('JS042').cure.format(stream='MARS')}",

@@ -23,6 +23,7 @@ from aviso_workers.agents import Agent
 from aviso_workers.app import App
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
+from aviso_workers.config.stream_keys import event_streams
 from aviso_workers.errors import BackendError, NotFoundError, ServerProcessError
 from aviso_workers.ops import backups, observing
 from aviso_workers.ops.backups import Backup
@@ -83,7 +84,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     elapsed_seconds: float
     """Between the two."""
     plans: Mapping[str, Plan]
-    """By event type, what would have to be done to its stream."""
+    """By what configures it, such as `event type mars` or `streams.ORDERS`, what would have to be done to a stream."""
     heard: tuple[Advisory, ...]
     """Between the samples."""
     letters: Mapping[tuple[str, ...], int]
@@ -108,10 +109,16 @@ class Facts(Struct, frozen=True, kw_only=True):
         return self.after.consumers
 
     @property
-    def event_streams(self) -> Mapping[str, Stream]:
-        """Those of the configured event types that there are."""
+    def configured_streams(self) -> Mapping[str, Stream]:
+        """Those of the configuration that there are."""
         names = [plan.stream for plan in self.plans.values()]
         return {name: self.streams[name] for name in names if name in self.streams}
+
+    @property
+    def event_streams(self) -> Mapping[str, Stream]:
+        """Those of event types that there are."""
+        of_events = event_streams(self.config.notification_schema)
+        return {name: stream for name, stream in self.configured_streams.items() if name in of_events}
 
 
 async def gather(app: App, scope: Scope) -> Facts:
@@ -263,8 +270,10 @@ def _members(found: Sequence[Monitored], of: Server) -> set[str]:
 
 
 def _plans(config: Config, configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, Plan]:
-    wanted = {name: streams.event_stream(name, each, config) for name, each in config.notification_schema.items()}
-    return {name: streams.plan(spec, configurations.get(spec.name)) for name, spec in wanted.items()}
+    event_types = config.notification_schema.items()
+    wanted = {f"event type {name}": streams.event_stream(name, each, config) for name, each in event_types}
+    wanted |= {f"streams.{spec.name}": spec for spec in streams.declared(config)}
+    return {by: streams.plan(spec, configurations.get(spec.name)) for by, spec in wanted.items()}
 
 
 def _backups(directory: Path) -> dict[str, Backup]:

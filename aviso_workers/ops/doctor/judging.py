@@ -68,7 +68,7 @@ class Check(Struct, frozen=True, kw_only=True):
     cure: str
     """What to do, with `{stream}`, `{consumer}`, `{place}`, `{app}` and `{agent}` for those of the finding."""
     cure_of_others: str
-    """What to do instead about a stream that is no configured event type's; empty where that is the same."""
+    """What to do instead about a stream that is no event type's; empty where that is the same."""
     judge: Judge
     needs: tuple[Need, ...]
     production: bool = False
@@ -140,8 +140,7 @@ def _result(check: Check, facts: Facts) -> Result:
 
 def _whole(check: Check, finding: Finding, facts: Facts) -> Finding:
     state = check.severity if finding.state is None else finding.state
-    of_event_type = finding.stream in {plan.stream for plan in facts.plans.values()}
-    usual = check.cure if of_event_type else check.cure_of_others or check.cure
+    usual = check.cure if finding.stream in facts.event_streams else check.cure_of_others or check.cure
     app, _, agent = finding.consumer.partition("__")
     cure = (finding.cure or usual).format(
         stream=finding.stream, consumer=finding.consumer, place=finding.place, app=app, agent=agent

@@ -70,8 +70,15 @@ def examined(loaded: Config, **scope: Any) -> Seen:
     return judged(anyio.run(lambda: gathered(loaded, **scope)))
 
 
-def write(path: Path, url: str, *, event_types: tuple[str, ...] = ("mars",), **jetstream: Any) -> Config:
-    """A configuration with these event types, on that server."""
+def write(
+    path: Path,
+    url: str,
+    *,
+    event_types: tuple[str, ...] = ("mars",),
+    streams: Mapping[str, Any] | None = None,
+    **jetstream: Any,
+) -> Config:
+    """A configuration with these event types and these declared streams, on that server."""
     identifier = {"class": {"type": "StringHandler", "required": True}}
     schema = {
         name: {
@@ -82,7 +89,11 @@ def write(path: Path, url: str, *, event_types: tuple[str, ...] = ("mars",), **j
         for name in event_types
     }
     backend = {"nats_url": url, "max_reconnect_attempts": 0, **jetstream}
-    document = {"notification_backend": {"kind": "jetstream", "jetstream": backend}, "notification_schema": schema}
+    document = {
+        "notification_backend": {"kind": "jetstream", "jetstream": backend},
+        "notification_schema": schema,
+        "streams": streams or {},
+    }
     path.write_text(json.dumps(document))  # JSON is YAML
     return config.load(path, environ={})
 

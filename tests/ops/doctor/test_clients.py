@@ -90,7 +90,7 @@ def left(directory: Path) -> Iterator[Seen]:
 def test_a_window_that_ends_before_what_is_tried_again(left: Seen) -> None:
     (wrong,) = [finding for finding in left.results["JS009"].findings if finding.stream == "MARS"]
     assert wrong.found == "duplicate_window 2m, and agent derive tries for up to 420 s"
-    assert "nats stream edit MARS --dupe-window" in wrong.cure
+    assert "streams.MARS.duplicate_window: 10m" in wrong.cure
     short = [finding.found for finding in left.results["JS009"].findings if finding.stream == "SHORT"]
     assert "duplicate_window 10s, publish_deadline_seconds 30" in short
     assert "duplicate_window 10s, and agent soon tries for up to 21 s" in short

@@ -120,8 +120,8 @@ def test_the_demos_deployment(tmp_path: Path) -> None:
 
 async def apply(loaded: Config) -> None:
     async with App("applying", config=loaded) as applying:
-        for plan in (await stream_policy.plans(applying)).values():
-            await applying.session.provisioner.carry_out(plan)
+        for plan in await stream_policy.plans(applying):
+            await stream_policy.carry_out(applying, plan)
 
 
 class Cluster(Struct, frozen=True):
@@ -214,16 +214,16 @@ def test_a_cluster_that_was_broken_in_ten_ways(production: Cluster) -> None:
 
 
 BROKEN = {
-    ("JS002", "ENDLESS"): "nats stream edit ENDLESS --max-age",
-    ("JS003", "ALONE"): "nats stream edit ALONE --replicas=3",
-    ("JS004", "TWO"): "nats stream edit TWO --replicas=3",
+    ("JS002", "ENDLESS"): "streams.ENDLESS.max_age",
+    ("JS003", "ALONE"): "streams.ALONE.num_replicas: 3",
+    ("JS004", "TWO"): "streams.TWO.num_replicas: 3",
     ("JS005", "MEMORY"): "aviso-workers backup create MEMORY",
-    ("JS006", "FULL"): "nats stream edit FULL --max-bytes",
+    ("JS006", "FULL"): "streams.FULL.max_bytes",
     ("JS008", "UNHEARD"): "start the consumers before the publishers",
-    ("JS010", "CRITICAL"): "nats stream edit CRITICAL --deny-delete --deny-purge",
-    ("JS011", "PEOPLE"): "nats stream rm PEOPLE",
+    ("JS010", "CRITICAL"): "streams.CRITICAL.deny_delete and deny_purge",
+    ("JS011", "PEOPLE"): "aviso-workers streams rm PEOPLE",
     ("JS013", "MARS"): "aviso-workers streams apply",
-    ("JS019", "ORPHAN"): "nats stream info ORPHAN",
+    ("JS019", "ORPHAN"): "aviso-workers streams info ORPHAN",
 }
 """What is broken, and the cure."""
 

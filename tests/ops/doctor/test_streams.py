@@ -59,6 +59,7 @@ async def break_streams(loaded: Config) -> None:
         far = {"name": "FAR", "external": {"api": "$JS.nowhere.API"}}
         await add_stream(server, "ORPHAN", subjects=None, sources=[far])
         await add_stream(server, "MARS", subjects=["mars.>"], max_msgs=7)
+        await add_stream(server, "DECLARED", max_msgs=6)
         await add_stream(server, "DISSEMINATION", subjects=["dissemination.>"], max_msgs=1000)
         await add_stream(server, "TAKER", subjects=["taken.*"])
         await add_stream(server, "PROMOTED", metadata={PROMOTED: "$JS.API LIMITED"})
@@ -86,7 +87,10 @@ async def add_gaps(server: Administration) -> None:
 def broken(directory: Path) -> Iterator[Seen]:
     with served(directory) as (server, monitor):
         event_types = ("mars", "dissemination", "taken")
-        loaded = write(directory / "config.yaml", server.url, event_types=event_types, max_messages=1000)
+        declared = {name: {"subjects": [f"{name}.>"], "max_msgs": 5} for name in ("DECLARED", "NOT_MADE")}
+        loaded = write(
+            directory / "config.yaml", server.url, event_types=event_types, streams=declared, max_messages=1000
+        )
         anyio.run(break_streams, loaded)
         yield examined(loaded, monitors=(monitor,), production=True)
 
@@ -96,8 +100,8 @@ def test_a_stream_without_a_limit_of_bytes(broken: Seen) -> None:
     assert found["UNLIMITED"] == "no max_bytes, 0 bytes so far"
     assert not {"LIMITED", "KV_state__index"} & found.keys()
     cures = {where: finding.cure for where, finding in broken.findings("JS001").items()}
-    assert cures["UNLIMITED"] == "`nats stream edit UNLIMITED --max-bytes=10GB`"
-    assert cures["MARS"].endswith("then `aviso-workers streams apply`")
+    assert cures["UNLIMITED"] == "declare it: streams.UNLIMITED.max_bytes, then `aviso-workers streams apply`"
+    assert cures["MARS"].startswith("set max_bytes, or the event type's storage_policy.max_size, then ")
     assert "workers.dead_letters.max_bytes" in cures[dead_lettering.STREAM]
 
 
@@ -144,7 +148,10 @@ def test_personal_data_in_plain_text(broken: Seen) -> None:
 
 
 def test_a_stream_that_is_not_as_configured(broken: Seen) -> None:
-    assert broken.found("JS013") == {"MARS": "event type mars: max_msgs: 7 -> 1000"}
+    assert broken.found("JS013") == {
+        "MARS": "event type mars: max_msgs: 7 -> 1000",
+        "DECLARED": "streams.DECLARED: max_msgs: 6 -> 5",
+    }
 
 
 def test_a_stream_whose_storage_is_not_as_configured(broken: Seen) -> None:
@@ -159,8 +166,11 @@ def test_an_event_type_whose_subjects_are_anothers(broken: Seen) -> None:
     assert broken.found("JS014") == {"TAKER": "takes taken.*, which is of event type taken"}
 
 
-def test_an_event_type_without_a_stream(broken: Seen) -> None:
-    assert broken.found("JS042") == {"TAKEN": "the stream of event type taken does not exist"}
+def test_a_configured_stream_that_is_not_there(broken: Seen) -> None:
+    assert broken.found("JS042") == {
+        "TAKEN": "the stream of event type taken does not exist",
+        "NOT_MADE": "the stream of streams.NOT_MADE does not exist",
+    }
 
 
 def test_gaps(broken: Seen) -> None:

@@ -38,7 +38,7 @@ JWT = re.compile(r"BEGIN NATS USER JWT-+\s+(\S+)")
     "JS009",
     "Duplicate windows outlast what is tried again",
     why="what is published again after the window is stored twice",
-    cure="`nats stream edit {stream} --dupe-window=10m`, or let it be tried for a shorter time: "
+    cure="declare it: streams.{stream}.duplicate_window: 10m, then `aviso-workers streams apply`; or try for less: "
     "publish_deadline_seconds, and an agent's retry=Backoff(...)",
     needs=("agents", "streams"),
 )
@@ -58,7 +58,7 @@ def short_windows(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS046",
-    "Every event stream has a backup of today",
+    "Every configured stream has a backup of today",
     why="a copy on another server is no backup: what is deleted or damaged is so on all of them",
     cure="back it up by a timer of the site: `aviso-workers backup create {stream} --to DIRECTORY`; and see now and "
     "then that it restores: `aviso-workers backup drill DIRECTORY/{stream}/TIME`",
@@ -68,7 +68,7 @@ def short_windows(facts: Facts) -> Iterator[Finding]:
 def no_backup(facts: Facts) -> Iterator[Finding]:
     if facts.scope.backups is None:
         return
-    for name in facts.event_streams:
+    for name in facts.configured_streams:
         backup = facts.backups.get(name)
         if backup is None:
             yield Finding(stream=name, found=f"no backup in {facts.scope.backups}")

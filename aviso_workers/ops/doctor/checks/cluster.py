@@ -32,7 +32,7 @@ LEVEL = "_nats.req.level"
     "Streams and consumers have a leader, and copies that are current",
     why="without a leader nothing is stored or delivered; a copy that is behind counts for nothing when one is lost",
     cure="`aviso-workers server status` or the site's supervisor says which server is down: start it. A copy that "
-    "stays behind is told to begin anew by `nats stream cluster peer-remove {stream}`",
+    "stays behind is told to begin anew by `aviso-workers streams remove-peer {stream} SERVER`",
     severity=State.FAIL,
     needs=("consumers", "streams"),
 )
@@ -51,7 +51,7 @@ def copies(facts: Facts) -> Iterator[Finding]:
     "JS018",
     "Leaders are spread over the servers",
     why="leaders do the work: one server works for all, and its loss stops everything for an election",
-    cure="`nats stream cluster step-down STREAM` for some of its streams, or `nats stream cluster balance`",
+    cure="`aviso-workers streams step-down STREAM` for some of its streams",
     needs=("consumers", "streams"),
 )
 def skewed_leaders(facts: Facts) -> Iterator[Finding]:
@@ -69,7 +69,7 @@ def skewed_leaders(facts: Facts) -> Iterator[Finding]:
     "The account has room",
     why="over its limits new streams and consumers, and what is published, are refused",
     cure="raise the limit (`server.accounts` of our configuration, then `aviso-workers server render` and a reload), "
-    "or remove what is not needed: `nats account info` shows both",
+    "or remove what is not needed: `aviso-workers account info` shows both",
     needs=("account",),
 )
 def account_use(facts: Facts) -> Iterator[Finding]:

@@ -27,14 +27,15 @@ UNUSED = timedelta(days=7)
 LONG_PAUSE_SECONDS = 86_400
 INFO_CALLS_PER_SECOND = 50
 PINNED_AGAIN = 3
-EDIT = "`nats consumer edit {stream} {consumer}"
+DECLARE = "declare it: streams.{stream}.consumers.{consumer}."
+APPLY = ", then `aviso-workers streams apply`"
 
 
 @declare(
     "JS024",
     "Consumers wait longer between attempts",
     why="without a backoff what fails comes again every ack_wait, all of it at once",
-    cure=EDIT + " --backoff=linear`, or let the client nak with a delay",
+    cure=DECLARE + "backoff" + APPLY + "; or let the client nak with a delay",
 )
 def no_backoff(facts: Facts) -> Iterator[Finding]:
     for consumer in _foreign(facts):
@@ -47,7 +48,7 @@ def no_backoff(facts: Facts) -> Iterator[Finding]:
     "JS025",
     "Consumers give up some time",
     why="a message that can never be handled is delivered for ever",
-    cure=EDIT + " --max-deliver=20`, and keep what is given up (JS026)",
+    cure=DECLARE + "max_deliver" + APPLY + "; and keep what is given up (JS026)",
 )
 def never_gives_up(facts: Facts) -> Iterator[Finding]:
     for consumer in _foreign(facts):
@@ -59,9 +60,11 @@ def never_gives_up(facts: Facts) -> Iterator[Finding]:
     "JS026",
     "What is given up is kept",
     why="the server tells of a message over max_deliver once, to whoever listens at that time",
-    cure="keep the advisories in a stream: `nats stream add given-up --subjects='"
+    cure="declare a stream whose subjects are `"
     + sweeping.SUBJECT
-    + ".{stream}.{consumer}'`; agents of ours do it by themselves, and make dead letters of them while a worker runs",
+    + ".{stream}.{consumer}`"
+    + APPLY
+    + "; agents of ours do it by themselves, and make dead letters of them while a worker runs",
 )
 def nobody_listens(facts: Facts) -> Iterator[Finding]:
     kept = [subject for stream in facts.streams.values() for subject in stream.config.subjects]
@@ -75,7 +78,7 @@ def nobody_listens(facts: Facts) -> Iterator[Finding]:
     "JS027",
     "Every step of a backoff is used",
     why="the steps after the last delivery are never waited for: what was meant to wait longer is given up",
-    cure=EDIT + " --max-deliver=N`, with N above the number of steps",
+    cure=DECLARE + "max_deliver, above the number of steps" + APPLY,
 )
 def backoff_cut_short(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
@@ -88,7 +91,9 @@ def backoff_cut_short(facts: Facts) -> Iterator[Finding]:
     "JS028",
     "Push consumers have flow control and heartbeats",
     why="without them a slow subscriber is flooded, and one that hears nothing cannot tell silence from a broken line",
-    cure="make it again with `--flow-control --heartbeat=5s`, or as a pull consumer",
+    cure="`aviso-workers consumers rm {stream} {consumer}`, and declare it with flow_control and idle_heartbeat"
+    + APPLY
+    + "; or pull",
 )
 def push_without_flow_control(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
@@ -102,7 +107,7 @@ def push_without_flow_control(facts: Facts) -> Iterator[Finding]:
     "JS029",
     "Durable push consumers have a subscriber",
     why="nobody hears what it pushes",
-    cure="start the subscriber, or remove what is left of it: `nats consumer rm {stream} {consumer}`",
+    cure="start the subscriber, or remove what is left of it: `aviso-workers consumers rm {stream} {consumer}`",
 )
 def push_to_nobody(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
@@ -146,8 +151,8 @@ def many_filters(facts: Facts) -> Iterator[Finding]:
     "JS034",
     "Streams have a bounded number of consumers",
     why="the server keeps state for each, and asking for all of them becomes slow",
-    cure="`nats consumer report {stream}` shows them; share durable consumers, and let ephemeral ones end with an "
-    "inactive threshold",
+    cure="`aviso-workers consumers ls {stream}` shows them; share durable consumers, and let ephemeral ones end with "
+    "an inactive threshold",
     needs=("streams",),
 )
 def many_consumers(facts: Facts) -> Iterator[Finding]:
@@ -161,7 +166,7 @@ def many_consumers(facts: Facts) -> Iterator[Finding]:
     "JS035",
     "Durable consumers are in use",
     why="one that nobody reads keeps what is kept by interest or for a work queue, and hides in every report",
-    cure="if its agent is gone for good: `nats consumer rm {stream} {consumer}`; else start a worker",
+    cure="if its agent is gone for good: `aviso-workers consumers rm {stream} {consumer}`; else start a worker",
 )
 def unused(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
@@ -189,7 +194,7 @@ def paused(facts: Facts) -> Iterator[Finding]:
     "A pinned consumer has a pinned client, and keeps it",
     why="only the pinned client is given anything; one that changes again and again loses its place in the order",
     cure="start a client that pulls with the group; if it changes, raise priority_timeout above the time that one "
-    "message takes, or pin anew: `nats consumer unpin {stream} {consumer}`",
+    "message takes, or pin anew: `aviso-workers consumers unpin {stream} {consumer} GROUP`",
 )
 def not_pinned(facts: Facts) -> Iterator[Finding]:
     pinned = Counter(

@@ -64,7 +64,8 @@ def redelivered(facts: Facts) -> Iterator[Finding]:
     "JS023",
     "Acknowledgements come well before ack_wait",
     why="what takes longer is delivered again while it is still being handled",
-    cure="`nats consumer edit {stream} {consumer} --wait=2m`, or acknowledge progress",
+    cure="declare it: streams.{stream}.consumers.{consumer}.ack_wait, then `aviso-workers streams apply`; or "
+    "acknowledge progress",
 )
 def slow_acks(facts: Facts) -> Iterator[Finding]:
     times = defaultdict[tuple[str, str], list[int]](list)
@@ -111,7 +112,7 @@ def no_worker(facts: Facts) -> Iterator[Finding]:
     "Nobody is held up by what is not acknowledged",
     why="at max_ack_pending the server delivers nothing until something is acknowledged",
     cure="look for handlers that hang (a `timeout` of the agent ends them) or for a client that acknowledges nothing; "
-    "`nats consumer info {stream} {consumer}` shows the oldest",
+    "`aviso-workers consumers show {stream} {consumer}` shows how many",
     severity=State.FAIL,
 )
 def stalled(facts: Facts) -> Iterator[Finding]:
@@ -125,8 +126,8 @@ def stalled(facts: Facts) -> Iterator[Finding]:
     "JS038",
     "A work queue hides nothing",
     why="what was given up after max_deliver stays in the queue for ever, and no lag shows it",
-    cure="`nats stream view {stream}` shows it; handle it by hand and remove it, `nats stream rmm {stream} SEQUENCE`, "
-    "or take it up again with `nats consumer add` for subjects that nobody takes",
+    cure="`aviso-workers streams get {stream} SEQUENCE` shows it; handle it by hand and remove it, `nats stream rmm "
+    "{stream} SEQUENCE`, or declare a consumer for subjects that nobody takes",
     severity=State.FAIL,
 )
 def hidden(facts: Facts) -> Iterator[Finding]:

@@ -27,7 +27,7 @@ SYNC = "in the section `server`, then `aviso-workers server render --profile pro
 
 @declare(
     "JS042",
-    "The streams of all event types are there",
+    "All configured streams are there",
     why="a server that was started with the wrong encryption key, or on another store_dir, has none and goes on; to "
     "make a stream anew then erases the one that cannot be read",
     cure="stop the server before a worker makes {stream}, and look at its key, its store_dir and its log (`could not "
@@ -36,9 +36,9 @@ SYNC = "in the section `server`, then `aviso-workers server render --profile pro
     needs=("streams",),
 )
 def missing_streams(facts: Facts) -> Iterator[Finding]:
-    for event_type, plan in facts.plans.items():
+    for configured, plan in facts.plans.items():
         if not plan.exists and plan.stream not in facts.after.silent and "streams" not in facts.unknown:
-            yield Finding(stream=plan.stream, found=f"the stream of event type {event_type} does not exist")
+            yield Finding(stream=plan.stream, found=f"the stream of {configured} does not exist")
 
 
 @declare(
@@ -92,7 +92,7 @@ def health(facts: Facts) -> Iterator[Finding]:
     "JS045",
     "Copies are in different places",
     why="two copies in one zone are lost together, and take the majority of three with them",
-    cure="`nats stream cluster peer-remove {stream} SERVER` moves one copy to where there is none",
+    cure="`aviso-workers streams remove-peer {stream} SERVER` moves one copy to where there is none",
     severity=State.FAIL,
     needs=("monitoring", "streams"),
 )

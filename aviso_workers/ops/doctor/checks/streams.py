@@ -9,7 +9,7 @@ from aviso_workers.engine import dead_lettering, sweeping, tabling
 from aviso_workers.ops.doctor.answers import NEVER, Stream
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, check
-from aviso_workers.streams import SECOND
+from aviso_workers.streams import SECOND, stated
 
 __all__ = ["CHECKS", "overlap"]
 
@@ -34,7 +34,7 @@ APPLY = "then `aviso-workers streams apply`"
     "Streams have a limit of bytes",
     why="what grows without a limit takes the disk from all other streams of the server",
     cure="set max_bytes, or the event type's storage_policy.max_size, " + APPLY,
-    cure_of_others="`nats stream edit {stream} --max-bytes=10GB`",
+    cure_of_others="declare it: streams.{stream}.max_bytes, " + APPLY,
     production=True,
 )
 def unlimited_bytes(facts: Facts) -> Iterator[Finding]:
@@ -49,7 +49,7 @@ def unlimited_bytes(facts: Facts) -> Iterator[Finding]:
     "Streams forget what is old",
     why="without max_age and max_msgs everything is kept until max_bytes is reached, and then all gives way at once",
     cure="set retention_time or max_messages, " + APPLY,
-    cure_of_others="`nats stream edit {stream} --max-age=30d`",
+    cure_of_others="declare it: streams.{stream}.max_age, " + APPLY,
     production=True,
 )
 def unlimited_age(facts: Facts) -> Iterator[Finding]:
@@ -64,7 +64,8 @@ def unlimited_age(facts: Facts) -> Iterator[Finding]:
     "JS003",
     "Streams have three copies",
     why="a stream of one copy stands still with its server, and is gone with its disk",
-    cure="set notification_backend.jetstream.replicas: 3 and run " + APPLY + "`nats stream edit {stream} --replicas=3`",
+    cure="set notification_backend.jetstream.replicas: 3, " + APPLY,
+    cure_of_others="declare it: streams.{stream}.num_replicas: 3, " + APPLY,
     severity=State.FAIL,
     production=True,
 )
@@ -78,7 +79,8 @@ def few_copies(facts: Facts) -> Iterator[Finding]:
     "JS004",
     "Copies are an odd number",
     why="the last copy of an even number costs a disk, and the stream stands no more servers down for it",
-    cure="`nats stream edit {stream} --replicas=3`",
+    cure="set notification_backend.jetstream.replicas: 3, " + APPLY,
+    cure_of_others="declare it: streams.{stream}.num_replicas: 3, " + APPLY,
 )
 def even_copies(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
@@ -106,7 +108,7 @@ def in_memory(facts: Facts) -> Iterator[Finding]:
     "Streams that refuse what does not fit have room",
     why="with discard new a full stream refuses every publish (JetStream's error 10077)",
     cure="raise the limit, or let the oldest give way with discard_policy: old, " + APPLY,
-    cure_of_others="make room, or raise the limit: `nats stream edit {stream} --max-bytes=20GB`",
+    cure_of_others="make room, or declare a higher limit: streams.{stream}.max_bytes, " + APPLY,
 )
 def full(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
@@ -144,7 +146,7 @@ def no_interest(facts: Facts) -> Iterator[Finding]:
     "JS010",
     "Critical streams cannot be emptied by mistake",
     why="one wrong command removes what metadata critical=true says must stay",
-    cure="`nats stream edit {stream} --deny-delete --deny-purge`; it cannot be taken back",
+    cure="declare it: streams.{stream}.deny_delete and deny_purge, " + APPLY + "; it cannot be taken back",
 )
 def deletable(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
@@ -157,7 +159,7 @@ def deletable(facts: Facts) -> Iterator[Finding]:
     "JS011",
     "Personal data can be erased",
     why="deny_delete cannot be taken back, and a purge leaves the payload on the disk",
-    cure="copy what may stay to a stream without deny_delete, and remove this one: `nats stream rm {stream}`",
+    cure="copy what may stay to a stream without deny_delete, and remove this one: `aviso-workers streams rm {stream}`",
     severity=State.FAIL,
 )
 def not_erasable(facts: Facts) -> Iterator[Finding]:
@@ -168,40 +170,35 @@ def not_erasable(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS013",
-    "Event streams are as configured",
+    "Streams are as configured",
     why="workers and servers of the same configuration disagree about what is kept",
     cure="`aviso-workers streams plan` shows it, `aviso-workers streams apply` does it",
 )
 def drifted(facts: Facts) -> Iterator[Finding]:
-    for event_type, plan in facts.plans.items():
-        if plan.storage_mismatch:
-            yield Finding(
-                stream=plan.stream,
-                found="; ".join(map(str, plan.differences)),
-                state=State.FAIL,
-                cure="storage cannot be changed: set storage_type to what the stream has, or delete the stream",
-            )
-        elif plan.exists and plan.differences:
-            found = "; ".join(map(str, plan.differences))
-            yield Finding(stream=plan.stream, found=f"event type {event_type}: {found}")
+    for configured, plan in facts.plans.items():
+        if plan.exists and (differences := (*plan.differences, *plan.fixed)):
+            found = "; ".join(map(str, differences))
+            state = State.FAIL if plan.storage_mismatch else None
+            yield Finding(stream=plan.stream, found=f"{configured}: {found}", state=state)
 
 
 @declare(
     "JS014",
-    "No other stream takes an event type's subjects",
-    why="a subject belongs to one stream, so the event type's own cannot be made and its notifications are refused",
-    cure="take the subjects from it with `nats stream edit {stream} --subjects=...`, or give the event type another "
+    "No other stream takes a configured stream's subjects",
+    why="a subject belongs to one stream, so the configured one cannot be made, and what is published is refused",
+    cure="declare other subjects for it: streams.{stream}.subjects, " + APPLY + "; or give the event type another "
     "topic.base",
     severity=State.FAIL,
 )
 def taken(facts: Facts) -> Iterator[Finding]:
-    for event_type, plan in facts.plans.items():
+    for configured, plan in facts.plans.items():
+        wanted: list[str] = stated(plan.wanted).get("subjects", [])
         for stream in facts.streams.values():
             if stream.name == plan.stream or stream.config.mirror:
                 continue
             for theirs in stream.config.subjects:
-                if any(overlap(theirs, ours) for ours in plan.wanted.subjects):
-                    yield Finding(stream=stream.name, found=f"takes {theirs}, which is of event type {event_type}")
+                if any(overlap(theirs, ours) for ours in wanted):
+                    yield Finding(stream=stream.name, found=f"takes {theirs}, which is of {configured}")
 
 
 @declare(
@@ -209,9 +206,9 @@ def taken(facts: Facts) -> Iterator[Finding]:
     "Streams have no gaps that nobody made",
     why="a server that finds a damaged block leaves out what it cannot read and says nothing; very many gaps cost "
     "memory and make reading slow",
-    cure="`nats stream gaps {stream}` shows where; if nobody has deleted there, compare with the newest backup: "
-    "`aviso-workers backup restore DIRECTORY/{stream}/TIME --as COPY`. Where a few old messages hold very many gaps "
-    "open, a retention_time ends them",
+    cure="`aviso-workers streams gaps {stream}` shows where; if nobody has deleted there, compare with the newest "
+    "backup: `aviso-workers backup restore DIRECTORY/{stream}/TIME --as COPY`. Where a few old messages hold very many "
+    "gaps open, a retention_time ends them",
 )
 def gaps(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
@@ -240,8 +237,8 @@ def lost(facts: Facts) -> Iterator[Finding]:
     "JS019",
     "Mirrors and sources hear of their origins",
     why="with an unreachable origin the lag stays as it was, so only the silence tells",
-    cure="`aviso-workers mirror status` and `nats stream info {stream}` say what it waits for; look at the leaf node "
-    "or gateway in between, and at the origin's name and domain",
+    cure="`aviso-workers mirror status` and `aviso-workers streams info {stream}` say what it waits for; look at the "
+    "leaf node or gateway in between, and at the origin's name and domain",
     severity=State.FAIL,
 )
 def silent_origins(facts: Facts) -> Iterator[Finding]:
