@@ -73,6 +73,7 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
     subject_delete_marker_ttl: int | UnsetType = UNSET
     """Nanoseconds for which it is told that a subject's last message was too old."""
     allow_msg_counter: bool | UnsetType = UNSET
+    allow_msg_schedules: bool | UnsetType = UNSET
 
 
 class ConsumerSpec(Struct, frozen=True, kw_only=True):
@@ -150,14 +151,14 @@ def event_stream(name: str, event_type: EventType, config: Config) -> StreamSpec
     )
 
 
-def own_stream(name: str, subject: str, config: Config, **stated: Any) -> StreamSpec:
-    """A stream of our own state: kept by limits, stored and copied as the configuration says."""
+def own_stream(name: str, subject: str, config: Config, *, retention: str = "limits", **stated: Any) -> StreamSpec:
+    """A stream of our own state, stored and copied as the configuration says."""
     jetstream = config.notification_backend.jetstream
     return StreamSpec(
         name=name,
         subjects=(subject,),
         storage=jetstream.storage_type,
-        retention="limits",
+        retention=retention,
         num_replicas=config.workers.dead_letters.replicas or jetstream.replicas or 1,
         **stated,
     )

@@ -2,7 +2,8 @@
 
 A real queue: messages are stored, limits bite, acks count, and what is not settled comes back. `stream` and
 `durable` hold the rules and know no event loop, `account` holds the streams, `consuming` and `reading` are the
-contract's face. What it does not do: outlive its process, replicate, or keep messages by anything but limits.
+contract's face. What it does not do: outlive its process, replicate, or keep messages by anything but limits, or
+until they are settled.
 `num_replicas`, `storage` and `compression` are noted and mean nothing.
 """
 
@@ -114,9 +115,9 @@ class InMemoryBackend:
         await self._connection.reach()
         return self._account.update(config).info
 
-    async def purge_stream(self, stream: str) -> int:
+    async def purge_stream(self, stream: str, *, subject: str = "") -> int:
         await self._connection.reach()
-        return self._account.stream(stream).purge()
+        return self._account.stream(stream).purge(subject)
 
     async def delete_message(self, stream: str, sequence: int) -> None:
         await self._connection.reach()

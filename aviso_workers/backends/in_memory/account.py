@@ -6,12 +6,14 @@ Pure but for the clock. What `NotFoundError` and `RefusedError` carry are JetStr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import msgspec
 
 from aviso_workers import config
 from aviso_workers.backends import Outgoing, PubAck
+from aviso_workers.backends.in_memory import schedules
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.stream import Stream, complete, payload_size, total_of, ttl_of
 from aviso_workers.backends.in_memory.subjects import overlap
@@ -79,13 +81,16 @@ class Account:
         stream = self.stream(config["name"])
         wanted = complete(config)
         self._refuse_overlap(wanted)
-        if wanted["storage"] != stream.config["storage"]:
-            raise RefusedError(f"stream {config['name']}: its storage cannot be changed", code=10052)
+        for fixed in ("storage", "retention"):
+            if wanted[fixed] != stream.config[fixed]:
+                raise RefusedError(f"stream {config['name']}: its {fixed} cannot be changed", code=10052)
         stream.configure(wanted)
         return stream
 
     def ensure_durable(self, stream: str, spec: ConsumerSpec) -> Durable:
         found = self.stream(stream)
+        if found.config["retention"] == "workqueue":
+            _refuse_second_reader(found, spec)
         durable = found.durables.get(spec.durable_name)
         if durable is None:
             durable = Durable(spec, found.messages, last_sequence=found.last_sequence)
@@ -119,7 +124,18 @@ class Account:
         if (ttl_ns := ttl_of(whole)) is not None:
             over = self._clock.monotonic() + ttl_ns / 1e9
             self._clock.call_at(over, lambda: taker.forget_expired(self._clock.time_ns()))
+        if (due_ns := schedules.due_ns(whole)) is not None and not duplicate:
+            due = self._clock.monotonic() + (due_ns - self._clock.time_ns()) / 1e9
+            self._clock.call_at(due, lambda: self._store_due(taker, whole, sequence))
         return sequence, duplicate
+
+    def _store_due(self, taker: Stream, schedule: Message, sequence: int) -> None:
+        """Its time has come, unless it was removed or replaced meanwhile, or its stream was."""
+        newest = taker.newest(schedule.subject)
+        if newest is None or newest.sequence != sequence or self._streams.get(taker.config["name"]) is not taker:
+            return
+        taker.delete(sequence)
+        self.store(taker, schedules.produced(schedule))
 
     def _accepted(self, outgoing: Outgoing) -> tuple[Stream, Message]:
         """Where it is to be stored, and as what."""
@@ -134,6 +150,7 @@ class Account:
             raise RefusedError(
                 f"publish {message.subject}: stream {stream} does not take it, switch on its allow_msg_ttl", code=10166
             )
+        schedules.refuse(message, taker)
         if "Nats-Rollup" in headers and not taker.config.get("allow_rollup_hdrs"):
             raise RefusedError(f"publish {message.subject}: rollup is not permitted", code=10111)
         # A server stores these two beside the publisher's headers.
@@ -173,3 +190,13 @@ class Account:
                         f"stream {wanted['name']}: {subject} overlaps with stream {other.config['name']}",
                         code=10065,
                     )
+
+
+def _refuse_second_reader(queue: Stream, spec: ConsumerSpec) -> None:
+    """A work queue has one consumer for each message. Raises `RefusedError`."""
+    for name, durable in queue.durables.items():
+        taken = durable.config["filter_subjects"] or (">",)
+        if name != spec.durable_name and any(overlap(*pair) for pair in product(taken, spec.filter_subjects or (">",))):
+            raise RefusedError(
+                f"consumer {spec.durable_name}: consumer {name} of the work queue wants the same", code=10100
+            )

@@ -40,6 +40,7 @@ DEFAULTS = {
     "compression": "none",
     "allow_direct": False,
 }
+RETENTIONS = ("limits", "workqueue")
 DEFAULT_DUPLICATE_WINDOW = 120_000_000_000
 INVALID_CONFIGURATION = 10052
 WRONG_LAST_SEQUENCE = 10071
@@ -56,9 +57,9 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
     # Nought and nothing mean the default.
     whole = {**config, **{field: config.get(field) or value for field, value in defaults.items()}}
     whole["subjects"] = list(config["subjects"])
-    if whole["retention"] != "limits":
+    if whole["retention"] not in RETENTIONS:
         raise RefusedError(
-            f"stream {name}: in memory there is retention limits, found {whole['retention']}",
+            f"stream {name}: in memory there is retention {' and '.join(RETENTIONS)}, found {whole['retention']}",
             code=INVALID_CONFIGURATION,
         )
     if whole["duplicate_window"] > max_age:
@@ -154,13 +155,18 @@ class Stream:
         """It was deleted: tell who watches it."""
         self._changed()
 
-    def purge(self) -> int:
-        """Remove everything; message ids are remembered and sequences go on, as in JetStream."""
-        count = len(self.messages)
-        for sequence in tuple(self.messages):
+    def purge(self, subject: str = "") -> int:
+        """Remove everything, or all of a subject; message ids are remembered and sequences go on, as in JetStream."""
+        going = tuple(self.subjects.get(subject, ()) if subject else self.messages)
+        for sequence in going:
             self._remove(sequence)
         self._changed()
-        return count
+        return len(going)
+
+    def settled(self, sequence: int) -> None:
+        """A consumer is done with it."""
+        if self.config["retention"] == "workqueue" and sequence in self.messages:
+            self.delete(sequence)
 
     def expire(self, now_ns: int) -> None:
         """Drop what is too old: messages beyond max_age or their own TTL, message ids beyond the duplicate window."""
@@ -196,7 +202,7 @@ class Stream:
     def _append(self, message: Message, now_ns: int) -> int:
         self.last_sequence += 1
         headers = message.headers or {}
-        if headers.get("Nats-Rollup") == "sub":
+        if headers.get("Nats-Rollup") == "sub" or "Nats-Schedule" in headers:
             for sequence in tuple(self.subjects.get(message.subject, ())):
                 self._remove(sequence)
         if (ttl_ns := ttl_of(message)) is not None:

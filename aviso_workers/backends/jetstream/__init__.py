@@ -121,8 +121,9 @@ class JetStreamBackend:
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
         return self._stream_info(await self._connection.api(f"STREAM.UPDATE.{config['name']}", config))
 
-    async def purge_stream(self, stream: str) -> int:
-        return int((await self._connection.api(f"STREAM.PURGE.{stream}"))["purged"])
+    async def purge_stream(self, stream: str, *, subject: str = "") -> int:
+        request = {"filter": subject} if subject else {}
+        return int((await self._connection.api(f"STREAM.PURGE.{stream}", request))["purged"])
 
     async def delete_message(self, stream: str, sequence: int) -> None:
         try:
