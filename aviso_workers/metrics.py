@@ -43,7 +43,7 @@ __all__ = ["FleetMetrics", "Metrics"]
 
 TICK_OUTCOMES = ("done", "failed")
 OUTCOMES = ("acked", "retried", "dead_lettered")
-PUBLISH_OUTCOMES = ("stored", "duplicate", "failed")
+PUBLISH_OUTCOMES = ("stored", "duplicate", "scheduled", "failed")
 RETRY_REASONS = ("dead_letter_failed",)
 """Those that are no exception of an author's."""
 DEAD_LETTER_REASONS = ("attempts_exhausted", "invalid_notification", "max_deliveries", "rejected", "undecodable")
