@@ -171,8 +171,8 @@ class App(Router):
         With a `message_id` of your own, a repeat within the stream's duplicate window (2 minutes unless configured)
         is recognised and stored once. With a `ttl`, in seconds, the stream forgets it after that time: see
         `Notify.ttl`. With `deliver_at`, a datetime with a time zone, or `deliver_after`, in seconds, it waits on the
-        server until then, and a worker of any app stores it: see `cancel`. One that waits is replaced by what is
-        published under its message id. Raises `InvalidNotificationError` before anything is sent, `BackendError` when
+        server until then, and a worker of any app stores it. One that waits can be cancelled, and gives way to another
+        that is to be delivered later under its message id. Raises `InvalidNotificationError` before anything is sent, `BackendError` when
         it could not be stored.
         """
         wanted = Notify(event_type, identifier, payload, message_id, ttl, deliver_at, deliver_after)
