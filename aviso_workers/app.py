@@ -172,8 +172,9 @@ class App(Router):
         is recognised and stored once. With a `ttl`, in seconds, the stream forgets it after that time: see
         `Notify.ttl`. With `deliver_at`, a datetime with a time zone, or `deliver_after`, in seconds, it waits on the
         server until then, and a worker of any app stores it. One that waits can be cancelled, and gives way to another
-        that is to be delivered later under its message id. Raises `InvalidNotificationError` before anything is sent, `BackendError` when
-        it could not be stored.
+        that is to be delivered later under its message id.
+
+        Raises `InvalidNotificationError` before anything is sent, `BackendError` when it could not be stored.
         """
         wanted = Notify(event_type, identifier, payload, message_id, ttl, deliver_at, deliver_after)
         return await self.session.publisher.notify(wanted)

@@ -159,6 +159,16 @@ async def test_a_handler_that_is_run_again_has_each_stored_once(app: App, nats_u
         assert sorted(delivered(t)) == ["hand", "same", "same", "same"]
 
 
+async def test_it_is_what_it_would_be_if_it_were_published_then(app: App, t: Harness) -> None:
+    square = "(0,0,0,1,1,1,1,0,0,0)"
+    for later, day in ((None, 1), (0.5, 2)):
+        await app.notify("area", {"date": f"2026-11-2{day}", "polygon": square}, {"n": 1}, deliver_after=later)
+    await t.advance(1.5)
+    at_once, later = [one async for one in app.replay("area")]
+    assert {**at_once.headers, "Nats-Msg-Id": ""} == {**later.headers, "Nats-Msg-Id": ""}
+    assert (later.payload, later.identifier["polygon"]) == (at_once.payload, at_once.identifier["polygon"])
+
+
 async def test_its_time_to_live_begins_when_it_is_delivered(app: App, t: Harness) -> None:
     await app.notify("plain", {"a": 0, "b": "x"})
     backend = app.session.backend
