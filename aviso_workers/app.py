@@ -54,6 +54,8 @@ class App(Router):
 
     def __init__(self, name: str, *, config: Config | str | Path | None = None) -> None:
         super().__init__(name)
+        if "__" in name or name.endswith("_"):  # else two apps could have one durable consumer
+            raise DeclarationError(f"app name {name!r}: leave out '__' and a last '_', which part it from its agents")
         self.events = Events()
         self._config = config
         self._opening: Opening = open_backend

@@ -19,6 +19,7 @@ from aviso_workers.schema import EventType
 from aviso_workers.topics import binding, stream_name
 
 __all__ = [
+    "FENCED",
     "UPDATABLE",
     "ConsumerSpec",
     "Difference",
@@ -46,6 +47,8 @@ UPDATABLE = frozenset({"ack_wait", "filter_subjects", "max_ack_pending", "max_de
 STARTING = frozenset({"deliver_policy", "opt_start_seq", "opt_start_time", "metadata"})
 """What says where a consumer begins: told apart by what was declared, not by what became of that."""
 START = "aviso-workers-start"
+FENCED = "aviso-workers-fenced"
+"""The metadata of a stream that was fenced when its mirror was promoted: which subjects it had."""
 
 
 class StreamSpec(Struct, frozen=True, kw_only=True):
@@ -68,7 +71,6 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
     """Nanoseconds."""
     allow_direct: bool | UnsetType = UNSET
     allow_rollup_hdrs: bool | UnsetType = UNSET
-    deny_delete: bool | UnsetType = UNSET
     allow_msg_ttl: bool | UnsetType = UNSET
     subject_delete_marker_ttl: int | UnsetType = UNSET
     """Nanoseconds for which it is told that a subject's last message was too old."""
@@ -112,6 +114,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     differences: tuple[Difference, ...] = ()
     storage_mismatch: bool = False
     """Storage cannot be changed: nothing else is applied, and using the stream is an error."""
+    fenced: bool = False
+    """Another stream has taken its place: nothing is applied, and using it is an error."""
 
     @property
     def stream(self) -> str:
@@ -169,6 +173,8 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None) -> Plan:
     stated = {name: _normalised(name, value) for name, value in msgspec.to_builtins(wanted).items()}
     if found is None:
         return Plan(wanted=wanted, exists=False, config=stated)
+    if FENCED in (found.get("metadata") or {}):
+        return Plan(wanted=wanted, exists=True, config=found, fenced=True)
     current = {name: _normalised(name, found.get(name)) for name in stated}
     differences = [
         Difference(field=name, found=current[name], wanted=value)

@@ -255,3 +255,9 @@ class TestConnected:
         with pytest.raises(KeyError, match="mine"):
             async with app:
                 raise KeyError("mine")
+
+
+@pytest.mark.parametrize("name", ["field__index", "index_"])
+def test_an_app_cannot_have_a_name_that_runs_into_those_of_its_agents(name: str) -> None:
+    with pytest.raises(DeclarationError, match=f"app name '{name}': leave out '__'"):
+        App(name)

@@ -21,6 +21,7 @@ from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from typing import Any, Protocol
 
+from anyio.streams.memory import MemoryObjectReceiveStream
 from msgspec import Struct
 
 from aviso_workers.clocks import Clock
@@ -31,12 +32,14 @@ from aviso_workers.key_value import Entry, KeyValue
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 
 __all__ = [
+    "Administration",
     "Backend",
     "ConnectionListener",
     "Consumer",
     "ConsumerInfo",
     "Delivery",
     "Entry",
+    "Heard",
     "KeyValue",
     "Message",
     "Opening",
@@ -96,6 +99,54 @@ class ConsumerInfo(Struct, frozen=True, kw_only=True):
     @property
     def paused(self) -> bool:
         return self.paused_until is not None
+
+
+class Heard(Struct, frozen=True, kw_only=True):
+    """A message as it came: an answer, a chunk of a snapshot, an advisory."""
+
+    subject: str
+    data: bytes
+    reply: str = ""
+    headers: Mapping[str, str] = {}
+    status: str = ""
+    """As `204`; empty where it has none."""
+    description: str = ""
+    """Of the status."""
+
+
+class Administration(Protocol):
+    """All that a server can be asked for, in its own JSON. Operators' tools use it, workers do not."""
+
+    @property
+    def server_version(self) -> str:
+        """Of the server that we are connected to, as `2.15.0`."""
+
+    @property
+    def api_prefix(self) -> str:
+        """What the subjects of JetStream's API begin with: `$JS.API`, or that of a domain."""
+
+    async def api(
+        self, subject: str, request: Any = None, *, prefix: str = "", timeout_seconds: float = 5.0
+    ) -> dict[str, Any]:
+        """Ask JetStream's API. `subject` is what follows the prefix, which may be that of another domain.
+
+        Raises as a backend's requests do.
+        """
+
+    async def pages(self, subject: str, found: str) -> list[Any]:
+        """All pages of a listing of JetStream's API, whose entries are under the key `found`. Raises as `api` does."""
+
+    async def request(self, subject: str, data: bytes = b"", *, timeout_seconds: float = 5.0) -> Heard:
+        """Ask whoever listens to a subject. Raises `UnavailableError` where nobody answers in time."""
+
+    def send(self, subject: str, data: bytes = b"", *, reply: str = "") -> None:
+        """Publish without an acknowledgement, soon."""
+
+    def new_inbox(self) -> str:
+        """A subject for answers, which nobody else has."""
+
+    def listen(self, subject: str) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Heard]]:
+        """What comes for a subject, from when the block is entered until it is left. It is kept until it is read."""
 
 
 class Delivery(Protocol):
@@ -170,6 +221,9 @@ class Backend(Protocol):
 
     def require_server(self, major: int, minor: int, *, to: str) -> None:
         """Raise `RefusedError`, which names both versions, where the server is older than is needed `to` do this."""
+
+    def administration(self) -> Administration:
+        """Raises `RefusedError` where there is no server."""
 
     async def failed(self) -> None:
         """Wait until the backend is lost for good, then raise the `BackendError` that says why."""

@@ -17,6 +17,9 @@ from aviso_workers.cli import (
     burying,
     checking,
     configuring,
+    erasing,
+    measuring,
+    mirroring,
     notifying,
     piping,
     reading,
@@ -63,8 +66,10 @@ command.command()(reading.watch)
 command.command()(reading.replay)
 command.command()(checking.check)
 command.command()(administering.delete)
+command.command()(erasing.erase)
 command.command()(reporting.agents)
 command.command()(reporting.lag)
+command.command()(measuring.top)
 command.command()(steering.pause)
 command.command()(steering.resume)
 command.command()(steering.reset)
@@ -74,6 +79,9 @@ sparking.spark.command()(piping.archive)
 sparking.spark.command()(piping.backfill)
 sparking.spark.command()(piping.report)
 command.add_typer(administering.streams, name="streams")
+command.add_typer(measuring.report, name="report")
+command.add_typer(mirroring.mirror, name="mirror")
+command.add_typer(mirroring.drill, name="drill")
 command.add_typer(serving.server, name="server")
 command.add_typer(configuring.config, name="config")
 

@@ -114,7 +114,9 @@ async def _wipe(app: App, found: Mapping[str, int], *, yes: bool) -> None:
 def _print_plans(plans: Mapping[str, Plan]) -> None:
     rows: list[tuple[str, str, str, str]] = []
     for event_type, found in plans.items():
-        if not found.needed:
+        if found.fenced:
+            rows.append((event_type, found.stream, "fenced", "its mirror was promoted"))
+        elif not found.needed:
             rows.append((event_type, found.stream, "keep", ""))
         elif not found.exists:
             rows.append((event_type, found.stream, "create", ""))

@@ -64,9 +64,11 @@ class Provisioner:
         return streams.plan(spec, found.config if found else None)
 
     async def carry_out(self, plan: Plan) -> None:
-        """Create or update as planned. Raises `RefusedError` where the server refuses, or storage would change."""
-        if plan.storage_mismatch:
-            raise _storage_mismatch(plan)
+        """Create or update as planned.
+
+        Raises `RefusedError` where the server refuses, storage would change, or the stream is fenced.
+        """
+        _require_usable(plan)
         if not plan.exists:
             await self._backend.create_stream(plan.wanted)
             self._events.emit(StreamProvisioned(stream=plan.stream, action="created"))
@@ -85,8 +87,7 @@ class Provisioner:
                     "create it, or set stream_management to create or reconcile"
                 )
             plan = await self._create(plan)
-        if plan.storage_mismatch:
-            raise _storage_mismatch(plan)
+        _require_usable(plan)
         if plan.differences and self._management == "reconcile":
             await self._update(plan)
 
@@ -115,9 +116,15 @@ def _texts(differences: Iterable[Difference]) -> tuple[str, ...]:
     return tuple(str(difference) for difference in differences)
 
 
-def _storage_mismatch(plan: Plan) -> RefusedError:
-    (storage,) = (difference for difference in plan.differences if difference.field == "storage")
-    return RefusedError(
-        f"stream {plan.stream} storage mismatch: it has {storage.found}, the configuration says {storage.wanted}; "
-        "storage cannot be changed: set storage_type to what the stream has, or delete the stream"
-    )
+def _require_usable(plan: Plan) -> None:
+    if plan.fenced:
+        raise RefusedError(
+            f"stream {plan.stream} is fenced, because its mirror was promoted: connect to where that is, "
+            f"or take it back with `aviso-workers mirror unfence {plan.stream}`"
+        )
+    if plan.storage_mismatch:
+        (storage,) = (difference for difference in plan.differences if difference.field == "storage")
+        raise RefusedError(
+            f"stream {plan.stream} storage mismatch: it has {storage.found}, the configuration says {storage.wanted}; "
+            "storage cannot be changed: set storage_type to what the stream has, or delete the stream"
+        )
