@@ -155,14 +155,14 @@ def event_stream(name: str, event_type: EventType, config: Config) -> StreamSpec
     )
 
 
-def own_stream(name: str, subject: str, config: Config, *, retention: str = "limits", **stated: Any) -> StreamSpec:
-    """A stream of our own state, stored and copied as the configuration says."""
+def own_stream(name: str, subject: str, config: Config, **stated: Any) -> StreamSpec:
+    """A stream of our own state: kept by limits, stored and copied as the configuration says."""
     jetstream = config.notification_backend.jetstream
     return StreamSpec(
         name=name,
         subjects=(subject,),
         storage=jetstream.storage_type,
-        retention=retention,
+        retention="limits",
         num_replicas=config.workers.dead_letters.replicas or jetstream.replicas or 1,
         **stated,
     )

@@ -188,10 +188,10 @@ class TestItsSettings:
 class TestWhatItDoesNotOffer:
     pytestmark = pytest.mark.anyio
 
-    async def test_retention_by_interest(self):
+    async def test_retention_by_anything_but_limits(self):
         async with backend_of() as backend:
-            with pytest.raises(RefusedError, match="retention limits and workqueue, found interest"):
-                await backend.create_stream(stream_of("mars", retention="interest"))
+            with pytest.raises(RefusedError, match="retention limits, found workqueue"):
+                await backend.create_stream(stream_of("mars", retention="workqueue"))
 
     @pytest.mark.parametrize("schedule", ["@every 1m", "@at 2026-01-01T00:00:00", "@at noon", "2026-01-01T00:00:00Z"])
     async def test_schedules_that_come_again_or_at_no_time(self, schedule):

@@ -232,10 +232,7 @@ class Backend(Protocol):
         """Raises `NotFoundError`."""
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:
-        """Raises `RefusedError` with JetStream's code; 10058 where a peer created it differently.
-
-        With retention `workqueue` a message is gone once it is settled, and no two consumers can want the same one.
-        """
+        """Raises `RefusedError` with JetStream's code; 10058 where a peer created it differently."""
 
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
         """Replace a stream's configuration by this whole one."""
@@ -246,8 +243,11 @@ class Backend(Protocol):
         Raises `NotFoundError`.
         """
 
-    async def delete_message(self, stream: str, sequence: int) -> None:
-        """Erase one message. Raises `NotFoundError` where stream or message is missing."""
+    async def delete_message(self, stream: str, sequence: int, *, overwrite: bool = True) -> None:
+        """Erase one message. Raises `NotFoundError` where stream or message is missing.
+
+        Without `overwrite` its bytes stay on disk for a while, and a server does thirty times as many a second.
+        """
 
     async def delete_stream(self, stream: str) -> None:
         """Remove a stream, its messages and its consumers, for good. Raises `NotFoundError`."""

@@ -32,7 +32,7 @@ def notify(
     config: ConfigOption = None,
 ) -> None:
     """Publish a notification, or all those in a file, and wait until they are stored, or kept for later."""
-    if (event is None) == (file is None) or (file is not None and (payload or at or after)):
+    if (event is None) == (file is None) or (file is not None and (payload, at, after) != (None, None, None)):
         raise InvalidNotificationError("say what to publish: EVENT key=value... [--payload ...], or --file FILE")
     if file is not None:
         anyio.run(_notify_file, file, config)
@@ -42,8 +42,8 @@ def notify(
         event,
         parse_pairs(identifier or []),
         parse_payload(payload),
-        deliver_at=parse_date(at, name="--at") if at else None,
-        deliver_after=parse_duration(after, name="--after") if after else None,
+        deliver_at=None if at is None else parse_date(at, name="--at"),
+        deliver_after=None if after is None else parse_duration(after, name="--after"),
     )
     anyio.run(_notify_one, wanted, config)
 

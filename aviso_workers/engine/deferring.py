@@ -15,20 +15,32 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Container
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
-from aviso_workers import streams
+from aviso_workers import streams, topics
 from aviso_workers.backends import Backend, Delivery, Outgoing
 from aviso_workers.codec import Message
 from aviso_workers.config import Config
 from aviso_workers.engine.ordering import Line
-from aviso_workers.errors import BackendError, InvalidNotificationError, UndecodableError
+from aviso_workers.errors import BackendError, InvalidNotificationError, NotFoundError, UndecodableError
 from aviso_workers.events import Events, Overdue, Published, PublishOutcome
 from aviso_workers.notifications import Notify
 from aviso_workers.streams import StreamSpec
 from aviso_workers.verdicts import Backoff
 
-__all__ = ["DUE", "STREAM", "Courier", "due_of", "original", "require_server", "schedule", "stream_spec", "waiting"]
+__all__ = [
+    "DUE",
+    "STREAM",
+    "Courier",
+    "due_of",
+    "is_later",
+    "original",
+    "require_server",
+    "schedule",
+    "stream_spec",
+    "waiting",
+]
 
 STREAM = "aviso_workers_schedule"
 SUBJECT = "aviso_workers.schedule"
@@ -48,21 +60,26 @@ def require_server(backend: Backend) -> None:
     backend.require_server(2, 12, to="deliver a notification later")
 
 
-def due_of(wanted: Notify, *, now: datetime) -> datetime | None:
-    """When it is to be stored, UTC; None where it does not say. Raises `InvalidNotificationError`."""
+def is_later(wanted: Notify) -> bool:
+    """Whether it says when it is to be delivered."""
+    return wanted.deliver_at is not None or wanted.deliver_after is not None
+
+
+def due_of(wanted: Notify, *, now: datetime) -> datetime:
+    """When one is to be stored that `is_later`, UTC. Raises `InvalidNotificationError`."""
     at, after, name = wanted.deliver_at, wanted.deliver_after, wanted.event_type
-    if at is None and after is None:
-        return None
     if at is not None and after is not None:
         raise InvalidNotificationError(f"{name}: give it deliver_at or deliver_after, and not both")
-    if after is not None and not (isinstance(after, int | float) and 0 <= after < math.inf):
-        raise InvalidNotificationError(f"{name}: deliver_after must be a number of seconds from 0, found {after!r}")
-    if at is not None and not (isinstance(at, datetime) and at.tzinfo):
-        raise InvalidNotificationError(f"{name}: deliver_at must be a datetime with a time zone, found {at!r}")
     try:
-        if after is not None:
+        if at is None:
+            if not (isinstance(after, int | float) and 0 <= after < math.inf):
+                raise InvalidNotificationError(
+                    f"{name}: deliver_after must be a number of seconds from 0, found {after!r}"
+                )
             return now + timedelta(seconds=after)
-        return at.astimezone(UTC) if at else None
+        if not (isinstance(at, datetime) and at.tzinfo):
+            raise InvalidNotificationError(f"{name}: deliver_at must be a datetime with a time zone, found {at!r}")
+        return at.astimezone(UTC)
     except OverflowError as error:
         raise InvalidNotificationError(f"{name}: it cannot be delivered that late: {error}") from error
 
@@ -101,10 +118,15 @@ def original(message: Message) -> tuple[Outgoing, str]:
     if KEPT_TTL in headers:
         kept[TTL] = headers[KEPT_TTL]
     try:
-        made = Message(subject=headers["Aviso-Subject"], data=message.data, headers=kept)
-        return Outgoing(made, headers["Aviso-Message-Id"], headers["Aviso-Stream"]), headers["Aviso-Event-Type"]
+        subject, stream = headers["Aviso-Subject"], headers["Aviso-Stream"]
+        message_id, event_type = headers["Aviso-Message-Id"], headers["Aviso-Event-Type"]
     except KeyError as error:
         raise UndecodableError(f"message {message.sequence} of {STREAM} has no header {error}") from error
+    base = subject.partition(".")[0]
+    if not base[:1].isalpha() or stream != topics.stream_name(base):
+        # Else whoever may write here could have us write what it may not: to buckets, or to the server's own subjects.
+        raise UndecodableError(f"message {message.sequence} of {STREAM} is for {subject}, no notification of {stream}")
+    return Outgoing(Message(subject=subject, data=message.data, headers=kept), message_id, stream), event_type
 
 
 class Courier:
@@ -133,6 +155,8 @@ class Courier:
             ack = await self._backend.publish(
                 outgoing.message, message_id=message_id, stream=stream, timeout_seconds=TIMEOUT_SECONDS
             )
+            with suppress(NotFoundError):  # it was brought before
+                await self._backend.delete_message(STREAM, delivery.message.sequence, overwrite=False)
         except BackendError as error:
             delay = AGAIN.delay_seconds(delivery.num_delivered)
             delivery.nak(delay_seconds=delay)
@@ -146,4 +170,4 @@ class Courier:
 
 def stream_spec(config: Config) -> StreamSpec:
     """The stream of what waits, and of what is due until a courier has brought it."""
-    return streams.own_stream(STREAM, f"{SUBJECT}.>", config, retention="workqueue", allow_msg_schedules=True)
+    return streams.own_stream(STREAM, f"{SUBJECT}.>", config, allow_msg_schedules=True)

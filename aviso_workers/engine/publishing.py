@@ -54,7 +54,8 @@ def encode(config: Config, wanted: Notify) -> Message:
     declared = config.notification_schema.get(wanted.event_type)
     if declared is None:
         raise UnknownEventTypeError(wanted.event_type, config.notification_schema)
-    deferring.due_of(wanted, now=datetime.now(UTC))
+    if deferring.is_later(wanted):
+        deferring.due_of(wanted, now=datetime.now(UTC))
     return NotificationWriter(wanted.event_type, declared).message(wanted.identifier, wanted.payload)
 
 
@@ -152,10 +153,14 @@ class Publisher:
     def _prepare(self, wanted: Notify) -> _Prepared:
         """Raises as `_checked` does."""
         spec, message = self._checked(wanted)
+        if deferring.is_later(wanted):
+            return self._prepare_later(wanted, spec, message)
+        return self._ready(wanted.event_type, spec, message, wanted.message_id or self._message_id(message))
+
+    def _prepare_later(self, wanted: Notify, spec: StreamSpec, message: Message) -> _Prepared:
+        """Raises as `_checked` does."""
         now = datetime.fromtimestamp(self._backend.clock.time_ns() / 1e9, UTC)
         due = deferring.due_of(wanted, now=now)
-        if due is None:
-            return self._ready(wanted.event_type, spec, message, wanted.message_id or self._message_id(message))
         deferring.require_server(self._backend)
         when = f"{wanted.deliver_at} {wanted.deliver_after}"
         message_id = wanted.message_id or self._message_id(message, when=when)
@@ -205,7 +210,7 @@ class Publisher:
             raise InvalidNotificationError(
                 "what is stored together has one message_id, so give it to all and not to one"
             )
-        if any(each.deliver_at is not None or each.deliver_after is not None for each in wanted):
+        if any(map(deferring.is_later, wanted)):
             raise InvalidNotificationError(
                 "what is stored together is stored now: publish one by one what is to be delivered later"
             )

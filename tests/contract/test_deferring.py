@@ -89,6 +89,7 @@ async def test_under_its_message_id_it_takes_its_own_place(app: App, t: Harness)
     await t.advance(3)
     assert delivered(t) == ["2"]
     assert len(t.published) == 2, "the same id in another stream is another notification"
+    assert await app.session.backend.subject_counts(deferring.STREAM) == {}, "what was brought is removed"
 
 
 async def test_one_that_is_cancelled_is_never_stored(app: App, t: Harness) -> None:
@@ -190,13 +191,16 @@ async def test_what_its_stream_refuses_is_kept_until_it_takes_it(app: App, t: Ha
     assert delivered(t) == ["0", "2", "1"]
 
 
-async def test_what_somebody_else_has_put_there_is_thrown_away(app: App, t: Harness) -> None:
+@pytest.mark.parametrize(
+    ("subject", "stream"), [("", ""), ("$JS.API.STREAM.DELETE.PLAIN", "$JS"), ("plain.x.y", "MARS"), ("", "PLAIN")]
+)
+async def test_what_somebody_else_has_put_there_is_not_obeyed(app: App, t: Harness, subject: str, stream: str) -> None:
     await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=0.5)
-    foreign = Message(subject=f"{deferring.DUE}.PLAIN", data=b"null")
+    headers = {"Aviso-Subject": subject, "Aviso-Stream": stream, "Aviso-Message-Id": "1", "Aviso-Event-Type": "plain"}
+    foreign = Message(subject=f"{deferring.DUE}.PLAIN", data=b"", headers=headers if stream else {})
     await app.session.backend.publish(foreign, message_id="1", stream=deferring.STREAM, timeout_seconds=5)
     await t.advance(1.5)
     assert delivered(t) == ["1"]
-    assert await app.session.backend.subject_counts(deferring.STREAM) == {}
 
 
 @pytest.mark.parametrize(

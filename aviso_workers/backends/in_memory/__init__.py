@@ -2,8 +2,7 @@
 
 A real queue: messages are stored, limits bite, acks count, and what is not settled comes back. `stream` and
 `durable` hold the rules and know no event loop, `account` holds the streams, `consuming` and `reading` are the
-contract's face. What it does not do: outlive its process, replicate, or keep messages by anything but limits, or
-until they are settled.
+contract's face. What it does not do: outlive its process, replicate, or keep messages by anything but limits.
 `num_replicas`, `storage` and `compression` are noted and mean nothing.
 """
 
@@ -123,7 +122,7 @@ class InMemoryBackend:
         await self._connection.reach()
         return self._account.stream(stream).purge(subject)
 
-    async def delete_message(self, stream: str, sequence: int) -> None:
+    async def delete_message(self, stream: str, sequence: int, *, overwrite: bool = True) -> None:
         await self._connection.reach()
         self._account.stream(stream).delete(sequence)
 

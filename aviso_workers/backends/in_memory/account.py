@@ -6,7 +6,6 @@ Pure but for the clock. What `NotFoundError` and `RefusedError` carry are JetStr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any
 
 import msgspec
@@ -81,16 +80,13 @@ class Account:
         stream = self.stream(config["name"])
         wanted = complete(config)
         self._refuse_overlap(wanted)
-        for fixed in ("storage", "retention"):
-            if wanted[fixed] != stream.config[fixed]:
-                raise RefusedError(f"stream {config['name']}: its {fixed} cannot be changed", code=10052)
+        if wanted["storage"] != stream.config["storage"]:
+            raise RefusedError(f"stream {config['name']}: its storage cannot be changed", code=10052)
         stream.configure(wanted)
         return stream
 
     def ensure_durable(self, stream: str, spec: ConsumerSpec) -> Durable:
         found = self.stream(stream)
-        if found.config["retention"] == "workqueue":
-            _refuse_second_reader(found, spec)
         durable = found.durables.get(spec.durable_name)
         if durable is None:
             durable = Durable(spec, found.messages, last_sequence=found.last_sequence)
@@ -190,13 +186,3 @@ class Account:
                         f"stream {wanted['name']}: {subject} overlaps with stream {other.config['name']}",
                         code=10065,
                     )
-
-
-def _refuse_second_reader(queue: Stream, spec: ConsumerSpec) -> None:
-    """A work queue has one consumer for each message. Raises `RefusedError`."""
-    for name, durable in queue.durables.items():
-        taken = durable.config["filter_subjects"] or (">",)
-        if name != spec.durable_name and any(overlap(*pair) for pair in product(taken, spec.filter_subjects or (">",))):
-            raise RefusedError(
-                f"consumer {spec.durable_name}: consumer {name} of the work queue wants the same", code=10100
-            )

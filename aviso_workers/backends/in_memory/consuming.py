@@ -151,7 +151,6 @@ class Dispatcher:
 
     def settle(self, sequence: int) -> None:
         self.durable.settle(sequence)
-        self._stream.settled(sequence)
         self.durable.last_settled_ns = self._clock.time_ns()
         self.wake()
 

@@ -40,7 +40,6 @@ DEFAULTS = {
     "compression": "none",
     "allow_direct": False,
 }
-RETENTIONS = ("limits", "workqueue")
 DEFAULT_DUPLICATE_WINDOW = 120_000_000_000
 INVALID_CONFIGURATION = 10052
 WRONG_LAST_SEQUENCE = 10071
@@ -57,9 +56,9 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
     # Nought and nothing mean the default.
     whole = {**config, **{field: config.get(field) or value for field, value in defaults.items()}}
     whole["subjects"] = list(config["subjects"])
-    if whole["retention"] not in RETENTIONS:
+    if whole["retention"] != "limits":
         raise RefusedError(
-            f"stream {name}: in memory there is retention {' and '.join(RETENTIONS)}, found {whole['retention']}",
+            f"stream {name}: in memory there is retention limits, found {whole['retention']}",
             code=INVALID_CONFIGURATION,
         )
     if whole["duplicate_window"] > max_age:
@@ -162,11 +161,6 @@ class Stream:
             self._remove(sequence)
         self._changed()
         return len(going)
-
-    def settled(self, sequence: int) -> None:
-        """A consumer is done with it."""
-        if self.config["retention"] == "workqueue" and sequence in self.messages:
-            self.delete(sequence)
 
     def expire(self, now_ns: int) -> None:
         """Drop what is too old: messages beyond max_age or their own TTL, message ids beyond the duplicate window."""
