@@ -20,6 +20,7 @@ from aviso_workers.topics import binding, stream_name
 
 __all__ = [
     "FENCED",
+    "UNFINISHED",
     "UPDATABLE",
     "ConsumerSpec",
     "Difference",
@@ -29,6 +30,7 @@ __all__ = [
     "consumer_differences",
     "event_stream",
     "filters_of",
+    "is_unfinished",
     "own_stream",
     "plan",
     "readable",
@@ -49,6 +51,8 @@ STARTING = frozenset({"deliver_policy", "opt_start_seq", "opt_start_time", "meta
 START = "aviso-workers-start"
 FENCED = "aviso-workers-fenced"
 """The metadata of a stream that was fenced when its mirror was promoted: which subjects it had."""
+UNFINISHED = "aviso-workers-unfinished"
+"""The metadata of a stream that is not whole, because a restore of it is under way or was killed."""
 
 
 class StreamSpec(Struct, frozen=True, kw_only=True):
@@ -116,6 +120,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     """Storage cannot be changed: nothing else is applied, and using the stream is an error."""
     fenced: bool = False
     """Another stream has taken its place: nothing is applied, and using it is an error."""
+    unfinished: bool = False
+    """A restore of it is under way, or was killed: nothing is applied, and it cannot be used yet."""
 
     @property
     def stream(self) -> str:
@@ -175,6 +181,8 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None) -> Plan:
         return Plan(wanted=wanted, exists=False, config=stated)
     if FENCED in (found.get("metadata") or {}):
         return Plan(wanted=wanted, exists=True, config=found, fenced=True)
+    if is_unfinished(found):
+        return Plan(wanted=wanted, exists=True, config=found, unfinished=True)
     current = {name: _normalised(name, found.get(name)) for name in stated}
     differences = [
         Difference(field=name, found=current[name], wanted=value)
@@ -193,6 +201,11 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None) -> Plan:
         differences=tuple(differences),
         storage_mismatch=any(difference.field == "storage" for difference in differences),
     )
+
+
+def is_unfinished(stream_config: Mapping[str, Any]) -> bool:
+    """Whether a restore of the stream is under way, or was killed."""
+    return UNFINISHED in (stream_config.get("metadata") or {})
 
 
 def filters_of(consumer: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ What a backend promises:
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from typing import Any, Protocol
@@ -45,6 +45,7 @@ __all__ = [
     "Opening",
     "Outgoing",
     "PubAck",
+    "Snapshot",
     "StreamInfo",
     "open_backend",
 ]
@@ -114,6 +115,18 @@ class Heard(Struct, frozen=True, kw_only=True):
     """Of the status."""
 
 
+class Snapshot(Struct, frozen=True, kw_only=True):
+    """A stream as it is now, its consumers included, on its way to us."""
+
+    config: Mapping[str, Any]
+    """JetStream's stream configuration, whole."""
+    state: Mapping[str, Any]
+    """JetStream's state of the stream when the snapshot began."""
+    chunks: AsyncGenerator[bytes, None]
+    """The archive. Asking for the next chunk tells the server that there is room for it, within seconds of the one
+    before. Raises `UnavailableError` where it breaks off."""
+
+
 class Administration(Protocol):
     """All that a server can be asked for, in its own JSON. Operators' tools use it, workers do not."""
 
@@ -147,6 +160,19 @@ class Administration(Protocol):
 
     def listen(self, subject: str) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Heard]]:
         """What comes for a subject, from when the block is entered until it is left. It is kept until it is read."""
+
+    def snapshot(self, stream: str) -> AbstractAsyncContextManager[Snapshot]:
+        """Raises `NotFoundError`, and as `api` does."""
+
+    async def restore(
+        self, config: Mapping[str, Any], state: Mapping[str, Any], *, read: Callable[[int], Awaitable[bytes]]
+    ) -> dict[str, Any]:
+        """Make a stream of this configuration from a snapshot's state and archive; returns JetStream's stream info.
+
+        `read` gives at most so many bytes of the archive at a time, none at its end. Where it fails or is cancelled,
+        what was made of the stream is removed; where this process is killed, a stream stays that is unfinished (see
+        `streams.is_unfinished`). Raises `RefusedError` where the name is taken or the archive is damaged, and as `api`.
+        """
 
 
 class Delivery(Protocol):

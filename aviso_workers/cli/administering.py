@@ -116,6 +116,8 @@ def _print_plans(plans: Mapping[str, Plan]) -> None:
     for event_type, found in plans.items():
         if found.fenced:
             rows.append((event_type, found.stream, "fenced", "its mirror was promoted"))
+        elif found.unfinished:
+            rows.append((event_type, found.stream, "wait", "it is being restored, or that was killed"))
         elif not found.needed:
             rows.append((event_type, found.stream, "keep", ""))
         elif not found.exists:

@@ -8,7 +8,7 @@ import anyio
 
 from aviso_workers import streams
 from aviso_workers.backends import Backend, ConsumerInfo, StreamInfo
-from aviso_workers.errors import NotFoundError, RefusedError
+from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.events import ConsumerDiffers, Events, StreamProvisioned
 from aviso_workers.streams import ConsumerSpec, Difference, Plan, StreamSpec
 
@@ -66,7 +66,8 @@ class Provisioner:
     async def carry_out(self, plan: Plan) -> None:
         """Create or update as planned.
 
-        Raises `RefusedError` where the server refuses, storage would change, or the stream is fenced.
+        Raises `RefusedError` where the server refuses, storage would change, or the stream is fenced;
+        `UnavailableError` where it is being restored.
         """
         _require_usable(plan)
         if not plan.exists:
@@ -117,6 +118,10 @@ def _texts(differences: Iterable[Difference]) -> tuple[str, ...]:
 
 
 def _require_usable(plan: Plan) -> None:
+    if plan.unfinished:
+        raise UnavailableError(
+            f"stream {plan.stream} is being restored; if that was killed, `aviso-workers backup restore` does it again"
+        )
     if plan.fenced:
         raise RefusedError(
             f"stream {plan.stream} is fenced, because its mirror was promoted: connect to where that is, "

@@ -201,9 +201,9 @@ def _whole_mirror(info: Mapping[str, Any]) -> Mapping[str, Any]:
     mirror: Mapping[str, Any] | None = config.get("mirror")
     if mirror is None:
         raise RefusedError(f"{config['name']} is no mirror")
-    for field in ("filter_subject", "subject_transforms"):
+    for field in ("filter_subject", "subject_transforms", "opt_start_seq", "opt_start_time"):
         if mirror.get(field):
-            raise RefusedError(f"{config['name']} is no whole mirror: it has a {field}, so it cannot take its place")
+            raise RefusedError(f"{config['name']} is no whole mirror: it has {field}, so it cannot take its place")
     return mirror
 
 

@@ -23,13 +23,8 @@ TWICE = Backoff(first=0.05, factor=1, attempts=3, jitter=0)
 
 
 @pytest.fixture
-def app(kind: str, nats_url: str) -> App:
-    return App("contract", config=app_config(kind, nats_url))
-
-
-@pytest.fixture
-async def t(app: App, nats_url: str) -> AsyncGenerator[Harness, None]:
-    async with harness(app, server=nats_url or None) as t:
+async def t(app: App, url: str | None) -> AsyncGenerator[Harness, None]:
+    async with harness(app, server=url) as t:
         yield t
 
 
@@ -59,14 +54,14 @@ async def test_it_is_stored_when_it_is_due_and_not_before(app: App, t: Harness) 
     assert timedelta() <= found.time - due < timedelta(seconds=1)
 
 
-async def test_an_agent_sees_it(app: App, nats_url: str) -> None:
+async def test_an_agent_sees_it(app: App, url: str | None) -> None:
     seen: list[object] = []
 
     @app.agent("plain")
     async def index(notification: Notification[Any]) -> None:
         seen.append(notification.payload)
 
-    async with harness(app, server=nats_url or None) as t:
+    async with harness(app, server=url) as t:
         await app.notify("plain", {"a": 1, "b": "x"}, "later", deliver_after=1)
         await t.settle()
         assert seen == []
@@ -138,7 +133,7 @@ async def test_many_may_be_delivered_at_once_and_later(app: App, t: Harness) -> 
     assert sorted(map(int, delivered(t))) == [*range(40)]
 
 
-async def test_a_handler_that_is_run_again_has_each_stored_once(app: App, nats_url: str) -> None:
+async def test_a_handler_that_is_run_again_has_each_stored_once(app: App, url: str | None) -> None:
     runs: list[int] = []
 
     @app.agent("mars", retry=TWICE)
@@ -151,7 +146,7 @@ async def test_a_handler_that_is_run_again_has_each_stored_once(app: App, nats_u
             raise ConnectionError
         return again[::-1]
 
-    async with harness(app, server=nats_url or None) as t:
+    async with harness(app, server=url) as t:
         await t.notify("mars", mars(), {})
         await t.settle()
         assert len(runs) == 2

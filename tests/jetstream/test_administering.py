@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator
 
 import anyio
@@ -38,7 +39,7 @@ async def test_a_listing_is_read_to_its_last_page(administration: Administration
 
 
 async def test_what_a_server_says_unasked_is_heard(administration: Administration) -> None:
-    async with administration.listen("$JS.EVENT.ADVISORY.>") as advisories:
+    async with administration.listen("$JS.EVENT.ADVISORY.STREAM.>") as advisories:
         await administration.api("STREAM.CREATE.MARS", {"name": "MARS"})
         with anyio.fail_after(5):
             advisory = json.loads((await advisories.receive()).data)
@@ -62,6 +63,10 @@ async def test_an_answer_may_come_in_several_messages(administration: Administra
         (f"mars.{step}", b"here") for step in range(3)
     ]
     assert (heard[3].status, heard[3].description) == ("204", "EOB")
+
+
+async def test_the_server_says_its_version(administration: Administration) -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", administration.server_version), administration.server_version
 
 
 async def test_nobody_to_ask_is_said(administration: Administration) -> None:

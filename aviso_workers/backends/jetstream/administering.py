@@ -1,21 +1,21 @@
 """Everything a server can be asked for, as it answers: what operators' tools stand on.
 
 `Backend.administration` gives one. It adds no meaning: whoever asks knows JetStream's API, and reads its JSON. A large
-answer comes in pages, a snapshot as messages to an inbox, an advisory unasked; that is all that is done here.
+answer comes in pages, an advisory unasked; that is all that is done here. Snapshots are the business of `snapshots`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from aviso_workers.backends import Heard
-from aviso_workers.backends.jetstream import faults, wire
+from aviso_workers.backends import Heard, Snapshot
+from aviso_workers.backends.jetstream import faults, snapshots, wire
 from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, Connection
 
 __all__ = ["Administration"]
@@ -29,7 +29,8 @@ class Administration:
 
     @property
     def server_version(self) -> str:
-        return str(self._connection.nc.connected_server_version)
+        found = self._connection.nc.connected_server_version
+        return f"{found.major}.{found.minor}.{found.patch}"
 
     @property
     def api_prefix(self) -> str:
@@ -88,3 +89,11 @@ class Administration:
                 await self._connection.leave(interest)
             heard.close()
             hearing.close()
+
+    def snapshot(self, stream: str) -> AbstractAsyncContextManager[Snapshot]:
+        return snapshots.snapshot(self, self._connection, stream)
+
+    async def restore(
+        self, config: Mapping[str, Any], state: Mapping[str, Any], *, read: Callable[[int], Awaitable[bytes]]
+    ) -> dict[str, Any]:
+        return await snapshots.restore(self, self._connection, config, state, read)
