@@ -150,7 +150,9 @@ class Administration(Protocol):
         """All pages of a listing of JetStream's API, whose entries are under the key `found`. Raises as `api` does."""
 
     async def request(self, subject: str, data: bytes = b"", *, timeout_seconds: float = 5.0) -> Heard:
-        """Ask whoever listens to a subject. Raises `UnavailableError` where nobody answers in time."""
+        """Ask whoever listens to a subject. Raises `UnavailableError` where nobody answers in time, `RefusedError`
+        where the server denies us the subject.
+        """
 
     def send(self, subject: str, data: bytes = b"", *, reply: str = "") -> None:
         """Publish without an acknowledgement, soon."""

@@ -18,10 +18,13 @@ from aviso_workers.cli import (
     burying,
     checking,
     configuring,
+    copying,
     erasing,
+    inspecting,
     measuring,
     mirroring,
     notifying,
+    operating,
     piping,
     reading,
     reporting,
@@ -81,10 +84,13 @@ sparking.spark.command()(piping.archive)
 sparking.spark.command()(piping.backfill)
 sparking.spark.command()(piping.report)
 command.add_typer(administering.streams, name="streams")
+administering.streams.command()(copying.copy)
 command.add_typer(backing_up.backup, name="backup")
 command.add_typer(measuring.report, name="report")
 command.add_typer(mirroring.mirror, name="mirror")
 command.add_typer(mirroring.drill, name="drill")
+command.add_typer(operating.consumers, name="consumers")
+command.add_typer(inspecting.account, name="account")
 command.add_typer(serving.server, name="server")
 command.add_typer(configuring.config, name="config")
 

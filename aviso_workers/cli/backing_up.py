@@ -22,7 +22,7 @@ from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationErro
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Keep, Progress
 
-__all__ = ["backup"]
+__all__ = ["Storage", "backup", "bar"]
 
 backup = typer.Typer(help="Backups of streams, with their consumers, as the nats CLI has them.", no_args_is_help=True)
 
@@ -60,7 +60,7 @@ def create(
         failures: list[AvisoWorkersError] = []
         for stream in await backups.named_streams(app, names or ()):
             try:
-                with _bar(stream) as progress:
+                with bar(stream) as progress:
                     made = await backups.create(app, stream, to, progress=progress)
                 typer.echo(f"{stream}: {made.state['messages']} messages, {made.size} bytes in {made.directory}")
                 for gone in backups.prune(to, stream, Keep(newest, days)):
@@ -112,7 +112,7 @@ def restore(
     found = backups.load(directory)
 
     async def run(app: App) -> None:
-        with _bar(found.stream, found.size) as progress:
+        with bar(found.stream, found.size) as progress:
             restored = await backups.restore(
                 app, found, name=name, storage=storage, replicas=replicas, progress=progress
             )
@@ -134,7 +134,7 @@ def drill(directory: Directory, config: ConfigOption = None) -> None:
     found = backups.load(directory)
 
     async def run(app: App) -> None:
-        with _bar(found.stream, found.size) as progress:
+        with bar(found.stream, found.size) as progress:
             done = await backups.drill(app, found, progress=progress)
         if done.differences:
             raise BackupError(f"{directory} does not restore as it was: {'; '.join(done.differences)}")
@@ -167,7 +167,7 @@ def cleanse(
         takes = backups.of_subject(subject)
     else:
         takes = backups.of_identifier(connected_app(config).config, found, parse_where(where or []))
-    with _bar(f"{found.stream}, reading", found.size) as progress:
+    with bar(f"{found.stream}, reading", found.size) as progress:
         plan = backups.plan_cleanse(found, takes, progress=progress)
     typer.echo(f"{directory}: {plan.removed} messages match, {plan.state['messages']} stay")
     if not plan.removed:
@@ -175,14 +175,14 @@ def cleanse(
     if not yes:
         typer.echo("nothing was removed; say --yes to remove them", err=True)
         raise typer.Exit(2)
-    with _bar(f"{found.stream}, writing", found.size) as progress:
+    with bar(f"{found.stream}, writing", found.size) as progress:
         backups.cleanse(plan, progress=progress)
     typer.echo(f"{directory}: {plan.removed} messages removed")
 
 
 def _verify(directory: Path) -> None:
     found = backups.load(directory)
-    with _bar(found.stream, found.size) as progress:
+    with bar(found.stream, found.size) as progress:
         contents = backups.verify(found, progress=progress)
     if contents is None:
         typer.echo(f"{directory}: whole; a nats-server before 2.15 made it, and its messages cannot be counted here")
@@ -210,7 +210,7 @@ def _end(failures: Sequence[AvisoWorkersError]) -> None:
 
 
 @contextmanager
-def _bar(what: str, total: int | None = None) -> Iterator[Progress]:
+def bar(what: str, total: int | None = None) -> Iterator[Progress]:
     """For people at a terminal; a log or a pipe gets none."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

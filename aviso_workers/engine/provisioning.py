@@ -64,12 +64,14 @@ class Provisioner:
         return streams.plan(spec, found.config if found else None)
 
     async def carry_out(self, plan: Plan) -> None:
-        """Create or update as planned.
+        """Create or update as planned, as far as that can be done.
 
-        Raises `RefusedError` where the server refuses, storage would change, or the stream is fenced;
-        `UnavailableError` where it is being restored.
+        Raises `RefusedError` where the server refuses, the stream cannot be created, storage would change, or the
+        stream is fenced; `UnavailableError` where it is being restored.
         """
         _require_usable(plan)
+        if not plan.exists and plan.fixed:
+            raise RefusedError(f"stream {plan.stream} cannot be created: {'; '.join(_texts(plan.fixed))}")
         if not plan.exists:
             await self._backend.create_stream(plan.wanted)
             self._events.emit(StreamProvisioned(stream=plan.stream, action="created"))
@@ -89,7 +91,11 @@ class Provisioner:
                 )
             plan = await self._create(plan)
         _require_usable(plan)
-        if plan.differences and self._management == "reconcile":
+        if self._management != "reconcile":
+            return
+        if plan.fixed:
+            self._keep(plan.fixed, plan, refused="; ".join(difference.cure for difference in plan.fixed))
+        if plan.differences:
             await self._update(plan)
 
     async def _create(self, plan: Plan) -> Plan:
@@ -106,11 +112,12 @@ class Provisioner:
         try:
             await self.carry_out(plan)
         except RefusedError as error:
-            self._events.emit(
-                StreamProvisioned(
-                    stream=plan.stream, action="kept", differences=_texts(plan.differences), refused=str(error)
-                )
-            )
+            self._keep(plan.differences, plan, refused=str(error))
+
+    def _keep(self, differences: Iterable[Difference], plan: Plan, *, refused: str) -> None:
+        self._events.emit(
+            StreamProvisioned(stream=plan.stream, action="kept", differences=_texts(differences), refused=refused)
+        )
 
 
 def _texts(differences: Iterable[Difference]) -> tuple[str, ...]:
@@ -128,7 +135,7 @@ def _require_usable(plan: Plan) -> None:
             f"or take it back with `aviso-workers mirror unfence {plan.stream}`"
         )
     if plan.storage_mismatch:
-        (storage,) = (difference for difference in plan.differences if difference.field == "storage")
+        (storage,) = (difference for difference in plan.fixed if difference.field == "storage")
         raise RefusedError(
             f"stream {plan.stream} storage mismatch: it has {storage.found}, the configuration says {storage.wanted}; "
             "storage cannot be changed: set storage_type to what the stream has, or delete the stream"

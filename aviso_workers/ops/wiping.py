@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from aviso_workers import schema, topics
 from aviso_workers.app import App
 from aviso_workers.errors import InvalidPositionError, NotFoundError, UnknownEventTypeError
+from aviso_workers.ops import operating
 from aviso_workers.positions import parse_id
 
 __all__ = ["delete", "event_streams", "event_type_of", "stream_of", "wipe"]
@@ -29,7 +30,12 @@ async def event_streams(app: App) -> dict[str, int]:
 
 
 async def wipe(app: App, streams: Sequence[str]) -> dict[str, int]:
-    """Remove all messages of these streams; returns how many went from each. Raises `NotFoundError`."""
+    """Remove all messages of these streams; returns how many went from each.
+
+    Raises `NotFoundError`, and `RefusedError` where one of them refuses purges; then none was touched.
+    """
+    for stream in streams:
+        operating.check_purge_allowed((await app.session.backend.stream_info(stream)).config)
     return {stream: await app.session.backend.purge_stream(stream) for stream in streams}
 
 

@@ -23,6 +23,7 @@ async def administration(nats_server: NatsServer) -> AsyncGenerator[Administrati
         yield backend.administration()
 
 
+@pytest.mark.covers("002-68", "003-06")
 async def test_a_request_is_answered_in_jetstreams_own_json(administration: Administration) -> None:
     created = await administration.api("STREAM.CREATE.MARS", {"name": "MARS", "subjects": ["mars.>"], "max_bytes": 10})
     assert created["config"]["max_bytes"] == 10
@@ -30,6 +31,7 @@ async def test_a_request_is_answered_in_jetstreams_own_json(administration: Admi
         await administration.api("STREAM.INFO.NONE")
 
 
+@pytest.mark.covers("002-57")
 async def test_a_listing_is_read_to_its_last_page(administration: Administration) -> None:
     names = {f"S{number}" for number in range(300)}  # a server lists 256 at a time
     for name in names:
@@ -38,6 +40,7 @@ async def test_a_listing_is_read_to_its_last_page(administration: Administration
     assert {stream["config"]["name"] for stream in listed} == names
 
 
+@pytest.mark.covers("003-06")
 async def test_what_a_server_says_unasked_is_heard(administration: Administration) -> None:
     async with administration.listen("$JS.EVENT.ADVISORY.STREAM.>") as advisories:
         await administration.api("STREAM.CREATE.MARS", {"name": "MARS"})
@@ -50,6 +53,7 @@ async def test_what_a_server_says_unasked_is_heard(administration: Administratio
     )
 
 
+@pytest.mark.covers("002-61")
 async def test_an_answer_may_come_in_several_messages(administration: Administration) -> None:
     await administration.api("STREAM.CREATE.MARS", {"name": "MARS", "subjects": ["mars.>"], "allow_direct": True})
     for step in range(3):

@@ -117,11 +117,11 @@ class JetStreamBackend:
         return self._stream_info(await self._connection.api(f"STREAM.INFO.{stream}"))
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:
-        config = msgspec.to_builtins(spec)
-        if self._has_server(2, 14):
-            config["allow_batched"] = True  # ours to say as long as nobody else has made the stream
-        if self._has_server(2, 12):
-            config["allow_atomic"] = True
+        config = streams.stated(spec)
+        if spec.takes_batches and self._has_server(2, 14):
+            config.setdefault("allow_batched", True)  # ours to say as long as nobody else has made the stream
+        if spec.takes_batches and self._has_server(2, 12):
+            config.setdefault("allow_atomic", True)
         return self._stream_info(await self._connection.api(f"STREAM.CREATE.{spec.name}", config))
 
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:

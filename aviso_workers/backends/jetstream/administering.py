@@ -17,6 +17,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from aviso_workers.backends import Heard, Snapshot
 from aviso_workers.backends.jetstream import faults, snapshots, wire
 from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, Connection
+from aviso_workers.errors import UnavailableError
 
 __all__ = ["Administration"]
 
@@ -52,8 +53,13 @@ class Administration:
                 return everything
 
     async def request(self, subject: str, data: bytes = b"", *, timeout_seconds: float = API_TIMEOUT_SECONDS) -> Heard:
-        with faults.translated(subject):
-            answer = await self._connection.nc.request(subject, data, timeout=timeout_seconds)
+        sent = anyio.current_time()
+        try:
+            with faults.translated(subject):
+                answer = await self._connection.nc.request(subject, data, timeout=timeout_seconds)
+        except UnavailableError:
+            self._connection.check_allowed(subject, since=sent)
+            raise
         return Heard(subject=answer.subject, data=answer.data, headers=answer.headers or {})
 
     def send(self, subject: str, data: bytes = b"", *, reply: str = "") -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from aviso_workers.ops.backups.cleansing import Cleansing, Takes, cleanse, of_identifier, of_subject, plan_cleanse
 from aviso_workers.ops.backups.creating import Keep, create, named_streams, prune
-from aviso_workers.ops.backups.restoring import Drill, Restored, drill, restore
+from aviso_workers.ops.backups.restoring import Drill, Restored, drill, read_back, restore
 from aviso_workers.ops.backups.storing import Backup, Progress, Record, find, load, newest, places
 from aviso_workers.ops.backups.verifying import Contents, verify
 
@@ -34,6 +34,7 @@ __all__ = [
     "places",
     "plan_cleanse",
     "prune",
+    "read_back",
     "restore",
     "verify",
 ]

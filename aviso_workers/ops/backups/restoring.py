@@ -19,7 +19,7 @@ from aviso_workers.errors import BackupError, NotFoundError
 from aviso_workers.ops.backups.storing import Backup, Progress, damage, ignore, opened
 from aviso_workers.ops.backups.verifying import Contents, Counted, read_contents, verify
 
-__all__ = ["Drill", "Restored", "drill", "restore"]
+__all__ = ["Drill", "Restored", "drill", "read_back", "restore"]
 
 ENTRIES_SINCE = (2, 15)
 AT_WORK = ("mirror", "sources", "republish", "subject_transform")
@@ -111,7 +111,7 @@ async def drill(app: App, backup: Backup, *, progress: Progress = ignore) -> Dri
     config.pop("placement", None)
     await _upload(server, backup, config, progress)
     try:
-        after = await _read_back(server, scratch, in_memory=config.get("storage") == "memory")
+        after = await read_back(app, scratch)
     finally:
         with anyio.CancelScope(shield=True):
             await server.api(f"STREAM.DELETE.{scratch}")
@@ -179,9 +179,12 @@ async def _wait_for_consumers(server: Administration, stream: str, count: int) -
         await anyio.sleep(LOOK_SECONDS)
 
 
-async def _read_back(server: Administration, stream: str, *, in_memory: bool) -> Contents:
+async def read_back(app: App, stream: str) -> Contents:
+    """What is in a stream now, as a backup of it would have it; none is kept. Raises `BackendError`."""
+    server = app.session.backend.administration()
     with tempfile.TemporaryFile() as file:
         async with server.snapshot(stream) as snapshot, aclosing(snapshot.chunks) as chunks:
+            in_memory = snapshot.config.get("storage") == "memory"
             async for chunk in chunks:
                 await anyio.to_thread.run_sync(file.write, chunk)
         file.seek(0)

@@ -13,7 +13,7 @@ import pytest
 from aviso_workers.ops.backups import archive, s2
 from aviso_workers.ops.backups.s2 import MalformedError
 
-DATA = Path(__file__).parents[1] / "data" / "backups"
+DATA = Path(__file__).parents[2] / "data" / "backups"
 HELLO = b"hello world, "
 
 
