@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from aviso_workers.app import App
+from aviso_workers.cli.confirming import Yes, confirm
 from aviso_workers.cli.finding import ConfigOption, connected_app, find_app, run_connected
 from aviso_workers.cli.parsing import parse_duration
 from aviso_workers.cli.printing import print_table
@@ -62,7 +63,7 @@ def reset(
             help="A sequence, a time such as 2026-11-20T06:00:00Z, all that is stored, or what is new.",
         ),
     ],
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; without this, only say what would be done.")] = False,
+    yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
     """Let an agent go on at another notification, back to handle some again or forward to pass over some."""
@@ -71,9 +72,7 @@ def reset(
     async def run(connected: App, steered: Steered) -> None:
         plan = await steering.plan_reset(connected, steered, position)
         _print_plan(plan)
-        if not yes:
-            typer.echo("nothing was done; say --yes to reset it", err=True)
-            raise typer.Exit(2)
+        confirm(yes, to="reset it")
         ahead = await steering.reset(connected, plan)
         typer.echo(f"{agent} goes on at {steered.stream}@{plan.sequence}, with {ahead} notifications ahead of it")
 
