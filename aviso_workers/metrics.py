@@ -46,7 +46,7 @@ __all__ = ["FleetMetrics", "Metrics", "render_gauges"]
 RUN_OUTCOMES = ("done", "failed")
 """Of a timer or a window."""
 OUTCOMES = ("acked", "retried", "dead_lettered")
-PUBLISH_OUTCOMES = ("stored", "duplicate", "failed")
+PUBLISH_OUTCOMES = ("stored", "duplicate", "scheduled", "failed")
 RETRY_REASONS = ("dead_letter_failed",)
 """Those that are no exception of an author's."""
 DEAD_LETTER_REASONS = (

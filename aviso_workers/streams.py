@@ -129,6 +129,7 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
     subject_delete_marker_ttl: int | UnsetType = UNSET
     """Nanoseconds for which it is told that a subject's last message was too old."""
     allow_msg_counter: bool | UnsetType = UNSET
+    allow_msg_schedules: bool | UnsetType = UNSET
     further: Mapping[str, Any] = {}
     """What operators declare beyond that, in JetStream's own JSON."""
     takes_batches: bool = True

@@ -12,9 +12,8 @@ import typer
 from aviso_workers.app import App
 from aviso_workers.cli.confirming import Yes, confirm
 from aviso_workers.cli.finding import ConfigOption, connected_app, find_app, run_connected
+from aviso_workers.cli.parsing import parse_duration
 from aviso_workers.cli.printing import print_table
-from aviso_workers.errors import InvalidPositionError
-from aviso_workers.literals import Duration
 from aviso_workers.ops import steering
 from aviso_workers.ops.steering import UNTIL_RESUMED, Reset, Steered
 from aviso_workers.positions import Position, parse_date, parse_id
@@ -34,7 +33,7 @@ def pause(
     config: ConfigOption = None,
 ) -> None:
     """Give an agent nothing for a while, in all its workers; what it has begun it finishes."""
-    until = datetime.now(UTC) + timedelta(seconds=_duration(for_)) if for_ else UNTIL_RESUMED
+    until = datetime.now(UTC) + timedelta(seconds=parse_duration(for_, name="--for")) if for_ else UNTIL_RESUMED
 
     async def run(connected: App, steered: Steered) -> None:
         await steering.pause(connected, steered, until=until)
@@ -103,13 +102,6 @@ def _print_plan(plan: Reset) -> None:
     if plan.unsettled:
         rows.append(("given up", f"up to {plan.unsettled} that are being handled or wait for their next attempt"))
     print_table((f"{plan.steered.agent} of {plan.steered.app}", "notifications"), rows)
-
-
-def _duration(text: str) -> Duration:
-    try:
-        return Duration.parse(text)
-    except ValueError as error:
-        raise InvalidPositionError(f"--for: {error}") from error
 
 
 def _position(text: str) -> Position:
