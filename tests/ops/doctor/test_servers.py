@@ -14,7 +14,7 @@ from msgspec import structs
 
 from aviso_workers import App
 from aviso_workers.config import Config
-from aviso_workers.engine import dead_lettering, sweeping
+from aviso_workers.engine import dead_lettering, deferring, sweeping
 from aviso_workers.errors import BackendError
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.facts import Facts
@@ -269,7 +269,8 @@ def test_accounts_with_too_few_limits_and_too_strict_ones(accounts: tuple[str, s
     assert (seen("alice").state("JS040"), seen("carol").found("JS040")) == (State.PASS, alone)
     assert seen("carol").state("JS039") is State.PASS
     assert seen("alice").state("JS061") is State.PASS
-    assert seen("carol").found("JS061").keys() == {dead_lettering.STREAM, dead_lettering.RETRIES, sweeping.STREAM}
+    own = {dead_lettering.STREAM, dead_lettering.RETRIES, deferring.STREAM, sweeping.STREAM}
+    assert seen("carol").found("JS061").keys() == own
 
 
 def test_an_account_without_jetstream_is_not_taken_for_a_healthy_one(accounts: tuple[str, str], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
-from aviso_workers.engine import dead_lettering, sweeping
+from aviso_workers.engine import dead_lettering, deferring, sweeping
 from aviso_workers.ops.doctor.answers import Consumer, Group, Stream
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
@@ -115,8 +115,8 @@ def unlimited_account(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS061",
     "Workers may make the streams of their own",
-    why="streams for retries and advisories have no max_bytes: with max_bytes_required the account refuses them, and "
-    "then nothing can be tried again from the dead letters, nor kept of workers that died",
+    why="streams for retries, advisories and what is to be delivered later have no max_bytes: with max_bytes_required "
+    "the account refuses them, and nothing of that can be done",
     cure="leave max_bytes_required out of server.accounts.NAME.jetstream, or let somebody who may make {stream}",
     severity=State.FAIL,
     needs=("account", "streams"),
@@ -125,7 +125,7 @@ def own_streams_refused(facts: Facts) -> Iterator[Finding]:
     if not facts.after.account.limits.max_bytes_required:
         return
     letters = [] if facts.config.workers.dead_letters.max_bytes else [dead_lettering.STREAM]
-    for name in (*letters, dead_lettering.RETRIES, sweeping.STREAM):
+    for name in (*letters, dead_lettering.RETRIES, deferring.STREAM, sweeping.STREAM):
         if name not in facts.streams:
             yield Finding(stream=name, found="the account has max_bytes_required, and refuses it")
 

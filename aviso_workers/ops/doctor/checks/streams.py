@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from aviso_workers.engine import dead_lettering, sweeping, tabling
+from aviso_workers.engine import dead_lettering, deferring, sweeping, tabling
 from aviso_workers.ops.doctor.answers import NEVER, Stream
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, check
@@ -213,9 +213,11 @@ def taken(facts: Facts) -> Iterator[Finding]:
 def gaps(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
         missing, messages = stream.state.num_deleted, stream.state.messages
+        if _keeps_state(stream):
+            continue
         if missing and _never_deletes(stream):
             yield Finding(stream=stream.name, found=f"{missing} messages are missing between the first and the last")
-        elif missing >= MANY_GAPS and missing > GAPS_PER_MESSAGE * messages and not _keeps_state(stream):
+        elif missing >= MANY_GAPS and missing > GAPS_PER_MESSAGE * messages:
             yield Finding(stream=stream.name, found=f"{missing} gaps between {messages} messages")
 
 
@@ -284,8 +286,8 @@ def overlap(one: str, other: str) -> bool:
 
 
 def _keeps_state(stream: Stream) -> bool:
-    """Tables and counters hold a value for each key: they do not grow with time, and must not forget."""
-    return stream.name.startswith(BY_KEY) or stream.name == tabling.COUNTERS
+    """Tables, counters and what is to be delivered later hold what is needed: they must not forget by themselves."""
+    return stream.name.startswith(BY_KEY) or stream.name in (tabling.COUNTERS, deferring.STREAM)
 
 
 def _is_letters(stream: Stream) -> bool:
