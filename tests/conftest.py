@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import hypothesis
 import pytest
 
 from aviso_workers.server import NatsServer
+from tests import ports
 from tests.commands import Command
 
 pytest_plugins = ["pytester"]
@@ -32,9 +32,10 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer
 
 
 @pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+def free_port() -> Iterator[int]:
+    """A port on which nobody listens but whom the test has listen there."""
+    with ports.held(1) as (port,):
+        yield port
 
 
 @pytest.fixture
