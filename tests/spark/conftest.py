@@ -30,14 +30,6 @@ QUICK_START = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run side by side, those that share the JVM stay in one process."""
-    for item in items:
-        if "start_spark" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("spark"))
-
-
 @pytest.fixture(scope="session")
 def start_spark() -> Iterator[Callable[..., SparkSession]]:
     """`start_spark(directory, {"spark.…": …})`: a new application whose event log is in `directory`; stop it."""
