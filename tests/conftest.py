@@ -22,7 +22,7 @@ hypothesis.settings.load_profile("patient")
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """How `pytest -n 4` spreads the tests: each goes where there is room; those of Spark, which share a JVM, to one
-    process and at once, because they take longest.
+    process and at once, because they take longest. (`--dist loadgroup` is for that, and does nothing with pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -47,7 +47,7 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer
 
 @pytest.fixture
 def free_port() -> Iterator[int]:
-    """A port on which nobody listens but whom the test has listen there."""
+    """A port that no other test gets: nobody listens on it but whom this one starts there."""
     with ports.held(1) as (port,):
         yield port
 
