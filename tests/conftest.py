@@ -21,14 +21,17 @@ hypothesis.settings.load_profile("patient")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How `pytest -n 4` spreads the tests: each goes where there is room; those of Spark, which share a JVM, to one
-    process and at once, because they take longest. (`--dist loadgroup` is for that, and does nothing with pytest 9.2.)
+    """How `pytest -n 4` spreads the tests: each goes where there is room. Only those of Spark, which share a JVM, keep
+    together, in two halves that are begun at once, because they take longest. (`--dist loadgroup` is for that, and does
+    nothing with pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "spark" if nodeid.startswith("tests/spark/") else nodeid
+            if not nodeid.startswith("tests/spark/"):
+                return nodeid
+            return "spark, one half" if nodeid < "tests/spark/test_p" else "spark, the other half"
 
     return Scheduling(config, log)
 
