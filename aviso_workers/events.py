@@ -24,6 +24,7 @@ __all__ = [
     "Events",
     "LeadershipChanged",
     "Measured",
+    "Overdue",
     "PublishOutcome",
     "Published",
     "Settled",
@@ -32,24 +33,35 @@ __all__ = [
     "StreamProvisioned",
     "TaskFailed",
     "Ticked",
+    "WindowDone",
 ]
 
 
 log = logging.getLogger(__name__)
 
-PublishOutcome = Literal["stored", "duplicate", "failed"]
+PublishOutcome = Literal["stored", "duplicate", "scheduled", "failed"]
 
 
 class Published(Struct, frozen=True, kw_only=True):
-    """Publishing `count` notifications ended: stored, found to be stored already, or given up.
+    """Publishing `count` notifications ended: stored, found to be stored already, kept until they are due, or given up.
 
-    Of many that are published together, those that were there already may count as stored: see `PubAck.sequence`.
+    What was kept is stated again when it is stored. Of many that are published together, those that were there already
+    may count as stored: see `PubAck.sequence`.
     """
 
     event_type: str
     outcome: PublishOutcome
     attempts: int
     count: int = 1
+
+
+class Overdue(Struct, frozen=True, kw_only=True):
+    """A notification is due and could not be stored; it is tried again after a wait."""
+
+    stream: str
+    message_id: str
+    error: Exception
+    again_in_seconds: float
 
 
 SettledOutcome = Literal["acked", "retried", "dead_lettered"]
@@ -123,6 +135,19 @@ class Ticked(Struct, frozen=True, kw_only=True):
     error: Exception | None = None
 
 
+class WindowDone(Struct, frozen=True, kw_only=True):
+    """An agent was run for a window that is over, well or (with an error) ill: then it is run again after a wait."""
+
+    agent: str
+    key: str
+    start: datetime
+    end: datetime
+    seconds: float
+    """How long it took."""
+    error: Exception | None = None
+    again_in_seconds: float = 0.0
+
+
 class LeadershipChanged(Struct, frozen=True, kw_only=True):
     """This worker begins to run the timers of which one worker of the fleet runs all, or it ceases to."""
 
@@ -178,6 +203,7 @@ class Measured(Struct, frozen=True, kw_only=True):
 
 Event = (
     Published
+    | Overdue
     | Settled
     | AgentStarted
     | AgentDisturbed
@@ -191,6 +217,7 @@ Event = (
     | ConnectionChanged
     | ConnectionSlow
     | Measured
+    | WindowDone
 )
 
 

@@ -19,11 +19,13 @@ from aviso_workers.events import (
     ConsumerDiffers,
     Event,
     LeadershipChanged,
+    Overdue,
     Settled,
     Skipped,
     StreamProvisioned,
     TaskFailed,
     Ticked,
+    WindowDone,
 )
 
 __all__ = ["configure", "observe"]
@@ -80,7 +82,7 @@ def observe(event: Event) -> None:
             )
         case AgentStopped():
             log.info("agent.stopped", agent=event.agent, finished=event.finished, returned=event.returned)
-        case TaskFailed() | Ticked() | LeadershipChanged():
+        case Overdue() | TaskFailed() | Ticked() | WindowDone() | LeadershipChanged():
             _observe_beside(event)
         case Skipped():
             log.warning(
@@ -119,8 +121,16 @@ def _cure_of(event: ConsumerDiffers) -> str:
     )
 
 
-def _observe_beside(event: TaskFailed | Ticked | LeadershipChanged) -> None:
+def _observe_beside(event: Overdue | TaskFailed | Ticked | WindowDone | LeadershipChanged) -> None:
     match event:
+        case Overdue():
+            log.warning(
+                "notification.overdue",
+                stream=event.stream,
+                message_id=event.message_id,
+                error=str(event.error),
+                again_in_seconds=round(event.again_in_seconds, 1),
+            )
         case TaskFailed():
             log.error(
                 "task.failed",
@@ -130,6 +140,15 @@ def _observe_beside(event: TaskFailed | Ticked | LeadershipChanged) -> None:
             )
         case Ticked(error=Exception() as error):
             log.error("timer.failed", timer=event.timer, tick=event.time.isoformat(), exc_info=error)
+        case WindowDone(error=Exception() as error):
+            log.error(
+                "window.failed",
+                agent=event.agent,
+                key=event.key,
+                start=event.start.isoformat(),
+                again_in_seconds=round(event.again_in_seconds, 1),
+                exc_info=error,
+            )
         case LeadershipChanged():
             log.info("leader.began" if event.leads else "leader.ceased", token=event.token)
 

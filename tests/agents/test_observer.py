@@ -129,6 +129,7 @@ async def working(app: App) -> AsyncIterator[None]:
         stop.set()
 
 
+@pytest.mark.covers("001-04", "001-38")
 async def test_the_lag_of_an_agent_whose_workers_are_down_is_shown(app: App, shown: Shown, stream: str) -> None:
     @app.agent("field")
     async def index(notification: Notification[Any]) -> None: ...
@@ -245,6 +246,7 @@ async def test_a_thousand_agents_cost_a_handful_of_requests(
         f"CONSUMER.LIST.{stream}": 4,
         "CONSUMER.LIST.aviso_workers_retries": 1,
         "CONSUMER.LIST.aviso_workers_advisories": 1,
+        "CONSUMER.LIST.aviso_workers_schedule": 1,
         "STREAM.INFO.aviso_workers_dead_letters": 1,
         "STREAM.INFO.aviso_workers_advisories": 1,
     }

@@ -157,6 +157,7 @@ async def test_an_update_needs_a_stream(create, backend):
         await backend.update_stream({**info.config, "name": "OTHER", "subjects": ["other.>"]})
 
 
+@pytest.mark.covers("002-58")
 async def test_a_purge_removes_all_messages_and_sequences_go_on(create, publish, backend, stored):
     created = await create(max_msgs=5)
     for number in range(3):
@@ -171,6 +172,16 @@ async def test_a_purge_removes_all_messages_and_sequences_go_on(create, publish,
     assert [message.sequence for message in await stored()] == [4]
 
 
+async def test_a_purge_of_a_subject_leaves_the_others(create, publish, backend, stored):
+    await create()
+    for subject in ("mars.od", "mars.rd", "mars.od", "mars.od.6"):
+        await publish(subject)
+
+    assert await backend.purge_stream("MARS", subject="mars.od") == 2
+    assert await backend.purge_stream("MARS", subject="mars.od") == 0
+    assert [message.subject for message in await stored()] == ["mars.rd", "mars.od.6"]
+
+
 async def test_a_purge_of_an_empty_stream_removes_nothing(create, backend):
     await create()
 
@@ -182,6 +193,7 @@ async def test_a_purge_needs_a_stream(backend):
         await backend.purge_stream("MARS")
 
 
+@pytest.mark.covers("002-60", "003-17")
 async def test_one_message_can_be_erased(create, publish, backend, stored):
     await create()
     for number in range(3):

@@ -19,6 +19,7 @@ import anyio
 
 from aviso_workers import config
 from aviso_workers.backends import (
+    Administration,
     ConnectionListener,
     ConsumerInfo,
     Delivery,
@@ -34,7 +35,7 @@ from aviso_workers.backends.in_memory.connection import Connection
 from aviso_workers.backends.in_memory.consuming import Dispatcher, InMemoryConsumer
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.codec import Message
-from aviso_workers.errors import BackendError
+from aviso_workers.errors import BackendError, RefusedError
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 
 __all__ = ["InMemoryBackend"]
@@ -99,6 +100,9 @@ class InMemoryBackend:
     def require_server(self, major: int, minor: int, *, to: str) -> None:
         """There is none, and everything is offered."""
 
+    def administration(self) -> Administration:
+        raise RefusedError("the in-memory backend has no server to administer; use `kind: jetstream`")
+
     async def failed(self) -> None:
         await anyio.sleep_forever()  # there is no server to lose
 
@@ -114,11 +118,11 @@ class InMemoryBackend:
         await self._connection.reach()
         return self._account.update(config).info
 
-    async def purge_stream(self, stream: str) -> int:
+    async def purge_stream(self, stream: str, *, subject: str = "") -> int:
         await self._connection.reach()
-        return self._account.stream(stream).purge()
+        return self._account.stream(stream).purge(subject)
 
-    async def delete_message(self, stream: str, sequence: int) -> None:
+    async def delete_message(self, stream: str, sequence: int, *, overwrite: bool = True) -> None:
         await self._connection.reach()
         self._account.stream(stream).delete(sequence)
 
