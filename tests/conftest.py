@@ -21,14 +21,16 @@ hypothesis.settings.load_profile("patient")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How `pytest -n 4` spreads the tests: each goes where there is room. Only those of Spark, which share a JVM, keep
-    together, in two halves that are begun at once, because they take longest. (`--dist loadgroup` is for that, and does
-    nothing with pytest 9.2.)
+    """How `pytest -n 4` spreads the tests: each goes where there is room. Those of a module that share servers keep
+    together, and those of Spark, which share a JVM: in two halves that are begun at once, because they take longest.
+    (`--dist loadgroup` is for that, and does nothing with pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(("tests/ops/", "tests/server/")):
+                return nodeid.partition("::")[0]
             if not nodeid.startswith("tests/spark/"):
                 return nodeid
             return "spark, one half" if nodeid < "tests/spark/test_p" else "spark, the other half"

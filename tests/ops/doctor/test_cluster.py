@@ -105,6 +105,19 @@ def test_a_whole_cluster(whole: Seen) -> None:
     assert "MARS" not in whole.found("JS043")
 
 
+@pytest.mark.covers("004-29")
+def test_an_even_number_of_servers(whole: Seen) -> None:
+    assert whole.state("JS062") is State.PASS
+    first, *others = whole.facts.monitored
+    jetstream = first.varz.jetstream
+    assert jetstream.meta is not None
+    four = structs.replace(jetstream, meta=structs.replace(jetstream.meta, cluster_size=4))
+    first = structs.replace(first, varz=structs.replace(first.varz, jetstream=four))
+    seen = judged(structs.replace(whole.facts, monitored=(first, *others)))
+    assert seen.found("JS062") == {"": "4 servers agree on streams and consumers"}
+
+
+@pytest.mark.covers("001-15")
 def test_an_even_number_of_copies(whole: Seen) -> None:
     assert whole.found("JS004") == {"TWO": "num_replicas 2"}
 
@@ -143,6 +156,7 @@ def test_a_copy_that_is_behind(whole: Seen, replica: Replica, found: str) -> Non
     assert judged(structs.replace(whole.facts, after=after)).found("JS017") == {"MARS": found}
 
 
+@pytest.mark.covers("004-32")
 def test_one_server_that_was_killed(cluster: Cluster, maimed: Seen) -> None:
     assert maimed.state("JS017") is State.FAIL
     assert "n-2" in maimed.found("JS017")["MARS"]

@@ -138,6 +138,7 @@ def test_an_agent_that_may_hold_less_than_it_handles(broken: Seen) -> None:
     assert broken.found("JS032") == {"MARS > field__index": "max_ack_pending 10, and one worker handles 16 at a time"}
 
 
+@pytest.mark.covers("001-23")
 def test_a_consumer_of_many_filters(broken: Seen) -> None:
     assert broken.found("JS033") == {"MARS > scattered": "11 filters"}
 
@@ -147,6 +148,7 @@ def test_a_stream_of_many_consumers(broken: Seen) -> None:
     assert broken.state("JS034") is State.WARN
 
 
+@pytest.mark.covers("001-32")
 def test_a_stream_of_far_too_many_consumers(broken: Seen) -> None:
     """By hand: a hundred thousand take minutes."""
     crowded = broken.facts.streams["CROWDED"]

@@ -99,12 +99,14 @@ def working(directory: Path) -> Iterator[Seen]:
         yield judged(anyio.run(gather_working, loaded, monitor))
 
 
+@pytest.mark.covers("001-28")
 def test_who_falls_behind(working: Seen) -> None:
     found = working.found("JS021")
     assert found.keys() == {"FLOOD > slow"}
     assert found["FLOOD > slow"].startswith("50 pending, ")
 
 
+@pytest.mark.covers("001-29")
 def test_what_is_delivered_again_and_again(working: Seen) -> None:
     assert working.found("JS022") == {
         f"{SHARED} > failing": "30 of 60 deliveries are not settled and not the first",

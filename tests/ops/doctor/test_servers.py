@@ -92,6 +92,7 @@ def test_streams_among_temporary_files(plain: Seen) -> None:
     assert found == ({server.name: f"store_dir {directory}"} if directory.startswith("/tmp/") else {})
 
 
+@pytest.mark.covers("004-33")
 def test_a_disk_that_is_too_small(plain: Seen) -> None:
     (server,) = plain.facts.monitored
     assert "bytes may still come" in plain.found("JS053")[server.name]
@@ -235,6 +236,7 @@ def accounts(directory: Path) -> Iterator[tuple[str, str]]:
         yield server.url, monitor
 
 
+@pytest.mark.covers("004-26")
 def test_an_account_that_is_nearly_used_up(accounts: tuple[str, str], tmp_path: Path) -> None:
     async def use_up(loaded: Config) -> Facts:
         async def fail() -> None:

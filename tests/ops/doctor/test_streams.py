@@ -95,6 +95,7 @@ def broken(directory: Path) -> Iterator[Seen]:
         yield examined(loaded, monitors=(monitor,), production=True)
 
 
+@pytest.mark.covers("001-33", "002-79")
 def test_a_stream_without_a_limit_of_bytes(broken: Seen) -> None:
     found = broken.found("JS001")
     assert found["UNLIMITED"] == "no max_bytes, 0 bytes so far"
@@ -111,14 +112,17 @@ def test_a_stream_that_forgets_nothing(broken: Seen) -> None:
     assert not {"LIMITED", "FEW", "KV_state__index", dead_lettering.STREAM} & found.keys()
 
 
+@pytest.mark.covers("001-34", "002-80")
 def test_a_stream_of_one_copy(broken: Seen) -> None:
     assert broken.found("JS003")["LIMITED"] == "num_replicas 1"  # three copies: test_cluster
 
 
+@pytest.mark.covers("001-35", "002-78")
 def test_a_stream_in_memory(broken: Seen) -> None:
     assert broken.found("JS005") == {"MEMORY": "storage memory"}
 
 
+@pytest.mark.covers("001-30", "004-40")
 def test_a_stream_that_takes_nothing_more(broken: Seen) -> None:
     assert broken.found("JS006") == {
         "FULL": "100% of max_msgs 100 used",
@@ -191,6 +195,7 @@ def test_an_origin_that_cannot_be_reached(broken: Seen) -> None:
     assert "mirrored" in broken.facts.streams
 
 
+@pytest.mark.covers("001-31")
 @pytest.mark.parametrize(
     ("origin", "found"),
     [

@@ -134,6 +134,19 @@ def split(facts: Facts) -> Iterator[Finding]:
 
 
 @declare(
+    "JS062",
+    "Servers are an odd number",
+    why="a majority of four is three, so a fourth server is one more that can fail, and one more down is not stood",
+    cure="add a server, or take one out of the cluster",
+)
+def even_servers(facts: Facts) -> Iterator[Finding]:
+    sizes = {meta.cluster_size for one in facts.monitored if (meta := one.varz.jetstream.meta)}
+    for size in sizes:
+        if size and size % 2 == 0:
+            yield Finding(found=f"{size} servers agree on streams and consumers")
+
+
+@declare(
     "JS052",
     "Streams are in a directory that stays",
     why="directories for temporary files are emptied when a machine starts, or when it needs room",
