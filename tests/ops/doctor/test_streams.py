@@ -115,6 +115,9 @@ def test_a_stream_that_forgets_nothing(broken: Seen) -> None:
 @pytest.mark.covers("001-34", "002-80")
 def test_a_stream_of_one_copy(broken: Seen) -> None:
     assert broken.found("JS003")["LIMITED"] == "num_replicas 1"  # three copies: test_cluster
+    cures = {where: finding.cure for where, finding in broken.findings("JS003").items()}
+    assert cures["LIMITED"].startswith("declare it: streams.LIMITED.num_replicas: 3")
+    assert cures[dead_lettering.STREAM].endswith(f"start a worker that uses {dead_lettering.STREAM}")
 
 
 @pytest.mark.covers("001-35", "002-78")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+from aviso_workers.config.stream_keys import OURS
 from aviso_workers.engine import dead_lettering, deferring, sweeping, tabling
 from aviso_workers.ops.doctor.answers import NEVER, Stream
 from aviso_workers.ops.doctor.facts import Facts
@@ -24,6 +25,7 @@ BY_KEY = "KV_"
 OF_SHORT_LIVES = (dead_lettering.RETRIES, sweeping.STREAM)
 """Streams of ours that forget within days, and hold only what failed."""
 
+OUR_COPIES = "set notification_backend.jetstream.replicas: 3, and start a worker that uses {stream}"
 LETTERS_LIMIT = "set workers.dead_letters.max_bytes, and start a worker"
 LETTERS_ROOM = "`aviso-workers dead-letters ls`, then `retry` or `drop`; or raise workers.dead_letters.max_bytes"
 APPLY = "then `aviso-workers streams apply`"
@@ -72,7 +74,7 @@ def unlimited_age(facts: Facts) -> Iterator[Finding]:
 def few_copies(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
         if stream.config.num_replicas < COPIES:
-            yield Finding(stream=stream.name, found=f"num_replicas {stream.config.num_replicas}")
+            yield _copies(stream)
 
 
 @declare(
@@ -85,7 +87,7 @@ def few_copies(facts: Facts) -> Iterator[Finding]:
 def even_copies(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
         if stream.config.num_replicas % 2 == 0:
-            yield Finding(stream=stream.name, found=f"num_replicas {stream.config.num_replicas}")
+            yield _copies(stream)
 
 
 @declare(
@@ -283,6 +285,12 @@ def overlap(one: str, other: str) -> bool:
         if a != b and "*" not in (a, b):
             return False
     return len(ours) == len(theirs)
+
+
+def _copies(stream: Stream) -> Finding:
+    ours = stream.name.startswith(OURS)
+    found = f"num_replicas {stream.config.num_replicas}"
+    return Finding(stream=stream.name, found=found, cure=OUR_COPIES if ours else "")
 
 
 def _keeps_state(stream: Stream) -> bool:
