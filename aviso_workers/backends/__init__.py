@@ -16,9 +16,10 @@ What a backend promises:
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
+from itertools import compress
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -32,6 +33,7 @@ from aviso_workers.streams import ConsumerSpec, StreamSpec
 
 __all__ = [
     "Backend",
+    "Chunk",
     "ConnectionListener",
     "Consumer",
     "ConsumerInfo",
@@ -63,6 +65,34 @@ class PubAck(Struct, frozen=True, kw_only=True):
     """It was stored before; False where `sequence` is not known either."""
     total: int | None = None
     """What a counter's subject stands at now; None where the stream counts nothing, or the message is a duplicate."""
+
+
+class Chunk(Struct, frozen=True, kw_only=True):
+    """Messages one after another, at least one, a column for each field of `Message`: for who makes columns of them."""
+
+    subjects: Sequence[bytes]
+    data: Sequence[bytes]
+    headers: Sequence[Mapping[str, str] | None]
+    sequences: Sequence[int]
+    timestamps_ns: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __iter__(self) -> Iterator[Message]:
+        rows = zip(self.subjects, self.data, self.headers, self.sequences, self.timestamps_ns, strict=True)
+        for subject, data, headers, sequence, timestamp_ns in rows:
+            yield Message(
+                subject=subject.decode("utf-8", "replace"),
+                data=data,
+                headers=headers,
+                sequence=sequence,
+                timestamp_ns=timestamp_ns,
+            )
+
+    def only(self, wanted: Sequence[bool]) -> Chunk:
+        """Without those for which `wanted` is false."""
+        return Chunk(**{name: list(compress(getattr(self, name), wanted)) for name in self.__struct_fields__})
 
 
 class StreamInfo(Struct, frozen=True, kw_only=True):
@@ -257,7 +287,7 @@ class Backend(Protocol):
 
     def read_chunks(
         self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
-    ) -> AsyncGenerator[list[Message], None]:
+    ) -> AsyncGenerator[Chunk, None]:
         """As `read`, some thousand messages or some megabytes at a time: for what goes through much of a stream."""
 
     async def count(self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int = 1) -> int:

@@ -19,6 +19,7 @@ import anyio
 
 from aviso_workers import config
 from aviso_workers.backends import (
+    Chunk,
     ConnectionListener,
     ConsumerInfo,
     Delivery,
@@ -201,12 +202,18 @@ class InMemoryBackend:
 
     async def read_chunks(
         self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
-    ) -> AsyncGenerator[list[Message], None]:
+    ) -> AsyncGenerator[Chunk, None]:
         messages = self.read(
             stream, filter_subjects=filter_subjects, start_sequence=start_sequence, last_sequence=last_sequence
         )
         if found := [message async for message in messages]:
-            yield found
+            yield Chunk(
+                subjects=[message.subject.encode() for message in found],
+                data=[message.data for message in found],
+                headers=[message.headers for message in found],
+                sequences=[message.sequence for message in found],
+                timestamps_ns=[message.timestamp_ns for message in found],
+            )
 
     async def count(self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int = 1) -> int:
         await self._connection.reach()

@@ -19,6 +19,7 @@ from anyio.abc import TaskGroup
 
 from aviso_workers import config, streams
 from aviso_workers.backends import (
+    Chunk,
     ConnectionListener,
     ConsumerInfo,
     Delivery,
@@ -269,7 +270,7 @@ class JetStreamBackend:
 
     def read_chunks(
         self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
-    ) -> AsyncGenerator[list[Message], None]:
+    ) -> AsyncGenerator[Chunk, None]:
         return reading.read_chunks(
             self._connection,
             stream,

@@ -25,6 +25,7 @@ import msgspec
 from aviso_workers.backends import Outgoing, PubAck
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.publishing import Publisher, encode
+from aviso_workers.backends.jetstream.wire import Arrival
 from aviso_workers.errors import BackendError, RefusedError
 
 __all__ = ["Ingester"]
@@ -83,7 +84,7 @@ class Ingester:
     async def open(self) -> None:
         inbox = self._connection.nc.new_inbox()
         self._inbox = inbox.encode()
-        await self._connection.listen(f"{inbox}.>", self._on_answer)
+        await self._connection.listen(f"{inbox}.>", self._on_answers)
         self._connection.on_disconnect.add(self._on_disconnect)
 
     def learn(self, config: Mapping[str, Any]) -> None:
@@ -151,15 +152,16 @@ class Ingester:
             send(subject, data, reply=b"%b.%d.%d.$FI" % (prefix, number, operation), headers=headers)
         return batch_id
 
-    def _on_answer(self, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> None:
-        batch = self._under_way.get(subject[len(self._inbox) + 1 :].partition(b".")[0])
-        if batch is None or batch.answer:
-            return
-        answer = _decode_answer(data) if data else _Answer()  # without data it is a status: no stream takes it
-        if answer.error.get("err_code") == NO_FAST_BATCHES:
-            self._streams.discard(answer.stream)
-        if not answer.type:
-            batch.ends(answer)
+    def _on_answers(self, arrivals: Sequence[Arrival]) -> None:
+        for subject, _, _, data in arrivals:
+            batch = self._under_way.get(subject[len(self._inbox) + 1 :].partition(b".")[0])
+            if batch is None or batch.answer:
+                continue
+            answer = _decode_answer(data) if data else _Answer()  # without data it is a status: no stream takes it
+            if answer.error.get("err_code") == NO_FAST_BATCHES:
+                self._streams.discard(answer.stream)
+            if not answer.type:
+                batch.ends(answer)
 
     def _on_disconnect(self) -> None:
         for batch in self._under_way.values():

@@ -17,7 +17,7 @@ import msgspec
 from aviso_workers.backends import Outgoing, PubAck
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.wire import header_block, status
+from aviso_workers.backends.jetstream.wire import Arrival, header_block, status
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 
 __all__ = ["Publisher", "encode"]
@@ -54,7 +54,7 @@ class Publisher:
     async def open(self) -> None:
         inbox = self._connection.nc.new_inbox()
         self._inbox = inbox.encode()
-        await self._connection.listen(f"{inbox}.*", self._on_answer)
+        await self._connection.listen(f"{inbox}.*", self._on_answers)
         self._connection.on_disconnect.add(self._on_disconnect)
 
     async def publish(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> list[PubAck | BackendError]:
@@ -115,10 +115,11 @@ class Publisher:
             return refused
         return faults.outcome_unknown(_what(outgoing))
 
-    def _on_answer(self, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> None:
-        if found := self._waiting.pop(subject, None):
-            batch, index = found
-            batch.ends(index, _result(batch.outgoing[index], headers, data))
+    def _on_answers(self, arrivals: Sequence[Arrival]) -> None:
+        for subject, _, headers, data in arrivals:
+            if found := self._waiting.pop(subject, None):
+                batch, index = found
+                batch.ends(index, _result(batch.outgoing[index], headers, data))
 
     def _on_disconnect(self) -> None:
         for batch, _ in self._waiting.values():
