@@ -43,6 +43,7 @@ __all__ = [
     "Message",
     "Opening",
     "Outgoing",
+    "OutgoingChunk",
     "PubAck",
     "StreamInfo",
     "open_backend",
@@ -55,6 +56,28 @@ class Outgoing(Struct, frozen=True, gc=False):
     message: Message
     message_id: str
     stream: str
+
+
+class OutgoingChunk(Struct, frozen=True, kw_only=True):
+    """Messages to be stored one after another, a column for each field of `Outgoing` and its message."""
+
+    subjects: Sequence[str]
+    data: Sequence[bytes]
+    headers: Sequence[Mapping[str, str] | None]
+    message_ids: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def part(self, first: int, end: int) -> OutgoingChunk:
+        """Those from `first` on, and before `end`."""
+        return OutgoingChunk(**{name: getattr(self, name)[first:end] for name in self.__struct_fields__})
+
+    def each(self, stream: str) -> Iterator[Outgoing]:
+        """One by one."""
+        rows = zip(self.subjects, self.data, self.headers, self.message_ids, strict=True)
+        for subject, data, headers, message_id in rows:
+            yield Outgoing(Message(subject=subject, data=data, headers=headers), message_id, stream)
 
 
 class PubAck(Struct, frozen=True, kw_only=True):
@@ -309,6 +332,12 @@ class Backend(Protocol):
         """Store messages in this order, all under way at once; what became of each. One timeout is for all of them.
 
         One alone is answered as `publish` does; of more, an acknowledgement may leave the sequence out.
+        """
+
+    async def publish_chunk(self, stream: str, chunk: OutgoingChunk, *, timeout_seconds: float) -> int:
+        """Store messages of one stream in this order, at the least expense; how many, from the first on, are stored.
+
+        What became of the others is not known: `publish_many` of them stores each once, or says why it cannot.
         """
 
     async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import asynccontextmanager
 from datetime import datetime
 from functools import partial
+from itertools import takewhile
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +26,7 @@ from aviso_workers.backends import (
     Delivery,
     KeyValue,
     Outgoing,
+    OutgoingChunk,
     PubAck,
     StreamInfo,
     buckets,
@@ -237,6 +239,10 @@ class InMemoryBackend:
             else:
                 results.append(ack)
         return results
+
+    async def publish_chunk(self, stream: str, chunk: OutgoingChunk, *, timeout_seconds: float) -> int:
+        results = await self.publish_many(list(chunk.each(stream)), timeout_seconds=timeout_seconds)
+        return sum(1 for _ in takewhile(lambda result: isinstance(result, PubAck), results))
 
     async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
         await self._connection.reach()

@@ -25,6 +25,7 @@ from aviso_workers.backends import (
     Delivery,
     KeyValue,
     Outgoing,
+    OutgoingChunk,
     PubAck,
     StreamInfo,
     buckets,
@@ -295,6 +296,9 @@ class JetStreamBackend:
         self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
     ) -> list[PubAck | BackendError]:
         return await self._ingester.publish(outgoing, timeout_seconds=timeout_seconds)
+
+    async def publish_chunk(self, stream: str, chunk: OutgoingChunk, *, timeout_seconds: float) -> int:
+        return await self._ingester.publish_chunk(stream, chunk, timeout_seconds=timeout_seconds)
 
     async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
         self.require_server(2, 12, to="publish several notifications together")

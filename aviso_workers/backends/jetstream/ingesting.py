@@ -17,14 +17,15 @@ import itertools
 import secrets
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import anyio
 import msgspec
 
-from aviso_workers.backends import Outgoing, PubAck
+from aviso_workers.backends import Outgoing, OutgoingChunk, PubAck
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.publishing import Publisher, encode
+from aviso_workers.backends.jetstream.publishing import Publisher, encode, encode_all
 from aviso_workers.backends.jetstream.wire import Arrival
 from aviso_workers.errors import BackendError, RefusedError
 
@@ -110,6 +111,16 @@ class Ingester:
             answers = await self._publisher.publish([outgoing[place] for place in left], timeout_seconds=left_seconds)
             results.update(zip(left, answers, strict=True))
         return [results[place] for place in range(len(outgoing))]
+
+    async def publish_chunk(self, stream: str, chunk: OutgoingChunk, *, timeout_seconds: float) -> int:
+        """See `backends.Backend.publish_chunk`."""
+        if stream not in self._streams or len(chunk) < FEWEST or not self._connection.ready:
+            return 0
+        batch = _Batch()
+        with suppress(RefusedError):  # of one: there is an answer for each where they are published one by one
+            batch.messages = encode_all(stream, chunk, most=self._connection.nc.max_payload)
+            await self._ingest([batch], timeout_seconds=timeout_seconds)
+        return batch.answer.count if batch.answer else 0
 
     def _batches(self, outgoing: Sequence[Outgoing]) -> list[_Batch]:
         """What of it can go as batches. A message that is refused before it is sent would end its batch."""

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
-from aviso_workers.backends import Outgoing, PubAck
+from aviso_workers.backends import Outgoing, OutgoingChunk, PubAck
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.wire import Arrival, header_block, status
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 
-__all__ = ["Publisher", "encode"]
+__all__ = ["Publisher", "encode", "encode_all"]
 
 
 SWITCHED_OFF: dict[object, str] = {10166: "allow_msg_ttl", 10174: "allow_atomic"}
@@ -171,6 +171,22 @@ def encode(outgoing: Outgoing, *, most: int) -> tuple[bytes, bytes]:
     if message.subject.split() != [message.subject]:
         raise RefusedError(f"{_what(outgoing)}: {message.subject!r} is no subject")
     return message.subject.encode(), headers
+
+
+def encode_all(stream: str, chunk: OutgoingChunk, *, most: int) -> list[tuple[bytes, bytes, bytes]]:
+    """Subject, header block and data of each message. Raises as `encode` does, which makes the same of each."""
+    ends = b"\r\nNats-Expected-Stream: %b\r\n\r\n" % stream.encode()
+    headers = [b"NATS/1.0\r\nNats-Msg-Id: %b%b" % (message_id.encode(), ends) for message_id in chunk.message_ids]
+    largest = max(map(len, headers)) + max(map(len, chunk.data))
+    if any(chunk.headers) or largest > most or not (_are_plain(chunk.subjects) and _are_plain(chunk.message_ids)):
+        return [(*encode(each, most=most), each.message.data) for each in chunk.each(stream)]
+    return list(zip([subject.encode() for subject in chunk.subjects], headers, chunk.data, strict=True))
+
+
+def _are_plain(texts: Sequence[str]) -> bool:
+    """Whether there is a text each time, without spaces or line breaks."""
+    joined = "".join(texts)
+    return all(texts) and joined.isprintable() and " " not in joined
 
 
 def _result(outgoing: Outgoing, headers: bytes, data: bytes) -> PubAck | BackendError:
