@@ -56,7 +56,8 @@ class _Writer:
             made = Rows(writing.event, settings.notification_schema[writing.event])
             for batch in iterator:
                 ids = _ids(batch, writing.id_column, prefix=prefix, first=rows)
-                rows += connection.call(publisher.store_chunk, writing.event, made.chunk(batch, ids))
+                connection.call(publisher.store_chunk, writing.event, made.chunk(batch, ids))
+                rows += len(batch)
         return Written(rows)
 
     def _prefix(self) -> str:
