@@ -16,7 +16,7 @@ What a backend promises:
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from itertools import compress
@@ -91,11 +91,11 @@ class PubAck(Struct, frozen=True, kw_only=True):
 
 
 class Chunk(Struct, frozen=True, kw_only=True):
-    """Messages one after another, at least one, a column for each field of `Message`: for who makes columns of them."""
+    """Messages one after another, a column for each field of `Message`: for who makes columns of them."""
 
     subjects: Sequence[bytes]
     data: Sequence[bytes]
-    headers: Sequence[Mapping[str, str] | None]
+    headers: Iterable[Mapping[str, str] | None]
     sequences: Sequence[int]
     timestamps_ns: Sequence[int]
 

@@ -228,8 +228,8 @@ def test_headers_are_read_as_nats_py_reads_them(lines: list[bytes]) -> None:
 def test_header_blocks_are_read_where_somebody_looks() -> None:
     blocks = HeaderBlocks([b"", header_block({"Name": "value"})])
 
-    assert [headers and dict(headers) for headers in blocks] == [None, {"Name": "value"}]
-    assert len(blocks) == 2
+    for _ in range(2):
+        assert [headers and dict(headers) for headers in blocks] == [None, {"Name": "value"}]
 
 
 async def test_a_listener_is_told_at_once_of_all_that_came_for_it_in_one_read() -> None:

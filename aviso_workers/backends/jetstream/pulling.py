@@ -34,6 +34,8 @@ TOO_LARGE = "Message Size Exceeds MaxBytes"
 ASK_AGAIN = ("Leadership Change", "Batch Completed", "Server Shutdown", TOO_LARGE)
 """Reasons of a 409 that only end the request."""
 SECOND = 1_000_000_000
+FROM_STREAM = b"$JS.ACK."
+"""How the reply subject of a stored message begins; what else comes is a status."""
 
 
 class PullSubscription:
@@ -124,12 +126,12 @@ class PullSubscription:
     def _on_arrivals(self, arrivals: Sequence[Arrival]) -> None:
         self._last_heard = self._now()
         self._answered = True
-        if messages := [arrival for arrival in arrivals if arrival[1]]:
+        if messages := [arrival for arrival in arrivals if arrival[1].startswith(FROM_STREAM)]:
             self.outstanding = max(0, self.outstanding - len(messages))
             self._on_messages(messages)
         if len(messages) < len(arrivals):
             for _, reply, headers, _ in arrivals:
-                if not reply:
+                if not reply.startswith(FROM_STREAM):
                     self._on_status(headers)
 
     def _on_status(self, block: bytes) -> None:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Protocol
 
 from anyio.lowlevel import checkpoint
 from nats.aio.client import Client
@@ -139,7 +139,7 @@ class Headers(Mapping[str, str]):
         return self._fields
 
 
-class HeaderBlocks(Sequence[Headers | None]):
+class HeaderBlocks:
     """Header blocks as `Headers`, made where somebody looks; None for an empty one."""
 
     __slots__ = ("_blocks",)
@@ -147,14 +147,8 @@ class HeaderBlocks(Sequence[Headers | None]):
     def __init__(self, blocks: Sequence[bytes]) -> None:
         self._blocks = blocks
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return HeaderBlocks(self._blocks[index])
-        block = self._blocks[index]
-        return Headers(block) if block else None
-
-    def __len__(self) -> int:
-        return len(self._blocks)
+    def __iter__(self) -> Iterator[Headers | None]:
+        return (Headers(block) if block else None for block in self._blocks)
 
 
 def header_block(fields: Mapping[str, str]) -> bytes:
