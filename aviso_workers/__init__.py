@@ -8,6 +8,7 @@ from aviso_workers.notifications import Batch, Batching, Notification, Notify, R
 from aviso_workers.tables import Change, Counter, Table
 from aviso_workers.timers import Tick, Timer
 from aviso_workers.verdicts import Backoff, Reject, Retry
+from aviso_workers.windows import Window, Windowing
 
 __all__ = [
     "Agent",
@@ -29,4 +30,6 @@ __all__ = [
     "Table",
     "Tick",
     "Timer",
+    "Window",
+    "Windowing",
 ]

@@ -23,6 +23,7 @@ from aviso_workers.resources import Resource
 from aviso_workers.tables import Counter, Table
 from aviso_workers.timers import Schedule, Timer
 from aviso_workers.verdicts import Backoff, Classifier
+from aviso_workers.windows import Window, Windowing
 
 __all__ = ["Agent", "Policy", "Router", "Task", "check_name", "durable_name"]
 
@@ -43,6 +44,7 @@ class Policy(Struct, frozen=True, kw_only=True):
     rate_limit: float | None = None
     order_by: tuple[str, ...] = ()
     batch: Batching = Batching()
+    window: Windowing[Any, Any] | None = None
     start: str = "all"
 
 
@@ -63,11 +65,14 @@ class Agent(Generic[P, R]):
         self.classifiers: list[tuple[type[Exception], Classifier]] = []
         self.yields = inspect.isasyncgenfunction(function)
         self.in_thread = not (inspect.iscoroutinefunction(function) or self.yields)
-        self.form, self.payload_type = _call_form(self.name, function)
+        self.form, self.argument_type = _call_form(self.name, function)
+        self.payload_type = self.argument_type
         first = next(iter(inspect.signature(function).parameters))
         self.needs = resources.needs_of(f"agent {self.name!r}", function, without=(first,))
         """By argument after the first, the type of the resource that gives it."""
         self._refuse_nonsense()
+        if policy.window is not None:
+            self.payload_type = _folded_type(self.name, policy.window, self.argument_type)
         self.__doc__ = function.__doc__
 
     def on_error(self, *kinds: type[Exception]) -> Callable[[Classifier], Classifier]:
@@ -102,6 +107,10 @@ class Agent(Generic[P, R]):
                 problem = f"{name} must be > 0, found {found}"
         if policy.batch != Batching() and self.form is not Batch:
             problem = "batch= is for a function of a Batch"
+        if policy.window is not None and self.form is not Window:
+            problem = "window= is for a function of a Window"
+        if policy.window is None and self.form is Window:
+            problem = "a function of a Window needs window=Windowing(...)"
         if policy.order_by and self.form is not Notification:
             problem = "order_by= is for a function of a Notification"
         if policy.timeout and self.form is Stream:
@@ -151,12 +160,14 @@ class Router:
         rate_limit: float | None = None,
         order_by: Sequence[str] = (),
         batch: Batching | None = None,
+        window: Windowing[Any, Any] | None = None,
         start: int | str | datetime = "all",
     ) -> Callable[[Callable[P, R]], Agent[P, R]]:
         """Declare an agent: the function is run for every matching notification of `event_type`, at least once.
 
-        The function takes a `Notification[T]`, a `Batch[T]` (collected as `batch` says) or a `Stream[T]`; a plain
-        function runs in a thread. All times are in seconds.
+        The function takes a `Notification[T]`, a `Batch[T]` (collected as `batch` says), a `Stream[T]`, or a
+        `Window[A]`, which is run for what notifications of one time came to, as `window` says. A plain function runs in
+        a thread. All times are in seconds.
 
         `where` maps identifier fields to a value, a list of values, or one constraint such as `{"gte": 24}`.
         `concurrency` is how many calls one worker makes at a time, `rate_limit` how many a second at most. `timeout`
@@ -176,6 +187,7 @@ class Router:
             rate_limit=rate_limit,
             order_by=tuple(order_by),
             batch=batch or Batching(),
+            window=window,
             start=_start(name, start),
         )
 
@@ -328,26 +340,48 @@ def check_name(kind: str, name: str) -> str:
 
 
 def _call_form(name: str, function: Callable[..., Any]) -> tuple[type, Any]:
-    """Which of Notification, Batch and Stream the function takes, and the T of it (`Any` for none)."""
-    wanted = "a function whose first argument is annotated Notification[T], Batch[T] or Stream[T]"
+    """Which of Notification, Batch, Stream and Window the function takes, and the T of it (`Any` for none)."""
+    wanted = "a function whose first argument is annotated Notification[T], Batch[T], Stream[T] or Window[A]"
     if not callable(function) or isinstance(function, Agent):
         raise DeclarationError(f"agent {name!r}: must be {wanted}")
     parameters = list(inspect.signature(function).parameters.values())
     if not parameters:
         raise DeclarationError(f"agent {name!r}: must be {wanted}, found none")
+    hint = _hint(name, function, parameters[0].name)
+    form = typing.get_origin(hint) or hint
+    if form not in (Notification, Batch, Stream, Window):
+        raise DeclarationError(f"agent {name!r}: must be {wanted}, found {hint!r}")
+    (argument_type,) = typing.get_args(hint) or (Any,)
+    _refuse_unreadable(name, argument_type)
+    return form, argument_type
+
+
+def _folded_type(name: str, window: Windowing[Any, Any], value_type: Any) -> Any:
+    """The T of the `Notification[T]` that is folded into windows of this type of values (`Any` for none)."""
     try:
-        hint = typing.get_type_hints(function).get(parameters[0].name)
+        msgspec.json.decode(msgspec.json.encode(window.initial), type=value_type)
+    except (TypeError, ValueError) as error:
+        raise DeclarationError(f"agent {name!r}: initial= is no value of its Window: {error}") from error
+    try:
+        _, folded = inspect.signature(window.fold).parameters
+    except (TypeError, ValueError) as error:
+        raise DeclarationError(
+            f"agent {name!r}: fold= must be a function of a value and a Notification[T], found {window.fold!r}"
+        ) from error
+    (payload_type,) = typing.get_args(_hint(name, window.fold, folded)) or (Any,)
+    _refuse_unreadable(name, payload_type)
+    return payload_type
+
+
+def _hint(name: str, function: Callable[..., Any], parameter: str) -> Any:
+    """The annotation, resolved; None for none."""
+    try:
+        return typing.get_type_hints(function).get(parameter)
     except (AttributeError, NameError, SyntaxError, TypeError) as error:
         raise DeclarationError(
             f"agent {name!r}: its annotation cannot be resolved ({error}); "
             "declare the payload type at module level, before the agent"
         ) from error
-    form = typing.get_origin(hint) or hint
-    if form not in (Notification, Batch, Stream):
-        raise DeclarationError(f"agent {name!r}: must be {wanted}, found {hint!r}")
-    (payload_type,) = typing.get_args(hint) or (Any,)
-    _refuse_unreadable(name, payload_type)
-    return form, payload_type
 
 
 def _refuse_unreadable(name: str, payload_type: Any) -> None:

@@ -54,10 +54,14 @@ class App(Router):
 
     def __init__(self, name: str, *, config: Config | str | Path | None = None) -> None:
         super().__init__(name)
+        if "__" in name or name.endswith("_"):  # else two apps could have one durable consumer
+            raise DeclarationError(f"app name {name!r}: leave out '__' and a last '_', which part it from its agents")
         self.events = Events()
         self._config = config
         self._opening: Opening = open_backend
         self._routers: list[Router] = []
+        self._given: dict[str, Mapping[str, Any]] = {}
+        """By router, the settings that it was included with."""
         self._session: Session | None = None
         self._stack = AsyncExitStack()
 
@@ -86,11 +90,16 @@ class App(Router):
         """The agents at work in this process, by name."""
         return self._session.runs if self._session else {}
 
-    def include(self, router: Router, *, prefix: str = "") -> None:
+    def include(self, router: Router, *, prefix: str = "", config: Mapping[str, Any] | None = None) -> None:
         """Add what a router has; its names begin with `prefix` and `_`, if there is one.
 
-        Raises `DeclarationError` where a name is taken.
+        `config` has settings for it, by the keys of `workers.agents.<router>`: what the configuration says goes over
+        them. Raises `DeclarationError` where a name is taken.
         """
+        if config is not None:
+            if router.name in self._given:
+                raise DeclarationError(f"router {router.name!r} has its settings already: give config= once")
+            self._given[router.name] = dict(config)
         begin = f"{prefix}_" if prefix else ""
         for agent in router.agents:
             self._add_agent(_renamed(agent, begin))
@@ -105,12 +114,16 @@ class App(Router):
         self._routers.append(router)
 
     def settings(self, router: Router) -> Any:
-        """What the configuration tells a router under `workers.agents.<name>`, as the router's settings Struct.
+        """What the configuration tells a router under `workers.agents.<name>`, over what it was included with, as the
+        router's settings Struct.
 
         Raises `ConfigError`.
         """
-        path = f"workers.agents.{router.name}"
-        found = self.config.workers.agents.get(router.name, {})
+        sections = self.config.workers.agents
+        # A variable of the environment cannot spell the '-' of a name.
+        name = next((each for each in (router.name, _as_variable(router.name)) if each in sections), router.name)
+        path = f"workers.agents.{name}"
+        found = {**self._given.get(router.name, {}), **sections.get(name, {})}
         if router.settings_type is None:
             return found
         known = [field.encode_name for field in msgspec.structs.fields(router.settings_type)]
@@ -275,11 +288,20 @@ class App(Router):
         await self.session.work(self, stop, agents=self.agents)
 
     def _mistake(self, path: str, problem: str) -> str:
-        """With the file and line of the key, or of the section that lacks it."""
+        """With where the key is from, or the section that lacks it: a file and line, a variable, or the code."""
+        origins = {
+            f"workers.agents.{router}{key}": f"config= of router {router!r}"
+            for router, given in self._given.items()
+            for key in ("", *(f".{each}" for each in given))
+        } | dict(self.config.origins)
         known = path
-        while known and known not in self.config.origins:
+        while known and known not in origins:
             known = known.rpartition(".")[0]
-        return f"{path}: {problem} ({self.config.origins[known]})" if known else f"{path}: {problem}"
+        return f"{path}: {problem} ({origins[known]})" if known else f"{path}: {problem}"
+
+
+def _as_variable(name: str) -> str:
+    return name.lower().replace("-", "_")
 
 
 def _renamed(declared: D, begin: str) -> D:

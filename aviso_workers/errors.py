@@ -9,6 +9,7 @@
     │   ├── UnknownEventTypeError   no such entry in `notification_schema`
     │   ├── InvalidIdentifierError  a field is missing, unknown or has an illegal value
     │   └── InvalidPayloadError     missing though required, not JSON, or larger than the server takes
+    ├── LateError                   a notification came when its window had closed
     ├── InvalidKeyError             a text that cannot be the key of a table
     ├── InvalidPositionError        a `from_id`, `from_date`, `to_id` or `to_date` that means nothing
     ├── UndecodableError            a stored message that is no notification of its event type
@@ -18,6 +19,7 @@
     │   └── RefusedError            not done and not worth repeating
     │       ├── NotFoundError       no such stream, consumer, key or message
     │       └── ConflictError       somebody else was faster: what it depended on is not so any more
+    ├── BackupError                 a backup cannot be made, or it is damaged, or it does not fit where it is to go
     ├── ResourceError               a resource that an author declared cannot be opened
     ├── ServerProcessError          a nats-server of our own could not be found or started
     ├── WorkerProcessError          a worker process of a fleet does not stay up
@@ -36,6 +38,7 @@ from collections.abc import Iterable
 __all__ = [
     "AvisoWorkersError",
     "BackendError",
+    "BackupError",
     "ConfigError",
     "ConflictError",
     "DataLossError",
@@ -47,6 +50,7 @@ __all__ = [
     "InvalidOptionError",
     "InvalidPayloadError",
     "InvalidPositionError",
+    "LateError",
     "NotFoundError",
     "OutcomeUnknownError",
     "PipelineError",
@@ -114,6 +118,10 @@ class InvalidKeyError(AvisoWorkersError):
     """A text that cannot be the key of a table: an empty or a very long one."""
 
 
+class LateError(AvisoWorkersError):
+    """A notification that was not counted in a window, or not in all of its windows, because they had closed."""
+
+
 class InvalidPositionError(AvisoWorkersError):
     """A start or end of a replay that cannot be read, or two that exclude each other."""
 
@@ -151,6 +159,10 @@ class NotFoundError(RefusedError):
 
 class ConflictError(RefusedError):
     """Not stored, because it depended on a revision that is not the newest. Read again, and decide anew."""
+
+
+class BackupError(AvisoWorkersError):
+    """A backup cannot be written or read, is damaged or not whole, or does not fit where it is to go."""
 
 
 class ResourceError(AvisoWorkersError):

@@ -32,6 +32,7 @@ __all__ = [
     "StreamProvisioned",
     "TaskFailed",
     "Ticked",
+    "WindowDone",
 ]
 
 
@@ -123,6 +124,19 @@ class Ticked(Struct, frozen=True, kw_only=True):
     error: Exception | None = None
 
 
+class WindowDone(Struct, frozen=True, kw_only=True):
+    """An agent was run for a window that is over, well or (with an error) ill: then it is run again after a wait."""
+
+    agent: str
+    key: str
+    start: datetime
+    end: datetime
+    seconds: float
+    """How long it took."""
+    error: Exception | None = None
+    again_in_seconds: float = 0.0
+
+
 class LeadershipChanged(Struct, frozen=True, kw_only=True):
     """This worker begins to run the timers of which one worker of the fleet runs all, or it ceases to."""
 
@@ -191,6 +205,7 @@ Event = (
     | ConnectionChanged
     | ConnectionSlow
     | Measured
+    | WindowDone
 )
 
 

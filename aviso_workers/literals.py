@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Self
 
-__all__ = ["Duration", "Size", "decode_hook", "float_text", "parse_float"]
+__all__ = ["Duration", "Size", "SizeLimit", "decode_hook", "float_text", "parse_float"]
 
 _FLOAT = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _LARGEST_U64 = 2**64 - 1
@@ -78,6 +78,20 @@ class Size(int):
         A size that is no multiple of 1000 or 1024 has no literal and is given as plain digits.
         """
         return _shortest(self, _BYTES)
+
+    __str__ = literal
+
+
+class SizeLimit(Size):
+    """A size, or `unlimited`, which is -1 as JetStream has it."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises ValueError as `Size.parse` does."""
+        return cls(-1) if text.strip() == "unlimited" else super().parse(text)
+
+    def literal(self) -> str:
+        return "unlimited" if self == -1 else super().literal()
 
     __str__ = literal
 

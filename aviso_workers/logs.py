@@ -24,6 +24,7 @@ from aviso_workers.events import (
     StreamProvisioned,
     TaskFailed,
     Ticked,
+    WindowDone,
 )
 
 __all__ = ["configure", "observe"]
@@ -80,7 +81,7 @@ def observe(event: Event) -> None:
             )
         case AgentStopped():
             log.info("agent.stopped", agent=event.agent, finished=event.finished, returned=event.returned)
-        case TaskFailed() | Ticked() | LeadershipChanged():
+        case TaskFailed() | Ticked() | WindowDone() | LeadershipChanged():
             _observe_beside(event)
         case Skipped():
             log.warning(
@@ -119,7 +120,7 @@ def _cure_of(event: ConsumerDiffers) -> str:
     )
 
 
-def _observe_beside(event: TaskFailed | Ticked | LeadershipChanged) -> None:
+def _observe_beside(event: TaskFailed | Ticked | WindowDone | LeadershipChanged) -> None:
     match event:
         case TaskFailed():
             log.error(
@@ -130,6 +131,15 @@ def _observe_beside(event: TaskFailed | Ticked | LeadershipChanged) -> None:
             )
         case Ticked(error=Exception() as error):
             log.error("timer.failed", timer=event.timer, tick=event.time.isoformat(), exc_info=error)
+        case WindowDone(error=Exception() as error):
+            log.error(
+                "window.failed",
+                agent=event.agent,
+                key=event.key,
+                start=event.start.isoformat(),
+                again_in_seconds=round(event.again_in_seconds, 1),
+                exc_info=error,
+            )
         case LeadershipChanged():
             log.info("leader.began" if event.leads else "leader.ceased", token=event.token)
 

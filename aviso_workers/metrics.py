@@ -37,16 +37,21 @@ from aviso_workers.events import (
     Published,
     Settled,
     Ticked,
+    WindowDone,
 )
+from aviso_workers.windows import Window
 
 __all__ = ["FleetMetrics", "Metrics"]
 
-TICK_OUTCOMES = ("done", "failed")
+RUN_OUTCOMES = ("done", "failed")
+"""Of a timer or a window."""
 OUTCOMES = ("acked", "retried", "dead_lettered")
 PUBLISH_OUTCOMES = ("stored", "duplicate", "failed")
 RETRY_REASONS = ("dead_letter_failed",)
 """Those that are no exception of an author's."""
-DEAD_LETTER_REASONS = ("attempts_exhausted", "invalid_notification", "max_deliveries", "rejected", "undecodable")
+DEAD_LETTER_REASONS = (
+    *("attempts_exhausted", "invalid_notification", "late", "max_deliveries", "rejected", "undecodable"),
+)
 ENDINGS = ("crashed", "in_order")
 MOST_REASONS = 50
 """Reasons after these are counted as one, because authors may make up names of exceptions as they go."""
@@ -131,7 +136,7 @@ class _Timer:
     """The numbers of one timer."""
 
     def __init__(self) -> None:
-        self.outcomes = _Counts(TICK_OUTCOMES)
+        self.outcomes = _Counts(RUN_OUTCOMES)
         self.last_tick = 0.0
 
 
@@ -252,12 +257,16 @@ PER_TIMER = (
         lambda t: t.last_tick,
     ),
 )
+PER_WINDOWS = (
+    Metric(Counter, "windows", "Times an agent ran for a window that is over, by outcome.", lambda w: w, ("outcome",)),
+)
 METRICS = {
     ("version",): (Metric(Gauge, "build_info", "The package that runs.", lambda _: 1),),
     ("app",): OF_PROCESS,
     ("app", "base"): PER_BASE,
     ("app", "agent", "base"): PER_AGENT,
     ("app", "timer"): PER_TIMER,
+    ("app", "agent"): PER_WINDOWS,
 }
 """All of a worker process, by the labels that they have in common."""
 OF_FLEET = {
@@ -292,6 +301,7 @@ class Metrics:
         self._published = {name: _Published() for name in bases}
         self._agents = {agent.name: _Agent(_line_of(app, agent.name)) for agent in app.agents}
         self._timers = {timer.name: _Timer() for timer in app.timers}
+        self._windows = {agent.name: _Counts(RUN_OUTCOMES) for agent in app.agents if agent.form is Window}
         self._rows: dict[tuple[str, ...], dict[tuple[str, ...], Any]] = {
             ("version",): {(version("aviso-workers"),): None},
             ("app",): {(app.name,): self},
@@ -300,6 +310,7 @@ class Metrics:
                 (app.name, agent.name, bases[agent.event_type]): self._agents[agent.name] for agent in app.agents
             },
             ("app", "timer"): {(app.name, name): numbers for name, numbers in self._timers.items()},
+            ("app", "agent"): {(app.name, name): outcomes for name, outcomes in self._windows.items()},
         }
         self._measured: dict[str, Measured] = {}
         self._gone: set[tuple[str, str]] = set()
@@ -314,6 +325,8 @@ class Metrics:
             case Ticked(timer=timer):
                 self._timers[timer].outcomes.add("failed" if event.error else "done")
                 self._timers[timer].last_tick = event.time.timestamp()
+            case WindowDone(agent=agent):
+                self._windows[agent].add("failed" if event.error else "done")
             case Published(event_type=event_type, count=count):
                 self._published[event_type].outcomes.add(event.outcome, count)
                 self._published[event_type].retries += (event.attempts - 1) * count

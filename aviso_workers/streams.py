@@ -1,40 +1,50 @@
 """Streams and consumers as we want them, and the plan that leads there from what a server has.
 
-Pure: `engine.provisioning` carries a plan out. Field names, units (nanoseconds) and values are those of JetStream's
-own JSON. A field that is `UNSET` is not ours to say: it is left out when a stream is created, never compared, and
-never changed.
+Pure: `engine.provisioning` carries a stream's plan out, `ops.stream_policy` a consumer's. Field names, units
+(nanoseconds) and values are those of JetStream's own JSON. A field that is `UNSET`, or not among those stated, is not
+ours to say: it is left out when a stream is created, never compared, and never changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from aviso_workers.config import Config
+from aviso_workers.config.declared_streams import SECOND, as_jetstream
+from aviso_workers.config.stream_keys import event_streams, stated_by_aviso
 from aviso_workers.literals import Duration
-from aviso_workers.schema import EventType
-from aviso_workers.topics import binding, stream_name
+from aviso_workers.schema import EventType, topic_of
+from aviso_workers.topics import stream_name
 
 __all__ = [
+    "FENCED",
+    "SECOND",
+    "UNFINISHED",
     "UPDATABLE",
+    "ConsumerPlan",
     "ConsumerSpec",
     "Difference",
     "Plan",
     "StreamSpec",
     "after_reset",
     "consumer_differences",
+    "consumer_plan",
+    "declared",
     "event_stream",
     "filters_of",
+    "is_unfinished",
     "own_stream",
     "plan",
     "readable",
     "starting",
+    "stated",
 ]
 
-SECOND = 1_000_000_000
 DAY = 86_400 * SECOND
 DEFAULT_DUPLICATE_WINDOW = 120 * SECOND
 
@@ -46,13 +56,60 @@ UPDATABLE = frozenset({"ack_wait", "filter_subjects", "max_ack_pending", "max_de
 STARTING = frozenset({"deliver_policy", "opt_start_seq", "opt_start_time", "metadata"})
 """What says where a consumer begins: told apart by what was declared, not by what became of that."""
 START = "aviso-workers-start"
+FENCED = "aviso-workers-fenced"
+"""The metadata of a stream that was fenced when its mirror was promoted: which subjects it had."""
+UNFINISHED = "aviso-workers-unfinished"
+"""The metadata of a stream that is not whole, because a restore of it is under way or was killed."""
+
+FOR_GOOD = frozenset({"allow_msg_schedules", "allow_msg_ttl", "deny_delete", "deny_purge", "sealed"})
+"""What can be switched on and never off again."""
+WHEN_CREATED = frozenset({"allow_msg_counter", "first_seq", "persist_mode", "storage"})
+"""What a server does not change of a stream; of a consumer it is `CONSUMER_WHEN_CREATED`."""
+CONSUMER_WHEN_CREATED = frozenset(
+    {
+        "ack_policy",
+        "deliver_policy",
+        "flow_control",
+        "idle_heartbeat",
+        "max_waiting",
+        "mem_storage",
+        "opt_start_seq",
+        "opt_start_time",
+        "replay_policy",
+    }
+)
+LISTS = frozenset({"backoff", "filter_subjects", "priority_groups", "subjects"})
+COUNTS = frozenset({"max_bytes", "max_consumers", "max_msg_size", "max_msgs", "max_msgs_per_subject"})
+"""Of these, a server reports -1 where there is no limit."""
+DURATIONS = frozenset(
+    {
+        "ack_wait",
+        "duplicate_window",
+        "idle_heartbeat",
+        "inactive_threshold",
+        "max_age",
+        "max_expires",
+        "priority_timeout",
+        "subject_delete_marker_ttl",
+    }
+)
+WORDS = {
+    "compression": "none",
+    "deliver_policy": "all",
+    "discard": "old",
+    "persist_mode": "default",
+    "replay_policy": "instant",
+    "retention": "limits",
+    "storage": "file",
+}
+"""What a server may leave out."""
 
 
 class StreamSpec(Struct, frozen=True, kw_only=True):
     """What we state about a stream."""
 
     name: str
-    subjects: tuple[str, ...]
+    subjects: tuple[str, ...] | UnsetType = UNSET
     description: str | UnsetType = UNSET
     storage: str | UnsetType = UNSET
     retention: str | UnsetType = UNSET
@@ -68,11 +125,14 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
     """Nanoseconds."""
     allow_direct: bool | UnsetType = UNSET
     allow_rollup_hdrs: bool | UnsetType = UNSET
-    deny_delete: bool | UnsetType = UNSET
     allow_msg_ttl: bool | UnsetType = UNSET
     subject_delete_marker_ttl: int | UnsetType = UNSET
     """Nanoseconds for which it is told that a subject's last message was too old."""
     allow_msg_counter: bool | UnsetType = UNSET
+    further: Mapping[str, Any] = {}
+    """What operators declare beyond that, in JetStream's own JSON."""
+    takes_batches: bool = True
+    """Whether it takes batches, of those that its server knows, when it is created and nothing else is stated."""
 
 
 class ConsumerSpec(Struct, frozen=True, kw_only=True):
@@ -96,58 +156,83 @@ class Difference(Struct, frozen=True, kw_only=True):
     field: str
     found: Any
     wanted: Any
+    cure: str = ""
+    """Why a server does not change the field, and what to do about it; empty where it does."""
 
     def __str__(self) -> str:
-        return f"{self.field}: {readable(self.field, self.found)} -> {readable(self.field, self.wanted)}"
+        change = f"{self.field}: {readable(self.field, self.found)} -> {readable(self.field, self.wanted)}"
+        if self.cure:
+            return f"{change}; {self.cure}"
+        return f"{change}, for good" if self.field in FOR_GOOD and self.wanted else change
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class _Step(Struct, frozen=True, kw_only=True):
     """What has to be done: create, update to `config`, or nothing where there is no difference."""
 
-    wanted: StreamSpec
     exists: bool
     config: Mapping[str, Any]
     """The whole configuration to send; unknown fields of the server's are in it unchanged."""
     differences: tuple[Difference, ...] = ()
-    storage_mismatch: bool = False
-    """Storage cannot be changed: nothing else is applied, and using the stream is an error."""
+    """What an update changes."""
+    fixed: tuple[Difference, ...] = ()
+    """What no update changes. Where there is some before it exists, it cannot be created."""
+
+    @property
+    def needed(self) -> bool:
+        return bool(self.differences) if self.exists else not self.fixed
+
+
+class Plan(_Step, frozen=True, kw_only=True):
+    """What has to be done about a stream."""
+
+    wanted: StreamSpec
+    fenced: bool = False
+    """Another stream has taken its place: nothing is applied, and using it is an error."""
+    unfinished: bool = False
+    """A restore of it is under way, or was killed: nothing is applied, and it cannot be used yet."""
 
     @property
     def stream(self) -> str:
         return self.wanted.name
 
     @property
+    def storage_mismatch(self) -> bool:
+        """Storage cannot be changed: nothing else is applied, and using the stream is an error."""
+        return any(difference.field == "storage" for difference in self.fixed)
+
+    @property
     def needed(self) -> bool:
-        return not self.exists or bool(self.differences)
+        return super().needed and not self.storage_mismatch
+
+
+class ConsumerPlan(_Step, frozen=True, kw_only=True):
+    """What has to be done about a declared consumer."""
+
+    stream: str
+    consumer: str
 
 
 def event_stream(name: str, event_type: EventType, config: Config) -> StreamSpec:
-    """The stream of an event type's base, as the configuration states it.
+    """The stream of an event type's base: as Aviso's keys state it, and the section `streams` beyond them."""
+    of_aviso = stated_by_aviso(name, event_type, config.notification_backend.jetstream)
+    stream = stream_name(topic_of(name, event_type).base)
+    further = as_jetstream(config.streams.get(stream))
+    spec = {
+        "name": stream,
+        **{field: value for field, (value, _) in of_aviso.items()},
+        "further": {field: value for field, value in further.items() if field not in of_aviso},
+    }
+    return msgspec.convert(spec, StreamSpec)
 
-    Precedence: the schema's storage policy, then the backend's default, then the server's (contract: Aviso's
-    JetStream backend, "Precedence"). `allow_duplicates` unset means one message per subject, as Aviso creates it.
-    """
-    base = event_type.topic.base if event_type.topic else name
-    jetstream = config.notification_backend.jetstream
-    policy = event_type.storage_policy
-    retention_time = (policy and policy.retention_time) or jetstream.retention_time
-    max_messages = (policy and policy.max_messages) or jetstream.max_messages
-    max_bytes = (policy and policy.max_size) or jetstream.max_bytes
-    compression = policy.compression if policy else None
-    allow_duplicates = bool(policy and policy.allow_duplicates)
-    return StreamSpec(
-        name=stream_name(base),
-        subjects=(binding(base),),
-        storage=jetstream.storage_type,
-        retention=jetstream.retention_policy,
-        discard=jetstream.discard_policy,
-        max_msgs=UNSET if max_messages is None else max_messages,
-        max_bytes=UNSET if max_bytes is None else int(max_bytes),
-        max_age=UNSET if retention_time is None else int(retention_time) * SECOND,
-        max_msgs_per_subject=-1 if allow_duplicates else 1,
-        num_replicas=UNSET if jetstream.replicas is None else jetstream.replicas,
-        compression=UNSET if compression is None else ("s2" if compression else "none"),
-    )
+
+def declared(config: Config) -> list[StreamSpec]:
+    """The streams of the section `streams` that no event type has."""
+    of_events = event_streams(config.notification_schema)
+    return [
+        StreamSpec(name=name, further=as_jetstream(stream), takes_batches=False)
+        for name, stream in config.streams.items()
+        if name not in of_events
+    ]
 
 
 def own_stream(name: str, subject: str, config: Config, **stated: Any) -> StreamSpec:
@@ -163,29 +248,50 @@ def own_stream(name: str, subject: str, config: Config, **stated: Any) -> Stream
     )
 
 
+def stated(spec: StreamSpec) -> dict[str, Any]:
+    """What is stated about a stream, as one JSON object of JetStream's."""
+    fields: dict[str, Any] = msgspec.to_builtins(spec)
+    del fields["takes_batches"]
+    fields |= fields.pop("further")
+    if "num_replicas" in fields:
+        fields["num_replicas"] = fields["num_replicas"] or 1
+    return fields
+
+
 def plan(wanted: StreamSpec, found: Mapping[str, Any] | None) -> Plan:
     """The way from the configuration that a server reports (None: no such stream) to the wanted one."""
-    stated = {name: _normalised(name, value) for name, value in msgspec.to_builtins(wanted).items()}
+    fields = {name: _normalised(name, value) for name, value in stated(wanted).items()}
     if found is None:
-        return Plan(wanted=wanted, exists=False, config=stated)
-    current = {name: _normalised(name, found.get(name)) for name in stated}
-    differences = [
-        Difference(field=name, found=current[name], wanted=value)
-        for name, value in stated.items()
-        if current[name] != value
-    ]
+        return Plan(wanted=wanted, exists=False, config=fields, fixed=_not_when_created(fields))
+    if FENCED in (found.get("metadata") or {}):
+        return Plan(wanted=wanted, exists=True, config=found, fenced=True)
+    if is_unfinished(found):
+        return Plan(wanted=wanted, exists=True, config=found, unfinished=True)
+    differences, fixed = _told_apart(_differences(fields, found), _stream_cure)
     config = {**found, **{difference.field: difference.wanted for difference in differences}}
-    shrunk = _shrunk_duplicate_window(config, stated)
+    shrunk = _shrunk_duplicate_window(config, fields)
     if shrunk is not None:
-        differences.append(shrunk)
+        differences += (shrunk,)
         config[shrunk.field] = shrunk.wanted
-    return Plan(
-        wanted=wanted,
-        exists=True,
-        config=config,
-        differences=tuple(differences),
-        storage_mismatch=any(difference.field == "storage" for difference in differences),
-    )
+    return Plan(wanted=wanted, exists=True, config=config, differences=differences, fixed=fixed)
+
+
+def consumer_plan(stream: str, name: str, wanted: Mapping[str, Any], found: Mapping[str, Any] | None) -> ConsumerPlan:
+    """The same for a consumer of which these fields are stated."""
+    if found is None:
+        # Left to a server, nothing would be acknowledged.
+        config = {"durable_name": name, "name": name, "ack_policy": "explicit", **wanted}
+        return ConsumerPlan(stream=stream, consumer=name, exists=False, config=config)
+    found = {**found, "filter_subjects": filters_of(found)}
+    found.pop("filter_subject", None)  # of the two, a server takes one
+    differences, fixed = _told_apart(_differences(wanted, found), _consumer_cure)
+    config = {**found, **{difference.field: difference.wanted for difference in differences}}
+    return ConsumerPlan(stream=stream, consumer=name, exists=True, config=config, differences=differences, fixed=fixed)
+
+
+def is_unfinished(stream_config: Mapping[str, Any]) -> bool:
+    """Whether a restore of the stream is under way, or was killed."""
+    return UNFINISHED in (stream_config.get("metadata") or {})
 
 
 def filters_of(consumer: Mapping[str, Any]) -> list[str]:
@@ -197,13 +303,9 @@ def filters_of(consumer: Mapping[str, Any]) -> list[str]:
 def consumer_differences(wanted: ConsumerSpec, found: Mapping[str, Any]) -> tuple[Difference, ...]:
     """Where a consumer, as a server reports it, is not as wanted; of these, `UPDATABLE` can be brought in line."""
     found = {**found, "filter_subjects": filters_of(found)}
+    fields = {name: value for name, value in msgspec.to_builtins(wanted).items() if name not in STARTING}
     start = _start_differs(wanted, found)
-    differences = tuple(
-        Difference(field=name, found=_normalised(name, found.get(name)), wanted=_normalised(name, value))
-        for name, value in msgspec.to_builtins(wanted).items()
-        if name not in STARTING and _normalised(name, found.get(name)) != _normalised(name, value)
-    )
-    return differences if start is None else (*differences, start)
+    return (*_differences(fields, found), *([start] if start else ()))
 
 
 def starting(start: str) -> dict[str, Any]:
@@ -236,40 +338,90 @@ def _start_differs(wanted: ConsumerSpec, found: Mapping[str, Any]) -> Difference
 def readable(name: str, value: Any) -> str:
     """The value of a field as people write it."""
     value = _normalised(name, value)
-    match name:
-        case "subjects" | "filter_subjects":
-            return ", ".join(value) or "everything"
-        case "ack_wait":
-            return f"{value / SECOND:g}s"
-        case "max_age":
-            return Duration(value // SECOND).literal() if value else "unlimited"
-        case "duplicate_window":
-            return Duration(value // SECOND).literal()
-        case _:
-            return "unlimited" if value == -1 else str(value)
+    if name in LISTS - {"backoff"}:
+        return ", ".join(value) or "everything"
+    if name in ("max_age", "duplicate_window", "inactive_threshold") and value % SECOND == 0:
+        return Duration(value // SECOND).literal() if value else "unlimited"
+    if name in DURATIONS:
+        return f"{value / SECOND:g}s"
+    if name == "backoff":
+        return ", ".join(f"{delay / SECOND:g}s" for delay in value) or "none"
+    if value is None or isinstance(value, bool | dict):
+        return msgspec.json.encode(value).decode() if value else "false" if value is False else "none"
+    return "unlimited" if value == -1 else str(value)
+
+
+def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[Difference, ...]:
+    whole = {**wanted}
+    if "metadata" in wanted:  # what others noted there stays
+        whole["metadata"] = {**(found.get("metadata") or {}), **wanted["metadata"]}
+    return tuple(
+        Difference(
+            field=name,
+            found=_normalised(name, found.get(name, False if isinstance(value, bool) else None)),
+            wanted=_normalised(name, value),
+        )
+        for name, value in whole.items()
+        if _compared(name, found.get(name)) != _compared(name, value)
+    )
+
+
+def _told_apart(
+    differences: tuple[Difference, ...], cure: Callable[[Difference], str]
+) -> tuple[tuple[Difference, ...], tuple[Difference, ...]]:
+    """The differences that an update changes, and those that none does, with their cure."""
+    cured = [structs.replace(difference, cure=cure(difference)) for difference in differences]
+    return tuple(each for each in cured if not each.cure), tuple(each for each in cured if each.cure)
+
+
+def _stream_cure(difference: Difference) -> str:
+    field, found, wanted = difference.field, difference.found, difference.wanted
+    if field in FOR_GOOD and not wanted:
+        return f"what is on stays on: leave {field} out, or delete the stream"
+    if field in WHEN_CREATED or (field == "retention" and "workqueue" in (found, wanted)):
+        return f"{field} is chosen when a stream is created: set what it has, or delete the stream"
+    return ""
+
+
+def _consumer_cure(difference: Difference) -> str:
+    field, found, wanted = difference.field, difference.found, difference.wanted
+    turned = field == "deliver_subject" and not (found and wanted)
+    if field not in CONSUMER_WHEN_CREATED and not turned:
+        return ""
+    return f"{field} is chosen when a consumer is created: set what it has, or remove it, and a new one begins anew"
+
+
+def _not_when_created(fields: Mapping[str, Any]) -> tuple[Difference, ...]:
+    if not fields.get("sealed"):
+        return ()
+    cure = "no stream is created sealed: leave sealed out, and seal the stream when it holds what it is to hold"
+    return (Difference(field="sealed", found=None, wanted=True, cure=cure),)
 
 
 def _normalised(name: str, value: Any) -> Any:
     """A value as the server reports it: it turns what is missing, and what means unlimited, into one form."""
+    if name in COUNTS:
+        return value if value and value > 0 else -1
+    if name in DURATIONS:
+        return value or 0
+    if name in LISTS:
+        return list(value or ())
+    if name in WORDS:
+        return value or WORDS[name]
+    return value
+
+
+def _compared(name: str, value: Any) -> Any:
+    """The same for everything that means the same to a server, which also leaves out what is nothing, nought or off."""
     match name:
-        case "max_msgs" | "max_bytes" | "max_msgs_per_subject":
-            return value if value and value > 0 else -1
-        case "num_replicas":
-            return value or 1
-        case "compression":
-            return value or "none"
-        case "storage":
-            return value or "file"
-        case "retention":
-            return value or "limits"
-        case "discard":
-            return value or "old"
-        case "max_age" | "duplicate_window" | "ack_wait":
-            return value or 0
-        case "subjects" | "filter_subjects":
-            return list(value or ())
-        case _:
-            return value
+        case "opt_start_time" | "pause_until":
+            return msgspec.convert(value, datetime | None)
+        case "sample_freq":
+            return (value or "").rstrip("%") or None
+    value = _normalised(name, value)
+    if isinstance(value, dict):
+        value = {key: inside for key, inside in value.items() if inside}
+    return value or None
 
 
 def _shrunk_duplicate_window(config: Mapping[str, Any], stated: Mapping[str, Any]) -> Difference | None:

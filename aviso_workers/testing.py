@@ -42,12 +42,12 @@ from aviso_workers.codec import Message, NotificationReader
 from aviso_workers.config import Config, JetStream
 from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
-from aviso_workers.engine import dead_lettering, sweeping
+from aviso_workers.engine import dead_lettering, sweeping, windowing
 from aviso_workers.engine.dead_lettering import DeadLetter
 from aviso_workers.engine.handling import in_thread
 from aviso_workers.engine.session import SWEEP, Session, open_session
 from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, NotFoundError, UnavailableError
-from aviso_workers.events import AgentDisturbed, Event, Events, Settled, Ticked
+from aviso_workers.events import AgentDisturbed, Event, Events, Settled, Ticked, WindowDone
 from aviso_workers.notifications import Notification, Notify, Receipt, Source, Stream
 from aviso_workers.streams import StreamSpec
 from aviso_workers.timers import Timer
@@ -99,6 +99,7 @@ class Harness:
         """Streams that the app has made, or may have."""
         self._settled: list[Settled] = []
         self._ticks: list[Ticked] = []
+        self._windows: list[WindowDone] = []
         self._disturbed: dict[str, Exception] = {}
         self._count = workers
         self._workers: list[_Worker] = []
@@ -117,7 +118,8 @@ class Harness:
         return await self.app.notify(event_type, identifier, payload)
 
     async def settle(self, *, within_seconds: float | None = None) -> None:
-        """Return when every notification of every agent is settled: none waits, none is held.
+        """Return when every notification of every agent is settled, none waits and none is held, and every window is
+        done that is over by the time of the notifications.
 
         Time passes as far as needed, at most `within_seconds` (default: an hour; on a server, where it is real time,
         30 s). Raises `AssertionError`, which tells what is not settled and why.
@@ -151,6 +153,11 @@ class Harness:
         """How the timer's ticks ended, in order; `advance` lets the time come for them."""
         name = timer if isinstance(timer, str) else timer.name
         return [fact for fact in self._ticks if fact.timer == name]
+
+    def windows(self, agent: Agent[Any, Any] | str) -> list[WindowDone]:
+        """How the agent's runs for windows that are over ended, in order."""
+        name = self._name(agent)
+        return [fact for fact in self._windows if fact.agent == name]
 
     async def start(self) -> None:
         """Start workers, until there are as many as there were at the beginning."""
@@ -272,6 +279,8 @@ class Harness:
                 self._settled.append(event)
             case Ticked():
                 self._ticks.append(event)
+            case WindowDone():
+                self._windows.append(event)
             case AgentDisturbed():
                 self._disturbed[event.agent] = event.error
 
@@ -325,6 +334,8 @@ class Harness:
             facts = [await self._left_of(name, durable) for name in (stream.name, dead_lettering.RETRIES)]
             if held := sum(map(len, lines)):
                 facts.append(f"{held} held by workers, {sum(line.running for line in lines)} of them running")
+            if over := await self._windows_over(agent):
+                facts.append(f"{over} windows over and not done")
             if any(facts):
                 left.append(f"{agent.name}: {'; '.join([*filter(None, facts), *self._reasons(agent.name)])}")
         if self.app.agents and (swept := await self._left_of(sweeping.STREAM, f"{self.app.name}__{SWEEP}")):
@@ -340,6 +351,11 @@ class Harness:
             return ""
         return f"{stream}: {info.num_pending} waiting, {info.num_ack_pending} delivered and not settled"
 
+    async def _windows_over(self, agent: Agent[Any, Any]) -> int:
+        if (window := agent.policy.window) is None:
+            return 0
+        return await windowing.unfinished(agent, window, self._watch, app=self.app.name)
+
     def _reasons(self, agent: str) -> Iterator[str]:
         if not self._workers:
             yield "no worker runs"
@@ -347,6 +363,8 @@ class Harness:
             yield "the connection was taken away"
         if last := self.settled(agent)[-1:]:
             yield f"the last one was {last[0].outcome} ({last[0].reason or 'done'}: {last[0].error})"
+        if (ran := self.windows(agent)[-1:]) and ran[0].error:
+            yield f"the last window failed: {ran[0].error!r}"
         if agent in self._disturbed:
             yield f"reading was disturbed: {self._disturbed[agent]}"
         if any(name == agent for name, _ in self._code.running.values()):

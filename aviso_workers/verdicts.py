@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from aviso_workers.errors import DeclarationError, InvalidNotificationError, UndecodableError
+from aviso_workers.errors import DeclarationError, InvalidNotificationError, LateError, UndecodableError
 
 __all__ = ["Ack", "Again", "Backoff", "Classifier", "DeadLetter", "Reject", "Retry", "Verdict", "decide"]
 
@@ -118,6 +118,8 @@ def decide(
             return DeadLetter(reason="undecodable")
         case InvalidNotificationError():
             return DeadLetter(reason="invalid_notification")
+        case LateError():
+            return DeadLetter(reason="late")
         case Reject():
             return DeadLetter(reason="rejected")
         case Exception() if failures + 1 >= retry.attempts:

@@ -37,26 +37,30 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def write_mars_config(path: Path, nats_url: str, **jetstream: Any) -> Path:
+    """A file with the event type `mars` (class and step), on that server."""
+    identifier = {"class": {"type": "StringHandler"}, "step": {"type": "IntHandler", "range": [0, 1000]}}
+    mars = {
+        "topic": {"base": "mars", "key_order": ["class", "step"]},
+        "identifier": {field: {**rule, "required": True} for field, rule in identifier.items()},
+        "storage_policy": {"allow_duplicates": True},
+    }
+    backend = {"nats_url": nats_url, "reconnect_delay_ms": 100, "max_reconnect_attempts": 0, **jetstream}
+    document = {
+        "notification_backend": {"kind": "jetstream", "jetstream": backend},
+        "notification_schema": {"mars": mars},
+        "workers": {"status": {"port": 0}, "logging": {"format": "json"}},
+    }
+    path.write_text(json.dumps(document))  # JSON is YAML
+    return path
+
+
 @pytest.fixture
 def write_config(tmp_path: Path) -> Callable[..., Path]:
-    """`write_config(url, retry_attempts=1)`: a file with the event type `mars` (class and step), on that server."""
+    """`write_config(url, retry_attempts=1)`: see `write_mars_config`."""
 
     def write_config(nats_url: str, *, name: str = "config.yaml", **jetstream: Any) -> Path:
-        identifier = {"class": {"type": "StringHandler"}, "step": {"type": "IntHandler", "range": [0, 1000]}}
-        mars = {
-            "topic": {"base": "mars", "key_order": ["class", "step"]},
-            "identifier": {field: {**rule, "required": True} for field, rule in identifier.items()},
-            "storage_policy": {"allow_duplicates": True},
-        }
-        backend = {"nats_url": nats_url, "reconnect_delay_ms": 100, "max_reconnect_attempts": 0, **jetstream}
-        document = {
-            "notification_backend": {"kind": "jetstream", "jetstream": backend},
-            "notification_schema": {"mars": mars},
-            "workers": {"status": {"port": 0}, "logging": {"format": "json"}},
-        }
-        path = tmp_path / name
-        path.write_text(json.dumps(document))  # JSON is YAML
-        return path
+        return write_mars_config(tmp_path / name, nats_url, **jetstream)
 
     return write_config
 

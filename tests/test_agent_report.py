@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from aviso_workers import App, Backoff, Batch, Batching, Notification
+from aviso_workers import App, Backoff, Batch, Batching, Notification, Window, Windowing
 from aviso_workers.ops import agent_report
 from tests.contract.settings import app_config
 
@@ -37,6 +37,13 @@ async def busy(notification: Notification[Field]) -> None: ...
 
 @app.agent("plain", batch=Batching(size=500, within=0.5))
 def collecting(batch: Batch[dict[str, Any]]) -> None: ...
+
+
+@app.agent(
+    "mars",
+    window=Windowing(size="1h", every="15m", fold=lambda total, one: total + 1, initial=0, lateness="10m"),
+)
+async def windowed(window: Window[int]) -> None: ...
 
 
 def test_what_was_not_declared_is_told_as_it_is_in_effect() -> None:
@@ -75,3 +82,8 @@ def test_a_batch_tells_how_it_is_collected_and_a_plain_function_where_it_runs() 
         "Batch[dict[str, Any]], in a thread",
         "500, or what came within 0.5 s",
     )
+
+
+def test_an_agent_of_a_window_tells_how_long_its_windows_are() -> None:
+    policy = agent_report.policy(app, windowed)
+    assert (policy["takes"], policy["window"]) == ("Window[int]", "1h every 15m, 10m late at most")

@@ -11,7 +11,19 @@ from typing import Any, TypedDict
 import pytest
 from msgspec import Struct
 
-from aviso_workers import Agent, App, Backoff, Batch, Batching, Notification, Retry, Router, Stream
+from aviso_workers import (
+    Agent,
+    App,
+    Backoff,
+    Batch,
+    Batching,
+    Notification,
+    Retry,
+    Router,
+    Stream,
+    Window,
+    Windowing,
+)
 from aviso_workers.errors import DeclarationError
 
 
@@ -143,6 +155,44 @@ def test_what_does_not_go_with_a_call_form_is_refused(
 ) -> None:
     with pytest.raises(DeclarationError, match=complaint):
         router.agent("mars", **stated)(function)
+
+
+async def windowed(window: Window[int]) -> None: ...
+
+
+def add(total: int, notification: Notification[Field]) -> int:
+    return total + 1
+
+
+def hourly(**stated: Any) -> Windowing[Any, Any]:
+    return Windowing(**{"size": "1h", "fold": add, "initial": 0, **stated})
+
+
+class TestAnAgentOfAWindow:
+    def test_has_the_payload_type_of_what_it_folds(self, router: Router) -> None:
+        agent = router.agent("mars", window=hourly())(windowed)
+        assert (agent.form, agent.argument_type, agent.payload_type) == (Window, int, Field)
+
+    def test_folds_any_payload_where_it_does_not_say(self, router: Router) -> None:
+        agent = router.agent("mars", window=hourly(fold=lambda total, _: total + 1))(windowed)
+        assert agent.payload_type is Any
+
+    @pytest.mark.parametrize(
+        ("function", "stated", "complaint"),
+        [
+            (index, {"window": hourly()}, "window= is for a function of a Window"),
+            (windowed, {}, r"a function of a Window needs window=Windowing\(...\)"),
+            (windowed, {"window": hourly(), "order_by": ["step"]}, "order_by= is for a function of a Notification"),
+            (windowed, {"window": hourly(initial="none")}, "initial= is no value of its Window: Expected `int`"),
+            (windowed, {"window": hourly(fold=lambda total: total)}, "fold= must be a function of a value and"),
+            (windowed, {"window": hourly(fold=max)}, "fold= must be a function of a value and .*, found <built-in"),
+        ],
+    )
+    def test_is_refused_where_it_makes_no_sense(
+        self, router: Router, function: Callable[..., Any], stated: dict[str, Any], complaint: str
+    ) -> None:
+        with pytest.raises(DeclarationError, match=complaint):
+            router.agent("mars", **stated)(function)
 
 
 def test_what_exceptions_mean_is_declared_on_the_agent(router: Router) -> None:

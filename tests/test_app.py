@@ -136,6 +136,54 @@ class TestSettings:
         assert mistake == f"workers.agents.archive{complaint} ({path}:12)"
 
 
+class TestSettingsInCode:
+    def test_are_what_a_router_is_included_with(self, app: App) -> None:
+        router = router_of("tape", Archive)
+        app.include(router, config={"directory": "/tape"})
+        assert app.settings(router) == Archive(directory="/tape", days=7)
+        assert app.mistakes() == []
+
+    def test_give_way_to_the_file_key_by_key(self, app: App) -> None:
+        router = router_of(settings=Archive)
+        app.include(router, config={"directory": "/tape", "days": 30})
+        assert app.settings(router) == Archive(directory="/archive", days=30)
+
+    @pytest.mark.parametrize("name", ["tape", "tape-archive"])
+    def test_give_way_to_the_environment(self, write: Callable[[str], Path], name: str) -> None:
+        variable = f"AVISO_WORKERS_WORKERS__AGENTS__{name.upper().replace('-', '_')}__DAYS"
+        app = App("tests", config=config.load(write(IN_MEMORY), environ={variable: "1"}))
+        router = router_of(name, Archive)
+        app.include(router, config={"directory": "/tape", "days": 30})
+        assert app.settings(router) == Archive(directory="/tape", days=1)
+
+    def test_are_plain_where_the_router_declares_nothing(self, app: App) -> None:
+        router = router_of()
+        app.include(router, config={"days": 30})
+        assert app.settings(router) == {"directory": "/archive", "days": 30}
+
+    @pytest.mark.parametrize(
+        ("given", "mistake"),
+        [
+            ({}, ": Object missing required field `directory` (config= of router 'tape')"),
+            ({"directory": 5}, ".directory: Expected `str`, got `int` (config= of router 'tape')"),
+            (
+                {"directroy": "a"},
+                ".directroy: unknown key; did you mean 'directory'? (config= of router 'tape')",
+            ),
+        ],
+    )
+    def test_that_are_wrong_are_told_with_where_they_are_from(
+        self, app: App, given: dict[str, Any], mistake: str
+    ) -> None:
+        app.include(router_of("tape", Archive), config=given)
+        assert app.mistakes() == [f"workers.agents.tape{mistake}"]
+
+    def test_are_given_once(self, app: App) -> None:
+        app.include(Router("tape"), config={"directory": "/tape"})
+        with pytest.raises(DeclarationError, match="router 'tape' has its settings already: give config= once"):
+            app.include(Router("tape"), config={"directory": "/disk"})
+
+
 class TestMistakes:
     def test_are_none_where_all_is_well(self, app: App) -> None:
         app.include(router_of(settings=Archive))
@@ -255,3 +303,9 @@ class TestConnected:
         with pytest.raises(KeyError, match="mine"):
             async with app:
                 raise KeyError("mine")
+
+
+@pytest.mark.parametrize("name", ["field__index", "index_"])
+def test_an_app_cannot_have_a_name_that_runs_into_those_of_its_agents(name: str) -> None:
+    with pytest.raises(DeclarationError, match=f"app name '{name}': leave out '__'"):
+        App(name)

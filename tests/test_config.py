@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from datetime import UTC
 from pathlib import Path
 from typing import Any
 
@@ -529,6 +530,198 @@ def test_all_mistakes_come_at_once_in_the_order_of_the_file(mistakes: Mistakes) 
     ]
 
 
+# ---- declared streams -----------------------------------------------------------------------------------------
+
+
+def declared(settings: str, *, name: str = "ORDERS", event_type: str = MARS, backend: str = "") -> str:
+    """A stream's settings, from line 3 on, beside the event type mars."""
+    body = textwrap.indent(textwrap.dedent(settings).strip(), "    ")
+    event_types = textwrap.indent(event_type, "    ")
+    jetstream = f"{{kind: jetstream, jetstream: {{{backend}}}}}"
+    return (
+        f"streams:\n  {name}:\n{body}\nnotification_backend: {jetstream}\nnotification_schema:\n  mars:\n{event_types}"
+    )
+
+
+def test_streams_are_declared_with_literals_and_times(load: Load) -> None:
+    stream = load(
+        declared(
+            """
+            max_bytes: unlimited
+            max_msg_size: 64Ki
+            max_age: 7d
+            consumers:
+              shipping:
+                backoff: [1s, 10s]
+                deliver_policy: by_start_time
+                opt_start_time: 2026-11-20T07:00:00+01:00
+            """
+        )
+    ).streams["ORDERS"]
+    assert (stream.max_bytes, stream.max_msg_size, stream.max_age) == (-1, 64 * 1024, 7 * 86_400)
+    shipping = stream.consumers["shipping"]
+    assert shipping.backoff == (1, 10)
+    assert shipping.opt_start_time is not None
+    assert shipping.opt_start_time.astimezone(UTC).isoformat() == "2026-11-20T06:00:00+00:00"
+
+
+@pytest.mark.parametrize(
+    ("settings", "mistake"),
+    [
+        ("retention: queue", ".retention: expected 'interest' or 'limits' or 'workqueue', found 'queue'"),
+        ("max_age: 7", ".max_age is invalid: duration must include a unit suffix (s, m, h, d, w), unlike '7'"),
+        ("max_bytes: lots", ".max_bytes is invalid: size value must be an integer followed by a unit, not 'lots'"),
+        ("max_msgs: -2", ".max_msgs must be >= -1"),
+        ("num_replicas: 6", ".num_replicas must be <= 5"),
+        ("max_mesgs: 5", ": unknown field(s): max_mesgs; did you mean 'max_msgs'?"),
+        ("republish: {src: a.b}", ".republish.dest is missing"),
+        (
+            "consumers: {c: {opt_start_time: yesterday}}",
+            ".consumers.c.opt_start_time: expected a time with its offset, such as "
+            "2026-11-20T06:00:00Z, found 'yesterday'",
+        ),
+        (
+            "consumers: {c: {pause_until: 2026-11-20T06:00:00}}",
+            ".consumers.c.pause_until: expected a time with its offset, such as "
+            "2026-11-20T06:00:00Z, found '2026-11-20T06:00:00'",
+        ),
+        ("consumers: {c: {sample_freq: 101}}", ".consumers.c.sample_freq must be <= 100"),
+        ("consumers: {c.d: {}}", ".consumers.c.d must be a name without blanks, '.', '*', '>', '/' and '\\'"),
+        (
+            "{discard: old, discard_new_per_subject: true}",
+            ".discard_new_per_subject must not be combined with streams.ORDERS.discard: "
+            "JetStream refuses the two together",
+        ),
+        (
+            "{discard_new_per_subject: true, max_msgs_per_subject: -1}",
+            ".discard_new_per_subject needs a limit in streams.ORDERS.max_msgs_per_subject",
+        ),
+        ("{max_age: 1m, duplicate_window: 2m}", ".duplicate_window must not be longer than streams.ORDERS.max_age"),
+        ("consumers: {c: {priority_groups: [a]}}", ".consumers.c.priority_groups needs priority_policy"),
+        ("consumers: {c: {idle_heartbeat: 5s}}", ".consumers.c.idle_heartbeat needs deliver_subject"),
+        (
+            "consumers: {c: {deliver_subject: here, flow_control: true}}",
+            ".consumers.c.flow_control needs idle_heartbeat",
+        ),
+        (
+            "consumers: {c: {deliver_subject: here, max_waiting: 5}}",
+            ".consumers.c.max_waiting must not be combined with deliver_subject: it is about pull requests",
+        ),
+        (
+            "consumers: {c: {opt_start_seq: 5}}",
+            ".consumers.c.opt_start_seq needs deliver_policy: by_start_sequence",
+        ),
+        (
+            "consumers: {c: {deliver_policy: by_start_time}}",
+            ".consumers.c.deliver_policy needs opt_start_time",
+        ),
+        (
+            "consumers: {c: {deliver_policy: last_per_subject}}",
+            ".consumers.c.deliver_policy needs filter_subjects",
+        ),
+        (
+            "consumers: {c: {backoff: [1s, 2s, 3s], max_deliver: 2}}",
+            ".consumers.c.max_deliver must be at least 3, as many as backoff has delays",
+        ),
+        (
+            "consumers: {c: {backoff: [1s, 2s], ack_wait: 5s}}",
+            ".consumers.c.ack_wait must be left out: with backoff, its first delay takes the place of ack_wait",
+        ),
+    ],
+)
+def test_a_mistake_in_a_declared_stream_names_file_line_and_key_path(
+    mistakes: Mistakes, settings: str, mistake: str
+) -> None:
+    assert mistakes(declared(settings)) == (f"dev.yaml:3: streams.ORDERS{mistake}",)
+
+
+def test_what_cannot_be_read_of_a_declared_stream_is_not_missed_as_well(mistakes: Mistakes) -> None:
+    found = mistakes(declared("consumers: {c: {deliver_subject: here, flow_control: true, idle_heartbeat: 5}}"))
+    assert [mistake.partition(" ")[2].partition(" ")[0] for mistake in found] == [
+        "streams.ORDERS.consumers.c.idle_heartbeat"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [
+        ("OR DERS", "streams.OR DERS must be a name without blanks, '.', '*', '>', '/' and '\\'"),
+        ("mars", "streams.mars must be MARS: that is the stream of event type mars"),
+        ("aviso_workers_retries", "streams.aviso_workers_retries is a stream of our own, which cannot be declared"),
+    ],
+)
+def test_a_stream_that_cannot_be_declared_is_refused(mistakes: Mistakes, name: str, mistake: str) -> None:
+    assert mistakes(declared("max_msgs: 5", name=name)) == (f"dev.yaml:2: {mistake}",)
+
+
+POLICY = f"{MARS}storage_policy: {{retention_time: 7d, max_size: 1Gi, allow_duplicates: true, compression: true}}\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ("max_age: 8d", "notification_schema.mars.storage_policy.retention_time"),
+        ("max_bytes: 2Gi", "notification_schema.mars.storage_policy.max_size"),
+        ("max_msgs_per_subject: 1", "notification_schema.mars.storage_policy.allow_duplicates"),
+        ("compression: none", "notification_schema.mars.storage_policy.compression"),
+        ("max_msgs: 6", "notification_backend.jetstream.max_messages"),
+        ("num_replicas: 1", "notification_backend.jetstream.replicas"),
+        ("storage: memory", "notification_backend.jetstream.storage_type"),
+        ("retention: workqueue", "notification_backend.jetstream.retention_policy"),
+        ("discard: new", "notification_backend.jetstream.discard_policy"),
+        ("subjects: [mars.od.>]", "notification_schema.mars.topic.base"),
+    ],
+)
+def test_what_contradicts_avisos_keys_names_both(mistakes: Mistakes, settings: str, key: str) -> None:
+    text = declared(settings, name="MARS", event_type=POLICY, backend="max_messages: 5, replicas: 3")
+    field = settings.partition(":")[0]
+    said = f"contradicts {key}: leave one of them out, or make them say the same"
+    assert mistakes(text) == (f"dev.yaml:3: streams.MARS.{field} {said}",)
+
+
+def test_what_says_the_same_as_avisos_keys_is_no_mistake(load: Load) -> None:
+    settings = (
+        "{max_age: 7d, max_bytes: 1Gi, max_msgs_per_subject: -1, compression: s2, subjects: [mars.>], max_msgs: 5}"
+    )
+    load(declared(settings, name="MARS", event_type=POLICY, backend="max_messages: 5"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "mistake"),
+    [
+        ("no_ack: true", "no_ack is not for the stream of an event type: publishing waits for the acknowledgement"),
+        (
+            "persist_mode: async",
+            "persist_mode is not for the stream of an event type: what was acknowledged must be stored",
+        ),
+        (
+            "allow_msg_counter: true",
+            "allow_msg_counter is not for the stream of an event type: a notification is no number",
+        ),
+        (
+            "subject_transform: {dest: a.>}",
+            "subject_transform is not for the stream of an event type: agents find notifications by their subject",
+        ),
+        (
+            "consumers: {app__agent: {}}",
+            "consumers.app__agent is named as agents' consumers are, which code declares",
+        ),
+        (
+            "duplicate_window: 8d",
+            "duplicate_window must not be longer than notification_schema.mars.storage_policy.retention_time",
+        ),
+    ],
+)
+def test_what_is_not_for_the_stream_of_an_event_type_says_why(mistakes: Mistakes, settings: str, mistake: str) -> None:
+    text = declared(settings, name="MARS", event_type=POLICY)
+    assert mistakes(text) == (f"dev.yaml:3: streams.MARS.{mistake}",)
+
+
+def test_streams_are_declared_for_jetstream_only(mistakes: Mistakes) -> None:
+    text = "streams: {ORDERS: {max_msgs: 5}}\nnotification_backend: {kind: in_memory}"
+    assert mistakes(text) == ("dev.yaml:1: streams is not supported by backend 'in_memory'",)
+
+
 # ---- what comes with the package ------------------------------------------------------------------------------
 
 
@@ -538,7 +731,7 @@ def test_the_example_loads_without_a_warning_and_states_the_defaults() -> None:
     assert list(example.notification_schema) == ["mars", "dissemination", "test_polygon", "spark_job"]
     assert example.notification_backend == config.NotificationBackend(kind="jetstream")
     assert (example.workers, example.application) == (config.Workers(), config.Application())
-    assert example.server == config.Server()
+    assert (example.server, example.streams) == (config.Server(), {})
 
 
 def test_the_example_has_every_key_that_there_is() -> None:
@@ -578,6 +771,8 @@ def _written_paths(value: Any, path: str = "") -> Iterator[str]:
         ".notification_schema",
         ".notification_schema.*.identifier",
         ".workers.agents",
+        ".streams",
+        ".streams.*.consumers",
         ".server.accounts",
         ".server.accounts.*.users",
         ".server.leafnodes.remotes",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import anyio
 import pytest
 import structlog
+from msgspec import structs
 
 from aviso_workers import logs
 from aviso_workers.config import Logging
@@ -22,6 +24,7 @@ from aviso_workers.events import (
     Settled,
     StreamProvisioned,
     TaskFailed,
+    WindowDone,
 )
 
 
@@ -175,3 +178,20 @@ def test_less_than_the_level_is_not_written(capsys: pytest.CaptureFixture[str]) 
     told = capsys.readouterr().err
     assert "connection.up" not in told
     assert "connection.down" in told
+
+
+def test_a_window_that_fails_is_told_with_its_place_and_when_it_is_run_again(lines: Any) -> None:
+    start, end = (datetime(2026, 11, 21, hour, tzinfo=UTC) for hour in (6, 7))
+    done = WindowDone(agent="volume", key="od", start=start, end=end, seconds=0.1)
+    assert lines(done) == []
+    (line,) = lines(structs.replace(done, error=failure("no database"), again_in_seconds=1.04))
+    told = {name: line[name] for name in ("event", "level", "agent", "key", "start", "again_in_seconds")}
+    assert told == {
+        "event": "window.failed",
+        "level": "error",
+        "agent": "volume",
+        "key": "od",
+        "start": "2026-11-21T06:00:00+00:00",
+        "again_in_seconds": 1.0,
+    }
+    assert "no database" in line["exception"]

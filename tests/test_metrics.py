@@ -12,14 +12,14 @@ import pytest
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
-from aviso_workers import App, Notification
+from aviso_workers import App, Notification, Window, Windowing
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.codec import Message
 from aviso_workers.config import load
 from aviso_workers.engine.ordering import Line
 from aviso_workers.errors import DeclarationError, NotFoundError, UnavailableError
-from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged, Published, Settled, Ticked
+from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged, Published, Settled, Ticked, WindowDone
 from aviso_workers.metrics import MOST_REASONS, FleetMetrics, Metrics
 
 OF_APP = {"app": "field-index"}
@@ -158,6 +158,21 @@ def test_ticks_are_counted_by_outcome(metrics: Metrics) -> None:
     counts = series(metrics, "ticks_total")
     assert counts == {("field-index", "done", "tidy"): 2, ("field-index", "failed", "tidy"): 1}
     assert series(metrics, "last_tick_timestamp_seconds") == {("field-index", "tidy"): tick.time.timestamp()}
+
+
+def test_windows_are_counted_by_outcome(app: App) -> None:
+    @app.agent("mars", window=Windowing(size="1h", fold=lambda total, _: total + 1, initial=0))
+    async def count(window: Window[int]) -> None: ...
+
+    metrics = Metrics(app, ready=lambda: True, loop_lag_seconds=lambda: 0.0)
+    hours = (datetime(2026, 11, 21, hour, tzinfo=UTC) for hour in (6, 7))
+    done = WindowDone(agent="count", key="od", start=next(hours), end=next(hours), seconds=0.1)
+    for fact in (structs.replace(done, error=ValueError(), again_in_seconds=1.0), done, done):
+        metrics.observe(fact)
+    assert series(metrics, "windows_total") == {
+        ("count", "field-index", "done"): 2,
+        ("count", "field-index", "failed"): 1,
+    }
 
 
 def test_what_is_published_is_at_zero_before_the_first_event(metrics: Metrics) -> None:

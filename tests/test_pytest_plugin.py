@@ -51,6 +51,13 @@ class TestDocuments:
         else:
             run().assert_outcomes(passed=count)
 
+    @pytest.mark.parametrize("real", [False, True], ids=["in memory", "on a server"])
+    def test_windows(self, pytester: pytest.Pytester, run: Run, nats_server: NatsServer, real: bool) -> None:
+        agents, late, test = blocks("windows.md", "python")
+        pytester.path.joinpath("aviso.yaml").write_text(blocks("windows.md", "yaml")[0])
+        pytester.makepyfile(fields=f"{agents}\n{late}", test_windows=test)
+        run(*(("--aviso-server", nats_server.url) if real else ())).assert_outcomes(passed=1)
+
 
 class TestPlugin:
     def test_imports_late(self, pytester: pytest.Pytester, run: Run) -> None:

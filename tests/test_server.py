@@ -112,6 +112,7 @@ def test_a_server_starts_on_a_free_port_and_is_gone_afterwards(tmp_path: Path) -
     assert not listens(running.port)
 
 
+@pytest.mark.covers("002-34", "004-04")
 def test_what_it_stored_is_there_when_it_starts_again_and_elsewhere_it_is_not(tmp_path: Path) -> None:
     async def stored(running: NatsServer, *, publish: int = 0) -> int:
         client = await nats.connect(running.url)

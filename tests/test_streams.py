@@ -108,9 +108,42 @@ class TestThePlan:
         assert plan.config == {**REPORTED, **newer}
 
     def test_says_that_storage_cannot_be_changed(self) -> None:
-        plan = streams.plan(SPEC, {**REPORTED, "storage": "memory"})
-        assert plan.storage_mismatch
-        assert "storage: memory -> file" in map(str, plan.differences)
+        plan = streams.plan(SPEC, {**REPORTED, "storage": "memory", "max_msgs": 5})
+        assert (plan.storage_mismatch, plan.needed, plan.config["storage"]) == (True, False, "memory")
+        assert [str(difference) for difference in plan.differences] == ["max_msgs: 5 -> 1000"]
+        assert "storage: memory -> file; storage is chosen when" in str(plan.fixed[0])
+
+    @pytest.mark.parametrize(
+        ("field", "wanted", "reported"),
+        [
+            ("max_msg_size", -1, None),
+            ("placement", {"tags": []}, None),
+            ("consumer_limits", {"max_ack_pending": 5}, {"inactive_threshold": 0, "max_ack_pending": 5}),
+            ("republish", {"src": ">", "dest": "a.>", "headers_only": False}, {"src": ">", "dest": "a.>"}),
+            ("allow_msg_ttl", False, None),
+            ("persist_mode", "default", None),
+            ("metadata", {"ours": "1"}, {"ours": "1", "theirs": "2"}),
+        ],
+    )
+    def test_knows_what_a_server_leaves_out_of_what_is_declared(self, field: str, wanted: Any, reported: Any) -> None:
+        found = REPORTED if reported is None else {**REPORTED, field: reported}
+        plan = streams.plan(structs.replace(SPEC, further={field: wanted}), found)
+        assert (plan.differences, plan.fixed) == ((), ())
+
+    @pytest.mark.parametrize(
+        ("field", "found", "wanted", "told"),
+        [
+            ("deny_purge", False, True, "deny_purge: false -> true, for good"),
+            ("max_msg_size", -1, 1024, "max_msg_size: unlimited -> 1024"),
+            ("subject_delete_marker_ttl", None, 90 * SECOND, "subject_delete_marker_ttl: 0s -> 90s"),
+            ("placement", None, {"tags": ["a"]}, 'placement: none -> {"tags":["a"]}'),
+            ("metadata", {"theirs": "2"}, {"ours": "1"}, 'metadata: {"theirs":"2"} -> {"theirs":"2","ours":"1"}'),
+            ("duplicate_window", 2 * MINUTE, MINUTE, "duplicate_window: 2m -> 1m"),
+        ],
+    )
+    def test_tells_of_what_is_declared_as_people_write_it(self, field: str, found: Any, wanted: Any, told: str) -> None:
+        plan = streams.plan(structs.replace(SPEC, further={field: wanted}), {**REPORTED, field: found})
+        assert [str(difference) for difference in plan.differences] == [told]
 
 
 class TestTheDuplicateWindow:

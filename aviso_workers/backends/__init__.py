@@ -16,12 +16,13 @@ What a backend promises:
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from itertools import compress
 from typing import Any, Protocol
 
+from anyio.streams.memory import MemoryObjectReceiveStream
 from msgspec import Struct
 
 from aviso_workers.clocks import Clock
@@ -32,6 +33,7 @@ from aviso_workers.key_value import Entry, KeyValue
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 
 __all__ = [
+    "Administration",
     "Backend",
     "Chunk",
     "ConnectionListener",
@@ -39,12 +41,14 @@ __all__ = [
     "ConsumerInfo",
     "Delivery",
     "Entry",
+    "Heard",
     "KeyValue",
     "Message",
     "Opening",
     "Outgoing",
     "OutgoingChunk",
     "PubAck",
+    "Snapshot",
     "StreamInfo",
     "open_backend",
 ]
@@ -151,6 +155,81 @@ class ConsumerInfo(Struct, frozen=True, kw_only=True):
         return self.paused_until is not None
 
 
+class Heard(Struct, frozen=True, kw_only=True):
+    """A message as it came: an answer, a chunk of a snapshot, an advisory."""
+
+    subject: str
+    data: bytes
+    reply: str = ""
+    headers: Mapping[str, str] = {}
+    status: str = ""
+    """As `204`; empty where it has none."""
+    description: str = ""
+    """Of the status."""
+
+
+class Snapshot(Struct, frozen=True, kw_only=True):
+    """A stream as it is now, its consumers included, on its way to us."""
+
+    config: Mapping[str, Any]
+    """JetStream's stream configuration, whole."""
+    state: Mapping[str, Any]
+    """JetStream's state of the stream when the snapshot began."""
+    chunks: AsyncGenerator[bytes, None]
+    """The archive. Asking for the next chunk tells the server that there is room for it, within seconds of the one
+    before. Raises `UnavailableError` where it breaks off."""
+
+
+class Administration(Protocol):
+    """All that a server can be asked for, in its own JSON. Operators' tools use it, workers do not."""
+
+    @property
+    def server_version(self) -> str:
+        """Of the server that we are connected to, as `2.15.0`."""
+
+    @property
+    def api_prefix(self) -> str:
+        """What the subjects of JetStream's API begin with: `$JS.API`, or that of a domain."""
+
+    async def api(
+        self, subject: str, request: Any = None, *, prefix: str = "", timeout_seconds: float = 5.0
+    ) -> dict[str, Any]:
+        """Ask JetStream's API. `subject` is what follows the prefix, which may be that of another domain.
+
+        Raises as a backend's requests do.
+        """
+
+    async def pages(self, subject: str, found: str) -> list[Any]:
+        """All pages of a listing of JetStream's API, whose entries are under the key `found`. Raises as `api` does."""
+
+    async def request(self, subject: str, data: bytes = b"", *, timeout_seconds: float = 5.0) -> Heard:
+        """Ask whoever listens to a subject. Raises `UnavailableError` where nobody answers in time, `RefusedError`
+        where the server denies us the subject.
+        """
+
+    def send(self, subject: str, data: bytes = b"", *, reply: str = "") -> None:
+        """Publish without an acknowledgement, soon."""
+
+    def new_inbox(self) -> str:
+        """A subject for answers, which nobody else has."""
+
+    def listen(self, subject: str) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Heard]]:
+        """What comes for a subject, from when the block is entered until it is left. It is kept until it is read."""
+
+    def snapshot(self, stream: str) -> AbstractAsyncContextManager[Snapshot]:
+        """Raises `NotFoundError`, and as `api` does."""
+
+    async def restore(
+        self, config: Mapping[str, Any], state: Mapping[str, Any], *, read: Callable[[int], Awaitable[bytes]]
+    ) -> dict[str, Any]:
+        """Make a stream of this configuration from a snapshot's state and archive; returns JetStream's stream info.
+
+        `read` gives at most so many bytes of the archive at a time, none at its end. Where it fails or is cancelled,
+        what was made of the stream is removed; where this process is killed, a stream stays that is unfinished (see
+        `streams.is_unfinished`). Raises `RefusedError` where the name is taken or the archive is damaged, and as `api`.
+        """
+
+
 class Delivery(Protocol):
     """One message handed to one reader, which settles it once. Settling hands over to the wire and returns."""
 
@@ -223,6 +302,9 @@ class Backend(Protocol):
 
     def require_server(self, major: int, minor: int, *, to: str) -> None:
         """Raise `RefusedError`, which names both versions, where the server is older than is needed `to` do this."""
+
+    def administration(self) -> Administration:
+        """Raises `RefusedError` where there is no server."""
 
     async def failed(self) -> None:
         """Wait until the backend is lost for good, then raise the `BackendError` that says why."""

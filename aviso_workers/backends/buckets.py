@@ -53,7 +53,6 @@ async def open_bucket(
         discard="new",
         num_replicas=replicas,
         allow_rollup_hdrs=True,
-        deny_delete=True,
         allow_msg_ttl=True,
         # So that who watches hears of a key that is forgotten. With a history, a nats-server 2.15 forgets none then.
         subject_delete_marker_ttl=UNSET if ttl_seconds or history > 1 else MARKER_SECONDS * SECOND,

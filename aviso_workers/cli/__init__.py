@@ -14,10 +14,17 @@ from rich.console import Console
 
 from aviso_workers.cli import (
     administering,
+    backing_up,
     burying,
     checking,
     configuring,
+    copying,
+    erasing,
+    inspecting,
+    measuring,
+    mirroring,
     notifying,
+    operating,
     piping,
     reading,
     reporting,
@@ -47,6 +54,7 @@ REFUSED = (
     SparkRestError,
 )
 ANYIO_THREAD = "AnyIO worker thread"
+IDLE_SECONDS = 0.2
 
 command = typer.Typer(
     name="aviso-workers",
@@ -63,8 +71,10 @@ command.command()(reading.watch)
 command.command()(reading.replay)
 command.command()(checking.check)
 command.command()(administering.delete)
+command.command()(erasing.erase)
 command.command()(reporting.agents)
 command.command()(reporting.lag)
+command.command()(measuring.top)
 command.command()(steering.pause)
 command.command()(steering.resume)
 command.command()(steering.reset)
@@ -74,6 +84,13 @@ sparking.spark.command()(piping.archive)
 sparking.spark.command()(piping.backfill)
 sparking.spark.command()(piping.report)
 command.add_typer(administering.streams, name="streams")
+administering.streams.command()(copying.copy)
+command.add_typer(backing_up.backup, name="backup")
+command.add_typer(measuring.report, name="report")
+command.add_typer(mirroring.mirror, name="mirror")
+command.add_typer(mirroring.drill, name="drill")
+command.add_typer(operating.consumers, name="consumers")
+command.add_typer(inspecting.account, name="account")
 command.add_typer(serving.server, name="server")
 command.add_typer(configuring.config, name="config")
 
@@ -81,11 +98,17 @@ command.add_typer(configuring.config, name="config")
 def main() -> None:
     """Run the command line; our errors end it with a message and no traceback."""
     code = _run()
-    if any(thread.name == ANYIO_THREAD for thread in threading.enumerate()):
+    if any(_goes_on(thread) for thread in threading.enumerate() if thread.name == ANYIO_THREAD):
         # A plain function of an agent that did not end in time: Python would wait for it, however long it takes.
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _goes_on(thread: threading.Thread) -> bool:
+    """An idle one has been told to end, and does in a moment."""
+    thread.join(IDLE_SECONDS)
+    return thread.is_alive()
 
 
 def _run() -> int:

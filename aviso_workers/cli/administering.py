@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
-from typing import Annotated, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Annotated
 
 import typer
 
 from aviso_workers.app import App
-from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
+from aviso_workers.cli.confirming import Yes, confirm
+from aviso_workers.cli.finding import ConfigOption, connected
 from aviso_workers.cli.printing import print_table
 from aviso_workers.ops import stream_policy, wiping
-from aviso_workers.streams import Plan
+from aviso_workers.streams import ConsumerPlan, Plan
 
 __all__ = ["delete", "streams"]
 
-T = TypeVar("T")
-
-streams = typer.Typer(help="The streams of the configured event types.", no_args_is_help=True)
+streams = typer.Typer(help="Streams: those of event types, declared ones and all others.", no_args_is_help=True)
 
 Event = Annotated[str, typer.Argument(metavar="EVENT", help="An event type, e.g. mars.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do it; without this, only say what would be done.")]
+Configured = Annotated[str, typer.Argument(metavar="NAME", help="An event type, or a stream of the section streams.")]
 
 
 @streams.command()
@@ -31,36 +29,38 @@ def plan(config: ConfigOption = None) -> None:
     async def run(app: App) -> None:
         _print_plans(await stream_policy.plans(app))
 
-    _connected(config, run)
+    connected(config, run)
 
 
 @streams.command()
 def apply(config: ConfigOption = None) -> None:
-    """Create the streams that are missing and update those that differ from the configuration."""
+    """Create the streams and consumers that are missing, and update those that differ; exit 1 if some cannot be."""
 
-    async def run(app: App) -> None:
+    async def run(app: App) -> bool:
         plans = await stream_policy.plans(app)
         _print_plans(plans)
-        for needed in (found for found in plans.values() if found.needed):
-            await app.session.provisioner.carry_out(needed)
-            typer.echo(f"{needed.stream}: done")
+        for needed in (found for found in plans if found.needed):
+            await stream_policy.carry_out(app, needed)
+            typer.echo(f"{' '.join(_names(needed)).strip()}: done")
+        return not any(found.fixed for found in plans)
 
-    _connected(config, run)
+    if not connected(config, run):
+        raise typer.Exit(1)
 
 
 @streams.command()
-def show(event: Event, config: ConfigOption = None) -> None:
+def show(name: Configured, config: ConfigOption = None) -> None:
     """Show the stream's effective policy beside the configured one; exit 1 if they differ."""
 
     async def run(app: App) -> bool:
-        rows = await stream_policy.effective_policy(app, event)
+        rows = await stream_policy.effective_policy(app, name)
         print_table(
             ("field", "configured by", "configured", "effective", "follows"),
             [(row.field, row.key, row.configured, row.effective, "yes" if row.follows else "NO") for row in rows],
         )
         return all(row.follows for row in rows)
 
-    if not _connected(config, run):
+    if not connected(config, run):
         raise typer.Exit(1)
 
 
@@ -73,7 +73,7 @@ def wipe(event: Event, yes: Yes = False, config: ConfigOption = None) -> None:
         found = {stream: (await app.session.backend.stream_info(stream)).messages}
         await _wipe(app, found, yes=yes)
 
-    _connected(config, run)
+    connected(config, run)
 
 
 @streams.command("wipe-all")
@@ -83,7 +83,7 @@ def wipe_all(yes: Yes = False, config: ConfigOption = None) -> None:
     async def run(app: App) -> None:
         await _wipe(app, await wiping.event_streams(app), yes=yes)
 
-    _connected(config, run)
+    connected(config, run)
 
 
 def delete(
@@ -96,7 +96,7 @@ def delete(
         await wiping.delete(app, notification)
         typer.echo(f"{notification} deleted")
 
-    _connected(config, run)
+    connected(config, run)
 
 
 async def _wipe(app: App, found: Mapping[str, int], *, yes: bool) -> None:
@@ -104,24 +104,28 @@ async def _wipe(app: App, found: Mapping[str, int], *, yes: bool) -> None:
         typer.echo("no stream of a configured event type exists")
         return
     print_table(("stream", "messages"), [(stream, str(messages)) for stream, messages in found.items()])
-    if not yes:
-        typer.echo("nothing was removed; say --yes to remove all of them", err=True)
-        raise typer.Exit(2)
+    confirm(yes, to="remove all of them")
     for stream, removed in (await wiping.wipe(app, list(found))).items():
         typer.echo(f"{stream}: {removed} removed")
 
 
-def _print_plans(plans: Mapping[str, Plan]) -> None:
+def _print_plans(plans: Iterable[Plan | ConsumerPlan]) -> None:
     rows: list[tuple[str, str, str, str]] = []
-    for event_type, found in plans.items():
-        if not found.needed:
-            rows.append((event_type, found.stream, "keep", ""))
-        elif not found.exists:
-            rows.append((event_type, found.stream, "create", ""))
-        for difference in found.differences:
-            rows.append((event_type, found.stream, "update", str(difference)))
-    print_table(("event type", "stream", "step", "difference"), rows)
+    for found in plans:
+        names = _names(found)
+        if isinstance(found, Plan) and found.fenced:
+            rows.append((*names, "fenced", "its mirror was promoted"))
+        elif isinstance(found, Plan) and found.unfinished:
+            rows.append((*names, "wait", "it is being restored, or that was killed"))
+        elif not found.exists and found.needed:
+            rows.append((*names, "create", ""))
+        elif not found.needed and not found.fixed:
+            rows.append((*names, "keep", ""))
+        elif found.needed:
+            rows += [(*names, "update", str(difference)) for difference in found.differences]
+        rows += [(*names, "cannot", str(difference)) for difference in found.fixed]
+    print_table(("stream", "consumer", "step", "difference"), rows)
 
 
-def _connected(config: Path | None, run: Callable[[App], Awaitable[T]]) -> T:
-    return run_connected(connected_app(config), run)
+def _names(plan: Plan | ConsumerPlan) -> tuple[str, str]:
+    return plan.stream, plan.consumer if isinstance(plan, ConsumerPlan) else ""

@@ -16,7 +16,7 @@ from aviso_workers.agents import Router
 from aviso_workers.app import App
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["AgentOption", "ConfigOption", "Target", "connected_app", "find_app", "run_connected"]
+__all__ = ["AgentOption", "ConfigOption", "Target", "connected", "connected_app", "find_app", "run_connected"]
 
 T = TypeVar("T")
 
@@ -64,6 +64,11 @@ def run_connected(app: App, run: Callable[[App], Awaitable[T]]) -> T:
             return await run(app)
 
     return anyio.run(connect)
+
+
+def connected(config: Path | None, run: Callable[[App], Awaitable[T]]) -> T:
+    """The same with an app without agents."""
+    return run_connected(connected_app(config), run)
 
 
 def _import(target: str) -> App:

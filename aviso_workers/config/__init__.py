@@ -1,12 +1,13 @@
 """The configuration: YAML files and environment variables become frozen Structs, or one error that lists all mistakes.
 
 Whoever starts a process calls `load`; the engine and the backends are handed the sections that concern them. The keys
-are those of aviso-server, whose own file loads unchanged, and the sections `workers` and `server` of ours;
-`settings.py` and `nats_server.py` explain each of them. The way of a value is `documents` (YAML with lines),
-`environment` (variables over files), `reading` (types), `loading` (sources and what types cannot say); `showing`
-prints it.
+are those of aviso-server, whose own file loads unchanged, and the sections `workers`, `streams` and `server` of ours;
+`settings.py`, `declared_streams.py` and `nats_server.py` explain each of them. The way of a value is `documents` (YAML
+with lines), `environment` (variables over files), `reading` (types), `loading` (sources and what types cannot say,
+with `stream_keys`); `showing` prints it.
 """
 
+from aviso_workers.config.declared_streams import DeclaredConsumer, DeclaredStream
 from aviso_workers.config.loading import load
 from aviso_workers.config.nats_server import Server
 from aviso_workers.config.secrets import Secret, ServerUrls
@@ -28,6 +29,8 @@ __all__ = [
     "Application",
     "Config",
     "DeadLetters",
+    "DeclaredConsumer",
+    "DeclaredStream",
     "InMemory",
     "JetStream",
     "Logging",

@@ -16,6 +16,8 @@ from typing import Any
 from msgspec import inspect, structs
 
 from aviso_workers import schema
+from aviso_workers.config import stream_keys
+from aviso_workers.config.declared_streams import DeclaredStream
 from aviso_workers.config.documents import Node, Place, overlay, parse
 from aviso_workers.config.environment import SERVER_FILE, WORKERS_FILE, overrides
 from aviso_workers.config.reading import Reader
@@ -55,6 +57,7 @@ def load(path: str | Path | None = None, *, environ: Mapping[str, str] = os.envi
             reader.places[f"{_JETSTREAM}.token"] = Place(rank=environment, line=0, source=TOKEN)
         _refuse_all(reader, _jetstream_mistakes(backend.jetstream, reader))
     _refuse_all(reader, _schema_mistakes(values, reader))
+    _refuse_all(reader, _stream_mistakes(values, reader))
     if found := mistakes + wrong + reader.mistakes:
         raise _error(found)
     variables = {place.source for place in reader.places.values() if place.rank == environment}
@@ -189,6 +192,19 @@ def _schema_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tupl
             path = f"notification_schema.{name}.storage_policy.{option}"
             if path in reader.places:
                 yield path, f"is not supported by backend {backend.kind!r}"
+
+
+def _stream_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tuple[str, str]]:
+    """What is wrong with declared streams, as far as they, and what they may contradict, could be read."""
+    streams: dict[str, DeclaredStream] = values.get("streams", {})
+    if not streams or reader.is_wrong("notification_backend") or reader.is_wrong("notification_schema"):
+        return
+    backend = values["notification_backend"]
+    if backend.kind == "in_memory":
+        yield "streams", "is not supported by backend 'in_memory'"
+        return
+    whole = {name: stream for name, stream in streams.items() if not reader.is_wrong(f"streams.{name}")}
+    yield from stream_keys.mistakes(whole, values.get("notification_schema", {}), backend.jetstream)
 
 
 def _refuse_all(reader: Reader, mistakes: Iterator[tuple[str, str]]) -> None:

@@ -15,8 +15,11 @@ import difflib
 import math
 import re
 from collections.abc import Iterable
+from contextlib import suppress
+from datetime import datetime
 from typing import Any
 
+import msgspec
 from msgspec import inspect
 
 from aviso_workers import literals
@@ -123,14 +126,14 @@ class Reader:
                 return self._tuple(node, types, path)
             case inspect.LiteralType(values=choices):
                 return _choice(node, choices, reasons)
-            case inspect.IntType() as number:
-                return self._bounded(_integer(node), number, path)
-            case inspect.FloatType() as number:
-                return self._bounded(_float(node), number, path)
+            case inspect.IntType() | inspect.FloatType() as number:
+                return self._bounded(node, number, path)
             case inspect.BoolType():
                 return _boolean(node)
             case inspect.StrType(min_length=shortest):
                 return _not_empty(_text(node)) if shortest else _text(node)
+            case inspect.DateTimeType():
+                return _time(node)
             case inspect.CustomType(cls=custom):
                 return _custom(node, custom)
             case inspect.AnyType() as anything:
@@ -165,7 +168,8 @@ class Reader:
         )
         return _BAD if any(value is _BAD for value in values) else values
 
-    def _bounded(self, number: float, wanted: inspect.IntType | inspect.FloatType, path: str) -> float:
+    def _bounded(self, node: Node, wanted: inspect.IntType | inspect.FloatType, path: str) -> float:
+        number = _integer(node) if isinstance(wanted, inspect.IntType) else _float(node)
         if self._unused and path.startswith(self._unused):
             return number
         if wanted.gt is not None and not number > wanted.gt:
@@ -269,6 +273,15 @@ def _boolean(node: Node) -> bool:
     if text not in _BOOLEANS:
         raise ValueError(f"expected true or false, found {_shown(node)}")
     return _BOOLEANS[text]
+
+
+def _time(node: Node) -> datetime:
+    expected = "a time with its offset, such as 2026-11-20T06:00:00Z"
+    with suppress(msgspec.ValidationError):
+        time = msgspec.convert(_scalar(node, expected), datetime)
+        if time.tzinfo is not None:
+            return time
+    raise ValueError(f"expected {expected}, found {_shown(node)}")
 
 
 def _choice(node: Node, choices: Iterable[Any], reasons: dict[str, str]) -> str:

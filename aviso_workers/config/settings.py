@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from aviso_workers.config.declared_streams import DeclaredStream
 from aviso_workers.config.fields import Count, Port, Positive, Seconds, Text, about
 from aviso_workers.config.nats_server import Server
 from aviso_workers.config.secrets import Secret, ServerUrls
@@ -194,6 +195,9 @@ class Document(Struct, frozen=True, kw_only=True):
     ] = None
     application: Annotated[Application, about("aviso-server's section; only base_url is read.")] = Application()
     workers: Annotated[Workers, about("The worker processes.")] = Workers()
+    streams: Annotated[
+        dict[str, DeclaredStream], about("Streams by name, beyond those of event types, or more of those' settings.")
+    ] = {}
     server: Annotated[Server, about("A nats-server of our own. Workers do not read it.")] = Server()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -11,13 +12,14 @@ from msgspec import Struct
 
 from aviso_workers.config.secrets import HIDDEN, Secret, ServerUrls
 from aviso_workers.config.settings import Config, Document
-from aviso_workers.literals import Duration, Size
+from aviso_workers.literals import Duration, Size, SizeLimit
 
 __all__ = ["effective", "json_schema"]
 
 _LITERALS: dict[type, dict[str, Any]] = {
     Duration: {"type": "string", "pattern": r"^\s*[0-9]+[smhdwSMHDW]\s*$"},
     Size: {"type": "string", "pattern": r"^\s*[0-9]+[KMGT]i?\s*$"},
+    SizeLimit: {"type": "string", "pattern": r"^\s*([0-9]+[KMGT]i?|unlimited)\s*$"},
     Secret: {"type": "string", "minLength": 1},
     ServerUrls: {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string"}}]},
 }
@@ -63,6 +65,8 @@ def _shown(value: Any) -> Any:
     match value:
         case Secret() | ServerUrls() | Duration() | Size():
             return str(value)
+        case datetime():
+            return value.isoformat()
         case list() | tuple():
             return [_shown(item) for item in value]
         case dict():

@@ -21,12 +21,12 @@ class InBatches:
 
     async def work(self) -> None:
         """See `pulling.Form`."""
-        kit, line = self._kit, self._kit.line
+        kit, line, batching = self._kit, self._kit.line, self._kit.agent.policy.batch
         origin = kit.outputs.origin()
         while first := await line.take():
             deliveries = [first]
-            with clocks.move_on_after(kit.clock, kit.batching.within):
-                while len(deliveries) < kit.batching.size and (delivery := await line.take()):
+            with clocks.move_on_after(kit.clock, batching.within):
+                while len(deliveries) < batching.size and (delivery := await line.take()):
                     deliveries.append(delivery)
             await kit.pace.wait()
             await self._handle(deliveries, origin)

@@ -1,7 +1,7 @@
 """One notification at a time per worker: decoded, handled within its time, settled.
 
-The plainest of the three call forms; `batching` and `streaming` are the others. All take their deliveries from the
-agent's line and hand them to the settler.
+The plainest of the call forms; `batching`, `streaming` and `windowing` are the others. All take their deliveries from
+the agent's line and hand them to the settler.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Kit:
         settler: Settler,
         clock: Clock,
     ) -> None:
-        self.batching = agent.policy.batch
+        self.agent = agent
         self.line = line
         self.reader = reader
         self.outputs = outputs
@@ -65,15 +65,15 @@ class Kit:
 
 
 class OneByOne:
-    """Runs `async def agent(notification: Notification[T])`."""
+    """Runs `async def agent(notification: Notification[T])`, or something else for each."""
 
-    def __init__(self, kit: Kit) -> None:
+    def __init__(self, kit: Kit, *, call: Callable[[Any], Awaitable[object]] | None = None) -> None:
         self._line = kit.line
         self._reader = kit.reader
         self._outputs = kit.outputs
         self._settler = kit.settler
         self._clock = kit.clock
-        self._call = kit.call
+        self._call = call or kit.call
         self._pace = kit.pace
 
     async def work(self) -> None:

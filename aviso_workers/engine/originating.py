@@ -41,23 +41,26 @@ class Origin:
         """This one is handled too."""
         self.begin(*self._handled, message)
 
+    def begin_with(self, place: str, *, of: str) -> None:
+        """As `begin`, for what is no message: a place among those of its kind, such as a time, and whose it is."""
+        self._ids = _Ids(f"{self._prefix}.{place}", f"{place} {of}")
+
     def message_id(self, message: Message) -> str | None:
         """None while nothing is handled."""
-        if not self._handled:
-            return None
         if self._ids is None:
-            self._ids = _Ids(f"{self._prefix}.{self._handled[0].sequence}", self._handled)
+            if not self._handled:
+                return None
+            root = "".join(f"{each.sequence}@{each.timestamp_ns} " for each in self._handled)
+            self._ids = _Ids(f"{self._prefix}.{self._handled[0].sequence}", root)
         return self._ids.next(message)
 
 
 class _Ids:
-    """The message ids of one handling."""
+    """The message ids of one handling. `root` is all of what is handled, `prefix` tells people of it."""
 
-    def __init__(self, prefix: str, handled: tuple[Message, ...]) -> None:
+    def __init__(self, prefix: str, root: str) -> None:
         self._prefix = prefix
-        self._root = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        for each in handled:
-            self._root.update(b"%d@%d " % (each.sequence, each.timestamp_ns))
+        self._root = hashlib.blake2b(root.encode(), digest_size=DIGEST_BYTES)
         self._counts: Counter[bytes] = Counter()
 
     def next(self, message: Message) -> str:

@@ -8,7 +8,7 @@ import anyio
 
 from aviso_workers import streams
 from aviso_workers.backends import Backend, ConsumerInfo, StreamInfo
-from aviso_workers.errors import NotFoundError, RefusedError
+from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.events import ConsumerDiffers, Events, StreamProvisioned
 from aviso_workers.streams import ConsumerSpec, Difference, Plan, StreamSpec
 
@@ -64,9 +64,14 @@ class Provisioner:
         return streams.plan(spec, found.config if found else None)
 
     async def carry_out(self, plan: Plan) -> None:
-        """Create or update as planned. Raises `RefusedError` where the server refuses, or storage would change."""
-        if plan.storage_mismatch:
-            raise _storage_mismatch(plan)
+        """Create or update as planned, as far as that can be done.
+
+        Raises `RefusedError` where the server refuses, the stream cannot be created, storage would change, or the
+        stream is fenced; `UnavailableError` where it is being restored.
+        """
+        _require_usable(plan)
+        if not plan.exists and plan.fixed:
+            raise RefusedError(f"stream {plan.stream} cannot be created: {'; '.join(_texts(plan.fixed))}")
         if not plan.exists:
             await self._backend.create_stream(plan.wanted)
             self._events.emit(StreamProvisioned(stream=plan.stream, action="created"))
@@ -85,9 +90,12 @@ class Provisioner:
                     "create it, or set stream_management to create or reconcile"
                 )
             plan = await self._create(plan)
-        if plan.storage_mismatch:
-            raise _storage_mismatch(plan)
-        if plan.differences and self._management == "reconcile":
+        _require_usable(plan)
+        if self._management != "reconcile":
+            return
+        if plan.fixed:
+            self._keep(plan.fixed, plan, refused="; ".join(difference.cure for difference in plan.fixed))
+        if plan.differences:
             await self._update(plan)
 
     async def _create(self, plan: Plan) -> Plan:
@@ -104,20 +112,31 @@ class Provisioner:
         try:
             await self.carry_out(plan)
         except RefusedError as error:
-            self._events.emit(
-                StreamProvisioned(
-                    stream=plan.stream, action="kept", differences=_texts(plan.differences), refused=str(error)
-                )
-            )
+            self._keep(plan.differences, plan, refused=str(error))
+
+    def _keep(self, differences: Iterable[Difference], plan: Plan, *, refused: str) -> None:
+        self._events.emit(
+            StreamProvisioned(stream=plan.stream, action="kept", differences=_texts(differences), refused=refused)
+        )
 
 
 def _texts(differences: Iterable[Difference]) -> tuple[str, ...]:
     return tuple(str(difference) for difference in differences)
 
 
-def _storage_mismatch(plan: Plan) -> RefusedError:
-    (storage,) = (difference for difference in plan.differences if difference.field == "storage")
-    return RefusedError(
-        f"stream {plan.stream} storage mismatch: it has {storage.found}, the configuration says {storage.wanted}; "
-        "storage cannot be changed: set storage_type to what the stream has, or delete the stream"
-    )
+def _require_usable(plan: Plan) -> None:
+    if plan.unfinished:
+        raise UnavailableError(
+            f"stream {plan.stream} is being restored; if that was killed, `aviso-workers backup restore` does it again"
+        )
+    if plan.fenced:
+        raise RefusedError(
+            f"stream {plan.stream} is fenced, because its mirror was promoted: connect to where that is, "
+            f"or take it back with `aviso-workers mirror unfence {plan.stream}`"
+        )
+    if plan.storage_mismatch:
+        (storage,) = (difference for difference in plan.fixed if difference.field == "storage")
+        raise RefusedError(
+            f"stream {plan.stream} storage mismatch: it has {storage.found}, the configuration says {storage.wanted}; "
+            "storage cannot be changed: set storage_type to what the stream has, or delete the stream"
+        )

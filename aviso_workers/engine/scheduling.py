@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -27,7 +28,7 @@ from aviso_workers.errors import BackendError, ConflictError
 from aviso_workers.events import Events, LeadershipChanged, Ticked
 from aviso_workers.timers import Tick, Timer
 
-__all__ = ["LEASE_SECONDS", "run_timers"]
+__all__ = ["LEASE_SECONDS", "Lease", "drained", "run_timers"]
 
 LEASE_SECONDS = 10.0
 RENEW_SECONDS = 2.0
@@ -51,20 +52,26 @@ async def run_timers(
 ) -> None:
     """Run them until `stop`; what runs then may take until the drain timeout is over."""
     clock = backend.clock
+    async with drained(stop, clock=clock, timeout_seconds=drain_timeout_seconds), anyio.create_task_group() as running:
+        for timer in declared:
+            if not timer.leader:
+                running.start_soon(_keep_ticking, timer, clock, events, stop, None)
+        if led := [timer for timer in declared if timer.leader]:
+            running.start_soon(_lead, led, backend, app, events, stop)
+
+
+@asynccontextmanager
+async def drained(stop: anyio.Event, *, clock: Clock, timeout_seconds: float) -> AsyncIterator[None]:
+    """What runs in here may go on for so long after `stop`."""
 
     async def end(scope: anyio.CancelScope) -> None:
         await stop.wait()
-        await clock.sleep(drain_timeout_seconds)
+        await clock.sleep(timeout_seconds)
         scope.cancel()
 
     async with anyio.create_task_group() as ending:
         ending.start_soon(end, ending.cancel_scope)
-        async with anyio.create_task_group() as running:
-            for timer in declared:
-                if not timer.leader:
-                    running.start_soon(_keep_ticking, timer, clock, events, stop, None)
-            if led := [timer for timer in declared if timer.leader]:
-                running.start_soon(_lead, led, backend, app, events, stop)
+        yield
         ending.cancel_scope.cancel()
 
 
@@ -75,24 +82,22 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
     lease = Lease(backend, app)
     while await lease.take(stop):
         events.emit(LeadershipChanged(leads=True, token=lease.token))
-        async with anyio.create_task_group() as term:
-            term.start_soon(lease.hold, term.cancel_scope)
-            async with anyio.create_task_group() as running:
-                for timer in led:
-                    running.start_soon(_keep_ticking, timer, clock, events, stop, Claims(timer.name, claims, lease))
-            term.cancel_scope.cancel()
-        await lease.give_back()
+        async with lease.term(), anyio.create_task_group() as running:
+            for timer in led:
+                running.start_soon(_keep_ticking, timer, clock, events, stop, Claims(timer.name, claims, lease))
         events.emit(LeadershipChanged(leads=False, token=lease.token))
 
 
 class Lease:
-    """Who leads. One worker at a time holds it, but for one that was paused and has not noticed yet."""
+    """Who leads, in the app's timers or in what `of` names. One worker at a time holds it, but for one that was paused
+    and has not noticed yet."""
 
-    def __init__(self, backend: Backend, app: str) -> None:
+    def __init__(self, backend: Backend, app: str, *, of: str = LEADER) -> None:
         self.token = 0
         """Greater with every leader."""
         self._clock = backend.clock
         self._bucket = SteadyBucket(backend, f"{app}_leases", ttl_seconds=LEASE_SECONDS, patience_seconds=RENEW_SECONDS)
+        self._key = of
         self._holder = f"{socket.gethostname()}:{os.getpid()}".encode()
         self._revision = 0
         self._until = 0.0
@@ -111,6 +116,15 @@ class Lease:
             await clocks.sleep_until(self._clock, LOOK_SECONDS, stop)
         return False
 
+    @asynccontextmanager
+    async def term(self) -> AsyncIterator[None]:
+        """What runs in here is cancelled when the lease may be over. Afterwards the lease is given back."""
+        async with anyio.create_task_group() as holding:
+            holding.start_soon(self.hold, holding.cancel_scope)
+            yield
+            holding.cancel_scope.cancel()
+        await self.give_back()
+
     async def hold(self, term: anyio.CancelScope) -> None:
         """Renew it for as long as that goes well, then cancel what depends on it."""
         while self.held:
@@ -124,14 +138,14 @@ class Lease:
         if self.held:
             self._until = 0.0
             try:
-                await self._bucket.delete(LEADER, revision=self._revision)
+                await self._bucket.delete(self._key, revision=self._revision)
             except BackendError:
                 return  # it is forgotten soon enough
 
     async def _put(self, revision: int) -> None:
         sent = self._clock.monotonic()
         try:
-            self._revision = await self._bucket.put(LEADER, self._holder, revision=revision)
+            self._revision = await self._bucket.put(self._key, self._holder, revision=revision)
         except ConflictError:
             self._until = 0.0  # it is another worker's
         except BackendError:

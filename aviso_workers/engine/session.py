@@ -30,6 +30,7 @@ from aviso_workers.engine.streaming import AsStream
 from aviso_workers.engine.supervising import Feed, supervise_agent, supervise_task
 from aviso_workers.engine.sweeping import Sweep
 from aviso_workers.engine.tabling import Tables
+from aviso_workers.engine.windowing import AsWindows
 from aviso_workers.errors import BackendError, UnknownEventTypeError
 from aviso_workers.events import ConnectionChanged, ConnectionSlow, Events
 from aviso_workers.notifications import Batch, Notification, Stream
@@ -37,6 +38,7 @@ from aviso_workers.schema import EventType
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 from aviso_workers.tables import Counter, Table
 from aviso_workers.timers import Timer
+from aviso_workers.windows import Window
 
 __all__ = ["Session", "open_session"]
 
@@ -94,8 +96,12 @@ class Session:
     async def work(self, app: Any, stop: anyio.Event, *, agents: Sequence[Agent[Any, Any]]) -> None:
         """Run these agents, and the app's timers and tasks, until `stop`; then let them finish.
 
-        Raises `BackendError` when the connection is lost for good, `ResourceError` where a resource cannot be opened.
+        Raises `BackendError` when the connection is lost for good, and where the server is too old for an agent;
+        `ResourceError` where a resource cannot be opened.
         """
+        for agent in agents:
+            if agent.form is Window:
+                self.backend.require_server(2, 11, to=f"keep the windows of agent {agent.name!r}")
         async with resourcing.opened(app.resources, app) as values:
             await self._work(
                 app,
@@ -165,7 +171,8 @@ class Session:
         reader = NotificationReader(agent.event_type, declared, where=where, payload_type=agent.payload_type)
         outputs = Outputs(agent, app=self._app, stream=stream.name, publisher=self.publisher)
         kit = Kit(agent, line=line, reader=reader, outputs=outputs, settler=settler, clock=clock)
-        form = FORMS[agent.form](kit)
+        windows = self._windows(kit, stream.name)
+        form = windows or FORMS[agent.form](kit)
         run = AgentRun(
             form,
             line=line,
@@ -192,7 +199,24 @@ class Session:
                 unwrap=Requeued,
             ),
         ]
-        await self._supervise(agent.name, run, feeds, stop)
+        async with anyio.create_task_group() as tasks:
+            if windows is not None:
+                tasks.start_soon(windows.close, stop, self._config.workers.drain_timeout_seconds)
+            await self._supervise(agent.name, run, feeds, stop)
+
+    def _windows(self, kit: Kit, stream: str) -> AsWindows | None:
+        """Of an agent that has some."""
+        if kit.agent.policy.window is None:
+            return None
+        return AsWindows(
+            kit,
+            kit.agent.policy.window,
+            backend=self.backend,
+            app=self._app,
+            stream=stream,
+            events=self._events,
+            patience_seconds=self._config.notification_backend.jetstream.publish_deadline_seconds,
+        )
 
     async def run_sweep(self, agents: Sequence[Agent[Any, Any]], stop: anyio.Event) -> None:
         """Bury, until `stop`, what the server has given up of these agents' notifications."""
@@ -265,7 +289,7 @@ def _prefetch(agent: Agent[Any, Any]) -> int:
     policy = agent.policy
     if policy.order_by:
         return max(LANES_PREFETCH, policy.concurrency)
-    return policy.concurrency * {Notification: 1, Batch: policy.batch.size, Stream: STREAM_PREFETCH}[agent.form]
+    return policy.concurrency * {Batch: policy.batch.size, Stream: STREAM_PREFETCH}.get(agent.form, 1)
 
 
 def _consumer(

@@ -93,7 +93,7 @@ def policy(app: App, agent: Agent[Any, Any]) -> dict[str, str]:
         "event type": agent.event_type,
         "where": json.dumps(agent.where) if agent.where else "everything",
         "filters": ", ".join(topics.filter_subjects(where)),
-        "takes": f"{agent.form.__name__}[{_name(agent.payload_type)}]" + (", in a thread" if agent.in_thread else ""),
+        "takes": f"{agent.form.__name__}[{_name(agent.argument_type)}]" + (", in a thread" if agent.in_thread else ""),
         "concurrency": str(chosen.concurrency),
         "retry": _retry(chosen.retry),
         "ack wait": f"{chosen.ack_wait:g} s",
@@ -103,6 +103,8 @@ def policy(app: App, agent: Agent[Any, Any]) -> dict[str, str]:
     }
     if agent.form is Batch:
         rows["batch"] = f"{chosen.batch.size}, or what came within {chosen.batch.within:g} s"
+    if window := chosen.window:
+        rows["window"] = f"{window.size} every {window.every or window.size}, {window.lateness} late at most"
     return rows
 
 

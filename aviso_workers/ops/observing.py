@@ -13,7 +13,7 @@ from aviso_workers.backends import ConsumerInfo
 from aviso_workers.engine import dead_lettering, sweeping
 from aviso_workers.errors import NotFoundError
 
-__all__ = ["ConsumerInfo", "agents", "dead_letters", "given_up", "streams_of"]
+__all__ = ["ConsumerInfo", "agent_of", "agents", "dead_letters", "given_up", "streams_of"]
 
 
 def streams_of(app: App) -> list[str]:
@@ -29,7 +29,7 @@ async def agents(app: App, stream: str) -> dict[tuple[str, str], ConsumerInfo]:
         consumers = await app.session.backend.consumers(stream)
     except NotFoundError:
         return {}
-    return {found: consumer for consumer in consumers if (found := _agent(consumer.name))}
+    return {found: consumer for consumer in consumers if (found := agent_of(consumer.name))}
 
 
 async def dead_letters(app: App) -> dict[tuple[str, ...], int]:
@@ -47,7 +47,7 @@ async def given_up(app: App) -> dict[tuple[str, ...], int]:
     return {
         (*found, subject.split(".")[-2]): count
         for subject, count in counts.items()
-        if (found := _agent(subject.split(".")[-1]))
+        if (found := agent_of(subject.split(".")[-1]))
     }
 
 
@@ -58,6 +58,7 @@ async def _subject_counts(app: App, stream: str) -> dict[str, int]:
         return {}
 
 
-def _agent(consumer: str) -> tuple[str, str] | None:
+def agent_of(consumer: str) -> tuple[str, str] | None:
+    """App and agent of a durable consumer; None where it is nobody's agent."""
     app, between, agent = consumer.partition("__")
     return (app, agent) if app and between and agent else None

@@ -1,15 +1,24 @@
-"""The policy of the event streams: as configured, as it is on the server, and the way from one to the other."""
+"""The streams of event types and of the section `streams`, with the consumers that are declared for them.
+
+As configured, as they are on the server, and the way from one to the other. Called by `streams plan|apply|show`.
+"""
 
 from __future__ import annotations
 
-from msgspec import UNSET, Struct
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import Struct
 
 from aviso_workers import streams
 from aviso_workers.app import App
-from aviso_workers.errors import UnknownEventTypeError
-from aviso_workers.streams import Plan, StreamSpec
+from aviso_workers.config import Config
+from aviso_workers.config.declared_streams import as_jetstream
+from aviso_workers.config.stream_keys import event_streams
+from aviso_workers.errors import NotFoundError, UnknownEventTypeError
+from aviso_workers.streams import ConsumerPlan, Plan, StreamSpec
 
-__all__ = ["PolicyRow", "effective_policy", "plans"]
+__all__ = ["PolicyRow", "carry_out", "effective_policy", "plans", "sections"]
 
 
 class PolicyRow(Struct, frozen=True, kw_only=True):
@@ -43,33 +52,102 @@ KEYS = {
 """In the order in which they are shown."""
 
 
-async def plans(app: App) -> dict[str, Plan]:
-    """What would be done to the stream of every event type, by event type. Inside of `async with app:`."""
-    return {name: await app.session.provisioner.plan(_spec(app, name)) for name in app.config.notification_schema}
+def sections(config: Config) -> dict[str, str]:
+    """By stream, the section of the configuration that it is from."""
+    of_events = event_streams(config.notification_schema)
+    return dict.fromkeys(config.streams, "streams") | dict.fromkeys(of_events, "notification_schema")
 
 
-async def effective_policy(app: App, event_type: str) -> list[PolicyRow]:
-    """The stream's policy on the server beside the configured one.
+async def plans(app: App) -> list[Plan | ConsumerPlan]:
+    """What would be done, in this order: each stream, and then its consumers. Inside of `async with app:`.
 
-    Follows Aviso's "Verifying Effective Stream Policy". Raises `NotFoundError` where the stream does not exist.
+    Raises `BackendError`.
     """
-    spec = _spec(app, event_type)
+    found: list[Plan | ConsumerPlan] = []
+    for spec in _specs(app.config):
+        found.append(await app.session.provisioner.plan(spec))
+        declared = app.config.streams.get(spec.name)
+        for name, consumer in declared.consumers.items() if declared else ():
+            at_server = await _consumer(app, spec.name, name)
+            found.append(streams.consumer_plan(spec.name, name, as_jetstream(consumer), at_server))
+    return found
+
+
+async def carry_out(app: App, plan: Plan | ConsumerPlan) -> None:
+    """Do what is planned, as far as it can be done. Raises `RefusedError` where the server refuses."""
+    if isinstance(plan, Plan):
+        await app.session.provisioner.carry_out(plan)
+    elif plan.needed:
+        await _carry_out_consumer(app, plan)
+
+
+async def effective_policy(app: App, name: str) -> list[PolicyRow]:
+    """The policy on the server beside the configured one, of an event type's stream or a declared one.
+
+    Follows Aviso's "Verifying Effective Stream Policy". Raises `NotFoundError` where the stream does not exist,
+    `UnknownEventTypeError` where none is configured under that name.
+    """
+    spec = _spec(app.config, name)
     info = await app.session.backend.stream_info(spec.name)
-    differing = {difference.field for difference in streams.plan(spec, info.config).differences}
+    plan = streams.plan(spec, info.config)
+    differing = {difference.field for difference in (*plan.differences, *plan.fixed)}
+    configured = streams.stated(spec)
     return [
         PolicyRow(
             field=field,
             key=key,
-            configured="-" if getattr(spec, field) is UNSET else streams.readable(field, getattr(spec, field)),
+            configured=streams.readable(field, configured[field]) if field in configured else "-",
             effective=streams.readable(field, info.config.get(field)),
             follows=field not in differing,
         )
-        for field, key in KEYS.items()
+        for field, key in _keys(app.config, spec, name)
     ]
 
 
-def _spec(app: App, event_type: str) -> StreamSpec:
-    event_types = app.config.notification_schema
-    if event_type not in event_types:
-        raise UnknownEventTypeError(event_type, event_types)
-    return streams.event_stream(event_type, event_types[event_type], app.config)
+def _specs(config: Config) -> list[StreamSpec]:
+    """The streams of event types, then those that are declared beyond them."""
+    event_types = config.notification_schema.items()
+    return [
+        *(streams.event_stream(name, event_type, config) for name, event_type in event_types),
+        *streams.declared(config),
+    ]
+
+
+def _keys(config: Config, spec: StreamSpec, name: str) -> Iterator[tuple[str, str]]:
+    """The fields to show, and where each is configured."""
+    if name in config.notification_schema:
+        yield from ((field, key) for field, key in KEYS.items() if field not in spec.further)
+    yield from ((field, f"streams.{spec.name}.{field}") for field in spec.further)
+
+
+def _spec(config: Config, name: str) -> StreamSpec:
+    event_types = config.notification_schema
+    if name in event_types:
+        return streams.event_stream(name, event_types[name], config)
+    declared = {spec.name: spec for spec in streams.declared(config)}
+    if name not in declared:
+        raise UnknownEventTypeError(name, event_types)
+    return declared[name]
+
+
+async def _consumer(app: App, stream: str, name: str) -> dict[str, Any] | None:
+    try:
+        return dict((await app.session.backend.consumer_info(stream, name)).config)
+    except NotFoundError:
+        return None
+
+
+async def _carry_out_consumer(app: App, plan: ConsumerPlan) -> None:
+    api = app.session.backend.administration().api
+    subject, config = f"CONSUMER.CREATE.{plan.stream}.{plan.consumer}", dict(plan.config)
+    filters: list[str] = config.get("filter_subjects", [])
+    if not plan.exists and len(filters) == 1:
+        # Where it is part of the subject, permissions can be given by filter.
+        del config["filter_subjects"]
+        config["filter_subject"] = filters[0]
+        subject = f"{subject}.{filters[0]}"
+    action = "update" if plan.exists else "create"
+    await api(subject, {"stream_name": plan.stream, "config": config, "action": action})
+    if plan.exists and "pause_until" in {difference.field for difference in plan.differences}:
+        # An update leaves it as it is.
+        await api(f"CONSUMER.PAUSE.{plan.stream}.{plan.consumer}", {"pause_until": config["pause_until"]})

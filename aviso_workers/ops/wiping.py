@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from aviso_workers import schema, topics
 from aviso_workers.app import App
 from aviso_workers.errors import InvalidPositionError, NotFoundError, UnknownEventTypeError
+from aviso_workers.ops import operating
 from aviso_workers.positions import parse_id
 
-__all__ = ["delete", "event_streams", "wipe"]
+__all__ = ["delete", "event_streams", "event_type_of", "stream_of", "wipe"]
 
 
 async def event_streams(app: App) -> dict[str, int]:
@@ -29,7 +30,12 @@ async def event_streams(app: App) -> dict[str, int]:
 
 
 async def wipe(app: App, streams: Sequence[str]) -> dict[str, int]:
-    """Remove all messages of these streams; returns how many went from each. Raises `NotFoundError`."""
+    """Remove all messages of these streams; returns how many went from each.
+
+    Raises `NotFoundError`, and `RefusedError` where one of them refuses purges; then none was touched.
+    """
+    for stream in streams:
+        operating.check_purge_allowed((await app.session.backend.stream_info(stream)).config)
     return {stream: await app.session.backend.purge_stream(stream) for stream in streams}
 
 
@@ -49,16 +55,20 @@ async def delete(app: App, notification: str) -> None:
 
 
 def stream_of(app: App, name: str) -> str:
-    """The stream of an event type, which may also be called by its base or its stream's name, in any case.
+    """The stream of an event type; see `event_type_of`."""
+    found = event_type_of(app, name)
+    return topics.stream_name(schema.topic_of(found, app.config.notification_schema[found]).base)
+
+
+def event_type_of(app: App, name: str) -> str:
+    """An event type, which may also be called by its base or its stream's name, in any case.
 
     Raises `UnknownEventTypeError`.
     """
     event_types = app.config.notification_schema
-    bases = {key: schema.topic_of(key, event_type).base for key, event_type in event_types.items()}
-    for key, base in bases.items():
-        if key == name:
-            return topics.stream_name(base)
-    for key, base in bases.items():
-        if name.lower() in (key.lower(), base.lower()):
-            return topics.stream_name(base)
+    if name in event_types:
+        return name
+    for key, event_type in event_types.items():
+        if name.lower() in (key.lower(), schema.topic_of(key, event_type).base.lower()):
+            return key
     raise UnknownEventTypeError(name, event_types)

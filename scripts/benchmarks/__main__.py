@@ -14,6 +14,7 @@ from rich.console import Console
 
 from aviso_workers.errors import AvisoWorkersError
 from benchmarks import reporting
+from benchmarks.backing_up import back_up
 from benchmarks.consuming import consume
 from benchmarks.ground import Cores
 from benchmarks.latency import delay
@@ -34,10 +35,11 @@ BENCHMARKS = {
     "memory": remember,
     "startup": start_up,
     "spark": transfer,
+    "backup": back_up,
 }
 WHOLE = Size(repetitions=3, scale=1)
-APART = ("spark",)
-"""Not part of `all`, which is to take no longer than it does: they need Java, and the whole machine."""
+APART = ("spark", "backup")
+"""Not part of `all`, which is to take no longer than it does. The first needs Java, and the whole machine."""
 SHORT = Size(repetitions=1, scale=0.01)
 
 console = Console(highlight=False, soft_wrap=True)

@@ -28,6 +28,7 @@ PROJECT = Path(__file__).parents[2]
 CONFIG = Path(__file__).with_name("config.yaml")
 COMMANDS = Path(sys.executable).parent
 NATS_URL_VARIABLE = "AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL"
+STORE = "nats"
 READY_SECONDS = 30.0
 ACKED_SECONDS = 10.0
 READY_POLL_SECONDS = 0.005
@@ -85,6 +86,11 @@ class Ground:
         self._directory = directory
         self._cores = cores
         self._started = 0
+
+    @property
+    def store(self) -> Path:
+        """Where the server has its streams."""
+        return self._directory / STORE
 
     def fill(self, count: int) -> None:
         """Store so many notifications."""
@@ -213,6 +219,6 @@ def grounded(cores: Cores) -> Iterator[Ground]:
     """A fresh server, whose streams are forgotten afterwards."""
     with (
         tempfile.TemporaryDirectory(prefix="aviso-workers-bench-") as directory,
-        NatsServer.start(store_dir=Path(directory) / "nats") as server,
+        NatsServer.start(store_dir=Path(directory) / STORE) as server,
     ):
         yield Ground(Path(directory), server.url, cores)

@@ -17,7 +17,7 @@ from benchmarks.targets import TARGETS, Finding, judge
 
 __all__ = ["Report", "encode", "report", "show"]
 
-OURS = {"consume": "agent", "publish": "notify-many", "replay": "replay"}
+OURS = {"consume": "agent", "publish": "notify-many", "replay": "replay", "backup": "copy"}
 """The contestant to which the others of a benchmark are compared."""
 
 

@@ -129,6 +129,7 @@ async def working(app: App) -> AsyncIterator[None]:
         stop.set()
 
 
+@pytest.mark.covers("001-04", "001-38")
 async def test_the_lag_of_an_agent_whose_workers_are_down_is_shown(app: App, shown: Shown, stream: str) -> None:
     @app.agent("field")
     async def index(notification: Notification[Any]) -> None: ...

@@ -6,11 +6,14 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]
 
 
+@pytest.mark.covers("001-43", "002-53", "003-01")
 def test_a_missing_stream_is_planned_and_made(run: Run, config: Path) -> None:
     planned = run("streams", "plan", "--config", config)
     assert (planned.code, "create" in planned.out) == (0, True), planned
@@ -48,6 +51,7 @@ def test_nothing_is_wiped_without_a_yes(run: Run, config: Path) -> None:
         assert len(run("replay", "mars", "--config", config).lines) == 1
 
 
+@pytest.mark.covers("002-58")
 def test_with_a_yes_a_stream_is_emptied(run: Run, config: Path) -> None:
     run("notify", "mars", "class=od", "step=1", "--config", config)
     wiped = run("streams", "wipe", "mars", "--yes", "--config", config)
@@ -60,6 +64,7 @@ def test_wiping_all_with_nothing_there_says_so(run: Run, config: Path) -> None:
     assert (ran.code, "no stream" in ran.out) == (0, True), ran
 
 
+@pytest.mark.covers("002-60", "003-17")
 def test_one_notification_is_deleted_and_a_missing_one_is_told_apart(run: Run, config: Path) -> None:
     for step in (1, 2):
         run("notify", "mars", "class=od", f"step={step}", "--config", config)

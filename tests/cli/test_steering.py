@@ -105,6 +105,7 @@ def test_a_reset_tells_what_it_would_do_and_does_it_with_a_yes(run: Run, config:
     assert worked() == ["1", "2", "3", "2", "3"]
 
 
+@pytest.mark.covers("002-03")
 def test_a_reset_goes_to_a_date(run: Run, config: Path, worked, agents: str) -> None:
     worked(1, 2)
     (_, second) = (json.loads(line) for line in run("replay", "mars", "--config", config).lines)
@@ -159,6 +160,7 @@ def test_agents_tells_the_policy_where_no_server_answers(run: Run, unreachable: 
     assert ran.err.startswith("how far they have come is not known: no NATS server at nats://127.0.0.1:")
 
 
+@pytest.mark.covers("001-04", "001-38")
 def test_lag_tells_what_is_left(run: Run, config: Path, worked, agents: str) -> None:
     worked(1)
     for step in (2, 3, 9):
@@ -168,6 +170,7 @@ def test_lag_tells_what_is_left(run: Run, config: Path, worked, agents: str) -> 
         assert sorted(left) == [("field", "everything", "MARS", "3"), ("field", "index", "MARS", "2")]
 
 
+@pytest.mark.covers("001-38")
 def test_lag_is_watched_until_ctrl_c(run: Run, config: Path, worked, start) -> None:
     worked(1)
     watching = start("lag", "--all", "--watch", "--config", config)

@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import config
+from aviso_workers import App, config
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery, Message, Outgoing, OutgoingChunk, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend, wire
@@ -22,6 +22,7 @@ from aviso_workers.clocks import VirtualClock
 from aviso_workers.errors import BackendError
 from aviso_workers.server import NatsServer
 from aviso_workers.streams import ConsumerSpec, StreamSpec
+from tests.contract.settings import app_config
 
 SECOND = 1_000_000_000
 PATIENCE_SECONDS = 5.0
@@ -50,6 +51,18 @@ def server(tmp_path: Path) -> Iterator[NatsServer]:
 def nats_url(kind: str, request: pytest.FixtureRequest) -> str:
     """Empty where no server is needed."""
     return request.getfixturevalue("server").url if kind != "in_memory" else ""
+
+
+@pytest.fixture
+def app(kind: str, nats_url: str) -> App:
+    """An app without agents, for a test to declare some."""
+    return App("contract", config=app_config(kind, nats_url))
+
+
+@pytest.fixture
+def url(nats_url: str) -> str | None:
+    """Where the harness finds the server; None where it needs none."""
+    return nats_url or None
 
 
 @pytest.fixture

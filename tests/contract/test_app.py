@@ -35,6 +35,7 @@ async def steps(notifications: Any) -> list[str]:
         return [notification.identifier["step"] async for notification in notifications]
 
 
+@pytest.mark.covers("002-01", "003-19")
 async def test_a_notification_comes_back_as_it_was_published(app: App) -> None:
     before = datetime.now(UTC) - timedelta(seconds=1)
     receipt = await app.notify("mars", mars(expver=1, step="007"), {"b": [1, 2.0, None], "a": "é"})
@@ -52,6 +53,7 @@ async def test_two_spellings_of_one_value_are_one_topic_and_the_newer_one_stays(
     assert [notification.payload async for notification in app.replay("mars")] == [{"n": 2}]
 
 
+@pytest.mark.covers("002-32")
 async def test_a_repeat_of_a_message_id_is_stored_once(app: App) -> None:
     first = await app.notify("mars", mars(), {}, message_id="one")
     second = await app.notify("mars", mars(step=8), {}, message_id="one")
@@ -94,11 +96,13 @@ async def test_a_failed_notification_comes_again(app: App) -> None:
     assert tries == [1, 2]
 
 
+@pytest.mark.covers("002-03", "003-13", "003-19")
 async def test_a_replay_goes_from_one_id_to_another_both_inclusive(app: App) -> None:
     sequences = [(await app.notify("mars", mars(step=step), {})).sequence for step in range(5)]
     assert await steps(app.replay("mars", from_id=sequences[1], to_id=str(sequences[3]))) == ["1", "2", "3"]
 
 
+@pytest.mark.covers("002-03", "003-13")
 async def test_a_replay_goes_from_one_date_to_another(app: App) -> None:
     await app.notify("mars", mars(step=1), {})
     (first,) = [notification async for notification in app.replay("mars")]
@@ -195,6 +199,7 @@ async def test_wiping_all_knows_only_streams_of_event_types(app: App) -> None:
     assert await wiping.event_streams(app) == {"MARS": 1}
 
 
+@pytest.mark.covers("003-17")
 @pytest.mark.parametrize("name", ["mars@{}", "MARS@{}", " mars@{} "])
 async def test_a_notification_is_deleted_by_its_id(app: App, name: str) -> None:
     first = await app.notify("mars", mars(step=1), {})

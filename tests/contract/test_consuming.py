@@ -45,6 +45,7 @@ class TestTheConsumer:
         assert info.config["max_ack_pending"] == 7
         assert (info.num_pending, info.num_ack_pending, info.num_redelivered, info.ack_floor) == (1, 0, 0, 0)
 
+    @pytest.mark.covers("001-40", "002-26")
     async def test_is_found_again(self, create, ensure, backend):
         await create()
         created = await ensure()
@@ -112,6 +113,7 @@ class TestTheConsumer:
 
 
 class TestWhatIsDelivered:
+    @pytest.mark.covers("002-67")
     async def test_is_what_was_stored_and_then_what_comes(self, create, publish, ensure, open_reader, inbox):
         await create()
         await ensure()
@@ -154,6 +156,7 @@ class TestWhatIsDelivered:
 
         assert threads == [threading.get_ident()]
 
+    @pytest.mark.covers("001-22", "002-30")
     @pytest.mark.parametrize(
         ("filters", "expected"),
         [
@@ -180,6 +183,7 @@ class TestWhatIsDelivered:
 
         assert inbox.subjects == expected
 
+    @pytest.mark.covers("003-20")
     async def test_goes_to_every_consumer(self, create, publish, ensure, open_reader, inbox, inbox_of):
         await create()
         await ensure("agent")
@@ -201,6 +205,7 @@ class TestWhatIsDelivered:
 
             assert (await inbox.next()).message.subject == "mars.1"
 
+    @pytest.mark.covers("001-18")
     async def test_is_no_more_than_there_is_room_for(self, create, publish, ensure, open_reader, inbox_of, elapse):
         await create()
         await ensure()
@@ -245,6 +250,7 @@ class TestWhatIsDelivered:
             first.ack()
             assert (await inbox.next()).message.subject == "mars.2"
 
+    @pytest.mark.covers("003-18")
     async def test_is_shared_by_the_readers_of_one_consumer(
         self, create, publish, ensure, open_reader, inbox, eventually
     ):
@@ -273,6 +279,7 @@ class TestWhatIsDelivered:
 
 
 class TestSettling:
+    @pytest.mark.covers("002-29", "002-31")
     async def test_an_acked_message_does_not_come_again(
         self, create, publish, ensure, open_reader, inbox, elapse, eventually
     ):
@@ -301,6 +308,7 @@ class TestSettling:
             await settle(reader, [second])
             await eventually(num_ack_pending=0, ack_floor=3)
 
+    @pytest.mark.covers("002-29")
     async def test_what_is_not_settled_in_time_comes_again(
         self, create, publish, ensure, open_reader, inbox, elapse, eventually
     ):

@@ -33,6 +33,7 @@ async def test_the_consumers_of_a_stream_are_listed_and_no_others(create, ensure
     assert found == {"one": 2, "two": 1}
 
 
+@pytest.mark.covers("001-40")
 async def test_more_consumers_than_fit_on_a_page_are_listed(create, ensure, backend):
     await create()
     names = {f"app__agent-{number}" for number in range(300)}

@@ -16,21 +16,11 @@ from aviso_workers.engine.originating import Origin, message_id
 from aviso_workers.engine.publishing import Publisher
 from aviso_workers.errors import DeclarationError, RefusedError
 from aviso_workers.testing import Harness, harness
-from tests.contract.settings import app_config, mars
+from tests.contract.settings import mars
 
 pytestmark = pytest.mark.anyio
 
 PROMPT = Backoff(first=0.05, factor=1, attempts=3, jitter=0)
-
-
-@pytest.fixture
-def app(kind: str, nats_url: str) -> App:
-    return App("contract", config=app_config(kind, nats_url))
-
-
-@pytest.fixture
-def url(nats_url: str) -> str | None:
-    return nats_url or None
 
 
 def plain(step: str | int, text: str = "x") -> Notify:

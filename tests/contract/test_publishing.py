@@ -40,6 +40,7 @@ async def test_what_was_published_is_what_is_stored(create, publish, stored):
     assert message.headers["spatial_bbox"] == "52.5,13.4,52.6,13.5"
 
 
+@pytest.mark.covers("002-32")
 async def test_the_message_id_is_stored_as_a_header(create, publish, stored):
     await create()
     await publish("mars.od", message_id="once")
@@ -69,6 +70,7 @@ async def test_a_message_bears_the_time_at_which_it_was_stored(create, publish, 
     assert first.timestamp_ns < second.timestamp_ns
 
 
+@pytest.mark.covers("002-05", "002-33", "003-12")
 async def test_the_same_message_id_is_stored_once(create, publish, stored):
     await create()
     await publish("mars.od", b"1", message_id="once")
@@ -80,6 +82,7 @@ async def test_the_same_message_id_is_stored_once(create, publish, stored):
     assert [message.data for message in await stored()] == [b"1", b"2"]
 
 
+@pytest.mark.covers("001-42", "002-25")
 async def test_a_message_id_is_known_for_the_duplicate_window(create, publish, elapse):
     await create(duplicate_window=SECOND // 5)
     await publish("mars.od", message_id="once")
@@ -131,6 +134,7 @@ async def test_a_subject_of_another_stream_is_refused(create, publish, backend):
     assert (await backend.stream_info("MARS")).messages == 0
 
 
+@pytest.mark.covers("001-16")
 async def test_a_full_stream_drops_its_oldest_message(create, publish, stored):
     await create(max_msgs=2)
 
@@ -149,6 +153,7 @@ async def test_a_full_stream_drops_as_many_bytes_as_it_needs(create, publish, st
     assert [message.sequence for message in await stored()] == [3, 4]
 
 
+@pytest.mark.covers("001-17")
 async def test_a_full_stream_refuses_when_it_must_not_drop(create, publish, stored):
     await create(max_msgs=2, discard="new")
     await publish("mars.0")

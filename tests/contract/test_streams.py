@@ -157,6 +157,7 @@ async def test_an_update_needs_a_stream(create, backend):
         await backend.update_stream({**info.config, "name": "OTHER", "subjects": ["other.>"]})
 
 
+@pytest.mark.covers("002-58")
 async def test_a_purge_removes_all_messages_and_sequences_go_on(create, publish, backend, stored):
     created = await create(max_msgs=5)
     for number in range(3):
@@ -182,6 +183,7 @@ async def test_a_purge_needs_a_stream(backend):
         await backend.purge_stream("MARS")
 
 
+@pytest.mark.covers("002-60", "003-17")
 async def test_one_message_can_be_erased(create, publish, backend, stored):
     await create()
     for number in range(3):

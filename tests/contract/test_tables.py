@@ -13,7 +13,6 @@ import pytest
 
 from aviso_workers import App, Change, Table
 from aviso_workers.errors import DeclarationError, InvalidKeyError, RefusedError, UndecodableError
-from tests.contract.settings import app_config
 
 pytestmark = pytest.mark.anyio
 
@@ -23,11 +22,6 @@ KEYS = ["od", "größe", "a b", "a.b", ".", "..", "a..b", ".a.", "*", ">", "a/b=
 class Seen(msgspec.Struct, frozen=True):
     count: int
     steps: list[int] = []
-
-
-@pytest.fixture
-def app(kind: str, nats_url: str) -> App:
-    return App("contract", config=app_config(kind, nats_url))
 
 
 @pytest.fixture(params=[False, True], ids=["", "cached"])

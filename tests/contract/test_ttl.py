@@ -23,6 +23,7 @@ async def app(kind: str, nats_url: str) -> AsyncGenerator[App, None]:
         yield app
 
 
+@pytest.mark.covers("002-07")
 @pytest.mark.parametrize("together", [False, True])
 async def test_a_message_is_forgotten_after_its_time_and_no_other_is(
     backend: Backend, create, stored, elapse, together: bool

@@ -127,6 +127,23 @@ async def test_what_the_server_refuses_to_update_is_used_as_it_is_and_told(
     ]
 
 
+async def test_what_no_server_changes_is_told_with_its_cure_and_the_rest_applied(
+    provisioner: Provisioner, backend: ObservedBackend, facts: Facts
+) -> None:
+    await InMemoryBackend.create_stream(backend, structs.replace(DRIFTED, further={"deny_purge": True}))
+    await provisioner.ensure(structs.replace(SPEC, further={"deny_purge": False}))
+    assert await max_msgs(backend) == 10
+    kept, updated = facts.of(StreamProvisioned)
+    assert (kept.action, kept.refused) == ("kept", "what is on stays on: leave deny_purge out, or delete the stream")
+    assert (updated.action, updated.differences) == ("updated", ("max_msgs: 5 -> 10",))
+
+
+async def test_a_stream_that_no_server_creates_is_an_error(provisioner: Provisioner, backend: ObservedBackend) -> None:
+    with pytest.raises(RefusedError, match=r"stream MARS cannot be created: .* no stream is created sealed"):
+        await provisioner.ensure(structs.replace(SPEC, further={"sealed": True}))
+    assert await backend.stream_names() == []
+
+
 @pytest.mark.parametrize("management", ["create", "observe"])
 async def test_drift_is_left_alone_where_only_reconciling_may_change_it(
     backend: ObservedBackend, facts: Facts, management: str

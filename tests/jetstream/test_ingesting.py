@@ -54,6 +54,7 @@ def stop(server: NatsServer) -> None:
     os.waitpid(server.process.pid, os.WUNTRACED)
 
 
+@pytest.mark.covers("003-03")
 async def test_many_are_answered_by_few(backend):
     await backend.create_stream(MARS)
     before = answers(backend)

@@ -45,6 +45,7 @@ async def test_a_request_has_room_for_the_largest_message_that_the_server_takes(
     assert asked(played)[0]["max_bytes"] > played.max_payload
 
 
+@pytest.mark.covers("002-67")
 async def test_a_request_obeys_the_limits_of_its_consumer(played, pulls):
     await pulls.open(limits={"max_batch": 5, "max_expires": 3 * SECOND, "max_bytes": 1000})
     pulls.ask(10, wait=True)

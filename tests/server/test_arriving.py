@@ -202,12 +202,16 @@ ACTED_OUT = {
 }
 
 
+@pytest.mark.covers("002-35", "002-36", "002-42", "002-45", "002-46", "002-47", "002-48", "002-50", "002-51")
+@pytest.mark.covers("004-05", "004-06", "004-07", "004-08", "004-11", "004-13", "004-15", "004-18", "004-19")
+@pytest.mark.covers("004-22", "004-25", "004-31", "004-39", "004-41", "004-42", "004-46", "004-49", "004-50")
 @pytest.mark.parametrize("path", SEEN)
 def test_the_server_says_what_was_configured(cluster: Facts, path: str) -> None:
     said, configured = SEEN[path](cluster)
     assert said == configured
 
 
+@pytest.mark.covers("004-12", "004-49", "004-50")
 def test_no_setting_is_left_out() -> None:
     shown = [*SEEN, *(f"accounts.*.jetstream.{key}" for key in ACCOUNT), *ACTED_OUT, *SHOWN_ELSEWHERE]
     of_one_kind = (".key_file", ".ca_file")  # no port comes up with another key than its certificate's, or without
@@ -261,6 +265,7 @@ def test_a_server_with_another_password_does_not_join(cluster: Facts, trust: ssl
         assert lines.readline() == b"-ERR 'Authorization Violation'\r\n"
 
 
+@pytest.mark.covers("001-06", "002-44", "002-45", "002-46", "003-15", "004-35", "004-36", "004-37", "004-38")
 @pytest.mark.anyio
 async def test_the_account_has_the_limits_that_were_configured(cluster: Facts, trust: ssl.SSLContext) -> None:
     client = await connect(cluster, trust, user="alice", password="hush-4")
@@ -272,6 +277,7 @@ async def test_the_account_has_the_limits_that_were_configured(cluster: Facts, t
     assert info["domain"] == "hub"
 
 
+@pytest.mark.covers("003-15")
 @pytest.mark.anyio
 async def test_an_account_without_jetstream_has_none(cluster: Facts, trust: ssl.SSLContext) -> None:
     client = await connect(cluster, trust, user="eve", password="hush-3")
@@ -280,6 +286,7 @@ async def test_an_account_without_jetstream_has_none(cluster: Facts, trust: ssl.
     assert info["error"]["err_code"] == 10039
 
 
+@pytest.mark.covers("001-06", "003-02", "004-51")
 @pytest.mark.anyio
 async def test_a_user_may_do_what_is_allowed_and_nothing_else(cluster: Facts, trust: ssl.SSLContext) -> None:
     refused: list[str] = []
@@ -318,10 +325,12 @@ async def test_a_user_with_an_nkey_gets_in(cluster: Facts, trust: ssl.SSLContext
     await client.close()
 
 
+@pytest.mark.covers("002-82")
 def test_what_is_not_configurable_is_off(cluster: Facts) -> None:
     assert [cluster.varz(key) for key in ("mqtt", "websocket", "gateway")] == [{}, {}, {}]
 
 
+@pytest.mark.covers("004-10", "004-44")
 def test_streams_may_be_compressed(cluster: Facts) -> None:
     assert cluster.varz("jetstream", "config", "compress_ok") is True
 
@@ -337,11 +346,13 @@ def test_no_secret_is_in_a_log_in_arguments_or_in_a_file_that_others_may_read(cl
         assert all(secret in (node.directory / "nats-server.conf").read_text() for secret in SECRETS)
 
 
+@pytest.mark.covers("002-35", "002-49", "004-09", "004-16")
 def test_flushing_every_write_arrives(load: Load, start: Start) -> None:
     (node,) = start(load("port: 0\nmonitoring: {port: 0}\njetstream: {sync_always: true}"))
     assert ask(node, "/varz")["jetstream"]["config"]["sync_always"] is True
 
 
+@pytest.mark.covers("004-17")
 def test_a_leaf_node_joins_with_its_account(load: Load, start: Start, certificate: Path) -> None:
     files = f"cert_file: {certificate}/cert.pem, key_file: {certificate}/key.pem"
     hub_config = load(

@@ -57,6 +57,7 @@ def test_without_encryption_everything_can_be_read_on_the_disk(load: Load, start
     assert on_disk(SUBJECT) >= COUNT
 
 
+@pytest.mark.covers("003-16")
 @pytest.mark.parametrize("cipher", ["chacha", "aes"])
 def test_with_encryption_nothing_can_be_read_on_the_disk(load: Load, start: Start, cipher: str) -> None:
     Path("key").write_text("the first key\n")

@@ -25,6 +25,7 @@ def write(load: Load, server: str, *, profile: profiles.Profile = "development",
     return Path("nats-server.conf").read_text()
 
 
+@pytest.mark.covers("002-42", "003-10", "004-03", "004-14")
 def test_an_empty_section_is_a_server_for_this_machine_only(load: Load) -> None:
     text = write(load, "{}")
     settings = text[text.index("server_name") :]
@@ -153,6 +154,7 @@ def test_what_only_this_machine_can_tell_is_told_when_the_file_is_written(
     assert "hush" not in str(raised.value)
 
 
+@pytest.mark.covers("002-43", "004-27")
 def test_production_asks_for_what_only_the_site_knows(load: Load) -> None:
     with pytest.raises(ConfigError) as raised:
         write(load, "{}", profile="production")
@@ -169,12 +171,14 @@ def test_production_asks_for_what_only_the_site_knows(load: Load) -> None:
         write(load, PRODUCTION.replace("/var/lib/nats", "/tmp/nats"), profile="production")
 
 
+@pytest.mark.covers("004-16", "004-28")
 def test_production_flushes_every_write_of_a_server_without_copies(load: Load) -> None:
     text = write(load, PRODUCTION, profile="production")
     assert '  sync_interval: "always"\n' in text
     assert "# notification_backend.jetstream.replicas 1: one server: with its disk, the streams are gone.\n" in text
 
 
+@pytest.mark.covers("004-28")
 @pytest.mark.parametrize(
     ("replicas", "stands"), [(1, "a stream stands still with its server"), (3, "streams stand the loss of 1 of")]
 )
@@ -186,6 +190,7 @@ def test_production_says_what_a_cluster_stands(load: Load, replicas: int, stands
     assert f"# notification_backend.jetstream.replicas {replicas}: {stands}" in text
 
 
+@pytest.mark.covers("002-49", "004-15", "004-28")
 @pytest.mark.parametrize(("setting", "rendered"), [("sync_interval: 1m", '"60s"'), ("sync_always: true", '"always"')])
 @pytest.mark.parametrize("profile", ["production", "development"])
 def test_no_profile_changes_what_is_configured(

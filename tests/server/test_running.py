@@ -39,6 +39,7 @@ def ports(node: Node) -> list[int]:
     return [node.port, node.monitoring_port, node.cluster_port, node.leaf_port]
 
 
+@pytest.mark.covers("001-44", "002-41", "003-09", "004-01", "004-02", "004-18", "004-45", "004-46")
 def test_three_nodes_outlive_the_command_that_starts_them_and_stop_leaves_nothing(load: Load) -> None:
     load(f"server_name: n\n{ANYWHERE}\nleafnodes: {{port: 0}}")
     directory = Path("servers")
@@ -83,6 +84,7 @@ def test_what_was_killed_is_forgotten_when_something_else_is_started(load: Load,
     assert [(state.node, state.health) for state in running.states(alone.directory.parent)] == [(alone, "ok")]
 
 
+@pytest.mark.covers("004-34")
 def test_a_node_that_does_not_start_says_why_and_takes_the_others_with_it(load: Load, start: Start) -> None:
     Path("servers/n-2").mkdir(parents=True)
     Path("servers/n-2/jetstream").write_text("a file where a directory should be")
@@ -155,6 +157,7 @@ PUBLISHED = 150
 KILLED_AFTER = 50
 
 
+@pytest.mark.covers("001-13", "001-39", "002-06", "002-39")
 @pytest.mark.anyio
 async def test_a_stream_of_three_copies_survives_its_leader_and_loses_nothing(load: Load, start: Start) -> None:
     loaded = load(f"server_name: n\n{ANYWHERE}")

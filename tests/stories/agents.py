@@ -8,16 +8,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 
 import anyio
 from msgspec import Struct
 
-from aviso_workers import App, Backoff, Notification, Notify, Tick
+from aviso_workers import App, Backoff, Notification, Notify, Tick, Window, Windowing
 
 __all__ = [
     "ACK_WAIT_SECONDS",
+    "LATENESS_SECONDS",
     "RECORD_VARIABLE",
     "RETRY",
+    "WINDOW_SECONDS",
     "Deed",
     "app",
     "lanes",
@@ -25,10 +28,14 @@ __all__ = [
     "outputs",
     "threads",
     "ticking",
+    "windows",
 ]
 
 RECORD_VARIABLE = "AVISO_STORY_RECORD"
 ACK_WAIT_SECONDS = 2.0
+WINDOW_SECONDS = 100
+"""A deed happens at the second that is its number."""
+LATENESS_SECONDS = 50
 RETRY = Backoff(first=0.4, factor=1.5, max=1.0, attempts=6, jitter=0.0)
 
 
@@ -53,6 +60,7 @@ lanes = App("lanes")
 threads = App("threads")
 outputs = App("outputs")
 ticking = App("ticking")
+windows = App("windows")
 kept: list[bytes] = []
 
 
@@ -92,6 +100,30 @@ async def derive(notification: Notification[Deed]) -> AsyncIterator[Notify]:
     _write("published", deed.n)
     await anyio.sleep(deed.seconds)
     _write("done", deed.n)
+
+
+def _add(total: int, notification: Notification[Deed]) -> int:
+    _write("counted", notification.payload.n)
+    return total + notification.payload.n
+
+
+@windows.agent(
+    "mars",
+    concurrency=4,
+    ack_wait=ACK_WAIT_SECONDS,
+    retry=RETRY,
+    window=Windowing(
+        size=f"{WINDOW_SECONDS}s",
+        fold=_add,
+        initial=0,
+        key=lambda notification: notification.identifier["expver"],
+        time=lambda notification: datetime.fromtimestamp(notification.payload.n, UTC),
+        lateness=f"{LATENESS_SECONDS}s",
+    ),
+)
+async def sum_up(window: Window[int]) -> AsyncIterator[Notify]:
+    yield Notify("plain", {"a": int(window.start.timestamp()), "b": window.key}, window.value)
+    _write("published", int(window.start.timestamp()))
 
 
 async def _do(deed: Deed, app: App) -> None:

@@ -34,6 +34,7 @@ async def goes_on(worker: Worker, publish, record: Record, number: int, *, times
 
 
 class TestTheServer:
+    @pytest.mark.covers("003-05")
     async def test_that_restarts_is_waited_for(self, run_worker, publish, record, server):
         worker = run_worker()
         await goes_on(worker, publish, record, 1)
@@ -256,6 +257,7 @@ class TestTheConsumer:
 
 
 class TestTheLeader:
+    @pytest.mark.covers("003-05", "002-39")
     async def test_that_changes_or_dies_is_followed(self, tmp_path: Path, run_worker, publish, record):
         with cluster(tmp_path) as nodes:
             urls = ",".join(node.url for node in nodes)

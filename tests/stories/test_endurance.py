@@ -72,6 +72,7 @@ def test_plan_follows_from_its_seed_and_leaves_nothing_out() -> None:
     assert all(stroke.at < 300 for stroke in strokes)
 
 
+@pytest.mark.covers("001-39", "003-05")
 def test_chaos_loses_nothing(start: Callable[..., Script]) -> None:
     # A seed of which each kind of stroke comes early.
     script = start("chaos", "--seed", "54", "--duration", "10", "--workers", "2", "--rate", "100")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from main_job.children import wait_until
 from main_job.deployment import deployed
 from main_job.generating import make_slice
 
 
+@pytest.mark.covers("002-04", "003-12")
 def test_everything_is_indexed_though_the_worker_is_killed_while_notifications_are_published(tmp_path: Path) -> None:
     wanted = make_slice(experiments=3)
     total = len(wanted.lines)

@@ -115,6 +115,7 @@ def stopped_agent(worker: Command) -> dict[str, Any]:
 Start = Callable[..., Command]
 
 
+@pytest.mark.covers("002-31")
 def test_a_worker_handles_what_is_published_and_leaves_in_order(
     start: Start, config: Path, indexed: Callable[[], list[int]]
 ) -> None:

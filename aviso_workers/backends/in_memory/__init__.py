@@ -20,6 +20,7 @@ import anyio
 
 from aviso_workers import config
 from aviso_workers.backends import (
+    Administration,
     Chunk,
     ConnectionListener,
     ConsumerInfo,
@@ -37,7 +38,7 @@ from aviso_workers.backends.in_memory.connection import Connection
 from aviso_workers.backends.in_memory.consuming import Dispatcher, InMemoryConsumer
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.codec import Message
-from aviso_workers.errors import BackendError
+from aviso_workers.errors import BackendError, RefusedError
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 
 __all__ = ["InMemoryBackend"]
@@ -101,6 +102,9 @@ class InMemoryBackend:
 
     def require_server(self, major: int, minor: int, *, to: str) -> None:
         """There is none, and everything is offered."""
+
+    def administration(self) -> Administration:
+        raise RefusedError("the in-memory backend has no server to administer; use `kind: jetstream`")
 
     async def failed(self) -> None:
         await anyio.sleep_forever()  # there is no server to lose

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from aviso_workers import config
+from aviso_workers import config, streams
 from aviso_workers.backends import Outgoing, PubAck
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.stream import Stream, complete, payload_size, total_of, ttl_of
@@ -64,7 +64,7 @@ class Account:
 
     def create(self, spec: StreamSpec) -> Stream:
         """The new stream, or the one that was created with the same configuration."""
-        wanted = complete(msgspec.to_builtins(spec))
+        wanted = complete(streams.stated(spec))
         found = self._streams.get(spec.name)
         if found is None:
             self._refuse_overlap(wanted)

@@ -1,8 +1,9 @@
 """The JetStream backend: the only folder that knows nats-py.
 
 `connection` owns the connection and `wire` is the short way through it; `publishing`, `ingesting`, `consuming` and
-`reading` use it, `pulling` asks for messages, `faults` says what an error means. Streams and consumers
-are managed over JetStream's raw JSON, because nats-py's classes drop the fields that they do not know.
+`reading` use it, `pulling` asks for messages, `faults` says what an error means, `administering` asks a server for
+whatever operators' tools like to know. Streams and consumers are managed over JetStream's raw JSON, because nats-py's
+classes drop the fields that they do not know.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from aviso_workers.backends import (
     buckets,
 )
 from aviso_workers.backends.jetstream import reading
+from aviso_workers.backends.jetstream.administering import Administration
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.consuming import Outbox, PullConsumer
 from aviso_workers.backends.jetstream.ingesting import Ingester
@@ -58,6 +60,7 @@ class JetStreamBackend:
         self._publisher = Publisher(self._connection)
         self._ingester = Ingester(self._connection, self._publisher)
         self._outbox = Outbox(self._connection)
+        self._administration = Administration(self._connection)
         self._made: dict[tuple[str, str], str] = {}
         self._tasks: TaskGroup
 
@@ -106,6 +109,9 @@ class JetStreamBackend:
             found = ".".join(map(str, self._connection.server_version))
             raise RefusedError(f"to {to}, nats-server {major}.{minor} or newer is needed; this one is {found}")
 
+    def administration(self) -> Administration:
+        return self._administration
+
     async def failed(self) -> None:
         await self._connection.failed()
 
@@ -113,11 +119,11 @@ class JetStreamBackend:
         return self._stream_info(await self._connection.api(f"STREAM.INFO.{stream}"))
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:
-        config = msgspec.to_builtins(spec)
-        if self._has_server(2, 14):
-            config["allow_batched"] = True  # ours to say as long as nobody else has made the stream
-        if self._has_server(2, 12):
-            config["allow_atomic"] = True
+        config = streams.stated(spec)
+        if spec.takes_batches and self._has_server(2, 14):
+            config.setdefault("allow_batched", True)  # ours to say as long as nobody else has made the stream
+        if spec.takes_batches and self._has_server(2, 12):
+            config.setdefault("allow_atomic", True)
         return self._stream_info(await self._connection.api(f"STREAM.CREATE.{spec.name}", config))
 
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
@@ -140,12 +146,7 @@ class JetStreamBackend:
         await self._connection.api(f"STREAM.DELETE.{stream}")
 
     async def stream_names(self) -> list[str]:
-        names: list[str] = []
-        while True:
-            page = await self._connection.api("STREAM.NAMES", {"offset": len(names)})
-            names += page["streams"] or []
-            if len(names) >= page["total"] or not page["streams"]:
-                return names
+        return await self._administration.pages("STREAM.NAMES", "streams")
 
     async def last_message(self, stream: str, subject: str) -> Message | None:
         try:
@@ -187,14 +188,9 @@ class JetStreamBackend:
         return _consumer_info(await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}"))
 
     async def consumers(self, stream: str) -> list[ConsumerInfo]:
-        found: list[ConsumerInfo] = []
-        offset = 0
-        while True:
-            page = await self._connection.api(f"CONSUMER.LIST.{stream}", {"offset": offset})
-            found += map(_consumer_info, page["consumers"])
-            offset += page["limit"]  # not by how many came: a cluster leaves out those that do not answer
-            if offset >= page["total"]:
-                return found
+        return [
+            _consumer_info(found) for found in await self._administration.pages(f"CONSUMER.LIST.{stream}", "consumers")
+        ]
 
     async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> None:
         self.require_server(2, 11, to="pause a consumer")

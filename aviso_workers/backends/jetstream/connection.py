@@ -129,18 +129,21 @@ class Connection:
         if self._opened:
             self.wire.abort()  # nats-py goes on until its buffer is taken, and a silent server never takes it
 
-    async def api(self, subject: str, request: Any = None) -> dict[str, Any]:
+    async def api(
+        self, subject: str, request: Any = None, *, prefix: str = "", timeout_seconds: float = API_TIMEOUT_SECONDS
+    ) -> dict[str, Any]:
         """Ask JetStream's API over raw JSON, so that no field is lost on the way.
 
-        `subject` is what follows `$JS.API.`. Raises `UnavailableError`, `RefusedError` or `NotFoundError`.
+        `subject` is what follows `$JS.API.`, or another `prefix`. Raises `UnavailableError`, `RefusedError` or
+        `NotFoundError`.
         """
         if not self.ready:
             raise UnavailableError(f"{subject}: not connected")
         body = b"" if request is None else msgspec.json.encode(request)
-        whole, sent = f"{self.api_prefix}.{subject}", anyio.current_time()
+        whole, sent = f"{prefix or self.api_prefix}.{subject}", anyio.current_time()
         try:
             with faults.translated(subject):
-                answer = await self.nc.request(whole, body, timeout=API_TIMEOUT_SECONDS)
+                answer = await self.nc.request(whole, body, timeout=timeout_seconds)
         except UnavailableError:
             self.check_allowed(whole, since=sent)
             raise

@@ -1,0 +1,195 @@
+"""Streams taken out of a server as one archive, and put back: JetStream's snapshot and restore, as wire.
+
+`Administration` hands them on. What an archive holds and where it is kept is not known here (see `ops.backups`).
+
+A snapshot comes as chunks to an inbox. The server sends some megabytes ahead and then waits for acknowledgements, which
+is how a slow disk slows it down. An empty message is the end, and its status tells whether it is a good one. A restore
+goes the other way, and each chunk is answered, by nothing or by what went wrong.
+
+A server makes the stream while it reads the archive, and leaves it as far as it came where the archive breaks off. So
+until it is whole, the stream has a mark and none of its subjects: nobody publishes into a half one, and whoever finds
+it later can tell. Followed: ADR "JetStream Stream Backup and Restore V2".
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import anyio
+import msgspec
+from anyio.streams.memory import MemoryObjectReceiveStream
+
+from aviso_workers.backends import Administration, Heard, Snapshot
+from aviso_workers.backends.jetstream import faults
+from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.errors import BackendError, RefusedError, UnavailableError
+from aviso_workers.streams import UNFINISHED
+
+__all__ = ["restore", "snapshot"]
+
+CHUNK_BYTES = 512 * 1024
+"""As the nats CLI asks for; a server takes from 1 KiB to 1 MiB."""
+UNANSWERED_CHUNKS = 16
+"""Of a restore, on their way at once: with one at a time, both sides wait for each other."""
+SILENCE_SECONDS = 60.0
+"""A server asks the consumers' leaders one by one before it sends the first chunk."""
+LOOK_SECONDS = 1.0
+"""So often it is looked whether the server has denied us what we wait for."""
+END_SECONDS = 600.0
+"""Archives of servers before 2.15 are unpacked and read when they have come whole."""
+GIVE_UP_SECONDS = 10.0
+DROPPED = ("sources", "republish", "subject_transform")
+"""What must not be at work in a stream that is not whole. A mirror cannot be added later, and so it stays."""
+
+Read = Callable[[int], Awaitable[bytes]]
+
+
+@asynccontextmanager
+async def snapshot(server: Administration, connection: Connection, stream: str) -> AsyncIterator[Snapshot]:
+    """See `Administration.snapshot`."""
+    inbox = server.new_inbox()
+    async with _answers(server, connection, inbox, f"snapshot of {stream}") as answers:
+        request = {"deliver_subject": inbox, "chunk_size": CHUNK_BYTES}
+        begun = await server.api(f"STREAM.SNAPSHOT.{stream}", request)
+        yield Snapshot(config=begun["config"], state=begun["state"], chunks=_chunks(server, answers))
+
+
+async def restore(
+    server: Administration, connection: Connection, config: Mapping[str, Any], state: Mapping[str, Any], read: Read
+) -> dict[str, Any]:
+    """See `Administration.restore`."""
+    name = config["name"]
+    request = {"config": _unfinished(config), "state": state}
+    begun = await server.api(f"STREAM.RESTORE.{name}", request)
+    try:
+        inbox = server.new_inbox()
+        async with _answers(server, connection, inbox, f"restore of {name}") as answers:
+            upload = _Upload(server, answers, begun["deliver_subject"], inbox)
+            await upload.send_all(read, size=min(CHUNK_BYTES, connection.nc.max_payload))
+    except BaseException:
+        await _remove(server, connection, name)
+        raise
+    # From here on somebody may publish into it: unless the server says no, it is not ours to remove any more.
+    with anyio.CancelScope(shield=True):
+        try:
+            info = await server.api(f"STREAM.UPDATE.{name}", config)
+        except RefusedError:
+            await _remove(server, connection, name)
+            raise
+    return info
+
+
+async def _remove(server: Administration, connection: Connection, stream: str) -> None:
+    with anyio.move_on_after(GIVE_UP_SECONDS, shield=True), suppress(BackendError):
+        await connection.flush()  # if it was the connection that failed, wait for the next one
+        await server.api(f"STREAM.DELETE.{stream}")
+
+
+class _Answers:
+    """What comes to an inbox, over one connection: what is lost while there is none is not sent again."""
+
+    def __init__(self, connection: Connection, heard: MemoryObjectReceiveStream[Heard], what: str) -> None:
+        self.what = what
+        self._connection = connection
+        self._heard = heard
+        self._began = anyio.current_time()
+        self._lost = False
+        self._waiting = anyio.CancelScope()
+
+    async def next(self, *, to: str, within: float = SILENCE_SECONDS) -> Heard:
+        """Raises `UnavailableError` where nothing comes, `RefusedError` where we may not send `to` this subject."""
+        until = anyio.current_time() + within
+        while not self._lost and anyio.current_time() < until:
+            with anyio.move_on_after(LOOK_SECONDS) as self._waiting:
+                return await self._heard.receive()
+            self.check_allowed(to)
+        raise UnavailableError(
+            f"{self.what}: " + ("the connection was lost meanwhile" if self._lost else f"no answer for {within:g} s")
+        )
+
+    def check_allowed(self, to: str) -> None:
+        self._connection.check_allowed(to, since=self._began)
+
+    def lose(self) -> None:
+        self._lost = True
+        self._waiting.cancel()
+
+
+@asynccontextmanager
+async def _answers(server: Administration, connection: Connection, inbox: str, what: str) -> AsyncIterator[_Answers]:
+    async with server.listen(inbox) as heard:
+        answers = _Answers(connection, heard, what)
+        connection.on_disconnect.add(answers.lose)
+        try:
+            yield answers
+        finally:
+            connection.on_disconnect.discard(answers.lose)
+
+
+async def _chunks(server: Administration, answers: _Answers) -> AsyncGenerator[bytes, None]:
+    count, ack = 0, ""
+    while (chunk := await answers.next(to=ack)).data:
+        count += 1
+        if chunk.reply and not chunk.reply.endswith(f".{count}"):
+            raise UnavailableError(f"{answers.what}: chunk {count} did not arrive")
+        yield chunk.data
+        if chunk.reply:  # the last one, shorter than the others, has none
+            ack = chunk.reply
+            server.send(ack)
+    if chunk.status not in ("", "204"):  # servers before 2.15 say nothing
+        answers.check_allowed(ack)
+        raise UnavailableError(f"{answers.what}: {chunk.description or chunk.status}")
+
+
+class _Upload:
+    """The chunks of an archive on their way to a server, some at once, each to be answered."""
+
+    def __init__(self, server: Administration, answers: _Answers, subject: str, inbox: str) -> None:
+        self._server = server
+        self._answers = answers
+        self._subject = subject
+        self._inbox = inbox
+        self._unanswered = 0
+
+    async def send_all(self, read: Read, *, size: int) -> None:
+        try:
+            while chunk := await read(size):
+                if self._unanswered == UNANSWERED_CHUNKS:
+                    await self._answer()
+                self._send(chunk)
+            while self._unanswered:
+                await self._answer()
+        except BaseException:
+            await self._end_early()
+            raise
+        self._send(b"")
+        await self._answer(within=END_SECONDS)
+
+    def _send(self, chunk: bytes) -> None:
+        self._server.send(self._subject, chunk, reply=self._inbox)
+        self._unanswered += 1
+
+    async def _answer(self, *, within: float = SILENCE_SECONDS) -> None:
+        """Raises `RefusedError` where the server does not take the archive."""
+        answer = await self._answers.next(to=self._subject, within=within)
+        self._unanswered -= 1
+        if answer.status:  # nobody listens
+            raise UnavailableError(f"{self._answers.what}: the server takes no more of it")
+        if answer.data and "error" in (said := msgspec.json.decode(answer.data)):
+            raise faults.from_api(self._answers.what, said["error"])
+
+    async def _end_early(self) -> None:
+        """Else the server waits for more, for 5 s, before it gives up. What it answers then is no news."""
+        with anyio.move_on_after(GIVE_UP_SECONDS, shield=True), suppress(BackendError):
+            self._send(b"")
+            while self._unanswered:
+                await self._answer(within=GIVE_UP_SECONDS)
+
+
+def _unfinished(config: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in config.items() if key not in DROPPED}
+    if not kept.get("mirror"):
+        kept["subjects"] = [config["name"]]
+    return kept | {"metadata": {**(config.get("metadata") or {}), UNFINISHED: "true"}}

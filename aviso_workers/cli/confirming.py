@@ -1,0 +1,18 @@
+"""`--yes`: what cannot be taken back is shown first, and done when it is said."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+__all__ = ["Yes", "confirm"]
+
+Yes = Annotated[bool, typer.Option("--yes", help="Do it; without this, only say what would be done.")]
+
+
+def confirm(yes: bool, *, to: str) -> None:
+    """End with exit code 2 unless `--yes` was given; `to` is what it would do."""
+    if not yes:
+        typer.echo(f"nothing was done; say --yes to {to}", err=True)
+        raise typer.Exit(2)

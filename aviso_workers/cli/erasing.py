@@ -1,0 +1,72 @@
+"""`erase`."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aviso_workers.app import App
+from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
+from aviso_workers.cli.parsing import parse_where
+from aviso_workers.cli.printing import print_table
+from aviso_workers.ops.erasing import ELSEWHERE, Eraser, Survey
+
+__all__ = ["erase"]
+
+SHOWN = 5
+"""Sequences in a row of the table."""
+
+
+def erase(
+    event: Annotated[str, typer.Argument(metavar="EVENT")],
+    where: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="As `watch` takes it.")] = None,
+    id: Annotated[int | None, typer.Option("--id", metavar="N", min=1, help="One notification, by sequence.")] = None,
+    key: Annotated[
+        list[str] | None, typer.Option("--key", metavar="BUCKET/KEY", help="Also this key of a table, and its history.")
+    ] = None,
+    audit: Annotated[Path | None, typer.Option("--audit", metavar="FILE", help="Where the record goes.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be erased.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Erase; without this, only say what would be.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Erase notifications for good, wherever this account keeps them: bytes, copies and dead letters."""
+    wanted = parse_where(where or [])
+
+    async def run(app: App) -> bool:
+        eraser = Eraser(app, event, where=wanted, sequence=id, keys=key or ())
+        survey = await eraser.survey()
+        _print(survey)
+        if not survey.findings or dry_run:
+            return True
+        if not yes:
+            typer.echo("nothing was erased; say --yes to erase all of them", err=True)
+            raise typer.Exit(2)
+        record = audit or Path(f"erasure-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}.json")
+        left = await eraser.erase(survey, audit=record)
+        typer.echo(f"{survey.messages - left.messages} erased, {left.messages} left; the record is {record}")
+        return not left.findings
+
+    if not run_connected(connected_app(config), run):
+        raise typer.Exit(1)
+
+
+def _print(survey: Survey) -> None:
+    if not survey.findings:
+        typer.echo("nothing matches")
+    else:
+        rows = [
+            (finding.stream, finding.what, str(len(finding.sequences)), _sequences(finding.sequences))
+            for finding in survey.findings
+        ]
+        print_table(("stream", "holds", "messages", "sequences"), rows)
+    for each in survey.unreached:
+        typer.echo(f"not reached: {each.where}: {each.why}. {each.cure.capitalize()}.")
+    for what in ELSEWHERE:
+        typer.echo(f"not looked at: {what}.")
+
+
+def _sequences(sequences: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sequences[:SHOWN])) + (", ..." if len(sequences) > SHOWN else "")

@@ -1,0 +1,134 @@
+"""`streams purge|seal|rm|step-down|remove-peer` and `consumers rm|unpin`: what operators do by hand.
+
+What cannot be taken back is shown, and done with `--yes`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from aviso_workers.app import App
+from aviso_workers.cli.administering import streams
+from aviso_workers.cli.confirming import Yes, confirm
+from aviso_workers.cli.finding import ConfigOption, connected
+from aviso_workers.cli.inspecting import Consumer, Stream, consumers
+from aviso_workers.cli.printing import print_table
+from aviso_workers.ops import inspecting, operating
+
+__all__ = ["consumers"]
+
+
+@streams.command()
+def purge(
+    stream: Stream,
+    subject: Annotated[str, typer.Option("--subject", help="Only what matches, e.g. mars.od.>")] = "",
+    keep: Annotated[int, typer.Option("--keep", metavar="N", min=0, help="All but the newest N.")] = 0,
+    before: Annotated[int, typer.Option("--before", metavar="SEQUENCE", min=0, help="Only what is older.")] = 0,
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Remove messages of any stream; its configuration and consumers stay."""
+
+    async def run(app: App) -> None:
+        plan = await operating.plan_purge(app, stream, subject=subject, keep=keep, before=before)
+        typer.echo(f"{stream}: {plan.messages} messages would be removed")
+        confirm(yes, to="remove them")
+        typer.echo(f"{stream}: {await operating.purge(app, plan)} removed")
+
+    connected(config, run)
+
+
+@streams.command()
+def seal(stream: Stream, yes: Yes = False, config: ConfigOption = None) -> None:
+    """Let nothing of a stream change any more, for good: nothing added, deleted or too old."""
+
+    async def run(app: App) -> None:
+        state = (await inspecting.stream_info(app, stream))["state"]
+        typer.echo(f"{stream}: {state['messages']} messages would be kept as they are, and no other added, for good")
+        confirm(yes, to="seal it")
+        await operating.seal(app, stream)
+        typer.echo(f"{stream}: sealed")
+
+    connected(config, run)
+
+
+@streams.command("rm")
+def remove(stream: Stream, yes: Yes = False, config: ConfigOption = None) -> None:
+    """Remove a stream with its messages and its consumers."""
+
+    async def run(app: App) -> None:
+        state = (await inspecting.stream_info(app, stream))["state"]
+        going = f"{state['messages']} messages and {state['consumer_count']} consumers"
+        typer.echo(f"{stream}: the stream would be removed with {going}")
+        confirm(yes, to="remove it")
+        await operating.remove_stream(app, stream)
+        typer.echo(f"{stream}: removed")
+
+    connected(config, run)
+
+
+@streams.command("step-down")
+def step_down(
+    stream: Stream,
+    consumer: Annotated[str, typer.Option("--consumer", help="Of this consumer, not of the stream.")] = "",
+    prefer: Annotated[str, typer.Option("--prefer", metavar="SERVER", help="Who is to lead instead.")] = "",
+    config: ConfigOption = None,
+) -> None:
+    """Let another server lead a stream, or one of its consumers."""
+
+    async def run(app: App) -> None:
+        leader = await operating.step_down(app, stream, consumer=consumer, prefer=prefer)
+        typer.echo(f"{stream}{f' {consumer}' if consumer else ''}: {leader} leads")
+
+    connected(config, run)
+
+
+@streams.command("remove-peer")
+def remove_peer(
+    stream: Stream,
+    peer: Annotated[str, typer.Argument(metavar="PEER", help="Name of the server that gives up its copy.")],
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Give up the copy that a server holds; another server makes one instead."""
+
+    async def run(app: App) -> None:
+        print_table(("server", f"copy of {stream}"), (await operating.peers(app, stream)).items())
+        confirm(yes, to=f"give up the copy on {peer}")
+        await operating.remove_peer(app, stream, peer)
+        typer.echo(f"{stream}: {peer} gives up its copy")
+
+    connected(config, run)
+
+
+@consumers.command("rm")
+def remove_consumer(stream: Stream, consumer: Consumer, yes: Yes = False, config: ConfigOption = None) -> None:
+    """Remove a consumer: how far it has come is forgotten."""
+
+    async def run(app: App) -> None:
+        info = await inspecting.consumer_info(app, stream, consumer)
+        left = f"{info['num_pending'] + info['num_ack_pending']} messages before it"
+        typer.echo(f"{consumer} of {stream} would be removed, at {info['ack_floor']['stream_seq']}, with {left}")
+        confirm(yes, to="remove it")
+        await operating.remove_consumer(app, stream, consumer)
+        typer.echo(f"{consumer}: removed")
+
+    connected(config, run)
+
+
+@consumers.command()
+def unpin(
+    stream: Stream,
+    consumer: Consumer,
+    group: Annotated[str, typer.Argument(metavar="GROUP", help="One of its priority_groups.")],
+    config: ConfigOption = None,
+) -> None:
+    """Let the server pin another reader of a priority group."""
+
+    async def run(app: App) -> None:
+        await operating.unpin(app, stream, consumer, group)
+        typer.echo(f"{group} of {consumer}: unpinned")
+
+    connected(config, run)

@@ -1,0 +1,285 @@
+"""An agent's notifications counted in windows, and its function run for each window that is over.
+
+What is known of a key is one value in a bucket, changed by compare-and-set, so that all workers count in the same
+windows and none is lost with its worker. The value also says which notifications it has counted: one that is delivered
+again counts once.
+
+One worker, which holds a lease, closes windows. It takes the newest time that was counted, waits until the server knows
+that everything up to that notification is settled, whichever worker had it, and closes what ends `lateness` before that
+time. So a window lacks nothing because somebody was slow, died, or has to try again. A window that is closed changes no
+more, and stays until the function has been run for it: whoever runs it again publishes the same under the same ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from typing import Any
+from weakref import WeakValueDictionary
+
+import anyio
+import msgspec
+from msgspec import structs
+
+from aviso_workers import clocks, verdicts, windows
+from aviso_workers.agents import Agent
+from aviso_workers.backends import Backend, ConsumerInfo
+from aviso_workers.engine.dead_lettering import RETRIED
+from aviso_workers.engine.handling import Kit, OneByOne
+from aviso_workers.engine.scheduling import Lease, drained
+from aviso_workers.engine.tabling import CachedBucket, SteadyBucket
+from aviso_workers.errors import BackendError, ConflictError, LateError, NotFoundError, UndecodableError
+from aviso_workers.events import Events, WindowDone
+from aviso_workers.key_value import Entry
+from aviso_workers.notifications import Notification
+from aviso_workers.tables import decode_key, encode_key
+from aviso_workers.verdicts import Ack, Again
+from aviso_workers.windows import State, Window, Windowing
+
+__all__ = ["AsWindows", "unfinished"]
+
+LOOK_SECONDS = 1.0
+"""How often it is looked whether a window is over."""
+MANY = 100
+"""From so many remembered notifications of a key on, it is asked which of them are settled."""
+ASK_SECONDS = 0.1
+"""How often that is asked."""
+FORGOTTEN_AFTER_SECONDS = 86400.0
+"""A key of which no window is open is forgotten after this: by then nothing comes again that was counted, and who was
+paused with a count in its hands has given up."""
+NO_KEY, PASSED = "=", "=passed"
+"""What no key is spelled like: that of windows without keys, and that of how far time has come for all."""
+
+
+class AsWindows:
+    """Runs `async def agent(window: Window[A])`."""
+
+    def __init__(
+        self,
+        kit: Kit,
+        windowing: Windowing[Any, Any],
+        *,
+        backend: Backend,
+        app: str,
+        stream: str,
+        events: Events,
+        patience_seconds: float,
+    ) -> None:
+        agent = self._agent = kit.agent
+        self._kit = kit
+        self._windowing = windowing
+        self._backend = backend
+        self._stream = stream
+        self._durable = agent.durable_name(app)
+        self._events = events
+        self._states = _States(agent)
+        bucket = SteadyBucket(backend, _bucket(app, agent), patience_seconds=patience_seconds)
+        self._bucket = CachedBucket(bucket, backend.clock)
+        self._lease = Lease(backend, app, of=f"windows/{agent.name}")
+        self._counting = OneByOne(kit, call=self._count)
+        self._locks: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
+        """By key, so that the calls of one worker do not get in each other's way."""
+        self._settled = 0
+        """The sequence up to which everything was settled when it was asked last."""
+        self._asked_at = -math.inf
+        self._awaited: tuple[float, int] | None = None
+        """A time that has come when everything up to this sequence is settled."""
+        self._failures: dict[tuple[str, int], int] = {}
+        """By key and start of a window, how often the function failed for it."""
+        self._again_at: dict[tuple[str, int], float] = {}
+
+    async def work(self) -> None:
+        """See `pulling.Form`."""
+        await self._counting.work()
+
+    async def close(self, stop: anyio.Event, drain_timeout_seconds: float) -> None:
+        """Run the function for windows that are over, whenever this worker holds the lease, until `stop`."""
+        in_time = drained(stop, clock=self._kit.clock, timeout_seconds=drain_timeout_seconds)
+        async with in_time, anyio.create_task_group() as keeping:
+            keeping.start_soon(self._bucket.keep)
+            while await self._lease.take(stop):
+                async with self._lease.term():
+                    await self._keep_closing(stop)
+            keeping.cancel_scope.cancel()
+
+    async def _count(self, notification: Notification[Any]) -> None:
+        """Raises `LateError`, and whatever the author's functions raise."""
+        time, key = self._windowing.time_of(notification), self._windowing.key_of(notification)
+        retry = notification.headers.get(RETRIED, "")
+        passed = await self._passed()
+        state = await self._change(
+            _spelled(key),
+            lambda state: windows.add(state, notification, self._windowing, time=time, passed=passed, retry=retry),
+        )
+        if windows.has_missed(state, notification):
+            raise LateError("one of its windows had closed; it was counted in the others")
+
+    async def _change(self, spelled: str, change: Callable[[State[Any]], State[Any]]) -> State[Any]:
+        """Compare-and-set. Nothing is stored where the function returns what it is given."""
+        async with self._locks.setdefault(spelled, anyio.Lock()):
+            while True:
+                entry = await self._bucket.get(spelled)
+                state = self._states.read(entry) if entry else State()
+                if len(state.counted) >= MANY:
+                    await self._ask()
+                    state = windows.prune(state, self._settled)
+                changed = change(state)
+                if changed is state:
+                    return state
+                try:
+                    await self._bucket.put(
+                        spelled,
+                        self._states.spell(changed),
+                        revision=entry.revision if entry else 0,
+                        ttl_seconds=None if changed.open or spelled == PASSED else FORGOTTEN_AFTER_SECONDS,
+                    )
+                except ConflictError:
+                    continue  # somebody else's change went through instead
+                return changed
+
+    async def _keep_closing(self, stop: anyio.Event) -> None:
+        self._awaited = None
+        self._failures.clear()
+        self._again_at.clear()
+        while not stop.is_set():
+            with suppress(BackendError, UndecodableError):  # who counts runs into the same, and is heard
+                await self._look(stop)
+            await clocks.sleep_until(self._kit.clock, LOOK_SECONDS, stop)
+
+    async def _look(self, stop: anyio.Event) -> None:
+        states = self._states.by_key(await self._bucket.entries())
+        if not any(state.open for state in states.values()):
+            return
+        info = await self._backend.consumer_info(self._stream, self._durable)
+        passed = await self._pass(states.values(), info)
+        idle = self._is_idle(states.values(), info)
+        for key, state in states.items():
+            until = max(state.open) + self._windowing.size_seconds if idle and state.open else passed
+            if stop.is_set():
+                return
+            if windows.due(windows.close(state, until, self._windowing), self._windowing):
+                await self._close(key, until)
+
+    async def _pass(self, states: Collection[State[Any]], info: ConsumerInfo) -> float:
+        """Up to when windows are closed now. It is told to all before any window is."""
+        known = await self._passed()
+        time, sequence = self._awaited = self._awaited or windows.newest(states)
+        if info.ack_floor < sequence and (info.num_pending or info.num_ack_pending):
+            return known
+        self._awaited = None
+        passed = int((time - self._windowing.lateness_seconds) // 1)
+        if self._windowing.ended(passed) <= self._windowing.ended(known):
+            return known
+        await self._change(PASSED, lambda state: structs.replace(state, closed=max(state.closed, passed)))
+        return passed
+
+    async def _passed(self) -> int:
+        entry = await self._bucket.get(PASSED)
+        return self._states.read(entry).closed if entry else windows.NEVER
+
+    def _is_idle(self, states: Collection[State[Any]], info: ConsumerInfo) -> bool:
+        if self._windowing.idle_seconds is None or info.num_pending or info.num_ack_pending:
+            return False
+        last = max(state.stored for state in states)
+        return self._kit.clock.time_ns() / 1e9 - last >= self._windowing.idle_seconds
+
+    async def _close(self, key: str, until: float) -> None:
+        state = await self._change(_spelled(key), lambda state: windows.close(state, until, self._windowing))
+        for start in windows.due(state, self._windowing):
+            if self._again_at.get((key, start), -math.inf) <= self._kit.clock.monotonic():
+                await self._finish(self._windowing.window(key, start, state.open[start]), start)
+
+    async def _finish(self, window: Window[Any], start: int) -> None:
+        """Run the function, publish, and forget the window; or see to it that it is run again."""
+        kit, place = self._kit, (window.key, start)
+        kit.outputs.origin().begin_with(f"{window.start:%Y%m%dT%H%M%SZ}", of=f"{window.end.isoformat()} {window.key}")
+        began = kit.clock.monotonic()
+        outcome: object = None
+        try:
+            outcome = await kit.call(window)
+            await kit.outputs.publish(outcome)
+        except Exception as raised:
+            outcome = raised
+        failures, retry = self._failures.get(place, 0), self._agent.policy.retry
+        verdict = verdicts.decide(outcome, failures=failures, retry=retry, classifiers=self._agent.classifiers)
+        if isinstance(verdict, Ack):
+            await self._change(_spelled(window.key), lambda state: windows.without(state, start))
+            self._failures.pop(place, None)
+            self._again_at.pop(place, None)
+            again = 0.0
+        else:  # a window is no notification that could become a dead letter
+            again = verdict.after_seconds if isinstance(verdict, Again) else retry.delay_seconds(failures + 1)
+            self._failures[place] = failures + 1
+            self._again_at[place] = kit.clock.monotonic() + again
+        self._events.emit(
+            WindowDone(
+                agent=self._agent.name,
+                key=window.key,
+                start=window.start,
+                end=window.end,
+                seconds=kit.clock.monotonic() - began,
+                error=outcome if isinstance(outcome, Exception) else None,
+                again_in_seconds=again,
+            )
+        )
+
+    async def _ask(self) -> None:
+        """What is settled; a moment ago is recent enough."""
+        now = self._kit.clock.monotonic()
+        if now - self._asked_at >= ASK_SECONDS:
+            self._asked_at = now
+            self._settled = (await self._backend.consumer_info(self._stream, self._durable)).ack_floor
+
+
+class _States:
+    """What a bucket keeps of an agent's keys, as bytes and back."""
+
+    def __init__(self, agent: Agent[Any, Any]) -> None:
+        self._agent = agent
+        kept: Any = State
+        self._decoder: msgspec.json.Decoder[State[Any]] = msgspec.json.Decoder(kept[agent.argument_type])
+
+    def read(self, entry: Entry) -> State[Any]:
+        """Raises `UndecodableError` where the agent's type is another one than it was."""
+        try:
+            return self._decoder.decode(entry.value)
+        except msgspec.DecodeError as error:
+            raise UndecodableError(
+                f"what windows of agent {self._agent.name!r} hold is no {self._agent.argument_type}: {error}; "
+                "after such a change, give the agent another name"
+            ) from error
+
+    def by_key(self, entries: Iterable[Entry]) -> dict[str, State[Any]]:
+        """Raises as `read` does."""
+        return {
+            "" if entry.key == NO_KEY else decode_key(entry.key): self.read(entry)
+            for entry in entries
+            if entry.key != PASSED
+        }
+
+    def spell(self, state: State[Any]) -> bytes:
+        """Raises `msgspec.ValidationError` where the author's `fold` has returned something else than it should."""
+        data = msgspec.json.encode(state)
+        self._decoder.decode(data)
+        return data
+
+
+async def unfinished(agent: Agent[Any, Any], windowing: Windowing[Any, Any], backend: Backend, *, app: str) -> int:
+    """How many windows are over by the time of what was counted, and not done."""
+    try:
+        await backend.stream_info(f"KV_{_bucket(app, agent)}")
+    except NotFoundError:
+        return 0
+    states = _States(agent).by_key(await (await backend.key_value(_bucket(app, agent))).entries()).values()
+    until = windows.newest(states)[0] - windowing.lateness_seconds
+    return sum(len(windows.due(windows.close(state, until, windowing), windowing)) for state in states)
+
+
+def _spelled(key: str) -> str:
+    """Raises `InvalidKeyError`."""
+    return encode_key(key) if key else NO_KEY
+
+
+def _bucket(app: str, agent: Agent[Any, Any]) -> str:
+    return f"{app}_windows_{agent.name}"

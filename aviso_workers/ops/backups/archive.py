@@ -1,0 +1,132 @@
+"""What the archive of a snapshot holds: entries, one for each message.
+
+Called by what verifies, cleanses and compares. Both kinds of archives are S2 streams (`s2`). A nats-server since 2.15
+makes a list of entries: the stream's state, its consumers, its messages by sequence, and an empty entry as the end.
+Followed: ADR "JetStream Stream Backup and Restore V2". Servers before it pack their own files into a tar archive;
+whether it is all there can be told, but not what is in it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from aviso_workers.ops.backups import s2
+from aviso_workers.ops.backups.s2 import MalformedError, Readable
+
+__all__ = ["CONSUMERS", "END", "MAGIC", "STATE", "Entry", "encode", "entries", "has_end", "has_entries", "stored_bytes"]
+
+MAGIC = b"NATSARC1"
+STATE = b"state.json"
+CONSUMERS = b"consumers/"
+"""How the name of a consumer's entry begins."""
+TAR_END = bytes(1024)
+FIELDS = 5
+
+
+class Entry(Struct, frozen=True, gc=False):
+    """A message, or where there is no sequence something about the stream."""
+
+    name: bytes
+    """A message's subject."""
+    timestamp_ns: int
+    sequence: int
+    raw: bytes
+    """All of it, as it is in the archive."""
+    header_at: int
+    """Where in `raw` the message's headers begin, and what it carries."""
+    body_at: int
+
+    @property
+    def headers(self) -> bytes:
+        return self.raw[self.header_at : self.body_at]
+
+    @property
+    def body(self) -> bytes:
+        return self.raw[self.body_at :]
+
+
+def has_entries(file: Readable) -> bool:
+    """Whether it is an archive of entries, not of files. Raises `MalformedError`."""
+    return next(s2.decompressed(file), b"").startswith(MAGIC)
+
+
+def has_end(file: Readable, *, of_entries: bool) -> bool:
+    """Whether an archive ends as one does, without reading what is in it. Raises `MalformedError`."""
+    last = deque(s2.compressed_blocks(file), maxlen=2)  # an end may begin in the last block but one
+    return b"".join(s2.decompress(*block) for block in last).endswith(END if of_entries else TAR_END)
+
+
+def entries(file: Readable) -> Iterator[Entry]:
+    """All but the end. Raises `MalformedError` also where the end is missing, or anything comes after it."""
+    blocks = s2.decompressed(file)
+    buffer = b""
+    while len(buffer) < len(MAGIC) and (block := next(blocks, b"")):
+        buffer += block
+    if not buffer.startswith(MAGIC):
+        raise MalformedError("it is no archive of messages")
+    at = len(MAGIC)
+    while True:
+        if entry := _entry(buffer, at):
+            at += len(entry.raw)
+            if entry.raw == END:
+                break
+            yield entry
+        elif block := next(blocks, b""):
+            buffer, at = buffer[at:] + block, 0
+        else:
+            raise MalformedError("it breaks off before its end")
+    if at < len(buffer) or next(blocks, b""):
+        raise MalformedError("something comes after its end")
+
+
+def encode(name: bytes, data: bytes, *, timestamp_ns: int) -> bytes:
+    """An entry about the stream."""
+    fields = (len(name), timestamp_ns << 1, 0, 0, len(data))
+    return b"".join(map(_varint, fields)) + name + data
+
+
+def stored_bytes(entry: Entry, *, in_memory: bool) -> int:
+    """What a server counts for a message in the `bytes` of a stream's state."""
+    size = len(entry.name) + len(entry.raw) - entry.header_at
+    if in_memory:
+        return size + 16
+    return size + 30 + (4 if entry.body_at > entry.header_at else 0)
+
+
+def _entry(buffer: bytes, at: int) -> Entry | None:
+    """The entry that begins there; None where it is not all there yet."""
+    begin, fields = at, [0] * FIELDS
+    try:
+        for field in range(FIELDS):
+            value = shift = 0
+            while (byte := buffer[at]) >= 0x80:
+                value |= (byte & 0x7F) << shift
+                shift += 7
+                at += 1
+            fields[field] = value | byte << shift
+            at += 1
+    except IndexError:
+        return None
+    name_size, time, sequence, header_size, body_size = fields
+    header_at = at + name_size
+    body_at = header_at + header_size
+    end = body_at + body_size
+    if end > len(buffer):
+        return None
+    timestamp_ns = time >> 1 ^ -(time & 1)
+    return Entry(buffer[at:header_at], timestamp_ns, sequence, buffer[begin:end], header_at - begin, body_at - begin)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+END = encode(b"", b"", timestamp_ns=0)

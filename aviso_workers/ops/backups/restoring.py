@@ -1,0 +1,195 @@
+"""Streams made of backups: where the original was lost, beside it under another name, and for a drill."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+import anyio
+import anyio.to_thread
+from msgspec import Struct
+
+from aviso_workers import streams
+from aviso_workers.app import App
+from aviso_workers.backends import Administration
+from aviso_workers.errors import BackupError, NotFoundError
+from aviso_workers.ops.backups.storing import Backup, Progress, damage, ignore, opened
+from aviso_workers.ops.backups.verifying import Contents, Counted, read_contents, verify
+
+__all__ = ["Drill", "Restored", "drill", "read_back", "restore"]
+
+ENTRIES_SINCE = (2, 15)
+AT_WORK = ("mirror", "sources", "republish", "subject_transform")
+"""What a copy of a stream does not have, so that nothing changes it, and it changes nothing."""
+SCRATCH = "AVISO_DRILL_"
+CONSUMERS_SECONDS = 5.0
+"""A cluster makes a stream's consumers, and elects their leaders, a moment after the stream."""
+LOOK_SECONDS = 0.1
+STANDSTILL_SECONDS = 6.0
+"""A server gives a restore up after 5 s in which nothing came."""
+
+
+class Restored(Struct, frozen=True, kw_only=True):
+    stream: str
+    state: Mapping[str, Any]
+    """JetStream's state of the stream now."""
+    messages_before: int
+    """How many messages the stream had when it was backed up. A restore leaves out those that are too old by now for
+    its limits."""
+
+
+class Drill(Struct, frozen=True, kw_only=True):
+    """A backup beside a stream that was restored from it and read back."""
+
+    backup: Contents
+    restored: Contents
+
+    @property
+    def differences(self) -> list[str]:
+        """Empty where the restored stream is the same, message by message and consumer by consumer."""
+        found = [
+            f"{field}: {before} in the backup, {after} restored"
+            for field in ("messages", "first_sequence", "last_sequence", "sha256")
+            if (before := getattr(self.backup, field)) != (after := getattr(self.restored, field))
+        ]
+        consumers = sorted(self.backup.consumers.keys() | self.restored.consumers.keys())
+        return found + [
+            f"consumer {name}: not as it was"
+            for name in consumers
+            if self.backup.consumers.get(name) != self.restored.consumers.get(name)
+        ]
+
+
+async def restore(
+    app: App,
+    backup: Backup,
+    *,
+    name: str | None = None,
+    storage: str | None = None,
+    replicas: int | None = None,
+    progress: Progress = ignore,
+) -> Restored:
+    """Make the stream of a backup again, with its messages, sequences and consumers.
+
+    Under another `name` it is a copy to look into: it has none of the original's subjects, mirrors or sources.
+    `storage` is `file` or `memory`. Inside of `async with app:`. Raises `BackupError` where the backup is damaged or
+    there is such a stream, `RefusedError` where the server is older than the backup's format needs, `BackendError`.
+    Nothing is touched then, and what was begun is removed. If this process is killed meanwhile, the stream stays
+    half-made: marked, without subjects, and replaced by the next `restore`.
+    """
+    stream = name or backup.stream
+    config: dict[str, Any] = dict(backup.config) if stream == backup.stream else _standing_still(backup.config, stream)
+    changes = {"storage": storage, "num_replicas": replicas}
+    config |= {field: value for field, value in changes.items() if value is not None}
+    if not backup.of_entries and (stream, config["storage"]) != (backup.stream, backup.config["storage"]):
+        raise BackupError(
+            f"{backup.archive} was made by a nats-server before 2.15: it restores as it was, and no other"
+        )
+    _require_reader(app, backup)
+    await anyio.to_thread.run_sync(_require_whole, backup)
+    await _make_room(app, config)
+    info = await _upload(app.session.backend.administration(), backup, config, progress)
+    return Restored(stream=stream, state=info["state"], messages_before=backup.state["messages"])
+
+
+async def drill(app: App, backup: Backup, *, progress: Progress = ignore) -> Drill:
+    """Restore a backup into a stream that nobody else uses, read that back, compare the two, and delete it.
+
+    It takes as much room on the server as the original, and for a while as much here as the backup. Raises as
+    `restore` does, and `BackupError` for the archive of a nats-server before 2.15, which cannot be read here.
+    """
+    _require_reader(app, backup)
+    before = await anyio.to_thread.run_sync(verify, backup)
+    if before is None:
+        raise BackupError(f"{backup.archive} was made by a nats-server before 2.15, and cannot be read here to compare")
+    server = app.session.backend.administration()
+    scratch = SCRATCH + uuid4().hex[:8].upper()
+    config = _standing_still(backup.config, scratch) | {"max_age": 0, "num_replicas": 1, "sealed": False}
+    config.pop("placement", None)
+    await _upload(server, backup, config, progress)
+    try:
+        after = await read_back(app, scratch)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await server.api(f"STREAM.DELETE.{scratch}")
+    return Drill(backup=before, restored=after)
+
+
+def _require_reader(app: App, backup: Backup) -> None:
+    if backup.of_entries:
+        app.session.backend.require_server(*ENTRIES_SINCE, to=f"restore {backup.directory}")
+
+
+def _require_whole(backup: Backup) -> None:
+    if backup.record is None:
+        verify(backup)  # nothing less would find a flipped bit
+    elif found := damage(backup):
+        raise BackupError(f"{backup.directory} is damaged: {found}")
+
+
+async def _make_room(app: App, config: Mapping[str, Any]) -> None:
+    """Raise `BackupError` where the name or a subject is taken; by the rest of an interrupted restore, remove it."""
+    backend, name = app.session.backend, config["name"]
+    server = backend.administration()
+    try:
+        found = await backend.stream_info(name)
+    except NotFoundError:
+        pass
+    else:
+        if not streams.is_unfinished(found.config):
+            raise BackupError(
+                f"stream {name} exists, with {found.messages} messages: "
+                "restore under another name (--as NAME), or delete that stream first"
+            )
+        await anyio.sleep(STANDSTILL_SECONDS)
+        if (await backend.stream_info(name)).last_sequence != found.last_sequence:
+            raise BackupError(f"stream {name} is being restored by somebody else")
+        await backend.delete_stream(name)
+    for subject in config.get("subjects") or ():
+        if taken := (await server.api("STREAM.NAMES", {"subject": subject}))["streams"]:
+            raise BackupError(
+                f"stream {taken[0]} has the subjects {subject} of {name}: "
+                "restore under another name (--as NAME), which takes none, or delete that stream first"
+            )
+
+
+async def _upload(
+    server: Administration, backup: Backup, config: Mapping[str, Any], progress: Progress
+) -> dict[str, Any]:
+    with opened(backup) as file:
+        counted = Counted(file, progress)
+
+        async def read(size: int) -> bytes:
+            return await anyio.to_thread.run_sync(counted.read, size)
+
+        await server.restore(config, backup.state, read=read)
+    with anyio.move_on_after(CONSUMERS_SECONDS):  # some may have gone with the time
+        await _wait_for_consumers(server, config["name"], backup.state["consumer_count"])
+    return await server.api(f"STREAM.INFO.{config['name']}")
+
+
+async def _wait_for_consumers(server: Administration, stream: str, count: int) -> None:
+    while True:
+        present = await server.pages(f"CONSUMER.LIST.{stream}", "consumers")
+        if len(present) >= count:
+            return
+        await anyio.sleep(LOOK_SECONDS)
+
+
+async def read_back(app: App, stream: str) -> Contents:
+    """What is in a stream now, as a backup of it would have it; none is kept. Raises `BackendError`."""
+    server = app.session.backend.administration()
+    with tempfile.TemporaryFile() as file:
+        async with server.snapshot(stream) as snapshot, aclosing(snapshot.chunks) as chunks:
+            in_memory = snapshot.config.get("storage") == "memory"
+            async for chunk in chunks:
+                await anyio.to_thread.run_sync(file.write, chunk)
+        file.seek(0)
+        return await anyio.to_thread.run_sync(lambda: read_contents(file, in_memory=in_memory))
+
+
+def _standing_still(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in AT_WORK} | {"name": name, "subjects": [name]}

@@ -1,0 +1,121 @@
+"""A failover rehearsed on a stream of its own: published to all the while, fenced, promoted, counted.
+
+Called by the command `drill failover`. What it tells is what the real one would cost: how far the mirror was behind,
+for how long nobody took a publish, and whether every message is stored exactly once after that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import anyio
+from msgspec import Struct
+
+from aviso_workers.app import App
+from aviso_workers.backends import Administration, Backend
+from aviso_workers.codec import Message
+from aviso_workers.errors import BackendError
+from aviso_workers.ops.mirroring import Mirrors, Promotion
+
+__all__ = ["Drill", "rehearse"]
+
+ORIGIN = "aviso_workers_drill"
+MIRROR = "aviso_workers_drill_mirror"
+SUBJECT = "aviso_workers.drill"
+PUBLISH_SECONDS = 1.0
+AGAIN_SECONDS = 0.01
+
+
+class Drill(Struct, frozen=True, kw_only=True):
+    """What a rehearsal showed."""
+
+    promotion: Promotion
+    published: int
+    """Messages that were acknowledged, before and after."""
+    stored: int
+    """Messages that the promoted mirror holds."""
+    after_fence: int
+    """Messages that the origin took after it was fenced."""
+    silent_seconds: float
+    """The longest time without an acknowledgement."""
+
+    @property
+    def passed(self) -> bool:
+        return self.stored == self.published and self.after_fence == 0
+
+
+async def rehearse(app: App, *, origin_api: str = "", messages: int = 1000) -> Drill:
+    """Fail over from a scratch stream at `origin_api` (a domain's, such as `$JS.hub.API`; empty: here) to one here.
+
+    Both are removed again. Works inside of `async with app:`. Raises `BackendError`.
+    """
+    backend = app.session.backend
+    server = backend.administration()
+    mirror, external = (ORIGIN, {"external": {"api": origin_api}}) if origin_api else (MIRROR, {})
+    async with (
+        _scratch(server, ORIGIN, {"subjects": [f"{SUBJECT}.>"]}, api=origin_api),
+        _scratch(server, mirror, {"mirror": {"name": ORIGIN, **external}}),
+    ):
+        publishing = _Publishing(backend, (mirror, ORIGIN), messages)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(publishing.run)
+            await publishing.half.wait()
+            promotion = await Mirrors(app).promote(mirror)
+            fenced = await _state(server, ORIGIN, api=origin_api)
+        left = await _state(server, ORIGIN, api=origin_api)
+        return Drill(
+            promotion=promotion,
+            published=messages,
+            stored=(await _state(server, mirror))["messages"],
+            after_fence=left["last_seq"] - fenced["last_seq"],
+            silent_seconds=publishing.longest_silence,
+        )
+
+
+class _Publishing:
+    """Publishes one message after another, each until one of the streams has taken it."""
+
+    def __init__(self, backend: Backend, streams: Iterable[str], messages: int) -> None:
+        self.half = anyio.Event()
+        self.longest_silence = 0.0
+        self._backend = backend
+        self._streams = streams
+        self._messages = messages
+
+    async def run(self) -> None:
+        last = anyio.current_time()
+        for number in range(self._messages):
+            if number == self._messages // 2:
+                self.half.set()
+            await self._publish(number)
+            last, before = anyio.current_time(), last
+            self.longest_silence = max(self.longest_silence, last - before)
+
+    async def _publish(self, number: int) -> None:
+        message = Message(subject=f"{SUBJECT}.{number}", data=b"")
+        # Which of them it is changes under way, and each refuses what is meant for the other.
+        for stream in itertools.cycle(self._streams):
+            with suppress(BackendError):
+                await self._backend.publish(
+                    message, message_id=f"drill-{number}", stream=stream, timeout_seconds=PUBLISH_SECONDS
+                )
+                return
+            await anyio.sleep(AGAIN_SECONDS)
+
+
+@asynccontextmanager
+async def _scratch(server: Administration, name: str, config: dict[str, Any], *, api: str = "") -> AsyncIterator[None]:
+    await server.api(f"STREAM.CREATE.{name}", {"name": name, **config}, prefix=api)
+    try:
+        yield
+    finally:
+        with anyio.CancelScope(shield=True), suppress(BackendError):
+            await server.api(f"STREAM.DELETE.{name}", prefix=api)
+
+
+async def _state(server: Administration, stream: str, *, api: str = "") -> dict[str, Any]:
+    state: dict[str, Any] = (await server.api(f"STREAM.INFO.{stream}", prefix=api))["state"]
+    return state

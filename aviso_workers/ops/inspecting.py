@@ -1,0 +1,214 @@
+"""What a server holds: all streams of the account, their gaps and messages, consumers, limits and use.
+
+Called by `streams ls|info|gaps|get`, `consumers ls|show` and `account info`. Whole answers are handed on in JetStream's
+own JSON, so that nothing newer than this code is lost. Nothing is changed here; what changes something is in
+`operating`, and what concerns the configuration in `stream_policy`.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from msgspec import Struct, json
+
+from aviso_workers.app import App
+from aviso_workers.errors import NotFoundError, RefusedError
+
+__all__ = [
+    "Gaps",
+    "StoredMessage",
+    "Use",
+    "account",
+    "consumer_info",
+    "consumers",
+    "count",
+    "direct_message",
+    "gaps",
+    "message",
+    "messages_before",
+    "stream_info",
+    "streams",
+]
+
+DETAILS_SECONDS = 60.0
+"""A stream may have millions of gaps, and a server lists each."""
+NO_MESSAGE = 10037
+
+
+class Gaps(Struct, frozen=True, kw_only=True):
+    """The sequences between a stream's first and last that are not there any more."""
+
+    first: int
+    last: int
+    messages: int
+    deleted: int
+    ranges: list[tuple[int, int]]
+    """First and last of each gap."""
+    lost: int
+    """Messages that the server could not read when it started: their blocks are damaged."""
+
+
+class StoredMessage(Struct, frozen=True, kw_only=True):
+    stream: str
+    sequence: int
+    time: str
+    """RFC 3339."""
+    subject: str
+    headers: dict[str, str]
+    data: bytes
+
+
+class Use(Struct, frozen=True, kw_only=True):
+    """How much of something an account uses; a `limit` of -1 is none."""
+
+    what: str
+    used: int
+    limit: int
+
+
+async def streams(app: App) -> list[dict[str, Any]]:
+    """All streams of the account, as JetStream tells of them, by name. Raises `BackendError`."""
+    found = await app.session.backend.administration().pages("STREAM.LIST", "streams")
+    return sorted(found, key=lambda stream: str(stream["config"]["name"]))
+
+
+async def stream_info(app: App, stream: str) -> dict[str, Any]:
+    """Raises `NotFoundError`."""
+    return await app.session.backend.administration().api(f"STREAM.INFO.{stream}")
+
+
+async def gaps(app: App, stream: str) -> Gaps:
+    """Raises `NotFoundError`."""
+    details = {"deleted_details": True}
+    api = app.session.backend.administration().api
+    state = (await api(f"STREAM.INFO.{stream}", details, timeout_seconds=DETAILS_SECONDS))["state"]
+    return Gaps(
+        first=state["first_seq"],
+        last=state["last_seq"],
+        messages=state["messages"],
+        deleted=state.get("num_deleted", 0),
+        ranges=list(_ranges(state.get("deleted") or ())),
+        lost=len((state.get("lost") or {}).get("msgs") or ()),
+    )
+
+
+def messages_before(found: Gaps, sequence: int) -> int:
+    """How many messages there are below a sequence."""
+    end = min(sequence, found.last + 1)
+    missing = sum(min(last + 1, end) - first for first, last in found.ranges if first < end)
+    return max(0, end - found.first - missing) if found.messages else 0
+
+
+async def count(app: App, stream: str, subject: str) -> int:
+    """How many messages match a subject, without a consumer: a work queue does not take one more. Raises
+    `NotFoundError`.
+    """
+    api = app.session.backend.administration().api
+    counts: dict[str, int] = {}
+    while True:
+        page = await api(f"STREAM.INFO.{stream}", {"subjects_filter": subject, "offset": len(counts)})
+        found = page["state"].get("subjects") or {}
+        counts |= found
+        if len(counts) >= page["total"] or not found:
+            return sum(counts.values())
+
+
+async def message(app: App, stream: str, *, sequence: int | None = None, subject: str | None = None) -> StoredMessage:
+    """The message of a sequence, or the last one of a subject, from the stream's leader. Raises `NotFoundError`."""
+    wanted = {"seq": sequence} if subject is None else {"last_by_subj": subject}
+    found = (await app.session.backend.administration().api(f"STREAM.MSG.GET.{stream}", wanted))["message"]
+    return StoredMessage(
+        stream=stream,
+        sequence=found["seq"],
+        time=found["time"],
+        subject=found["subject"],
+        headers=_headers(b64decode(found.get("hdrs", "")).decode(errors="replace")),
+        data=b64decode(found.get("data", "")),
+    )
+
+
+async def direct_message(
+    app: App, stream: str, *, sequence: int | None = None, subject: str | None = None
+) -> StoredMessage:
+    """The same from any copy of the stream, which may not have the newest yet.
+
+    Raises `NotFoundError`, and `RefusedError` where the stream's `allow_direct` is off.
+    """
+    info = await stream_info(app, stream)
+    if not info["config"].get("allow_direct"):
+        raise RefusedError(f"stream {stream} answers nobody directly: set allow_direct, or ask its leader")
+    administration = app.session.backend.administration()
+    base = f"{administration.api_prefix}.DIRECT.GET.{stream}"
+    asked = (base, json.encode({"seq": sequence})) if subject is None else (f"{base}.{subject}", b"")
+    answer = await administration.request(*asked)
+    headers = dict(answer.headers)
+    if "Nats-Sequence" not in headers:
+        raise NotFoundError(f"{stream}: {headers.get('Description', 'no such message')}", code=NO_MESSAGE)
+    headers.pop("Nats-Stream")
+    return StoredMessage(
+        stream=stream,
+        sequence=int(headers.pop("Nats-Sequence")),
+        time=headers.pop("Nats-Time-Stamp"),
+        subject=headers.pop("Nats-Subject"),
+        headers=headers,
+        data=answer.data,
+    )
+
+
+async def consumers(app: App, stream: str) -> list[dict[str, Any]]:
+    """All consumers of a stream, as JetStream tells of them, by name. Raises `NotFoundError`."""
+    found = await app.session.backend.administration().pages(f"CONSUMER.LIST.{stream}", "consumers")
+    return sorted(found, key=lambda consumer: str(consumer["name"]))
+
+
+async def consumer_info(app: App, stream: str, consumer: str) -> dict[str, Any]:
+    """Raises `NotFoundError`."""
+    return await app.session.backend.administration().api(f"CONSUMER.INFO.{stream}.{consumer}")
+
+
+async def account(app: App) -> list[Use]:
+    """What the account uses of JetStream, and of each tier where it has some. Raises `BackendError`."""
+    info = await app.session.backend.administration().api("INFO")
+    tiers: dict[str, Any] = info.get("tiers") or {}
+    uses = list(_uses(info, of="")) if not tiers else []
+    for tier, inside in tiers.items():
+        uses += _uses(inside, of=f" of {tier}")
+    api = info["api"]
+    return [
+        *uses,
+        Use(what="requests to the API", used=api["total"], limit=-1),
+        Use(what="of which failed", used=api["errors"], limit=-1),
+    ]
+
+
+def _uses(info: dict[str, Any], *, of: str) -> Iterator[Use]:
+    limits = info["limits"]
+    for what, used, limit in (
+        ("bytes in memory", "memory", "max_memory"),
+        ("bytes on disk", "storage", "max_storage"),
+        ("bytes reserved in memory", "reserved_memory", "max_memory"),
+        ("bytes reserved on disk", "reserved_storage", "max_storage"),
+        ("streams", "streams", "max_streams"),
+        ("consumers", "consumers", "max_consumers"),
+    ):
+        yield Use(what=f"{what}{of}", used=info.get(used, 0), limit=limits[limit])
+
+
+def _ranges(sequences: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Sequences in ascending order, as the first and last of each run."""
+    first = last = 0
+    for sequence in sequences:
+        if sequence != last + 1:
+            if last:
+                yield first, last
+            first = sequence
+        last = sequence
+    if last:
+        yield first, last
+
+
+def _headers(block: str) -> dict[str, str]:
+    lines = (line.partition(":") for line in block.splitlines()[1:] if line)
+    return {name: value.strip() for name, _, value in lines}

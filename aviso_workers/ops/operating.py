@@ -1,0 +1,148 @@
+"""What operators do to streams and consumers by hand: empty, seal, remove, hand over, give up a copy.
+
+Called by `streams purge|seal|rm|step-down|remove-peer` and `consumers rm|unpin`. What cannot be taken back comes in
+two: a plan that says what would be done, and refuses where the stream does, and the deed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import anyio
+from msgspec import Struct
+
+from aviso_workers.app import App
+from aviso_workers.errors import DeclarationError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.ops import inspecting
+
+__all__ = [
+    "Purge",
+    "check_purge_allowed",
+    "peers",
+    "plan_purge",
+    "purge",
+    "remove_consumer",
+    "remove_peer",
+    "remove_stream",
+    "seal",
+    "step_down",
+    "unpin",
+]
+
+ELECTION_SECONDS = 10.0
+ANSWER_SECONDS = 0.5
+LOOK_AGAIN_SECONDS = 0.05
+
+
+class Purge(Struct, frozen=True, kw_only=True):
+    """What a purge would remove."""
+
+    stream: str
+    request: Mapping[str, Any]
+    """As JetStream wants it."""
+    messages: int
+    """How many would go, as of now, or a few less: with a subject and a sequence the server has no count of both."""
+
+
+async def plan_purge(app: App, stream: str, *, subject: str = "", keep: int = 0, before: int = 0) -> Purge:
+    """What would go: everything, or what matches a subject, but for the newest `keep`, or only `before` a sequence.
+
+    Raises `NotFoundError`, `RefusedError` where the stream refuses purges, and `DeclarationError` for what a server
+    does not do.
+    """
+    if keep and before:
+        raise DeclarationError("say either how many to keep or before which sequence to remove, not both")
+    info = await inspecting.stream_info(app, stream)
+    check_purge_allowed(info["config"])
+    messages = int(info["state"]["messages"])
+    if subject:
+        messages = await inspecting.count(app, stream, subject)
+    if before:
+        gaps = await inspecting.gaps(app, stream)
+        messages = min(messages, inspecting.messages_before(gaps, before))
+    request = {"filter": subject, "keep": keep, "seq": before}
+    return Purge(
+        stream=stream,
+        request={name: value for name, value in request.items() if value},
+        messages=max(0, messages - keep),
+    )
+
+
+def check_purge_allowed(config: Mapping[str, Any]) -> None:
+    """Raise `RefusedError` where the stream of this configuration refuses purges."""
+    for field in ("sealed", "deny_purge"):
+        if config.get(field):
+            raise RefusedError(f"stream {config['name']} cannot be purged: it has {field}, which nobody can take back")
+
+
+async def purge(app: App, plan: Purge) -> int:
+    """Remove the messages; returns how many went. Their bytes may stay on the disk for a while."""
+    answer = await app.session.backend.administration().api(f"STREAM.PURGE.{plan.stream}", plan.request)
+    return int(answer["purged"])
+
+
+async def seal(app: App, stream: str) -> None:
+    """Let nothing of the stream be added, deleted, purged or grow too old, ever again. Raises `BackendError`."""
+    config = (await inspecting.stream_info(app, stream))["config"]
+    await app.session.backend.update_stream({**config, "sealed": True})
+
+
+async def remove_stream(app: App, stream: str) -> None:
+    """Remove a stream with its messages and consumers. Raises `NotFoundError`."""
+    await app.session.backend.delete_stream(stream)
+
+
+async def remove_consumer(app: App, stream: str, consumer: str) -> None:
+    """Raises `NotFoundError`."""
+    await app.session.backend.administration().api(f"CONSUMER.DELETE.{stream}.{consumer}")
+
+
+async def unpin(app: App, stream: str, consumer: str, group: str) -> None:
+    """Let the server pin another reader of a priority group. Raises `NotFoundError`, `RefusedError`."""
+    await app.session.backend.administration().api(f"CONSUMER.UNPIN.{stream}.{consumer}", {"group": group})
+
+
+async def step_down(app: App, stream: str, *, consumer: str = "", prefer: str = "") -> str:
+    """Let another server lead the stream, or one of its consumers; returns which one does.
+
+    Raises `NotFoundError`, `RefusedError` where it has no other server, `UnavailableError` where none is elected.
+    """
+    kind, what = ("CONSUMER", f"{stream}.{consumer}") if consumer else ("STREAM", stream)
+    api = app.session.backend.administration().api
+    before = (await api(f"{kind}.INFO.{what}")).get("cluster") or {}
+    if not before.get("replicas"):
+        raise RefusedError(f"{what} has one copy: there is no other server that could lead it")
+    await api(f"{kind}.LEADER.STEPDOWN.{what}", {"placement": {"preferred": prefer}} if prefer else {})
+    with anyio.move_on_after(ELECTION_SECONDS):
+        while True:
+            try:
+                info = await api(f"{kind}.INFO.{what}", timeout_seconds=ANSWER_SECONDS)
+                leader = str(info["cluster"].get("leader", ""))
+            except UnavailableError:
+                leader = ""  # nobody answers who does not lead
+            if leader and (leader == prefer or leader != before.get("leader")):
+                return leader
+            await anyio.sleep(LOOK_AGAIN_SECONDS)
+    raise UnavailableError(f"{what}: no other leader was elected within {ELECTION_SECONDS:.0f} s")
+
+
+async def peers(app: App, stream: str) -> dict[str, str]:
+    """The servers that hold a copy of a stream, and how each does. Raises `NotFoundError`."""
+    cluster = (await inspecting.stream_info(app, stream)).get("cluster") or {}
+    found = {str(cluster["leader"]): "leader"} if cluster.get("leader") else {}
+    for replica in cluster.get("replicas") or ():
+        is_well = replica.get("current") and not replica.get("offline")
+        found[replica["name"]] = "current" if is_well else f"behind by {replica.get('lag', 0)}"
+    return found
+
+
+async def remove_peer(app: App, stream: str, peer: str) -> None:
+    """Give up the copy that a server holds; another server that may hold one makes a new one.
+
+    Raises `NotFoundError` where the server holds none, `RefusedError` where no other may.
+    """
+    found = await peers(app, stream)
+    if peer not in found:
+        raise NotFoundError(f"{peer} holds no copy of {stream}; there are: {', '.join(found) or 'none in a cluster'}")
+    await app.session.backend.administration().api(f"STREAM.PEER.REMOVE.{stream}", {"peer": peer})

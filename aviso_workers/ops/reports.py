@@ -1,0 +1,191 @@
+"""How streams and consumers do, from two looks at a server: what a single one cannot tell is whether things move.
+
+Called by the commands `report ...` and `top`. A look is one request for all streams and one for each that has
+consumers, some hundreds at a time. What is made of two looks is pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import anyio
+import msgspec
+from msgspec import Struct
+
+from aviso_workers.app import App
+from aviso_workers.errors import NotFoundError
+from aviso_workers.streams import SECOND
+
+__all__ = ["ConsumerRow", "Look", "StreamRow", "consumers", "look", "streams"]
+
+
+class Look(Struct, frozen=True, kw_only=True):
+    """What a server said at one moment."""
+
+    at: float
+    """In seconds of a clock that only goes forward."""
+    streams: dict[str, dict[str, Any]]
+    consumers: dict[tuple[str, str], dict[str, Any]]
+    """By stream and name."""
+
+
+class StreamRow(Struct, frozen=True, kw_only=True):
+    """How a stream does."""
+
+    stream: str
+    messages: int
+    bytes: int
+    used: float | None
+    """The part of the nearest of its limits (max_msgs, max_bytes) that is used; None where it has none."""
+    deleted: int
+    """Gaps within it."""
+    rate: float
+    """Messages stored per second."""
+    last: datetime | None
+    """When the last message was stored."""
+    consumers: int
+    replicas: str
+    trouble: str
+
+
+class ConsumerRow(Struct, frozen=True, kw_only=True):
+    """How a consumer does."""
+
+    stream: str
+    consumer: str
+    pending: int
+    """Never delivered yet."""
+    ack_pending: int
+    """Delivered and not settled."""
+    redelivered: int
+    """Of these, delivered more than once."""
+    rate: float
+    """By how much the lag grows in a second; what is less than nought, it shrinks by."""
+    last_settled: datetime | None
+    paused: bool
+    stuck: bool
+    """There was something to do at both looks, nothing was finished in between, nor within the last `ack_wait`."""
+
+    @property
+    def lag(self) -> int:
+        """What is not finished."""
+        return self.pending + self.ack_pending
+
+    @property
+    def drain_seconds(self) -> float | None:
+        """When the lag is gone, if it goes on like this; None: never."""
+        if self.lag == 0:
+            return 0.0
+        return self.lag / -self.rate if self.rate < 0 else None
+
+
+async def look(app: App) -> Look:
+    """Ask the server. Inside of `async with app:`. Raises `BackendError`."""
+    server = app.session.backend.administration()
+    streams = {each["config"]["name"]: each for each in await server.pages("STREAM.LIST", "streams")}
+    consumers: dict[tuple[str, str], dict[str, Any]] = {}
+
+    for name in [name for name, found in streams.items() if found["state"].get("consumer_count")]:
+        try:
+            for each in await server.pages(f"CONSUMER.LIST.{name}", "consumers"):
+                consumers[name, each["name"]] = each
+        except NotFoundError:
+            streams.pop(name)  # it was deleted meanwhile
+    return Look(at=anyio.current_time(), streams=streams, consumers=consumers)
+
+
+def streams(now: Look, before: Look) -> list[StreamRow]:
+    """How every stream does, by name."""
+    return [_stream_row(name, now, before) for name in sorted(now.streams)]
+
+
+def consumers(now: Look, before: Look) -> list[ConsumerRow]:
+    """How every consumer does: those that lag behind most come first."""
+    rows = [_consumer_row(key, now, before) for key in now.consumers]
+    return sorted(rows, key=lambda row: (-row.lag, row.stream, row.consumer))
+
+
+def _stream_row(name: str, now: Look, before: Look) -> StreamRow:
+    found = now.streams[name]
+    config, state = found["config"], found["state"]
+    stored = state["last_seq"] - before.streams.get(name, found)["state"]["last_seq"]
+    parts = [
+        state[counted] / config[limit]
+        for counted, limit in (("messages", "max_msgs"), ("bytes", "max_bytes"))
+        if config.get(limit, -1) > 0
+    ]
+    return StreamRow(
+        stream=name,
+        messages=state["messages"],
+        bytes=state["bytes"],
+        used=max(parts, default=None),
+        deleted=state.get("num_deleted", 0),
+        rate=_per_second(stored, now, before),
+        last=_time(state["last_ts"]) if state["messages"] else None,
+        consumers=state.get("consumer_count", 0),
+        replicas=_replicas(config, found.get("cluster") or {}),
+        trouble=_trouble(state, config, found.get("cluster") or {}),
+    )
+
+
+def _consumer_row(key: tuple[str, str], now: Look, before: Look) -> ConsumerRow:
+    found = now.consumers[key]
+    known = before.consumers.get(key, found)
+    last_settled = _time(found["ack_floor"].get("last_active"))
+    return ConsumerRow(
+        stream=key[0],
+        consumer=key[1],
+        pending=found["num_pending"],
+        ack_pending=found["num_ack_pending"],
+        redelivered=found["num_redelivered"],
+        rate=_per_second(_lag(found) - _lag(known), now, before),
+        last_settled=last_settled,
+        paused=bool(found.get("paused")),
+        stuck=_is_stuck(found, known, last_settled),
+    )
+
+
+def _is_stuck(found: Mapping[str, Any], known: Mapping[str, Any], last_settled: datetime | None) -> bool:
+    if found.get("paused") or not _lag(found) or not _lag(known) or found["ack_floor"] != known["ack_floor"]:
+        return False
+    if last_settled is None:
+        return True
+    said = msgspec.convert(found["ts"], datetime)
+    ack_wait: int = found["config"].get("ack_wait", 0)
+    return (said - last_settled).total_seconds() > ack_wait / SECOND
+
+
+def _lag(consumer: Mapping[str, Any]) -> int:
+    lag: int = consumer["num_pending"] + consumer["num_ack_pending"]
+    return lag
+
+
+def _per_second(change: int, now: Look, before: Look) -> float:
+    return change / (now.at - before.at) if now.at > before.at else 0.0
+
+
+def _replicas(config: Mapping[str, Any], cluster: Mapping[str, Any]) -> str:
+    wanted = config.get("num_replicas", 1)
+    if not cluster:
+        return str(wanted)
+    current = 1 + sum(bool(peer.get("current")) for peer in cluster.get("replicas") or ())
+    return f"{current} of {wanted}, led by {cluster.get('leader') or 'nobody'}"
+
+
+def _trouble(state: Mapping[str, Any], config: Mapping[str, Any], cluster: Mapping[str, Any]) -> str:
+    if (lost := state.get("lost")) and lost.get("msgs"):
+        return f"{len(lost['msgs'])} messages are lost: a block is damaged"
+    if cluster and not cluster.get("leader"):
+        return "it has no leader"
+    behind = [peer["name"] for peer in cluster.get("replicas") or () if peer.get("offline") or not peer.get("current")]
+    if behind:
+        return f"not current: {', '.join(behind)}"
+    if config.get("sealed"):
+        return "it is sealed"
+    return ""
+
+
+def _time(found: str | None) -> datetime | None:
+    return msgspec.convert(found, datetime | None)

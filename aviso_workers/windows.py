@@ -1,0 +1,241 @@
+"""Windows: notifications gathered by the time at which they happened, as one value for each key and stretch of time.
+
+Pure. What is known of a key is one `State`, and each step that it takes is a function here: a notification is counted,
+windows are closed, one is done. `engine.windowing` keeps the states where all workers find them, and says when a window
+closes. Times are seconds since 1970 UTC.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from typing import Any, Generic, TypeVar
+
+from msgspec import Struct, structs
+
+from aviso_workers.errors import DeclarationError, LateError
+from aviso_workers.literals import Duration
+from aviso_workers.notifications import Notification
+
+__all__ = ["State", "Window", "Windowing", "add", "close", "due", "has_missed", "newest", "prune", "without"]
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+NEVER = -(2**53)
+"""Before every time: the least whole number that JSON carries everywhere."""
+
+
+class Window(Struct, Generic[A], frozen=True, kw_only=True):
+    """A stretch of time that is over, of one key, and what its notifications came to."""
+
+    key: str
+    """Empty where the agent's windows have no keys."""
+    start: datetime
+    """UTC."""
+    end: datetime
+    """The first moment that is not in it."""
+    value: A
+
+
+class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
+    """How an agent of a `Window` gathers its notifications.
+
+    Windows are `size` long (`15m`, `1h`, `1d`) and begin at whole multiples of it since 1970 UTC: tumbling ones. With
+    `every`, they begin at whole multiples of that: hopping ones, which overlap. `fold` makes the new value of a window
+    of the old one, at first `initial`, and a notification; it may be called again with the same ones, so let it compute
+    and do nothing else. `key` parts windows, `time` says when a notification happened (with a time zone; default: when
+    its stream stored it).
+
+    A window closes when a notification of `lateness` after its end has come. With `idle`, all close when the agent was
+    given nothing for so long. Raises `DeclarationError`.
+    """
+
+    size: str
+    fold: Callable[[A, Notification[T]], A]
+    initial: A
+    every: str | None = None
+    key: Callable[[Notification[T]], str] | None = None
+    time: Callable[[Notification[T]], datetime] | None = None
+    lateness: str = "0s"
+    idle: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("size", "every", "lateness", "idle"):
+            try:
+                seconds = _seconds(getattr(self, name) or "1s")
+            except (AttributeError, TypeError, ValueError) as error:
+                raise DeclarationError(f"Windowing: {name}: {error}") from error
+            if not seconds and name != "lateness":
+                raise DeclarationError(f"Windowing: {name} must be longer than nought")
+        if self.every_seconds > self.size_seconds:
+            raise DeclarationError(
+                f"Windowing: every must be at most size, or some notifications are in no window, found {self.every}"
+            )
+
+    @property
+    def size_seconds(self) -> int:
+        return _seconds(self.size)
+
+    @property
+    def every_seconds(self) -> int:
+        return _seconds(self.every or self.size)
+
+    @property
+    def lateness_seconds(self) -> int:
+        return _seconds(self.lateness)
+
+    @property
+    def idle_seconds(self) -> int | None:
+        return _seconds(self.idle) if self.idle else None
+
+    def key_of(self, notification: Notification[T]) -> str:
+        return self.key(notification) if self.key else ""
+
+    def time_of(self, notification: Notification[T]) -> float:
+        """Raises `ValueError` for a time that has no zone, or is so far away that its windows end at no time."""
+        time = self.time(notification) if self.time else notification.time
+        if time.tzinfo is None or not 1000 < time.year < 9000:
+            raise ValueError(f"the time of a notification needs a zone, and a year from 1001 to 8999; found {time!r}")
+        return time.timestamp()
+
+    def starts(self, time: float) -> list[int]:
+        """Of the windows that a time is in."""
+        every = self.every_seconds
+        last = int(time // every) * every
+        return list(range(last, int(time // 1) - self.size_seconds, -every))
+
+    def ended(self, time: float) -> int:
+        """A number that grows when one more window has ended by then."""
+        return int((time - self.size_seconds) // self.every_seconds)
+
+    def window(self, key: str, start: int, value: A) -> Window[A]:
+        begins, ends = (datetime.fromtimestamp(each, UTC) for each in (start, start + self.size_seconds))
+        return Window(key=key, start=begins, end=ends, value=value)
+
+
+class State(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True):
+    """What is known of a key."""
+
+    open: dict[int, A] = {}
+    """The values of the windows that are not done, by start."""
+    closed: int = NEVER
+    """Windows that end by then take nothing any more."""
+    time: float = NEVER
+    """When the newest notification happened that was counted."""
+    sequence: int = 0
+    """Of that one."""
+    stored: float = NEVER
+    """When the last was stored that was counted."""
+    counted: dict[int, float] = {}
+    """By sequence, when each was stored that was counted and may come again: a stream that is made anew has the same
+    sequences."""
+    floor: tuple[int, float] = (0, NEVER)
+    """The greatest sequence and store time of those that were counted and left out of `counted`, because the server
+    knows that they are settled. They come again only where somebody resets the agent."""
+    missed: dict[int, float] = {}
+    """As `counted`: those that came too late for one of their windows, and not for all."""
+    retried: list[str] = []
+    """The dead letters that were tried again and counted. Their sequences are below the floor."""
+
+
+def newest(states: Iterable[State[Any]]) -> tuple[float, int]:
+    """When the newest notification happened that was counted, and its sequence."""
+    return max(((state.time, state.sequence) for state in states), default=(NEVER, 0))
+
+
+def add(
+    state: State[A],
+    notification: Notification[T],
+    windowing: Windowing[A, T],
+    *,
+    time: float,
+    passed: int = NEVER,
+    retry: str = "",
+) -> State[A]:
+    """The state with the notification counted in each of its windows that is open; as it was, where it had been before.
+
+    `time` is when it happened. Windows that end by `passed` are closed, whatever the key. `retry` is the id of the dead
+    letter that it was, if it was one. Raises `LateError` where none of its windows is open.
+    """
+    sequence, stored = notification.sequence, notification.time.timestamp()
+    if _is_counted(state, sequence, stored, retry):
+        return state
+    starts = windowing.starts(time)
+    closed = max(passed, state.closed)
+    taking = [start for start in starts if start + windowing.size_seconds > closed]
+    if not taking:
+        raise LateError(f"all of its windows have closed, the last at {_text(starts[0] + windowing.size_seconds)}")
+    values = dict(state.open)
+    for start in taking:
+        before = values[start] if start in values else copy.deepcopy(windowing.initial)
+        values[start] = windowing.fold(before, notification)
+    this = {sequence: stored}
+    newer = time > state.time
+    return structs.replace(
+        state,
+        open=values,
+        time=time if newer else state.time,
+        sequence=sequence if newer else state.sequence,
+        stored=max(stored, state.stored),
+        counted=state.counted | this,
+        missed=state.missed if len(taking) == len(starts) else state.missed | this,
+        retried=[*state.retried, retry] if retry else state.retried,
+    )
+
+
+def has_missed(state: State[Any], notification: Notification[Any]) -> bool:
+    """Whether it was counted, and came too late for one of its windows."""
+    return state.missed.get(notification.sequence) == notification.time.timestamp()
+
+
+def prune(state: State[A], settled: int) -> State[A]:
+    """The state without what need not be remembered, as the server knows that all up to this sequence is settled."""
+    gone = {sequence: stored for sequence, stored in state.counted.items() if sequence <= settled}
+    sequence, stored = state.floor
+    return structs.replace(
+        state,
+        counted={sequence: stored for sequence, stored in state.counted.items() if sequence > settled},
+        floor=(max([sequence, *gone]), max([stored, *gone.values()])),
+    )
+
+
+def close(state: State[A], until: float, windowing: Windowing[A, Any]) -> State[A]:
+    """The state with the windows closed that end by then; as it was, where there are none."""
+    if not any(state.closed < start + windowing.size_seconds <= until for start in state.open):
+        return state
+    return structs.replace(state, closed=int(until // 1))
+
+
+def due(state: State[A], windowing: Windowing[A, Any]) -> list[int]:
+    """The starts of the windows that are closed and not done, the oldest first."""
+    return sorted(start for start in state.open if start + windowing.size_seconds <= state.closed)
+
+
+def without(state: State[A], start: int) -> State[A]:
+    """The state when this window is done; as it was, where it was done before."""
+    if start not in state.open:
+        return state
+    values = {known: value for known, value in state.open.items() if known != start}
+    if values:
+        return structs.replace(state, open=values)
+    return structs.replace(state, open=values, missed={}, retried=[])
+
+
+def _is_counted(state: State[Any], sequence: int, stored: float, retry: str) -> bool:
+    if state.counted.get(sequence) == stored or state.missed.get(sequence) == stored:
+        return True
+    if retry:
+        return retry in state.retried
+    return sequence <= state.floor[0] and stored <= state.floor[1]
+
+
+@functools.cache
+def _seconds(duration: str) -> int:
+    return Duration.parse(duration)
+
+
+def _text(time: int) -> str:
+    return datetime.fromtimestamp(time, UTC).isoformat()

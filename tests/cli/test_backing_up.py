@@ -1,0 +1,117 @@
+"""`aviso-workers backup create|ls|verify|restore|drill|cleanse` on a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import pytest
+
+from aviso_workers import App
+from aviso_workers.ops import backups
+from aviso_workers.streams import StreamSpec
+from tests.cli.conftest import Ran
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def filled(run: Run, config: Path) -> Path:
+    """The configuration of a server with three notifications of `mars`."""
+    for step in (1, 2, 3):
+        assert run("notify", "mars", "class=od", f"step={step}", "--config", config).code == 0
+    return config
+
+
+def made(run: Run, config: Path) -> Path:
+    assert run("backup", "create", "mars", "--to", "kept", "--config", config).code == 0
+    return backups.find(Path("kept"))[-1].directory
+
+
+def test_a_backup_is_made_listed_verified_and_restored(run: Run, filled: Path) -> None:
+    created = run("backup", "create", "mars", "--to", "kept", "--config", filled)
+    assert (created.code, created.err) == (0, ""), "no bars where there is no terminal"
+    (found,) = backups.find(Path("kept"))
+    assert created.out == f"MARS: 3 messages, {found.size} bytes in {found.directory.absolute()}\n"
+    (row,) = (line for line in run("backup", "ls", "kept").lines if "MARS" in line)
+    assert [cell.strip() for cell in row.split("│")[1:6:2]] == ["MARS", "3", "2.15.0"], row
+    verified = run("backup", "verify", "kept")
+    assert (verified.code, "3 messages" in verified.out, "0 consumers" in verified.out) == (0, True, True), verified
+    drilled = run("backup", "drill", found.directory, "--config", filled)
+    assert (drilled.code, "3 messages and 0 consumers restored and compared" in drilled.out) == (0, True), drilled
+    beside = run("backup", "restore", found.directory, "--as", "OLD", "--storage", "memory", "--config", filled)
+    assert (beside.code, beside.out) == (0, "OLD: 3 messages, from 1 on\n"), beside
+    again = run("backup", "restore", found.directory, "--config", filled)
+    assert (again.code, "MARS exists, with 3 messages" in again.err) == (1, True), again
+
+
+def test_all_streams_are_backed_up_and_old_backups_removed(run: Run, filled: Path) -> None:
+    run("backup", "create", "mars", "--to", "kept", "--config", filled)
+    first = backups.find(Path("kept"))[0].directory
+    ran = run("backup", "create", "--all", "--to", "kept", "--keep", "1", "--config", filled)
+    assert (ran.code, f"MARS: removed {first}" in ran.out) == (0, True), ran
+    assert [found.stream for found in backups.find(Path("kept"))] == ["MARS"]
+
+
+def test_what_to_back_up_must_be_said(run: Run, config: Path) -> None:
+    for names in ([], ["mars", "--all"]):
+        ran = run("backup", "create", *names, "--to", "kept", "--config", config)
+        assert (ran.code, "say what to back up" in ran.err) == (2, True), ran
+    missing = run("backup", "create", "mars", "--to", "kept", "--config", config)
+    assert (missing.code, "no stream MARS; there are: none" in missing.err) == (1, True), missing
+
+
+def test_one_that_fails_does_not_keep_the_others_from_it(run: Run, filled: Path) -> None:
+    async def create_another() -> None:
+        async with App("tests", config=filled) as app:
+            await app.session.backend.create_stream(StreamSpec(name="OTHER", subjects=("other",)))
+
+    anyio.run(create_another)
+    Path("kept").mkdir()
+    Path("kept/MARS").touch()
+    ran = run("backup", "create", "--all", "--to", "kept", "--config", filled)
+    assert (ran.code, "cannot write" in ran.err, "OTHER: 0 messages" in ran.out) == (1, True, True), ran
+
+
+def test_every_damaged_backup_is_named(run: Run, filled: Path) -> None:
+    directory = made(run, filled)
+    os.truncate(directory / "stream.arc.s2", 100)
+    whole = made(run, filled)
+    ran = run("backup", "verify", "kept")
+    assert (ran.code, f"{directory} is damaged" in ran.err, f"{whole}: 3 messages" in ran.out) == (1, True, True), ran
+    assert run("backup", "verify", "nowhere").code == 1
+
+
+def test_nothing_is_cleansed_without_a_yes(run: Run, filled: Path) -> None:
+    directory = made(run, filled)
+    before = (directory / "stream.arc.s2").read_bytes()
+    asked = run("backup", "cleanse", directory, "class=od", 'step={"gte":2}', "--config", filled)
+    assert (asked.code, "2 messages match, 1 stay" in asked.out, "--yes" in asked.err) == (2, True, True), asked
+    assert (directory / "stream.arc.s2").read_bytes() == before
+    done = run("backup", "cleanse", directory, "class=od", 'step={"gte":2}', "--yes", "--config", filled)
+    assert (done.code, done.lines[-1]) == (0, f"{directory}: 2 messages removed"), done
+    assert "1 messages" in run("backup", "verify", directory).out
+    nothing = run("backup", "cleanse", directory, "--subject", "mars.od.3", "--yes")
+    assert (nothing.code, "0 messages match" in nothing.out) == (0, True), nothing
+
+
+def test_what_to_cleanse_must_be_said(run: Run, filled: Path) -> None:
+    directory = made(run, filled)
+    for said in ([], ["class=od", "--subject", ">"]):
+        ran = run("backup", "cleanse", directory, *said, "--config", filled)
+        assert (ran.code, "say which messages" in ran.err) == (2, True), ran
+    unknown = run("backup", "cleanse", directory, "colour=red", "--config", filled)
+    assert (unknown.code, "'colour'" in unknown.err) == (2, True), unknown
+
+
+def test_what_expired_since_is_told(run: Run, filled: Path) -> None:
+    directory = made(run, filled)
+    meta = json.loads((directory / "backup.json").read_text())
+    del meta["aviso_workers"]
+    meta["config"]["max_msgs"] = 2
+    (directory / "backup.json").write_text(json.dumps(meta))
+    ran = run("backup", "restore", directory, "--as", "OLD", "--config", filled)
+    assert (ran.code, ran.out, "it had 3" in ran.err) == (0, "OLD: 2 messages, from 2 on\n", True), ran

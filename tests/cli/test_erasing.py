@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Ran
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def stored(run: Run, config: Path) -> Path:
+    for step in (1, 2):
+        assert run("notify", "mars", "class=od", f"step={step}", "--payload", '"here"', "-c", config).code == 0
+    return config
+
+
+def test_without_yes_nothing_is_erased(run: Run, stored: Path) -> None:
+    ran = run("erase", "mars", "step=1", "-c", stored)
+    assert (ran.code, ran.err) == (2, "nothing was erased; say --yes to erase all of them\n")
+    assert "notifications of mars" in ran.out
+    assert "not looked at: backups: `aviso-workers backup cleanse` rewrites them." in ran.lines
+    assert run("erase", "mars", "step=1", "--dry-run", "-c", stored).code == 0
+    assert len(run("replay", "mars", "-c", stored).lines) == 2
+
+
+def test_it_erases_and_leaves_a_record(run: Run, stored: Path, tmp_path: Path) -> None:
+    ran = run("erase", "mars", "step=1", "--yes", "--audit", "erased.json", "-c", stored)
+    assert (ran.code, ran.lines[-1]) == (0, "1 erased, 0 left; the record is erased.json")
+    assert json.loads((tmp_path / "erased.json").read_bytes())["erased"] == {"MARS": 1}
+    [left] = map(json.loads, run("replay", "mars", "-c", stored).lines)
+    assert left["data"]["identifier"]["step"] == "2"
+
+
+def test_what_matches_nothing_is_said(run: Run, stored: Path) -> None:
+    ran = run("erase", "mars", "step=9", "--yes", "-c", stored)
+    assert (ran.code, ran.lines[0]) == (0, "nothing matches")
+
+
+def test_a_filter_is_needed(run: Run, config: Path) -> None:
+    ran = run("erase", "mars", "--yes", "-c", config)
+    assert (ran.code, "say which notifications to erase" in ran.err) == (2, True)

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from aviso_workers.cli import measuring
+from tests.cli.conftest import Ran
+from tests.commands import Command
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def stored(run: Run, config: Path) -> Path:
+    for step in (1, 2):
+        assert run("notify", "mars", "class=od", f"step={step}", "-c", config).code == 0
+    return config
+
+
+def test_streams_are_reported(run: Run, stored: Path) -> None:
+    ran = run("report", "streams", "--seconds", "0.1", "-c", stored)
+    assert ran.code == 0
+    assert "MARS" in ran.out
+    [document] = map(json.loads, run("report", "streams", "--seconds", "0.1", "--json", "-c", stored).lines)
+    assert (document["stream"], document["messages"], document["rate"]) == ("MARS", 2, 0.0)
+
+
+def test_without_consumers_nothing_is_stuck(run: Run, stored: Path) -> None:
+    for what in ("consumers", "agents"):
+        ran = run("report", what, "--seconds", "0.1", "-c", stored)
+        assert (ran.code, ran.out) == (0, "there are none\n")
+
+
+def test_mirrors_are_reported(run: Run, stored: Path) -> None:
+    assert run("report", "mirrors", "-c", stored).out == "no stream follows another one\n"
+
+
+def test_top_goes_on_until_it_is_ended(start: Callable[..., Command], run: Run, stored: Path) -> None:
+    top = start("top", "--seconds", "0.1", "-c", stored)
+    assert any("MARS" in line for line in top.lines(12))
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [([0, 0], "▁▁"), ([1, 2, 4, 8], "▂▃▅█"), ([5], "█")],
+)
+def test_the_highest_value_has_the_highest_bar(values: list[float], bars: str) -> None:
+    assert measuring._sparkline(values) == bars

@@ -1,0 +1,482 @@
+"""Windows: what is counted, when they close, and what is published of them, on either backend."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from aviso_workers import App, Backoff, Notification, Notify, Reject, Window, Windowing
+from aviso_workers.engine import windowing
+from aviso_workers.engine.windowing import AsWindows
+from aviso_workers.errors import LateError, RefusedError, UndecodableError
+from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
+from aviso_workers.testing import Harness, harness
+from tests.contract.settings import mars
+
+pytestmark = pytest.mark.anyio
+
+SIX = datetime(2026, 11, 20, 6, tzinfo=UTC)
+STEPS = itertools.count()
+PROMPT = Backoff(first=0.05, factor=1, attempts=3, jitter=0)
+
+
+class Field(msgspec.Struct, frozen=True):
+    minute: float
+    """When it happened, after six o'clock."""
+    size: int = 1
+
+
+def happened(notification: Notification[Field]) -> datetime:
+    return SIX + timedelta(minutes=notification.payload.minute)
+
+
+def add(total: int, notification: Notification[Field]) -> int:
+    return total + notification.payload.size
+
+
+def class_of(notification: Notification[Field]) -> str:
+    return notification.identifier["class"]
+
+
+def hourly(**stated: Any) -> Windowing[int, Field]:
+    return Windowing(**{"size": "1h", "fold": add, "initial": 0, "time": happened, **stated})
+
+
+def result(window: Window[int]) -> Notify:
+    minutes = [int((time - SIX).total_seconds() / 60) for time in (window.start, window.end)]
+    return Notify("plain", {"a": f"{minutes[0]}-{minutes[1]}", "b": window.key or "all"}, window.value)
+
+
+@pytest.fixture
+def declare(app: App) -> Callable[..., Any]:
+    """`declare(hourly(), concurrency=2)`: an agent that publishes the sums of windows."""
+
+    def declare(window: Windowing[int, Field], **policy: Any) -> Any:
+        @app.agent("mars", window=window, **{"retry": PROMPT, **policy})
+        async def sums(window: Window[int]) -> Notify:
+            return result(window)
+
+        return sums
+
+    return declare
+
+
+async def notify(t: Harness, *minutes: float, size: int = 1, of: str = "od") -> None:
+    for minute in minutes:
+        identifier = mars(step=next(STEPS), **{"class": of})  # the stream keeps one notification of each topic
+        await t.notify("mars", identifier, {"minute": minute, "size": size})
+
+
+def sums(t: Harness) -> dict[str, int]:
+    """What was published, by window. None is published twice."""
+    found = [one for one in t.published if one.event_type == "plain"]
+    by_window = {f"{one.identifier['a']} {one.identifier['b']}": one.payload for one in found}
+    assert len(by_window) == len(found), f"published twice: {found}"
+    return by_window
+
+
+async def test_a_window_is_published_when_a_notification_of_after_its_end_has_come(
+    app: App, url: str | None, declare: Callable[..., Any]
+) -> None:
+    agent = declare(hourly())
+    async with harness(app, server=url) as t:
+        await notify(t, 0, 10, 59.9)
+        await t.settle()
+        assert sums(t) == {}
+        await notify(t, 60)
+        await t.settle()
+        assert sums(t) == {"0-60 all": 3}
+        await notify(t, 200)
+        await t.settle()
+        assert sums(t) == {"0-60 all": 3, "60-120 all": 1}
+        assert [(done.start, done.error) for done in t.windows(agent)] == [
+            (SIX, None),
+            (SIX + timedelta(hours=1), None),
+        ]
+
+
+async def test_hopping_windows_overlap(app: App, url: str | None, declare: Callable[..., Any]) -> None:
+    declare(hourly(every="30m"))
+    async with harness(app, server=url) as t:
+        await notify(t, 0, 40, 70, 150)
+        await t.settle()
+        assert sums(t) == {"-30-30 all": 1, "0-60 all": 2, "30-90 all": 2, "60-120 all": 1}
+
+
+async def test_each_key_has_windows_and_all_close_together(
+    app: App, url: str | None, declare: Callable[..., Any]
+) -> None:
+    declare(hourly(key=class_of))
+    async with harness(app, server=url) as t:
+        await notify(t, 1, 2, of="od")
+        await notify(t, 3, of="rd")
+        await notify(t, 61, of="od")
+        await t.settle()
+        assert sums(t) == {"0-60 od": 2, "0-60 rd": 1}
+
+
+async def test_a_key_may_be_any_text(app: App, url: str | None) -> None:
+    keys: list[str] = []
+
+    @app.agent("mars", window=hourly(key=lambda one: "größe / *"))
+    async def note(window: Window[int]) -> None:
+        keys.append(window.key)
+
+    async with harness(app, server=url) as t:
+        await notify(t, 1, 61)
+        await t.settle()
+    assert keys == ["größe / *"]
+
+
+async def test_what_is_out_of_order_is_waited_for_by_the_lateness(
+    app: App, url: str | None, declare: Callable[..., Any]
+) -> None:
+    declare(hourly(lateness="15m"))
+    async with harness(app, server=url) as t:
+        await notify(t, 70, 10, 74, 59)
+        await t.settle()
+        assert sums(t) == {}
+        await notify(t, 75)
+        await t.settle()
+        assert sums(t) == {"0-60 all": 2}
+
+
+async def test_what_is_late_is_a_dead_letter(app: App, url: str | None, declare: Callable[..., Any]) -> None:
+    agent = declare(hourly())
+    async with harness(app, server=url) as t:
+        await notify(t, 10, 70)
+        await t.settle()
+        await notify(t, 20)
+        await t.settle()
+        assert t.outcomes(agent) == ["acked", "acked", "dead_lettered"]
+        (letter,) = t.dead_letters
+        assert letter.reason == "late"
+        assert letter.error == "LateError: all of its windows have closed, the last at 2026-11-20T07:00:00+00:00"
+        assert sums(t) == {"0-60 all": 1}
+
+
+async def test_what_is_late_for_one_of_its_windows_counts_in_the_others(
+    app: App, url: str | None, declare: Callable[..., Any]
+) -> None:
+    declare(hourly(every="30m"))
+    async with harness(app, server=url) as t:
+        await notify(t, 10, 65)
+        await t.settle()
+        await notify(t, 40)
+        await t.settle()
+        (letter,) = t.dead_letters
+        assert (letter.reason, letter.error) == (
+            "late",
+            "LateError: one of its windows had closed; it was counted in the others",
+        )
+        await notify(t, 300)
+        await t.settle()
+        assert sums(t) == {"-30-30 all": 1, "0-60 all": 1, "30-90 all": 2, "60-120 all": 1}
+
+
+async def test_what_is_late_is_late_for_every_key(app: App, url: str | None, declare: Callable[..., Any]) -> None:
+    declare(hourly(key=class_of))
+    async with harness(app, server=url) as t:
+        await notify(t, 10, 70, of="od")
+        await t.settle()
+        await notify(t, 20, 80, of="rd")
+        await t.settle()
+        await notify(t, 130, of="od")
+        await t.settle()
+        assert [letter.reason for letter in t.dead_letters] == ["late"]
+        assert sums(t) == {"0-60 od": 1, "60-120 od": 1, "60-120 rd": 1}
+
+
+async def test_an_author_may_say_what_becomes_of_what_is_late(
+    app: App, url: str | None, declare: Callable[..., Any]
+) -> None:
+    agent = declare(hourly())
+    late: list[Exception] = []
+    agent.on_error(LateError)(late.append)
+    async with harness(app, server=url) as t:
+        await notify(t, 70)
+        await t.settle()
+        await notify(t, 130)
+        await t.settle()
+        await notify(t, 10, 125)
+        await t.settle()
+        assert (t.outcomes(agent), len(late), t.dead_letters) == (["acked"] * 4, 1, [])
+
+
+async def test_a_notification_that_comes_again_counts_once(
+    app: App, url: str | None, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a worker dies between counting and acknowledging."""
+    count, failed = AsWindows._count, []
+
+    async def count_and_fail(self: AsWindows, notification: Notification[Field]) -> None:
+        await count(self, notification)
+        if len(failed) < 2:
+            failed.append(notification)
+            raise ConnectionError("the worker dies here")
+
+    monkeypatch.setattr(AsWindows, "_count", count_and_fail)
+    agent = declare(hourly())
+    async with harness(app, server=url) as t:
+        await notify(t, 10, size=5)
+        await notify(t, 70)
+        await t.settle()
+        assert t.outcomes(agent).count("retried") == 2
+        assert sums(t) == {"0-60 all": 5}
+
+
+async def test_a_window_waits_for_what_is_tried_again(app: App, url: str | None) -> None:
+    tries: list[int] = []
+
+    def add_at_the_second_try(total: int, notification: Notification[Field]) -> int:
+        if notification.payload.size == 7:
+            tries.append(1)
+            if len(tries) == 1:
+                raise ConnectionError
+        return total + notification.payload.size
+
+    @app.agent("mars", window=hourly(fold=add_at_the_second_try), retry=Backoff(first=2.5, jitter=0))
+    async def sums_of_all(window: Window[int]) -> Notify:
+        return result(window)
+
+    async with harness(app, server=url) as t:
+        await notify(t, 10, size=7)
+        await notify(t, 70, 71)
+        await t.settle()
+        assert (sums(t), t.dead_letters) == ({"0-60 all": 7}, [])
+
+
+async def test_a_dead_letter_that_is_tried_again_counts_once(
+    app: App, url: str | None, declare: Callable[..., Any]
+) -> None:
+    broken = [True]
+
+    def add_if_it_works(total: int, notification: Notification[Field]) -> int:
+        if broken and notification.payload.size == 7:
+            raise Reject("not yet")
+        return total + notification.payload.size
+
+    agent = declare(hourly(fold=add_if_it_works))
+    async with harness(app, server=url) as t:
+        await notify(t, 10, size=7)
+        await notify(t, 11)
+        await t.settle()
+        broken.clear()
+        office = DeadLetterOffice(app)
+        (letter,) = [letter async for letter in office.letters(Selection())]
+        await office.retry(letter)
+        await t.settle()
+        await notify(t, 61)
+        await t.settle()
+        assert t.outcomes(agent) == ["dead_lettered", "acked", "acked", "acked"]
+        assert sums(t) == {"0-60 all": 8}
+
+
+async def test_an_agent_that_is_reset_does_not_count_again_what_it_has_counted(
+    app: App, url: str | None, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windowing, "MANY", 2)  # so that what is settled is forgotten soon
+    agent = declare(hourly())
+    async with harness(app, server=url) as t:
+        await notify(t, *range(10))
+        await t.settle()
+        await t.advance(0.2)
+        await notify(t, 11)
+        await t.settle()
+        await app.session.backend.reset_consumer("MARS", agent.durable_name(app.name), sequence=1)
+        await notify(t, 12)
+        await t.settle()
+        assert t.outcomes(agent) == ["acked"] * 23
+        await notify(t, 60)
+        await t.settle()
+        assert sums(t) == {"0-60 all": 12}
+
+
+async def test_a_function_that_fails_is_run_again_and_publishes_once(app: App, url: str | None) -> None:
+    tries: list[int] = []
+
+    @app.agent("mars", window=hourly(), retry=Backoff(first=0.05, factor=1, attempts=1, jitter=0))
+    async def sums_at_the_third_try(window: Window[int]) -> None:
+        tries.append(window.value)
+        one = result(window)
+        await app.notify(one.event_type, one.identifier, one.payload)
+        if len(tries) < 3:
+            raise ConnectionError("no database")
+
+    async with harness(app, server=url) as t:
+        await notify(t, 10, 70)
+        await t.settle()
+        assert (tries, sums(t)) == ([1, 1, 1], {"0-60 all": 1})
+        errors = [repr(done.error) for done in t.windows(sums_at_the_third_try)]
+        assert errors == ["ConnectionError('no database')"] * 2 + ["None"]
+        assert t.outcomes(sums_at_the_third_try) == ["acked", "acked"]
+
+
+async def test_settle_tells_of_a_window_that_fails(app: App, url: str | None, declare: Callable[..., Any]) -> None:
+    agent = declare(hourly())
+    async with harness(app, server=url) as t:
+        t.fail(agent, ConnectionError("no database"), times=1000)
+        await notify(t, 10, 70)
+        with pytest.raises(AssertionError, match=r"1 windows over and not done.*no database"):
+            await t.settle(within_seconds=3)
+
+
+async def test_windows_outlive_their_workers(app: App, url: str | None, declare: Callable[..., Any]) -> None:
+    declare(hourly())
+    async with harness(app, server=url) as t:
+        t.fail("sums", ConnectionError(), times=1)
+        await notify(t, 10, 11, 70)
+        await anyio.sleep(0.1)
+        await t.stop()
+        await t.start()
+        await t.settle()
+        assert sums(t) == {"0-60 all": 2}
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+async def test_workers_count_together(app: App, url: str | None, declare: Callable[..., Any], concurrency: int) -> None:
+    declare(hourly(key=class_of), concurrency=concurrency)
+    async with harness(app, server=url, workers=3) as t:
+        for minute in range(60):
+            await notify(t, minute, size=minute, of=("od", "rd")[minute % 2])
+        await notify(t, 60)
+        await t.settle()
+        assert sums(t) == {"0-60 od": sum(range(0, 60, 2)), "0-60 rd": sum(range(1, 60, 2))}
+
+
+async def test_windows_close_when_nothing_comes_any_more(
+    app: App, url: str | None, declare: Callable[..., Any]
+) -> None:
+    declare(hourly(idle="3s"))
+    async with harness(app, server=url) as t:
+        await notify(t, 10, 70)
+        await t.settle()
+        assert sums(t) == {"0-60 all": 1}
+        await t.advance(4.5)
+        assert sums(t) == {"0-60 all": 1, "60-120 all": 1}
+
+
+async def test_by_default_a_notification_happened_when_it_was_stored(app: App, url: str | None) -> None:
+    @app.agent("mars", window=Windowing(size="1s", fold=lambda total, one: total + 1, initial=0))
+    async def counts(window: Window[int]) -> Notify:
+        return Notify("plain", {"a": window.start.isoformat(), "b": "x"}, window.value)
+
+    async with harness(app, server=url) as t:
+        await notify(t, 0)
+        await t.advance(1.1)
+        await notify(t, 0)
+        await t.settle()
+        (first,) = [one for one in t.published if one.event_type == "plain"]
+        assert first.payload == 1
+
+
+async def test_a_time_without_a_zone_is_refused(app: App, url: str | None, declare: Callable[..., Any]) -> None:
+    declare(hourly(time=lambda one: datetime(2026, 11, 20)))
+    async with harness(app, server=url) as t:
+        await notify(t, 0)
+        await t.settle()
+        (letter,) = t.dead_letters
+        assert "the time of a notification needs a zone" in letter.error
+
+
+async def test_a_fold_that_returns_something_else_stores_nothing(
+    app: App, url: str | None, declare: Callable[..., Any]
+) -> None:
+    def say(total: int, notification: Notification[Field]) -> str:
+        return str(total)
+
+    declare(hourly(fold=say))
+    async with harness(app, server=url) as t:
+        await notify(t, 0)
+        await t.settle()
+        (letter,) = t.dead_letters
+        assert "Expected `int`, got `str`" in letter.error
+
+
+async def test_values_of_another_type_are_told_with_the_cure(
+    app: App, url: str | None, declare: Callable[..., Any]
+) -> None:
+    declare(hourly())
+    async with harness(app, server=url) as t:
+        bucket = await app.key_value("contract_windows_sums")
+        await bucket.put("=", b'{"open": {"0": "one"}}')
+        await notify(t, 0)
+        with pytest.raises(UndecodableError, match=r"hold is no <class 'int'>.*give the agent another name"):
+            await t.settle()
+        (letter,) = t.dead_letters
+        assert letter.reason == "undecodable"
+
+
+async def test_a_value_may_be_made_of_parts(app: App, url: str | None) -> None:
+    def gather(minutes: list[float], notification: Notification[Field]) -> list[float]:
+        minutes.append(notification.payload.minute)
+        return minutes
+
+    @app.agent("mars", window=hourly(fold=gather, initial=[]))
+    async def minutes(window: Window[list[float]]) -> Notify:
+        return Notify("plain", {"a": "x", "b": window.start.hour}, window.value)
+
+    async with harness(app, server=url) as t:
+        await notify(t, 1, 2, 61, 121)
+        await t.settle()
+        assert [one.payload for one in t.published if one.event_type == "plain"] == [[1, 2], [61]]
+
+
+async def test_a_server_that_is_too_old_is_told_before_anything_runs(
+    app: App, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declare(hourly())
+
+    def refuse(major: int, minor: int, *, to: str) -> None:
+        raise RefusedError(f"nats-server {major}.{minor} is needed to {to}")
+
+    async with app:
+        monkeypatch.setattr(app.session.backend, "require_server", refuse)
+        with pytest.raises(RefusedError, match=r"nats-server 2\.11 is needed to keep the windows of agent 'sums'"):
+            await app.work(anyio.Event())
+
+
+async def test_what_dies_after_publishing_is_published_once(app: App) -> None:
+    published = anyio.Event()
+
+    @app.agent("mars", window=hourly())
+    async def sums_and_dies(window: Window[int]) -> None:
+        one = result(window)
+        await app.notify(one.event_type, one.identifier, one.payload)
+        if not published.is_set():
+            published.set()
+            await anyio.sleep_forever()
+
+    async with harness(app, workers=2) as t:
+        await notify(t, 10, 70)
+        with anyio.fail_after(10):
+            while not published.is_set():
+                await t.advance(0.5)
+        for worker in (0, 1):
+            await t.crash(worker)
+        await t.settle()
+        assert sums(t) == {"0-60 all": 1}
+
+
+async def test_what_is_known_of_a_key_stays_small(app: App, url: str | None, declare: Callable[..., Any]) -> None:
+    """The bucket holds what may come again, not all that ever came."""
+    declare(hourly(), concurrency=4)
+    async with harness(app, server=url) as t:
+        for burst in range(3):
+            await app.notify_many(
+                Notify("mars", mars(step=burst * 100 + n), {"minute": 1, "size": 1}) for n in range(100)
+            )
+            await t.settle()
+            await t.advance(1.1)
+        bucket = await app.key_value("contract_windows_sums")
+        entry = max(await bucket.entries(), key=lambda entry: len(entry.value))
+        assert len(msgspec.json.decode(entry.value)["counted"]) <= 200
+        await notify(t, 61)
+        await t.settle()
+        assert sums(t) == {"0-60 all": 300}

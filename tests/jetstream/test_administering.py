@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncGenerator
+
+import anyio
+import pytest
+
+from aviso_workers import config
+from aviso_workers.backends import Administration
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.backends.jetstream import JetStreamBackend
+from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
+from aviso_workers.server import NatsServer
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def administration(nats_server: NatsServer) -> AsyncGenerator[Administration, None]:
+    async with JetStreamBackend(config.JetStream(nats_url=config.ServerUrls(nats_server.url))) as backend:
+        yield backend.administration()
+
+
+@pytest.mark.covers("002-68", "003-06")
+async def test_a_request_is_answered_in_jetstreams_own_json(administration: Administration) -> None:
+    created = await administration.api("STREAM.CREATE.MARS", {"name": "MARS", "subjects": ["mars.>"], "max_bytes": 10})
+    assert created["config"]["max_bytes"] == 10
+    with pytest.raises(NotFoundError, match=r"STREAM\.INFO\.NONE.*10059"):
+        await administration.api("STREAM.INFO.NONE")
+
+
+@pytest.mark.covers("002-57")
+async def test_a_listing_is_read_to_its_last_page(administration: Administration) -> None:
+    names = {f"S{number}" for number in range(300)}  # a server lists 256 at a time
+    for name in names:
+        await administration.api(f"STREAM.CREATE.{name}", {"name": name, "storage": "memory"})
+    listed = await administration.pages("STREAM.LIST", "streams")
+    assert {stream["config"]["name"] for stream in listed} == names
+
+
+@pytest.mark.covers("003-06")
+async def test_what_a_server_says_unasked_is_heard(administration: Administration) -> None:
+    async with administration.listen("$JS.EVENT.ADVISORY.STREAM.>") as advisories:
+        await administration.api("STREAM.CREATE.MARS", {"name": "MARS"})
+        with anyio.fail_after(5):
+            advisory = json.loads((await advisories.receive()).data)
+    assert (advisory["type"], advisory.get("stream"), advisory.get("action")) == (
+        "io.nats.jetstream.advisory.v1.stream_action",
+        "MARS",
+        "create",
+    )
+
+
+@pytest.mark.covers("002-61")
+async def test_an_answer_may_come_in_several_messages(administration: Administration) -> None:
+    await administration.api("STREAM.CREATE.MARS", {"name": "MARS", "subjects": ["mars.>"], "allow_direct": True})
+    for step in range(3):
+        await administration.request(f"mars.{step}", b"here")
+    inbox = administration.new_inbox()
+    async with administration.listen(inbox) as answers:
+        administration.send("$JS.API.DIRECT.GET.MARS", json.dumps({"seq": 1, "batch": 3}).encode(), reply=inbox)
+        with anyio.fail_after(5):
+            heard = [await answers.receive() for _ in range(4)]
+    assert [(each.headers.get("Nats-Subject"), each.data) for each in heard[:3]] == [
+        (f"mars.{step}", b"here") for step in range(3)
+    ]
+    assert (heard[3].status, heard[3].description) == ("204", "EOB")
+
+
+async def test_the_server_says_its_version(administration: Administration) -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", administration.server_version), administration.server_version
+
+
+async def test_nobody_to_ask_is_said(administration: Administration) -> None:
+    with pytest.raises(UnavailableError, match="nobody answers"):
+        await administration.request("nobody.here")
+
+
+async def test_there_is_nothing_to_administer_in_memory() -> None:
+    with pytest.raises(RefusedError, match="in-memory backend has no server"):
+        InMemoryBackend(config.InMemory()).administration()

@@ -1,0 +1,46 @@
+"""From one server to another that knows nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from aviso_workers.server import NatsServer
+from tests.cli.conftest import Ran, run  # noqa: F401
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def target(tmp_path: Path, write_config: Callable[..., Path]) -> Iterator[Path]:
+    with NatsServer.start(store_dir=tmp_path / "target") as server:
+        yield write_config(server.url, name="target.yaml")
+
+
+@pytest.fixture
+def source(run: Run, nats_server: NatsServer, write_config: Callable[..., Path]) -> Path:  # noqa: F811
+    config = write_config(nats_server.url, name="source.yaml")
+    for step in range(5):
+        assert run("notify", "mars", "class=od", f"step={step}", "-c", config).code == 0
+    assert run("delete", "mars@3", "-c", config).code == 0
+    return config
+
+
+def test_a_copy_has_the_sequences_of_the_original(run: Run, source: Path, target: Path) -> None:  # noqa: F811
+    ran = run("streams", "copy", "MARS", "--to-config", target, "-c", source)
+    assert (ran.code, ran.out) == (0, "MARS: 4 messages and 0 consumers copied and compared\n"), ran.err
+    assert run("replay", "mars", "-c", target).out == run("replay", "mars", "-c", source).out
+
+
+def test_a_stream_that_is_there_already_is_left_alone(run: Run, source: Path, target: Path) -> None:  # noqa: F811
+    assert run("notify", "mars", "class=rd", "step=1", "-c", target).code == 0
+    ran = run("streams", "copy", "MARS", "--to-config", target, "-c", source)
+    assert (ran.code, "stream MARS exists, with 1 messages" in ran.err) == (1, True)
+    assert len(run("replay", "mars", "-c", target).lines) == 1
+
+
+def test_a_copy_beside_the_original_has_another_name(run: Run, source: Path) -> None:  # noqa: F811
+    ran = run("streams", "copy", "MARS", "--to-config", source, "--as", "MARS_BEFORE", "-c", source)
+    assert (ran.code, ran.out) == (0, "MARS_BEFORE: 4 messages and 0 consumers copied and compared\n"), ran.err

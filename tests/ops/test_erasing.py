@@ -1,0 +1,211 @@
+"""Erased means: not on the server any more, and not on its disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import App, Notification, Reject
+from aviso_workers.backends import Administration
+from aviso_workers.errors import InvalidNotificationError, NotFoundError, RefusedError
+from aviso_workers.ops.erasing import Eraser, Survey
+from aviso_workers.server import NatsServer
+
+pytestmark = pytest.mark.anyio
+
+PATIENCE_SECONDS = 10.0
+
+
+class Place:
+    """An app, its server and the server's disk."""
+
+    def __init__(self, app: App, server: NatsServer, directory: Path) -> None:
+        self.app = app
+        self.directory = directory
+        self.audit = directory / "audit.json"
+        self._store = server.store_dir
+
+    @property
+    def administration(self) -> Administration:
+        return self.app.session.backend.administration()
+
+    async def notify(self, klass: str, steps: Sequence[int]) -> None:
+        for step in steps:
+            await self.app.notify("mars", {"class": klass, "step": step}, f"secret-of-{klass}-{step}.")
+
+    async def create(self, name: str, **config: Any) -> None:
+        await self.administration.api(f"STREAM.CREATE.{name}", {"name": name, **config})
+
+    async def until_stored(self, stream: str, messages: int) -> None:
+        """A server says nothing when a mirror has caught up."""
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while await self._messages(stream) < messages:  # noqa: ASYNC110
+                await anyio.sleep(0.02)
+
+    async def _messages(self, stream: str) -> int:
+        try:
+            return (await self.app.session.backend.stream_info(stream)).messages
+        except NotFoundError:
+            return 0
+
+    async def erase(self, **wanted: Any) -> Survey:
+        eraser = Eraser(self.app, "mars", **wanted)
+        return await eraser.erase(await eraser.survey(), audit=self.audit)
+
+    def on_disk(self, text: str) -> int:
+        """In how many places of the server's files the text stands."""
+        files = [path for path in self._store.rglob("*") if path.is_file()]
+        return sum(path.read_bytes().count(text.encode()) for path in files)
+
+    def record(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.audit.read_bytes())
+        return found
+
+
+@pytest.fixture
+async def place(
+    nats_server: NatsServer, write_config: Callable[..., Path], tmp_path: Path
+) -> AsyncGenerator[Place, None]:
+    app = App("index", config=write_config(nats_server.url))
+
+    @app.agent("mars", where={"class": "xx"})
+    async def refuse(notification: Notification[str]) -> None:
+        raise Reject("never")
+
+    async with app:
+        yield Place(app, nats_server, tmp_path)
+
+
+def _found(survey: Survey) -> dict[str, tuple[int, ...]]:
+    return {finding.stream: finding.sequences for finding in survey.findings}
+
+
+@pytest.mark.parametrize("compression", ["none", "s2"])
+async def test_what_is_erased_is_on_no_disk_any_more(place: Place, compression: str) -> None:
+    await place.create("MARS", subjects=["mars.>"], compression=compression)
+    await place.notify("od", range(3))
+    await place.notify("rd", range(3))
+    assert place.on_disk("secret-of-od-1.") == 1
+    left = await place.erase(where={"class": "od"})
+    assert left.findings == ()
+    assert [place.on_disk(f"secret-of-od-{step}.") for step in range(3)] == [0, 0, 0]
+    assert [place.on_disk(f"secret-of-rd-{step}.") for step in range(3)] == [1, 1, 1]
+
+
+async def test_copies_are_found_by_what_they_say_of_themselves(place: Place) -> None:
+    await place.notify("od", range(2))
+    await place.notify("rd", range(2))
+    transforms = [{"src": "mars.*.*", "dest": "turned.{{wildcard(2)}}.{{wildcard(1)}}"}]
+    await place.create("MIRROR", mirror={"name": "MARS"})
+    await place.create("SOURCED", sources=[{"name": "MARS"}])
+    await place.create("TURNED", sources=[{"name": "MARS", "subject_transforms": transforms}])
+    await place.create("MIRROR_OF_TURNED", mirror={"name": "TURNED"})
+    copies = ["MIRROR", "SOURCED", "TURNED", "MIRROR_OF_TURNED"]
+    for stream in copies:
+        await place.until_stored(stream, 4)
+    survey = await Eraser(place.app, "mars", where={"class": "od", "step": 1}).survey()
+    assert _found(survey) == dict.fromkeys(["MARS", *copies], (2,))
+    assert place.on_disk("secret-of-od-1.") == 5
+    left = await place.erase(where={"class": "od", "step": 1})
+    assert (left.findings, place.on_disk("secret-of-od-1.")) == ((), 0)
+    assert place.on_disk("secret-of-rd-1.") == 5
+
+
+async def test_a_copy_is_found_when_its_original_is_gone(place: Place) -> None:
+    await place.notify("od", range(3))
+    await place.create("SOURCED", sources=[{"name": "MARS"}])
+    await place.until_stored("SOURCED", 3)
+    await place.app.session.backend.purge_stream("MARS")
+    assert _found(await Eraser(place.app, "mars", where={"step": 1}).survey()) == {"SOURCED": (2,)}
+    assert _found(await Eraser(place.app, "mars", sequence=3).survey()) == {"SOURCED": (3,)}
+
+
+async def test_dead_letters_are_erased_too(place: Place) -> None:
+    async with anyio.create_task_group() as working:
+        stop = anyio.Event()
+        working.start_soon(partial(place.app.session.work, place.app, stop, agents=place.app.agents))
+        await place.notify("xx", range(2))
+        await place.until_stored("aviso_workers_dead_letters", 2)
+        stop.set()
+    assert place.on_disk("secret-of-xx-0.") == 2
+    left = await place.erase(where={"class": "xx", "step": 0})
+    assert (left.findings, place.on_disk("secret-of-xx-0.")) == ((), 0)
+    assert place.on_disk("secret-of-xx-1.") == 2
+
+
+async def test_the_key_of_a_table_goes_with_its_history(place: Place) -> None:
+    await place.notify("od", [1])
+    bucket = await place.app.session.backend.key_value("index__sums", history=5)
+    for value in (b"secret-value", b"secret-value", b"another"):
+        await bucket.put("od", value)
+    await bucket.put("rd", b"of-somebody-else")
+    await place.erase(where={"class": "od"}, keys=["index__sums/od"])
+    assert [place.on_disk(text) for text in ("secret-value", "another", "of-somebody-else")] == [0, 0, 1]
+    assert await bucket.get("od") is None
+    assert (await bucket.get("rd")) is not None
+
+
+async def test_one_notification_is_erased_by_its_id(place: Place) -> None:
+    await place.notify("od", range(3))
+    await place.erase(sequence=2)
+    assert [place.on_disk(f"secret-of-od-{step}.") for step in range(3)] == [1, 0, 1]
+
+
+async def test_the_record_tells_all_but_what_was_erased(place: Place) -> None:
+    await place.notify("od", range(3))
+    await place.erase(where={"class": "od"})
+    record = place.record()
+    assert (record["state"], record["event_type"], record["by_fields"]) == ("done", "mars", ["class"])
+    assert record["erased"] == {"MARS": 3}
+    assert "secret" not in place.audit.read_text()
+    assert '"od"' not in place.audit.read_text()
+
+
+async def test_a_survey_changes_nothing(place: Place) -> None:
+    await place.notify("od", range(3))
+    await Eraser(place.app, "mars", where={"class": "od"}).survey()
+    assert (await place.app.session.backend.stream_info("MARS")).messages == 3
+    assert not place.audit.exists()
+
+
+async def test_a_stream_that_denies_it_is_left_alone_and_named(place: Place) -> None:
+    await place.create("MARS", subjects=["mars.>"], deny_delete=True)
+    await place.notify("od", [1])
+    with pytest.raises(RefusedError, match="MARS: it has deny_delete, which no server takes back; nothing was erased"):
+        await place.erase(where={"class": "od"})
+    assert not place.audit.exists()
+
+
+async def test_a_copy_that_denies_it_is_told_and_the_rest_erased(place: Place) -> None:
+    await place.notify("od", [1])
+    await place.create("SOURCED", sources=[{"name": "MARS"}], deny_delete=True)
+    await place.until_stored("SOURCED", 1)
+    left = await place.erase(where={"class": "od"})
+    assert (_found(left), [each.where for each in left.unreached]) == ({"SOURCED": (1,)}, ["SOURCED"])
+    assert place.record()["state"] == "incomplete"
+
+
+async def test_what_was_purged_before_is_told(place: Place) -> None:
+    """Its bytes stay in the block, and nobody can ask for them any more."""
+    await place.notify("od", [1, 2])
+    await place.administration.api("STREAM.PURGE.MARS", {"filter": "mars.od.1"})
+    assert place.on_disk("secret-of-od-1.") == 1
+    survey = await Eraser(place.app, "mars", where={"class": "od"}).survey()
+    assert [each.why for each in survey.unreached] == [
+        "messages that were replaced, purged or too old may have left their bytes on disk"
+    ]
+
+
+async def test_what_is_to_be_erased_has_to_be_named(place: Place) -> None:
+    with pytest.raises(InvalidNotificationError, match="say which notifications to erase"):
+        Eraser(place.app, "mars")
+    with pytest.raises(InvalidNotificationError, match="'sums' is not BUCKET/KEY"):
+        Eraser(place.app, "mars", sequence=1, keys=["sums"])
+    with pytest.raises(NotFoundError, match="no bucket 'none'"):
+        await Eraser(place.app, "mars", sequence=1, keys=["none/od"]).survey()

@@ -1,0 +1,250 @@
+"""Two sites, each with a server and a JetStream domain of its own, joined by a leaf node."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import App, config
+from aviso_workers.backends import Administration
+from aviso_workers.errors import RefusedError, UnavailableError
+from aviso_workers.ops import failing_over, mirroring, stream_policy
+from aviso_workers.ops.mirroring import Link, Mirrors
+from aviso_workers.server import running
+from aviso_workers.server.running import Node
+
+pytestmark = pytest.mark.anyio
+
+PATIENCE_SECONDS = 20.0
+HUB = "$JS.hub.API"
+MARS = {
+    "topic": {"base": "mars", "key_order": ["class", "step"]},
+    "identifier": {
+        "class": {"type": "StringHandler", "required": True},
+        "step": {"type": "IntHandler", "range": [0, 1000], "required": True},
+    },
+    "storage_policy": {"allow_duplicates": True},
+}
+
+
+class Site:
+    """A server of a domain of its own, that can be lost and come back."""
+
+    def __init__(self, directory: Path, **server: Any) -> None:
+        directory.mkdir()
+        self._directory = directory
+        self._server = {"port": 0, "monitoring": {"port": 0}, **server}
+        self.node: Node
+
+    def start(self) -> None:
+        (self.node,) = running.start(config.load(self._file("")), directory=self._directory, detached=False)
+
+    def lose(self) -> None:
+        os.kill(self.node.pid, signal.SIGKILL)
+        assert running.eventually(lambda: not running.is_running(self.node), PATIENCE_SECONDS)
+
+    def stop(self) -> None:
+        running.stop(self._directory)
+
+    def app(self) -> App:
+        """An app that is connected here and nowhere else."""
+        return App("tests", config=self._file(self.node.url))
+
+    def _file(self, url: str) -> Path:
+        jetstream = {"nats_url": url or "nats://127.0.0.1:4222", "publish_deadline_seconds": 2}
+        document = {
+            "notification_backend": {"kind": "jetstream", "jetstream": jetstream},
+            "notification_schema": {"mars": MARS},
+            "server": self._server,
+        }
+        path = self._directory / "config.yaml"
+        path.write_text(json.dumps(document))
+        return path
+
+
+class Sites:
+    """The hub, which has MARS, and the other site, whose MARS is a mirror of it. The app is connected to that."""
+
+    def __init__(self, hub: Site, app: App) -> None:
+        self.hub = hub
+        self.app = app
+
+    @property
+    def server(self) -> Administration:
+        return self.app.session.backend.administration()
+
+    @property
+    def mirrors(self) -> Mirrors:
+        return Mirrors(self.app)
+
+    async def mirror(self, messages: int = 10) -> None:
+        await self.server.api("STREAM.CREATE.MARS", {"name": "MARS", "subjects": ["mars.>"]}, prefix=HUB)
+        mirror = {"name": "MARS", "external": {"api": HUB}}
+        await self.server.api("STREAM.CREATE.MARS", {"name": "MARS", "mirror": mirror})
+        await self.publish(messages)
+        await self.until(lambda info: info["state"]["last_seq"] == messages)
+
+    async def publish(self, messages: int) -> None:
+        for step in range(messages):
+            await self.server.request(f"mars.od.{step}", b"{}")
+
+    async def info(self, *, prefix: str = "") -> dict[str, Any]:
+        return await self.server.api("STREAM.INFO.MARS", prefix=prefix)
+
+    async def until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
+        """A server does not tell when a mirror has caught up."""
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not holds(await self.info()):  # noqa: ASYNC110
+                await anyio.sleep(0.02)
+
+    async def link(self) -> Link:
+        [link] = await self.mirrors.links()
+        return link
+
+
+@pytest.fixture
+async def sites(tmp_path: Path, free_port: int) -> AsyncGenerator[Sites, None]:
+    hub = Site(tmp_path / "hub", jetstream={"domain": "hub"}, leafnodes={"port": free_port})
+    hub.start()
+    remotes = {"hub": {"urls": [f"127.0.0.1:{free_port}"]}}
+    other = Site(tmp_path / "other", jetstream={"domain": "other"}, leafnodes={"remotes": remotes})
+    try:
+        other.start()
+        assert running.eventually(lambda: running.ask(hub.node, "/leafz")["leafnodes"] == 1, PATIENCE_SECONDS)
+        async with other.app() as app:
+            yield Sites(hub, app)
+    finally:
+        other.stop()
+        hub.stop()
+
+
+async def test_a_mirror_that_follows_is_without_trouble(sites: Sites) -> None:
+    await sites.mirror()
+    link = await sites.link()
+    assert (link.stream, link.relation, link.origin, link.api, link.lag) == ("MARS", "mirror", "MARS", HUB, 0)
+    assert link.active_seconds is not None
+    assert link.trouble == ""
+
+
+async def test_a_mirror_is_judged_by_when_it_heard_of_its_origin(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirroring, "STALE_SECONDS", 0.5)
+    await sites.mirror()
+    sites.hub.lose()
+    await sites.until(lambda info: info["mirror"]["active"] > 0.6e9)
+    link = await sites.link()
+    assert (link.lag, link.trouble) == (0, "it has heard nothing for 1 s, whatever its lag says")
+
+
+async def test_a_mirror_of_nothing_has_never_heard_of_it(sites: Sites) -> None:
+    mirror = {"name": "MARS", "external": {"api": "$JS.nowhere.API"}}
+    await sites.server.api("STREAM.CREATE.MARS", {"name": "MARS", "mirror": mirror})
+    assert (await sites.link()).trouble == "it has never heard of its origin"
+
+
+async def test_a_promoted_mirror_goes_on_where_its_origin_was(sites: Sites) -> None:
+    await sites.mirror(10)
+    promotion = await sites.mirrors.promote("MARS")
+    assert (promotion.subjects, promotion.last_sequence, promotion.gap) == (("mars.>",), 10, 0)
+    receipt = await sites.app.notify("mars", {"class": "od", "step": 11})
+    assert receipt.sequence == 11
+    assert (await sites.info())["state"]["last_seq"] == 11
+    assert (await sites.info(prefix=HUB))["state"]["last_seq"] == 10
+    assert (await sites.link()).trouble == ""
+
+
+async def test_an_origin_that_comes_back_refuses_publishes(sites: Sites) -> None:
+    await sites.mirror(10)
+    await sites.mirrors.promote("MARS")
+    sites.hub.lose()
+    await sites.app.notify("mars", {"class": "od", "step": 11})
+    sites.hub.start()
+    async with sites.hub.app() as at_hub:
+        with pytest.raises(RefusedError, match=r"MARS is fenced.*mirror unfence MARS"):
+            await at_hub.notify("mars", {"class": "od", "step": 12})
+        server = at_hub.session.backend.administration()
+        assert (await server.api("STREAM.INFO.MARS"))["state"]["last_seq"] == 10
+        plans = await stream_policy.plans(at_hub)
+        assert [(plan.fenced, plan.needed) for plan in plans if plan.stream == "MARS"] == [(True, False)]
+
+
+async def test_a_lost_origin_has_to_be_called_so(sites: Sites) -> None:
+    await sites.mirror(10)
+    sites.hub.lose()
+    with pytest.raises(RefusedError, match=r"MARS, the origin of MARS, cannot be fenced: .* say --origin-is-lost"):
+        await sites.mirrors.promote("MARS")
+    with pytest.raises(RefusedError, match=r"the subjects of MARS cannot be asked for: name them by --subject"):
+        await sites.mirrors.promote("MARS", origin_is_lost=True)
+    promotion = await sites.mirrors.promote("MARS", origin_is_lost=True, subjects=("mars.>",))
+    assert (promotion.gap, promotion.last_sequence) == (None, 10)
+    assert (await sites.app.notify("mars", {"class": "od", "step": 11})).sequence == 11
+
+
+async def test_a_lost_origin_that_is_back_is_told_until_it_is_fenced(sites: Sites) -> None:
+    await sites.mirror(10)
+    sites.hub.lose()
+    await sites.mirrors.promote("MARS", origin_is_lost=True, subjects=("mars.>",))
+    assert (await sites.link()).trouble == ""
+    sites.hub.start()
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while not (await sites.link()).trouble:  # noqa: ASYNC110
+            await anyio.sleep(0.05)
+    assert (await sites.link()).trouble == (
+        f"MARS is back and takes publishes: `aviso-workers mirror fence MARS --api '{HUB}'`"
+    )
+    fenced = await mirroring.fence(sites.server, "MARS", api=HUB)
+    assert (fenced.subjects, fenced.last_sequence) == (("mars.>",), 10)
+    assert (await sites.link()).trouble == ""
+
+
+async def test_a_mirror_that_does_not_catch_up_is_not_promoted(sites: Sites) -> None:
+    await sites.mirror(10)
+    await sites.server.api("STREAM.DELETE.MARS")
+    full = {"max_msgs": 5, "discard": "new"}
+    await sites.server.api(
+        "STREAM.CREATE.MARS", {"name": "MARS", "mirror": {"name": "MARS", "external": {"api": HUB}}, **full}
+    )
+    with pytest.raises(RefusedError, match=r"did not catch up with MARS within 0\.2 s: (5|10) messages were missing"):
+        await sites.mirrors.promote("MARS", patience_seconds=0.2)
+    await sites.publish(1)
+    assert (await sites.info(prefix=HUB))["state"]["last_seq"] == 11
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"subjects": ["mars.>"]}, "MARS is no mirror"),
+        ({"mirror": {"name": "X", "filter_subject": "mars.od.>"}}, "MARS is no whole mirror: it has filter_subject"),
+        ({"mirror": {"name": "X", "opt_start_seq": 9}}, "MARS is no whole mirror: it has opt_start_seq"),
+    ],
+)
+async def test_only_a_whole_mirror_is_promoted(sites: Sites, config: dict[str, Any], complaint: str) -> None:
+    await sites.server.api("STREAM.CREATE.MARS", {"name": "MARS", **config})
+    with pytest.raises(RefusedError, match=complaint):
+        await sites.mirrors.promote("MARS")
+
+
+async def test_a_fence_is_put_up_once_and_taken_down(sites: Sites) -> None:
+    await sites.mirror(10)
+    first = await mirroring.fence(sites.server, "MARS", api=HUB)
+    assert await mirroring.fence(sites.server, "MARS", api=HUB) == first
+    with pytest.raises(UnavailableError, match="nobody answers"):
+        await sites.publish(1)
+    assert await mirroring.unfence(sites.server, "MARS", api=HUB) == ("mars.>",)
+    await sites.publish(1)
+    with pytest.raises(RefusedError, match="MARS is not fenced"):
+        await mirroring.unfence(sites.server, "MARS", api=HUB)
+
+
+@pytest.mark.parametrize("origin_api", [HUB, ""], ids=["between two sites", "within one"])
+async def test_a_failover_is_rehearsed_and_leaves_nothing_behind(sites: Sites, origin_api: str) -> None:
+    drill = await failing_over.rehearse(sites.app, origin_api=origin_api, messages=200)
+    assert (drill.stored, drill.published, drill.after_fence) == (200, 200, 0)
+    assert drill.passed
+    assert await sites.server.pages("STREAM.NAMES", "streams") == []

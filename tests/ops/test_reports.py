@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from aviso_workers import App
+from aviso_workers.backends import Administration
+from aviso_workers.ops import reports
+from aviso_workers.ops.reports import ConsumerRow, Look, StreamRow
+from aviso_workers.server import NatsServer
+
+pytestmark = pytest.mark.anyio
+
+
+class Place:
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    @property
+    def server(self) -> Administration:
+        return self.app.session.backend.administration()
+
+    async def create(self, stream: str, **config: Any) -> None:
+        config = {"name": stream, "subjects": [f"{stream.lower()}.>"], **config}
+        await self.server.api(f"STREAM.CREATE.{stream}", config)
+
+    async def consumer(self, stream: str, name: str, **config: Any) -> None:
+        config = {"durable_name": name, "ack_policy": "explicit", **config}
+        await self.server.api(f"CONSUMER.CREATE.{stream}.{name}", {"stream_name": stream, "config": config})
+
+    async def publish(self, stream: str, count: int) -> None:
+        for number in range(count):
+            await self.server.request(f"{stream.lower()}.{number}", b"here")
+
+    async def settle(self, stream: str, consumer: str, answer: bytes = b"+ACK") -> None:
+        inbox = self.server.new_inbox()
+        async with self.server.listen(inbox) as heard:
+            self.server.send(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}", reply=inbox)
+            await self.server.request((await heard.receive()).reply, answer)
+
+    async def look(self) -> Look:
+        return await reports.look(self.app)
+
+
+@pytest.fixture
+async def place(nats_server: NatsServer, write_config: Callable[..., Path]) -> AsyncGenerator[Place, None]:
+    async with App("tests", config=write_config(nats_server.url)) as app:
+        yield Place(app)
+
+
+def stream_row(now: Look, before: Look) -> StreamRow:
+    [row] = reports.streams(now, before)
+    return row
+
+
+def consumer_row(now: Look, before: Look) -> ConsumerRow:
+    [row] = reports.consumers(now, before)
+    return row
+
+
+def later(look: Look, seconds: float) -> Look:
+    return structs.replace(look, at=look.at + seconds)
+
+
+async def test_a_stream_is_told_with_its_rate_and_limits(place: Place) -> None:
+    await place.create("MARS", max_msgs=100, max_bytes=1_000_000)
+    before = await place.look()
+    await place.publish("MARS", 10)
+    await place.server.api("STREAM.MSG.DELETE.MARS", {"seq": 5})
+    row = stream_row(later(await place.look(), 2 + before.at - (await place.look()).at), before)
+    assert (row.stream, row.messages, row.used, row.deleted, row.consumers) == ("MARS", 9, 0.09, 1, 0)
+    assert row.rate == pytest.approx(5, rel=0.2)
+    assert (row.replicas, row.trouble) == ("1", "")
+    assert row.last is not None
+
+
+async def test_a_stream_without_limits_and_messages_has_neither(place: Place) -> None:
+    await place.create("MARS")
+    look = await place.look()
+    row = stream_row(look, look)
+    assert (row.used, row.last, row.rate) == (None, None, 0.0)
+
+
+async def test_a_lag_that_shrinks_is_gone_some_time(place: Place) -> None:
+    await place.create("MARS")
+    await place.publish("MARS", 10)
+    await place.consumer("MARS", "index__field")
+    before = await place.look()
+    for _ in range(4):
+        await place.settle("MARS", "index__field")
+    now = structs.replace(await place.look(), at=before.at + 2)
+    row = consumer_row(now, before)
+    assert (row.pending, row.lag, row.rate, row.drain_seconds, row.stuck) == (6, 6, -2.0, 3.0, False)
+
+
+async def test_a_lag_that_grows_is_never_gone(place: Place) -> None:
+    await place.create("MARS")
+    await place.consumer("MARS", "index__field")
+    before = await place.look()
+    await place.publish("MARS", 10)
+    row = consumer_row(structs.replace(await place.look(), at=before.at + 2), before)
+    assert (row.lag, row.rate, row.drain_seconds) == (10, 5.0, None)
+    assert not row.stuck, "what has just come is not stuck"
+
+
+async def test_what_nobody_takes_is_stuck(place: Place) -> None:
+    await place.create("MARS")
+    await place.consumer("MARS", "index__field")
+    await place.publish("MARS", 1)
+    assert consumer_row(later(await place.look(), 1), await place.look()).stuck
+
+
+async def test_what_was_settled_within_the_ack_wait_is_not_stuck(place: Place) -> None:
+    await place.create("MARS")
+    await place.publish("MARS", 3)
+    await place.consumer("MARS", "slow", ack_wait=30_000_000_000)
+    await place.settle("MARS", "slow")
+    look = await place.look()
+    assert not consumer_row(later(look, 1), look).stuck
+
+
+async def test_what_is_paused_is_not_stuck(place: Place) -> None:
+    await place.create("MARS")
+    await place.publish("MARS", 3)
+    await place.consumer("MARS", "index__field", pause_until="2099-01-01T00:00:00Z")
+    look = await place.look()
+    row = consumer_row(later(look, 1), look)
+    assert (row.paused, row.stuck) == (True, False)
+
+
+async def test_those_that_lag_behind_most_come_first(place: Place) -> None:
+    await place.create("MARS")
+    await place.publish("MARS", 3)
+    await place.consumer("MARS", "few", filter_subject="mars.1")
+    await place.consumer("MARS", "all")
+    look = await place.look()
+    assert [(row.consumer, row.lag) for row in reports.consumers(look, look)] == [("all", 3), ("few", 1)]
+
+
+@pytest.mark.parametrize(
+    ("n2", "leader", "told"),
+    [
+        ({"current": True}, "n1", ""),
+        ({"current": False}, "n1", "not current: n2"),
+        ({"current": True, "offline": True}, "n1", "not current: n2"),
+        ({"current": True}, "", "it has no leader"),
+    ],
+)
+async def test_replicas_that_are_behind_are_named(place: Place, n2: dict[str, Any], leader: str, told: str) -> None:
+    await place.create("MARS")
+    look = await place.look()
+    replicas = [{"name": "n2", **n2}, {"name": "n3", "current": True}]
+    look.streams["MARS"]["cluster"] = {"leader": leader, "replicas": replicas}
+    assert stream_row(look, look).trouble == told
