@@ -8,6 +8,7 @@ row by row, because its headers are made of its coordinates.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
@@ -32,6 +33,8 @@ __all__ = ["Rows", "check_columns"]
 READ_ONLY = {"event_type", "sequence", "time", "topic", "headers", "_corrupt_record"}
 """Columns of a read that a write may have and does not need."""
 NO_PAYLOAD = b"null"
+MOST_KNOWN = 10_000
+"""Values of fields whose spelling is remembered from batch to batch."""
 SURELY_SHORT = 900
 """Bytes of a subject that is not too long; whether a longer one is, `codec` says."""
 
@@ -69,6 +72,7 @@ class Rows:
         self._all_routed = set(self._topic.key_order) == set(event_type.identifier)
         self._required = event_type.payload is not None and event_type.payload.required
         self._alone = {field: self._only(field) for field in event_type.identifier}
+        self._known = lru_cache(MOST_KNOWN, typed=True)(self._canonical)
 
     def chunk(self, batch: pa.RecordBatch, ids: Sequence[str]) -> OutgoingChunk:
         """The messages of rows, under these ids. Raises `InvalidNotificationError`."""
@@ -137,7 +141,7 @@ class Rows:
         if values.null_count:
             raise InvalidIdentifierError(self._event, field, "is null in a row; a notification has every field")
         encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
-        canonical = [self._canonical(field, value) for value in encoded.dictionary.to_pylist()]
+        canonical = [self._known(field, value) for value in encoded.dictionary.to_pylist()]
         return pa.DictionaryArray.from_arrays(encoded.indices, pa.array(canonical, pa.string()))
 
     def _canonical(self, field: str, value: Any) -> str:
