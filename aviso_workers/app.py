@@ -176,15 +176,28 @@ class App(Router):
         *,
         message_id: str | None = None,
         ttl: int | None = None,
+        deliver_at: datetime | None = None,
+        deliver_after: float | None = None,
     ) -> Receipt:
-        """Publish one notification and wait until it is stored.
+        """Publish one notification and wait until it is stored, or until it is kept for later.
 
         With a `message_id` of your own, a repeat within the stream's duplicate window (2 minutes unless configured)
         is recognised and stored once. With a `ttl`, in seconds, the stream forgets it after that time: see
-        `Notify.ttl`. Raises `InvalidNotificationError` before anything is sent, `BackendError` when
-        it could not be stored.
+        `Notify.ttl`. With `deliver_at`, a datetime with a time zone, or `deliver_after`, in seconds, it waits on the
+        server until then, and a worker of any app stores it. One that waits can be cancelled, and gives way to another
+        that is to be delivered later under its message id.
+
+        Raises `InvalidNotificationError` before anything is sent, `BackendError` when it could not be stored.
         """
-        return await self.session.publisher.notify(Notify(event_type, identifier, payload, message_id, ttl))
+        wanted = Notify(event_type, identifier, payload, message_id, ttl, deliver_at, deliver_after)
+        return await self.session.publisher.notify(wanted)
+
+    async def cancel(self, event_type: str, message_id: str) -> bool:
+        """Forget a notification that waits to be delivered; False where none does, or not any more.
+
+        The message id is in its receipt. Raises `UnknownEventTypeError`, `BackendError`.
+        """
+        return await self.session.cancel(event_type, message_id)
 
     async def notify_many(self, notifications: Iterable[Notify]) -> int:
         """Publish many, some hundred at a time, and wait until all are stored; returns how many there were.

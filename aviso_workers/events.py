@@ -24,6 +24,7 @@ __all__ = [
     "Events",
     "LeadershipChanged",
     "Measured",
+    "Overdue",
     "PublishOutcome",
     "Published",
     "Settled",
@@ -38,19 +39,29 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-PublishOutcome = Literal["stored", "duplicate", "failed"]
+PublishOutcome = Literal["stored", "duplicate", "scheduled", "failed"]
 
 
 class Published(Struct, frozen=True, kw_only=True):
-    """Publishing `count` notifications ended: stored, found to be stored already, or given up.
+    """Publishing `count` notifications ended: stored, found to be stored already, kept until they are due, or given up.
 
-    Of many that are published together, those that were there already may count as stored: see `PubAck.sequence`.
+    What was kept is stated again when it is stored. Of many that are published together, those that were there already
+    may count as stored: see `PubAck.sequence`.
     """
 
     event_type: str
     outcome: PublishOutcome
     attempts: int
     count: int = 1
+
+
+class Overdue(Struct, frozen=True, kw_only=True):
+    """A notification is due and could not be stored; it is tried again after a wait."""
+
+    stream: str
+    message_id: str
+    error: Exception
+    again_in_seconds: float
 
 
 SettledOutcome = Literal["acked", "retried", "dead_lettered"]
@@ -192,6 +203,7 @@ class Measured(Struct, frozen=True, kw_only=True):
 
 Event = (
     Published
+    | Overdue
     | Settled
     | AgentStarted
     | AgentDisturbed

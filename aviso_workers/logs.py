@@ -19,6 +19,7 @@ from aviso_workers.events import (
     ConsumerDiffers,
     Event,
     LeadershipChanged,
+    Overdue,
     Settled,
     Skipped,
     StreamProvisioned,
@@ -81,7 +82,7 @@ def observe(event: Event) -> None:
             )
         case AgentStopped():
             log.info("agent.stopped", agent=event.agent, finished=event.finished, returned=event.returned)
-        case TaskFailed() | Ticked() | WindowDone() | LeadershipChanged():
+        case Overdue() | TaskFailed() | Ticked() | WindowDone() | LeadershipChanged():
             _observe_beside(event)
         case Skipped():
             log.warning(
@@ -120,8 +121,16 @@ def _cure_of(event: ConsumerDiffers) -> str:
     )
 
 
-def _observe_beside(event: TaskFailed | Ticked | WindowDone | LeadershipChanged) -> None:
+def _observe_beside(event: Overdue | TaskFailed | Ticked | WindowDone | LeadershipChanged) -> None:
     match event:
+        case Overdue():
+            log.warning(
+                "notification.overdue",
+                stream=event.stream,
+                message_id=event.message_id,
+                error=str(event.error),
+                again_in_seconds=round(event.again_in_seconds, 1),
+            )
         case TaskFailed():
             log.error(
                 "task.failed",

@@ -41,12 +41,12 @@ from aviso_workers.events import (
 )
 from aviso_workers.windows import Window
 
-__all__ = ["FleetMetrics", "Metrics"]
+__all__ = ["FleetMetrics", "Metrics", "render_gauges"]
 
 RUN_OUTCOMES = ("done", "failed")
 """Of a timer or a window."""
 OUTCOMES = ("acked", "retried", "dead_lettered")
-PUBLISH_OUTCOMES = ("stored", "duplicate", "failed")
+PUBLISH_OUTCOMES = ("stored", "duplicate", "scheduled", "failed")
 RETRY_REASONS = ("dead_letter_failed",)
 """Those that are no exception of an author's."""
 DEAD_LETTER_REASONS = (
@@ -359,11 +359,24 @@ class Metrics:
         for labels, metrics in METRICS.items():
             for metric in metrics:
                 yield _family(metric, labels, self._rows[labels])
-        for measured in tuple(self._measured.values()):
-            gauge = Gauge(measured.name, measured.help, labels=measured.labels)
-            for key, value in measured.values.items():
-                gauge.add_metric(key, value)
-            yield gauge
+        yield from map(_gauge, tuple(self._measured.values()))
+
+
+class _Gauges:
+    """What was measured once, by whoever is no worker."""
+
+    def __init__(self, measured: Iterable[Measured]) -> None:
+        self._measured = tuple(measured)
+
+    def collect(self) -> Iterator[Family]:
+        yield from map(_gauge, self._measured)
+
+
+def render_gauges(measured: Iterable[Measured]) -> bytes:
+    """These and nothing else, in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_Gauges(measured))
+    return generate_latest(registry)
 
 
 class _Process:
@@ -427,6 +440,13 @@ def _family(metric: Metric, labels: tuple[str, ...], rows: Mapping[tuple[str, ..
             case value:
                 family.add_metric(key, float(value))
     return cast(Family, family)
+
+
+def _gauge(measured: Measured) -> Family:
+    gauge = Gauge(measured.name, measured.help, labels=measured.labels)
+    for key, value in measured.values.items():
+        gauge.add_metric(key, value)
+    return gauge
 
 
 def _line_of(app: App, agent: str) -> Callable[[], Line | None]:

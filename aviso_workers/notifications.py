@@ -177,13 +177,22 @@ class Notify(Struct, frozen=True):
     """With one of your own, a repeat within the stream's duplicate window is recognised and stored once."""
     ttl: int | None = None
     """Whole seconds, at least 1, after which the stream forgets it, if its own limits have not made it before. It
-    needs nats-server 2.11 and a stream with `allow_msg_ttl`."""
+    needs nats-server 2.11 and a stream with `allow_msg_ttl`. Of one that is delivered later it begins then."""
+    deliver_at: datetime | None = None
+    """When it is to be stored, with a time zone; what is past means at once. It needs nats-server 2.12, and a worker
+    of any app at that time."""
+    deliver_after: float | None = None
+    """The same, as seconds from now."""
 
 
 class Receipt(Struct, frozen=True, kw_only=True):
-    """The server's word that a notification is stored."""
+    """The server's word that a notification is stored, or that it waits until it is due."""
 
     stream: str
     sequence: int
+    """0 while it waits."""
     duplicate: bool = False
     """True where the stream already held a message of the same id: nothing new was stored."""
+    message_id: str
+    due: datetime | None = None
+    """When it will be stored, if it waits."""

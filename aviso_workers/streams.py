@@ -63,7 +63,7 @@ UNFINISHED = "aviso-workers-unfinished"
 
 FOR_GOOD = frozenset({"allow_msg_schedules", "allow_msg_ttl", "deny_delete", "deny_purge", "sealed"})
 """What can be switched on and never off again."""
-WHEN_CREATED = frozenset({"allow_msg_counter", "first_seq", "persist_mode", "storage"})
+WHEN_CREATED = frozenset({"allow_msg_counter", "first_seq", "mirror", "persist_mode", "storage"})
 """What a server does not change of a stream; of a consumer it is `CONSUMER_WHEN_CREATED`."""
 CONSUMER_WHEN_CREATED = frozenset(
     {
@@ -129,6 +129,7 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
     subject_delete_marker_ttl: int | UnsetType = UNSET
     """Nanoseconds for which it is told that a subject's last message was too old."""
     allow_msg_counter: bool | UnsetType = UNSET
+    allow_msg_schedules: bool | UnsetType = UNSET
     further: Mapping[str, Any] = {}
     """What operators declare beyond that, in JetStream's own JSON."""
     takes_batches: bool = True
@@ -217,10 +218,14 @@ def event_stream(name: str, event_type: EventType, config: Config) -> StreamSpec
     of_aviso = stated_by_aviso(name, event_type, config.notification_backend.jetstream)
     stream = stream_name(topic_of(name, event_type).base)
     further = as_jetstream(config.streams.get(stream))
+    mirrors = "mirror" in further
+    if mirrors:
+        del of_aviso["subjects"]  # it takes its origin's messages and no publishes
     spec = {
         "name": stream,
         **{field: value for field, (value, _) in of_aviso.items()},
         "further": {field: value for field, value in further.items() if field not in of_aviso},
+        "takes_batches": not mirrors,
     }
     return msgspec.convert(spec, StreamSpec)
 
@@ -346,7 +351,7 @@ def readable(name: str, value: Any) -> str:
         return f"{value / SECOND:g}s"
     if name == "backoff":
         return ", ".join(f"{delay / SECOND:g}s" for delay in value) or "none"
-    if value is None or isinstance(value, bool | dict):
+    if value is None or isinstance(value, bool | dict | list):
         return msgspec.json.encode(value).decode() if value else "false" if value is False else "none"
     return "unlimited" if value == -1 else str(value)
 
@@ -378,6 +383,8 @@ def _stream_cure(difference: Difference) -> str:
     field, found, wanted = difference.field, difference.found, difference.wanted
     if field in FOR_GOOD and not wanted:
         return f"what is on stays on: leave {field} out, or delete the stream"
+    if field == "mirror" and not found:
+        return "it takes publishes, as after a promotion: leave mirror out, or delete the stream"
     if field in WHEN_CREATED or (field == "retention" and "workqueue" in (found, wanted)):
         return f"{field} is chosen when a stream is created: set what it has, or delete the stream"
     return ""
@@ -418,9 +425,15 @@ def _compared(name: str, value: Any) -> Any:
             return msgspec.convert(value, datetime | None)
         case "sample_freq":
             return (value or "").rstrip("%") or None
-    value = _normalised(name, value)
+    return _something(_normalised(name, value))
+
+
+def _something(value: Any) -> Any:
+    """What of a value is not nothing, nought or off, however deep; None where all of it is."""
     if isinstance(value, dict):
-        value = {key: inside for key, inside in value.items() if inside}
+        value = {key: kept for key, inside in value.items() if (kept := _something(inside)) is not None}
+    elif isinstance(value, list):
+        value = [_something(inside) for inside in value]
     return value or None
 
 
@@ -428,6 +441,6 @@ def _shrunk_duplicate_window(config: Mapping[str, Any], stated: Mapping[str, Any
     """A server refuses a duplicate window above max_age: shrink it with the age."""
     max_age = config.get("max_age") or 0
     window = config.get("duplicate_window") or DEFAULT_DUPLICATE_WINDOW
-    if "max_age" not in stated or not max_age or window <= max_age:
+    if "max_age" not in stated or not max_age or window <= max_age or config.get("mirror"):
         return None
     return Difference(field="duplicate_window", found=window, wanted=max_age)

@@ -42,10 +42,10 @@ from aviso_workers.codec import Message, NotificationReader
 from aviso_workers.config import Config, JetStream
 from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
-from aviso_workers.engine import dead_lettering, sweeping, windowing
+from aviso_workers.engine import dead_lettering, deferring, sweeping, windowing
 from aviso_workers.engine.dead_lettering import DeadLetter
 from aviso_workers.engine.handling import in_thread
-from aviso_workers.engine.session import SWEEP, Session, open_session
+from aviso_workers.engine.session import COURIER, COURIER_DURABLE, SWEEP, Session, open_session
 from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, Event, Events, Settled, Ticked, WindowDone
 from aviso_workers.notifications import Notification, Notify, Receipt, Source, Stream
@@ -120,6 +120,8 @@ class Harness:
     async def settle(self, *, within_seconds: float | None = None) -> None:
         """Return when every notification of every agent is settled, none waits and none is held, and every window is
         done that is over by the time of the notifications.
+
+        What is to be delivered later and is not due yet does not count.
 
         Time passes as far as needed, at most `within_seconds` (default: an hour; on a server, where it is real time,
         30 s). Raises `AssertionError`, which tells what is not settled and why.
@@ -252,7 +254,8 @@ class Harness:
     @asynccontextmanager
     async def _own_streams_removed(self) -> AsyncIterator[None]:
         before = set(await self._watch.stream_names())
-        if taken := before & {*self._readers, dead_lettering.STREAM, dead_lettering.RETRIES, sweeping.STREAM}:
+        ours = {dead_lettering.STREAM, dead_lettering.RETRIES, sweeping.STREAM, deferring.STREAM}
+        if taken := before & {*self._readers, *ours}:
             raise AvisoWorkersError(
                 f"{self._server} has the streams {', '.join(sorted(taken))} already: a test makes and removes "
                 "streams of its own, so give it a server that is there for tests"
@@ -340,6 +343,8 @@ class Harness:
                 left.append(f"{agent.name}: {'; '.join([*filter(None, facts), *self._reasons(agent.name)])}")
         if self.app.agents and (swept := await self._left_of(sweeping.STREAM, f"{self.app.name}__{SWEEP}")):
             left.append(f"{SWEEP}: {swept}")
+        if deferring.STREAM in self._made and (due := await self._left_of(deferring.STREAM, COURIER_DURABLE)):
+            left.append(f"{COURIER}: {due}")
         return left
 
     async def _left_of(self, stream: str, durable: str) -> str:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import hypothesis
 import pytest
 
 from aviso_workers.server import NatsServer
+from tests import ports
 from tests.commands import Command
 
 pytest_plugins = ["pytester"]
@@ -17,6 +17,23 @@ pytest_plugins = ["pytester"]
 # A machine that has more to do is no mistake of the code.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """How `pytest -n 4` spreads the tests: each goes where there is room. Only those of Spark, which share a JVM, keep
+    together, in two halves that are begun at once, because they take longest. (`--dist loadgroup` is for that, and does
+    nothing with pytest 9.2.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            if not nodeid.startswith("tests/spark/"):
+                return nodeid
+            return "spark, one half" if nodeid < "tests/spark/test_p" else "spark, the other half"
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture
@@ -32,9 +49,10 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer
 
 
 @pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+def free_port() -> Iterator[int]:
+    """A port that no other test gets: nobody listens on it but whom this one starts there."""
+    with ports.held(1) as (port,):
+        yield port
 
 
 def write_mars_config(path: Path, nats_url: str, **jetstream: Any) -> Path:

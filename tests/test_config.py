@@ -596,6 +596,15 @@ def test_streams_are_declared_with_literals_and_times(load: Load) -> None:
             "{discard_new_per_subject: true, max_msgs_per_subject: -1}",
             ".discard_new_per_subject needs a limit in streams.ORDERS.max_msgs_per_subject",
         ),
+        (
+            "{subjects: [orders.>], mirror: {name: ORIGIN}}",
+            ".subjects must not be combined with streams.ORDERS.mirror: a mirror takes no publishes",
+        ),
+        (
+            "mirror: {name: ORIGIN, domain: hub}",
+            ".mirror: unknown field(s): domain; known are: name, external, filter_subject, subject_transforms, "
+            "opt_start_seq, opt_start_time",
+        ),
         ("{max_age: 1m, duplicate_window: 2m}", ".duplicate_window must not be longer than streams.ORDERS.max_age"),
         ("consumers: {c: {priority_groups: [a]}}", ".consumers.c.priority_groups needs priority_policy"),
         ("consumers: {c: {idle_heartbeat: 5s}}", ".consumers.c.idle_heartbeat needs deliver_subject"),

@@ -193,6 +193,19 @@ class TestWhatItDoesNotOffer:
             with pytest.raises(RefusedError, match="retention limits, found workqueue"):
                 await backend.create_stream(stream_of("mars", retention="workqueue"))
 
+    @pytest.mark.parametrize("schedule", ["@every 1m", "@at 2026-01-01T00:00:00", "@at noon", "2026-01-01T00:00:00Z"])
+    async def test_schedules_that_come_again_or_at_no_time(self, schedule):
+        async with backend_of() as backend:
+            await backend.create_stream(stream_of("mars", allow_msg_schedules=True))
+            headers = {"Nats-Schedule": schedule, "Nats-Schedule-Target": "mars.due"}
+            with pytest.raises(RefusedError, match="no schedule"):
+                await backend.publish(
+                    Message(subject="mars.a", data=b"null", headers=headers),
+                    message_id="1",
+                    stream="MARS",
+                    timeout_seconds=1.0,
+                )
+
     @pytest.mark.parametrize("stated", [{"ack_policy": "none"}, {"deliver_policy": "last_per_subject"}])
     async def test_other_policies_of_a_consumer(self, stated):
         async with backend_of() as backend:

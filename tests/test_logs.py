@@ -21,6 +21,7 @@ from aviso_workers.events import (
     AgentDisturbed,
     ConnectionChanged,
     ConsumerDiffers,
+    Overdue,
     Settled,
     StreamProvisioned,
     TaskFailed,
@@ -128,6 +129,10 @@ def test_a_success_is_not_worth_a_line(lines: Any) -> None:
         (
             AgentDisturbed(agent="index", stream="MARS", error=UnavailableError("no answer"), again_in_seconds=0.25),
             {"event": "agent.disturbed", "level": "warning", "error": "no answer", "again_in_seconds": 0.2},
+        ),
+        (
+            Overdue(stream="MARS", message_id="mine", error=UnavailableError("no answer"), again_in_seconds=1.94),
+            {"event": "notification.overdue", "level": "warning", "message_id": "mine", "again_in_seconds": 1.9},
         ),
         (
             StreamProvisioned(stream="MARS", action="updated", differences=("max_msgs: 1 -> 2",)),

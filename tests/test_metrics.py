@@ -177,7 +177,7 @@ def test_windows_are_counted_by_outcome(app: App) -> None:
 
 def test_what_is_published_is_at_zero_before_the_first_event(metrics: Metrics) -> None:
     assert series(metrics, "published_total") == {
-        ("field-index", "fields", outcome): 0 for outcome in ("stored", "duplicate", "failed")
+        ("field-index", "fields", outcome): 0 for outcome in ("stored", "duplicate", "scheduled", "failed")
     }
     assert sample(metrics, "publish_retries_total", **OF_BASE) == 0
 

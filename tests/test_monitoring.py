@@ -20,6 +20,8 @@ from aviso_workers.agents import durable_name
 from aviso_workers.config import Config, load
 from aviso_workers.events import Event, Measured
 from aviso_workers.metrics import METRICS, OF_FLEET
+from aviso_workers.ops import doctor
+from aviso_workers.ops.doctor import showing
 
 PROJECT = Path(__file__).parents[1]
 RULES = PROJECT / "config" / "prometheus-rules.yml"
@@ -73,7 +75,12 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> list[Shown]:
     ]
     file = tmp_path_factory.mktemp("observer") / "config.yaml"
     file.write_text(IN_MEMORY)
-    return of_worker + anyio.run(of_observer, load(file, environ={}))
+    return of_worker + anyio.run(of_observer, load(file, environ={})) + of_doctor()
+
+
+def of_doctor() -> list[Shown]:
+    healthy = doctor.Report(server="n1", results=(), standings=())
+    return [Shown(gauge.name, "gauge", gauge.labels, gauge.help) for gauge in showing.measured(healthy)]
 
 
 async def of_observer(config: Config) -> list[Shown]:

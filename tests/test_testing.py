@@ -487,13 +487,13 @@ class TestOnAServer:
                 await notify(t, 1)
                 await app.key_value("mine")
                 await other.create_stream(StreamSpec(name="THEIRS", subjects=("theirs.>",)))
-                assert set(await other.stream_names()) == {"KV_mine", "MARS", "THEIRS"}
+                assert set(await other.stream_names()) >= {"KV_mine", "MARS", "THEIRS"}
             assert await other.stream_names() == ["THEIRS"]
 
     async def test_one_that_has_the_apps_streams_is_refused(self, app: App, nats_server: NatsServer) -> None:
         async with harness(app, server=nats_server.url) as t:
             await notify(t, 1)
-            with pytest.raises(AvisoWorkersError, match="has the streams MARS already: a test makes and removes"):
+            with pytest.raises(AvisoWorkersError, match=r"has the streams MARS.* already: a test makes and removes"):
                 async with harness(App("other", config=app.config), server=nats_server.url):
                     pytest.fail("it began")
             assert [one.topic async for one in app.replay("mars")] == ["mars.od.1"]

@@ -20,6 +20,7 @@ from aviso_workers.cli import (
     configuring,
     copying,
     erasing,
+    examining,
     inspecting,
     measuring,
     mirroring,
@@ -70,6 +71,7 @@ command.command()(notifying.notify)
 command.command()(reading.watch)
 command.command()(reading.replay)
 command.command()(checking.check)
+command.command()(examining.doctor)
 command.command()(administering.delete)
 command.command()(erasing.erase)
 command.command()(reporting.agents)

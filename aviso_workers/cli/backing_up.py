@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColu
 from rich.progress import Progress as Bars
 
 from aviso_workers.app import App
+from aviso_workers.cli.confirming import Yes, confirm
 from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
 from aviso_workers.cli.parsing import parse_where
 from aviso_workers.cli.printing import print_table
@@ -28,7 +29,6 @@ backup = typer.Typer(help="Backups of streams, with their consumers, as the nats
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A backup, e.g. backups/MARS/20261120T060000.000Z.")]
 Below = Annotated[Path, typer.Argument(metavar="DIR", help="A backup, or a directory with backups of streams.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do it; without this, only say what would be done.")]
 
 
 class Storage(StrEnum):
@@ -172,9 +172,7 @@ def cleanse(
     typer.echo(f"{directory}: {plan.removed} messages match, {plan.state['messages']} stay")
     if not plan.removed:
         return
-    if not yes:
-        typer.echo("nothing was removed; say --yes to remove them", err=True)
-        raise typer.Exit(2)
+    confirm(yes, to="remove them")
     with bar(f"{found.stream}, writing", found.size) as progress:
         backups.cleanse(plan, progress=progress)
     typer.echo(f"{directory}: {plan.removed} messages removed")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from aviso_workers.app import App
+from aviso_workers.cli.confirming import Yes, confirm
 from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
 from aviso_workers.cli.parsing import parse_where
 from aviso_workers.cli.printing import print_table
@@ -29,7 +30,7 @@ def erase(
     ] = None,
     audit: Annotated[Path | None, typer.Option("--audit", metavar="FILE", help="Where the record goes.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be erased.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Erase; without this, only say what would be.")] = False,
+    yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
     """Erase notifications for good, wherever this account keeps them: bytes, copies and dead letters."""
@@ -41,9 +42,7 @@ def erase(
         _print(survey)
         if not survey.findings or dry_run:
             return True
-        if not yes:
-            typer.echo("nothing was erased; say --yes to erase all of them", err=True)
-            raise typer.Exit(2)
+        confirm(yes, to="erase all of them")
         record = audit or Path(f"erasure-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}.json")
         left = await eraser.erase(survey, audit=record)
         typer.echo(f"{survey.messages - left.messages} erased, {left.messages} left; the record is {record}")

@@ -14,6 +14,7 @@ import typer
 
 from aviso_workers.agents import Router
 from aviso_workers.app import App
+from aviso_workers.config import Config
 from aviso_workers.errors import DeclarationError
 
 __all__ = ["AgentOption", "ConfigOption", "Target", "connected", "connected_app", "find_app", "run_connected"]
@@ -51,7 +52,7 @@ def find_app(target: str | None, *, agent: str | None, config: Path | None) -> A
     return app
 
 
-def connected_app(config: Path | None) -> App:
+def connected_app(config: Config | Path | None) -> App:
     """An app without agents, for a command that publishes or reads."""
     return App("aviso-workers-cli", config=config)
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from aviso_workers.app import App
+from aviso_workers.cli.confirming import Yes, confirm
 from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
 from aviso_workers.cli.printing import print_table
 from aviso_workers.ops import failing_over, mirroring
@@ -20,7 +21,6 @@ drill = typer.Typer(help="Rehearsals on streams of their own.", no_args_is_help=
 
 StreamArgument = Annotated[str, typer.Argument(metavar="STREAM")]
 Api = Annotated[str, typer.Option("--api", metavar="PREFIX", help="Where it is, e.g. '$JS.hub.API'; default: here.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do it; without this, only say what would be done.")]
 
 
 @mirror.command()
@@ -53,7 +53,7 @@ def promote(
     config: ConfigOption = None,
 ) -> None:
     """Fence a mirror's origin, let the mirror catch up, and put it in its place."""
-    _require(yes, f"fence the origin of {stream}, and let {stream} take publishes in its place")
+    confirm(yes, to=f"fence the origin of {stream}, and let {stream} take publishes in its place")
 
     async def run(app: App) -> Promotion:
         return await Mirrors(app).promote(
@@ -66,7 +66,7 @@ def promote(
 @mirror.command()
 def fence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: ConfigOption = None) -> None:
     """Let a stream take no publish any more; it keeps what it has, and whoever reconciles leaves it alone."""
-    _require(yes, f"take its subjects from {stream}")
+    confirm(yes, to=f"take its subjects from {stream}")
 
     async def run(app: App) -> tuple[str, ...]:
         return (await mirroring.fence(app.session.backend.administration(), stream, api=api)).subjects
@@ -78,7 +78,7 @@ def fence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: Confi
 @mirror.command()
 def unfence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: ConfigOption = None) -> None:
     """Give a fenced stream its subjects back. Be sure that no other stream takes them."""
-    _require(yes, f"give {stream} its subjects back")
+    confirm(yes, to=f"give {stream} its subjects back")
 
     async def run(app: App) -> tuple[str, ...]:
         return await mirroring.unfence(app.session.backend.administration(), stream, api=api)
@@ -106,12 +106,6 @@ def failover(
     typer.echo(f"the fenced origin took {found.after_fence}; {found.stored} of {found.published} published are stored")
     if not found.passed:
         raise typer.Exit(1)
-
-
-def _require(yes: bool, what: str) -> None:
-    if not yes:
-        typer.echo(f"this would {what}; nothing was done, say --yes to do it", err=True)
-        raise typer.Exit(2)
 
 
 def _print_promotion(found: Promotion) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import anyio
 import typer
@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from aviso_workers.cli.finding import ConfigOption, connected_app
-from aviso_workers.cli.parsing import parse_pairs, parse_payload, read_lines
+from aviso_workers.cli.parsing import parse_duration, parse_pairs, parse_payload, read_lines
 from aviso_workers.errors import InvalidNotificationError
 from aviso_workers.notifications import Notify
+from aviso_workers.positions import parse_date
 
 __all__ = ["notify"]
 
@@ -23,27 +24,39 @@ def notify(
     event: Annotated[str | None, typer.Argument(metavar="EVENT", help="The event type, e.g. mars.")] = None,
     identifier: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...")] = None,
     payload: Annotated[str | None, typer.Option(help="JSON, @FILE, or - for standard input.")] = None,
+    at: Annotated[str | None, typer.Option(metavar="TIME", help="Deliver it then, e.g. 2026-11-21T06:00:00Z.")] = None,
+    after: Annotated[str | None, typer.Option(metavar="DURATION", help="Deliver it later, e.g. 10m or 2h.")] = None,
     file: Annotated[
         Path | None, typer.Option(help='Lines of {"event": ..., "identifier": {...}, "payload": ...}.')
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Publish a notification, or all those in a file, and wait until they are stored."""
-    if (event is None) == (file is None) or (file is not None and payload is not None):
+    """Publish a notification, or all those in a file, and wait until they are stored, or kept for later."""
+    if (event is None) == (file is None) or (file is not None and (payload, at, after) != (None, None, None)):
         raise InvalidNotificationError("say what to publish: EVENT key=value... [--payload ...], or --file FILE")
     if file is not None:
         anyio.run(_notify_file, file, config)
         return
     assert event is not None
-    anyio.run(_notify_one, event, parse_pairs(identifier or []), parse_payload(payload), config)
+    wanted = Notify(
+        event,
+        parse_pairs(identifier or []),
+        parse_payload(payload),
+        deliver_at=None if at is None else parse_date(at, name="--at"),
+        deliver_after=None if after is None else parse_duration(after, name="--after"),
+    )
+    anyio.run(_notify_one, wanted, config)
 
 
-async def _notify_one(event: str, identifier: dict[str, str], payload: Any, config: Path | None) -> None:
+async def _notify_one(wanted: Notify, config: Path | None) -> None:
     app = connected_app(config)
-    app.check(Notify(event, identifier, payload))
+    app.check(wanted)
     async with app:
-        receipt = await app.notify(event, identifier, payload)
-    typer.echo(f"{event}@{receipt.sequence} stored in {receipt.stream}")
+        receipt = await app.session.publisher.notify(wanted)
+    if receipt.due:
+        typer.echo(f"{wanted.event_type} {receipt.message_id} waits until {receipt.due.isoformat(timespec='seconds')}")
+    else:
+        typer.echo(f"{wanted.event_type}@{receipt.sequence} stored in {receipt.stream}")
 
 
 async def _notify_file(path: Path, config: Path | None) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
-from aviso_workers.errors import InvalidNotificationError
+from aviso_workers.errors import InvalidNotificationError, InvalidPositionError
+from aviso_workers.literals import Duration
 
-__all__ = ["Line", "parse_pairs", "parse_payload", "read_lines"]
+__all__ = ["Line", "parse_duration", "parse_pairs", "parse_payload", "read_lines"]
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,6 +42,14 @@ def parse_pairs(pairs: Sequence[str]) -> dict[str, str]:
 def parse_where(pairs: Sequence[str]) -> dict[str, Any]:
     """Like `parse_pairs`; a value in JSON brackets is a list or a constraint: `stream=["oper","wave"]`."""
     return {key: _json(value) if value[:1] in ("[", "{") else value for key, value in parse_pairs(pairs).items()}
+
+
+def parse_duration(text: str, *, name: str) -> Duration:
+    """Such as `10m`, of an option of this name. Raises `InvalidPositionError`."""
+    try:
+        return Duration.parse(text)
+    except ValueError as error:
+        raise InvalidPositionError(f"{name}: {error}") from error
 
 
 def parse_payload(text: str | None) -> Any:

@@ -15,9 +15,8 @@ from typing import Annotated
 import typer
 
 from aviso_workers.cli.finding import ConfigOption
-from aviso_workers.cli.parsing import parse_pairs, parse_where
+from aviso_workers.cli.parsing import parse_duration, parse_pairs, parse_where
 from aviso_workers.errors import DeclarationError
-from aviso_workers.literals import Duration
 from aviso_workers.positions import parse_date
 
 __all__ = ["archive", "backfill", "report"]
@@ -44,7 +43,7 @@ def archive(
     from aviso_workers.spark import archiving, sessions
 
     options = _source(event, where, config) | {"startingOffsets": "earliest", "maxMessagesPerTrigger": MOST_PER_BATCH}
-    seconds = _seconds(every) if every is not None else None
+    seconds = float(parse_duration(every, name="--every")) if every is not None else None
     with sessions.session(f"aviso-workers: archive {event}") as spark:
         notifications = spark.readStream.format("aviso").options(**options).load()
         archiving.archive(notifications, to, every_seconds=seconds).awaitTermination()
@@ -155,10 +154,3 @@ def _text(path: str) -> str:
         return Path(path).read_text()
     except OSError as error:
         raise DeclarationError(f"cannot read the schedule {path}: {error.strerror}") from error
-
-
-def _seconds(text: str) -> float:
-    try:
-        return float(Duration.parse(text))
-    except ValueError as error:
-        raise DeclarationError(f"--every: {error}") from error

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from aviso_workers.app import App
+from aviso_workers.cli.confirming import Yes, confirm
 from aviso_workers.cli.finding import ConfigOption, connected_app, find_app, run_connected
+from aviso_workers.cli.parsing import parse_duration
 from aviso_workers.cli.printing import print_table
-from aviso_workers.errors import InvalidPositionError
-from aviso_workers.literals import Duration
 from aviso_workers.ops import steering
 from aviso_workers.ops.steering import UNTIL_RESUMED, Reset, Steered
 from aviso_workers.positions import Position, parse_date, parse_id
@@ -33,7 +33,7 @@ def pause(
     config: ConfigOption = None,
 ) -> None:
     """Give an agent nothing for a while, in all its workers; what it has begun it finishes."""
-    until = datetime.now(UTC) + timedelta(seconds=_duration(for_)) if for_ else UNTIL_RESUMED
+    until = datetime.now(UTC) + timedelta(seconds=parse_duration(for_, name="--for")) if for_ else UNTIL_RESUMED
 
     async def run(connected: App, steered: Steered) -> None:
         await steering.pause(connected, steered, until=until)
@@ -63,7 +63,7 @@ def reset(
             help="A sequence, a time such as 2026-11-20T06:00:00Z, all that is stored, or what is new.",
         ),
     ],
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; without this, only say what would be done.")] = False,
+    yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
     """Let an agent go on at another notification, back to handle some again or forward to pass over some."""
@@ -72,9 +72,7 @@ def reset(
     async def run(connected: App, steered: Steered) -> None:
         plan = await steering.plan_reset(connected, steered, position)
         _print_plan(plan)
-        if not yes:
-            typer.echo("nothing was done; say --yes to reset it", err=True)
-            raise typer.Exit(2)
+        confirm(yes, to="reset it")
         ahead = await steering.reset(connected, plan)
         typer.echo(f"{agent} goes on at {steered.stream}@{plan.sequence}, with {ahead} notifications ahead of it")
 
@@ -104,13 +102,6 @@ def _print_plan(plan: Reset) -> None:
     if plan.unsettled:
         rows.append(("given up", f"up to {plan.unsettled} that are being handled or wait for their next attempt"))
     print_table((f"{plan.steered.agent} of {plan.steered.app}", "notifications"), rows)
-
-
-def _duration(text: str) -> Duration:
-    try:
-        return Duration.parse(text)
-    except ValueError as error:
-        raise InvalidPositionError(f"--for: {error}") from error
 
 
 def _position(text: str) -> Position:

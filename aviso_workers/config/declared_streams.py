@@ -19,6 +19,8 @@ __all__ = [
     "ConsumerLimits",
     "DeclaredConsumer",
     "DeclaredStream",
+    "External",
+    "Origin",
     "Placement",
     "Republish",
     "SubjectTransform",
@@ -52,6 +54,26 @@ class SubjectTransform(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     src: Annotated[Text, about("Which subjects.")] = ">"
     dest: Annotated[Text, about("Under which, such as stored.>.")]
+
+
+class External(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a stream of another domain or account is."""
+
+    api: Annotated[Text, about("Prefix of its JetStream API, such as $JS.hub.API for the domain hub.")]
+    deliver: Annotated[Text | None, about("Prefix under which another account lets it deliver.")] = None
+
+
+class Origin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A stream that is followed."""
+
+    name: Annotated[Text, about("Name of the stream.")]
+    external: Annotated[External | None, about("Where it is. Default: in the same account.")] = None
+    filter_subject: Annotated[Text | None, about("Which subjects of it. Default: all.")] = None
+    subject_transforms: Annotated[
+        tuple[SubjectTransform, ...] | None, about("Which subjects of it, and under which they are stored.")
+    ] = None
+    opt_start_seq: Annotated[Positive | None, about("From which sequence on. Default: the first.")] = None
+    opt_start_time: Annotated[Time | None, about("From which time on, such as 2026-11-20T06:00:00Z.")] = None
 
 
 class ConsumerLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -147,6 +169,10 @@ class DeclaredStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     duplicate_window: Annotated[
         Duration | None, about("How long a message id is known; no longer than max_age. Default: 2m.")
     ] = None
+    mirror: Annotated[
+        Origin | None, about("Follow that stream, under its sequences, and take no publishes. Only when it is created.")
+    ] = None
+    sources: Annotated[tuple[Origin, ...] | None, about("Take in what those streams store; [] is none.")] = None
     first_seq: Annotated[Positive | None, about("The first sequence, when the stream is created.")] = None
     subject_transform: Annotated[SubjectTransform | None, about("Store under another subject.")] = None
     republish: Annotated[Republish | None, about("Publish once more what is stored.")] = None

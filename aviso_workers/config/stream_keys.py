@@ -39,6 +39,19 @@ NOT_FOR_EVENTS: tuple[tuple[str, Any, str], ...] = (
     ("subject_transform", ..., "agents find notifications by their subject"),
 )
 
+NOT_FOR_MIRRORS = (
+    "subjects",
+    "sources",
+    "subject_transform",
+    "first_seq",
+    "duplicate_window",
+    "allow_atomic",
+    "allow_batched",
+    "allow_msg_counter",
+    "allow_msg_schedules",
+)
+"""What a mirror has from its origin, or is of no use without publishes."""
+
 CONSUMER_NEEDS = {
     "deliver_group": ("deliver_subject",),
     "idle_heartbeat": ("deliver_subject",),
@@ -112,7 +125,7 @@ def mistakes(
         if event_type := of_events.get(name):
             of_aviso = stated_by_aviso(event_type, event_types[event_type], jetstream)
             yield from _event_stream_mistakes(path, declared, of_aviso)
-            stated |= of_aviso
+            stated |= {field: value for field, value in of_aviso.items() if not (stream.mirror and field == "subjects")}
         yield from _stream_mistakes(stated)
         for consumer, settings in stream.consumers.items():
             yield from _name_mistakes(f"{path}.consumers.{consumer}", consumer)
@@ -144,6 +157,9 @@ def _limit(value: Any) -> Any:
 
 def _stream_mistakes(stated: Mapping[str, tuple[Any, str]]) -> Iterator[tuple[str, str]]:
     values = {field: value for field, (value, _) in stated.items()}
+    for field in NOT_FOR_MIRRORS:
+        if values.get("mirror") and values.get(field):
+            yield stated[field][1], f"must not be combined with {stated['mirror'][1]}: a mirror takes no publishes"
     for field, value, other, excluded in STREAM_EXCLUSIONS:
         if values.get(field) == value and values.get(other) == excluded:
             yield stated[field][1], f"must not be combined with {stated[other][1]}: JetStream refuses the two together"

@@ -45,14 +45,14 @@ class Origin:
         """As `begin`, for what is no message: a place among those of its kind, such as a time, and whose it is."""
         self._ids = _Ids(f"{self._prefix}.{place}", f"{place} {of}")
 
-    def message_id(self, message: Message) -> str | None:
+    def message_id(self, message: Message, *, when: str) -> str | None:
         """None while nothing is handled."""
         if self._ids is None:
             if not self._handled:
                 return None
             root = "".join(f"{each.sequence}@{each.timestamp_ns} " for each in self._handled)
             self._ids = _Ids(f"{self._prefix}.{self._handled[0].sequence}", root)
-        return self._ids.next(message)
+        return self._ids.next(message, when)
 
 
 class _Ids:
@@ -63,9 +63,9 @@ class _Ids:
         self._root = hashlib.blake2b(root.encode(), digest_size=DIGEST_BYTES)
         self._counts: Counter[bytes] = Counter()
 
-    def next(self, message: Message) -> str:
+    def next(self, message: Message, when: str) -> str:
         digest = self._root.copy()
-        digest.update(f"{message.subject} {message.headers} ".encode())
+        digest.update(f"{message.subject} {message.headers} {when}".encode())
         digest.update(message.data)
         content = digest.digest()
         self._counts[content] += 1
@@ -75,7 +75,10 @@ class _Ids:
 _ORIGIN: ContextVar[Origin | None] = ContextVar("origin", default=None)
 
 
-def message_id(message: Message) -> str | None:
-    """The id of a message that is published now; None where that is in no handler."""
+def message_id(message: Message, *, when: str = "") -> str | None:
+    """The id of a message that is published now; None where that is in no handler.
+
+    `when` it is to be delivered, in the handler's own words, is part of its content.
+    """
     origin = _ORIGIN.get()
-    return origin.message_id(message) if origin is not None else None
+    return origin.message_id(message, when=when) if origin is not None else None

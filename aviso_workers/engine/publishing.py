@@ -11,6 +11,7 @@ import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
@@ -21,7 +22,7 @@ from aviso_workers import streams
 from aviso_workers.backends import Backend, Outgoing, OutgoingChunk, PubAck
 from aviso_workers.codec import Message, NotificationWriter
 from aviso_workers.config import Config
-from aviso_workers.engine import originating
+from aviso_workers.engine import deferring, originating
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import (
     BackendError,
@@ -58,6 +59,8 @@ def encode(config: Config, wanted: Notify) -> Message:
     declared = config.notification_schema.get(wanted.event_type)
     if declared is None:
         raise UnknownEventTypeError(wanted.event_type, config.notification_schema)
+    if deferring.is_later(wanted):
+        deferring.due_of(wanted, now=datetime.now(UTC))
     return NotificationWriter(wanted.event_type, declared).message(wanted.identifier, wanted.payload)
 
 
@@ -67,16 +70,29 @@ class _Prepared(Struct, frozen=True, gc=False):
     event_type: str
     spec: StreamSpec
     outgoing: Outgoing
+    schedule: Outgoing | None = None
+    """What is sent in its place, if it is to be delivered later."""
+    due: datetime | None = None
 
 
 class Publisher:
     """Publishes the notifications of one configuration through one backend."""
 
-    def __init__(self, backend: Backend, *, config: Config, provisioner: Provisioner, events: Events) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        config: Config,
+        provisioner: Provisioner,
+        own_streams: Provisioner,
+        events: Events,
+    ) -> None:
         self._backend = backend
         self._config = config
         self._settings = config.notification_backend.jetstream
         self._provisioner = provisioner
+        self._own_streams = own_streams
+        self._schedules = deferring.stream_spec(config)
         self._events = events
         self._writers: dict[str, tuple[NotificationWriter, StreamSpec]] = {}
         """By event type, and its stream."""
@@ -84,20 +100,21 @@ class Publisher:
         self._numbers = itertools.count(1)
 
     async def notify(self, wanted: Notify) -> Receipt:
-        """Store one notification and return the receipt.
+        """Store one notification, or have it wait until it is due, and return the receipt.
 
         Raises `InvalidNotificationError` before anything is sent, `RefusedError` where trying again would not help,
         and when `publish_deadline_seconds` are over `UnavailableError`, or `OutcomeUnknownError` if any of the
         attempts may have stored it.
         """
-        [ack] = await self._store([self._prepare(wanted)])
-        return Receipt(stream=ack.stream, sequence=ack.sequence, duplicate=ack.duplicate)
+        prepared = self._prepare(wanted)
+        [ack] = await self._store([prepared])
+        return _receipt(prepared, ack)
 
     async def notify_together(self, wanted: Iterable[Notify], *, message_id: str | None) -> Receipt:
         """Store all of them, in this order, or none; the receipt is that of the last. Raises as `notify` does."""
         chunk = self._as_one(list(wanted), message_id=message_id)
         ack = (await self._store(chunk, together=True))[-1]
-        return Receipt(stream=ack.stream, sequence=ack.sequence, duplicate=ack.duplicate)
+        return _receipt(chunk[-1], ack)
 
     async def notify_many(self, wanted: Iterable[Notify]) -> int:
         """Store all of them, some at a time, and return how many there were.
@@ -160,11 +177,30 @@ class Publisher:
     def _prepare(self, wanted: Notify) -> _Prepared:
         """Raises as `_checked` does."""
         spec, message = self._checked(wanted)
-        message_id = wanted.message_id or self._message_id(message)
-        return self._ready(wanted.event_type, spec, message, message_id)
+        if deferring.is_later(wanted):
+            return self._prepare_later(wanted, spec, message)
+        return self._ready(wanted.event_type, spec, message, wanted.message_id or self._message_id(message))
 
-    def _message_id(self, message: Message) -> str:
-        return originating.message_id(message) or f"{self._nonce}{next(self._numbers):x}"
+    def _prepare_later(self, wanted: Notify, spec: StreamSpec, message: Message) -> _Prepared:
+        """Raises as `_checked` does."""
+        now = datetime.fromtimestamp(self._backend.clock.time_ns() / 1e9, UTC)
+        due = deferring.due_of(wanted, now=now)
+        deferring.require_server(self._backend)
+        when = f"{wanted.deliver_at} {wanted.deliver_after}"
+        message_id = wanted.message_id or self._message_id(message, when=when)
+        prepared = self._ready(wanted.event_type, spec, message, message_id)
+        if due <= now:
+            return prepared
+        schedule = deferring.schedule(
+            prepared.outgoing, due, event_type=wanted.event_type, message_id=self._new_message_id()
+        )
+        return structs.replace(prepared, schedule=schedule, due=due)
+
+    def _message_id(self, message: Message, *, when: str = "") -> str:
+        return originating.message_id(message, when=when) or self._new_message_id()
+
+    def _new_message_id(self) -> str:
+        return f"{self._nonce}{next(self._numbers):x}"
 
     def _checked(self, wanted: Notify) -> tuple[StreamSpec, Message]:
         """Raises `InvalidNotificationError`, and `RefusedError` where the server is too old for its ttl."""
@@ -201,6 +237,10 @@ class Publisher:
         if any(each.message_id is not None for each in wanted):
             raise InvalidNotificationError(
                 "what is stored together has one message_id, so give it to all and not to one"
+            )
+        if any(map(deferring.is_later, wanted)):
+            raise InvalidNotificationError(
+                "what is stored together is stored now: publish one by one what is to be delivered later"
             )
         checked = [self._checked(each) for each in wanted]
         names = sorted({spec.name for spec, _ in checked})
@@ -240,7 +280,7 @@ class Publisher:
             for prepared, result in zip(tried, await self._attempt(tried, together=together), strict=True):
                 if isinstance(result, PubAck):
                     acks[prepared.outgoing.message_id] = result
-                    stored[prepared.event_type, "duplicate" if result.duplicate else "stored"] += 1
+                    stored[prepared.event_type, _outcome(prepared, result)] += 1
                 elif isinstance(result, UnavailableError | OutcomeUnknownError):
                     left.append(prepared)
                     error = result
@@ -266,9 +306,11 @@ class Publisher:
         try:
             for spec in specs.values():
                 await self._provisioner.ensure(spec)
+            if any(prepared.schedule for prepared in chunk):
+                await self._own_streams.ensure(self._schedules)
         except BackendError as error:
             return [error] * len(chunk)
-        outgoing = [prepared.outgoing for prepared in chunk]
+        outgoing = [prepared.schedule or prepared.outgoing for prepared in chunk]
         if together:
             results = await self._publish_together(outgoing)
         else:
@@ -276,6 +318,7 @@ class Publisher:
         for prepared, result in zip(chunk, results, strict=True):
             if isinstance(result, UnavailableError):
                 self._provisioner.forget(prepared.spec.name)
+                self._own_streams.forget(self._schedules.name)
         return results
 
     async def _publish_together(self, outgoing: Sequence[Outgoing]) -> list[PubAck | BackendError]:
@@ -291,6 +334,19 @@ class Publisher:
 
     def _emit(self, event_type: str, outcome: PublishOutcome, attempts: int, *, count: int = 1) -> None:
         self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=attempts, count=count))
+
+
+def _receipt(prepared: _Prepared, ack: PubAck) -> Receipt:
+    message_id = prepared.outgoing.message_id
+    if prepared.due:
+        return Receipt(stream=prepared.spec.name, sequence=0, message_id=message_id, due=prepared.due)
+    return Receipt(stream=ack.stream, sequence=ack.sequence, duplicate=ack.duplicate, message_id=message_id)
+
+
+def _outcome(prepared: _Prepared, ack: PubAck) -> PublishOutcome:
+    if prepared.schedule:
+        return "scheduled"
+    return "duplicate" if ack.duplicate else "stored"
 
 
 def _chunks(prepared: Iterable[_Prepared]) -> Iterator[list[_Prepared]]:

@@ -13,9 +13,10 @@ from aviso_workers.agents import Agent, Task
 from aviso_workers.backends import Backend, ConsumerInfo, Opening, open_backend
 from aviso_workers.codec import NotificationReader
 from aviso_workers.config import Config
-from aviso_workers.engine import dead_lettering, resourcing, sweeping
+from aviso_workers.engine import dead_lettering, deferring, resourcing, sweeping
 from aviso_workers.engine.batching import InBatches
 from aviso_workers.engine.dead_lettering import DeadLetters, Requeued, retry_subject
+from aviso_workers.engine.deferring import Courier
 from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.handling import Kit, OneByOne
 from aviso_workers.engine.ordering import Line
@@ -31,7 +32,7 @@ from aviso_workers.engine.supervising import Feed, supervise_agent, supervise_ta
 from aviso_workers.engine.sweeping import Sweep
 from aviso_workers.engine.tabling import Tables
 from aviso_workers.engine.windowing import AsWindows
-from aviso_workers.errors import BackendError, UnknownEventTypeError
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnknownEventTypeError
 from aviso_workers.events import ConnectionChanged, ConnectionSlow, Events
 from aviso_workers.notifications import Batch, Notification, Stream
 from aviso_workers.schema import EventType
@@ -53,6 +54,12 @@ STREAM_PREFETCH = 16
 SWEEP = "dead-letter-sweep"
 SWEEP_ACK_WAIT = 60.0
 SWEEP_PREFETCH = 16
+COURIER = "schedule-courier"
+COURIER_DURABLE = f"aviso_workers__{COURIER}"
+"""One for all apps, so that it does not matter whose workers run."""
+COURIER_ACK_WAIT = 5.0
+COURIER_CONCURRENCY = 16
+COURIER_PREFETCH = 64
 FORMS: dict[type, Callable[[Kit], Form]] = {Notification: OneByOne, Batch: InBatches, Stream: AsStream}
 
 
@@ -64,11 +71,13 @@ class Session:
         self.provisioner = Provisioner(
             backend, management=config.notification_backend.jetstream.stream_management, events=events
         )
-        self.publisher = Publisher(backend, config=config, provisioner=self.provisioner, events=events)
-        self.runs: dict[str, AgentRun] = {}
-        """The agents at work, by name."""
         self.own_streams = Provisioner(backend, management="reconcile", events=events)
         """Our own streams are ours to make and to change, whatever may be done to the others'."""
+        self.publisher = Publisher(
+            backend, config=config, provisioner=self.provisioner, own_streams=self.own_streams, events=events
+        )
+        self.runs: dict[str, AgentRun] = {}
+        """The agents at work, by name."""
         self._dead_letters = DeadLetters(backend, app=app, config=config, provisioner=self.own_streams)
         self._app = app
         self._config = config
@@ -88,6 +97,14 @@ class Session:
             stream=spec.name,
             events=self._events,
         )
+
+    async def cancel(self, event_type: str, message_id: str) -> bool:
+        """Forget a notification that waits to be delivered. Raises `UnknownEventTypeError`, `BackendError`."""
+        waiting = deferring.waiting(self._stream(event_type).name, message_id)
+        try:
+            return await self.backend.purge_stream(deferring.STREAM, subject=waiting) > 0
+        except NotFoundError:
+            return False  # nothing was ever to be delivered later
 
     def connect(self, tables: Mapping[str, Table[Any] | Counter]) -> Tables:
         """The app's tables, connected while they are entered."""
@@ -143,6 +160,7 @@ class Session:
                     work.start_soon(self.run_agent, agent, stop)
                 if agents:
                     work.start_soon(self.run_sweep, agents, stop)
+                work.start_soon(self.run_courier, stop)
                 if timers:
                     work.start_soon(run_app_timers)
                 for task in app.tasks:
@@ -223,7 +241,7 @@ class Session:
         subjects = [
             sweeping.advisory_subject(stream, agent.durable_name(self._app))
             for agent in agents
-            for stream in (self._stream(agent).name, dead_lettering.RETRIES)
+            for stream in (self._stream(agent.event_type).name, dead_lettering.RETRIES)
         ]
         clock = self.backend.clock
         line = Line(clock)
@@ -244,6 +262,32 @@ class Session:
         )
         await self._supervise(SWEEP, run, [feed], stop)
 
+    async def run_courier(self, stop: anyio.Event) -> None:
+        """Bring, until `stop`, what is due to the streams it was meant for, whichever app has published it."""
+        try:
+            deferring.require_server(self.backend)
+        except RefusedError:
+            return  # nothing waits there
+        clock = self.backend.clock
+        line = Line(clock)
+        form = Courier(self.backend, line=line, event_types=self._config.notification_schema, events=self._events)
+        run = AgentRun(
+            form,
+            line=line,
+            clock=clock,
+            workers=COURIER_CONCURRENCY,
+            prefetch=COURIER_PREFETCH,
+            ack_wait_seconds=COURIER_ACK_WAIT,
+        )
+        feed = Feed(
+            stream=deferring.stream_spec(self._config),
+            consumer=_consumer(
+                COURIER_DURABLE, (f"{deferring.DUE}.>",), COURIER_ACK_WAIT, max_deliver=-1, max_ack_pending=-1
+            ),
+            provisioner=self.own_streams,
+        )
+        await self._supervise(COURIER, run, [feed], stop)
+
     async def _supervise(self, name: str, run: AgentRun, feeds: Sequence[Feed], stop: anyio.Event) -> None:
         await supervise_agent(
             name,
@@ -257,10 +301,10 @@ class Session:
 
     async def consumer_info(self, agent: Agent[Any, Any]) -> ConsumerInfo:
         """The agent's durable consumer. Raises `NotFoundError` where it was never made."""
-        return await self.backend.consumer_info(self._stream(agent).name, agent.durable_name(self._app))
+        return await self.backend.consumer_info(self._stream(agent.event_type).name, agent.durable_name(self._app))
 
-    def _stream(self, agent: Agent[Any, Any]) -> StreamSpec:
-        return streams.event_stream(agent.event_type, self._event_type(agent.event_type), self._config)
+    def _stream(self, event_type: str) -> StreamSpec:
+        return streams.event_stream(event_type, self._event_type(event_type), self._config)
 
     def _event_type(self, name: str) -> EventType:
         event_types = self._config.notification_schema
@@ -293,13 +337,19 @@ def _prefetch(agent: Agent[Any, Any]) -> int:
 
 
 def _consumer(
-    durable: str, filters: tuple[str, ...], ack_wait: float, max_deliver: int, *, start: str = "all"
+    durable: str,
+    filters: tuple[str, ...],
+    ack_wait: float,
+    max_deliver: int,
+    *,
+    max_ack_pending: int = MAX_ACK_PENDING,
+    start: str = "all",
 ) -> ConsumerSpec:
     return ConsumerSpec(
         durable_name=durable,
         filter_subjects=filters,
         ack_wait=int(ack_wait * streams.SECOND),
-        max_ack_pending=MAX_ACK_PENDING,
+        max_ack_pending=max_ack_pending,
         max_deliver=max_deliver,
         **streams.starting(start),
     )

@@ -3,9 +3,9 @@ and looked for again.
 
 Called by the command `erase`. A message that is deleted has its bytes overwritten on disk; a purge leaves them, so
 every message is deleted by its sequence. A survey goes through the event's stream, the streams that mirror or source
-it (and those that mirror or source these), the dead letters and what waits to be tried again. Copies are recognised by
-what they say of themselves, not by the original, so that an erasure that was broken off can be repeated. Nothing is
-done here about what is no stream of this account: see `ELSEWHERE`.
+it (and those that mirror or source these), the dead letters, what waits to be tried again and what waits to be
+delivered. Copies are recognised by what they say of themselves, not by the original, so that an erasure that was broken
+off can be repeated. Nothing is done here about what is no stream of this account: see `ELSEWHERE`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from aviso_workers import schema, topics
 from aviso_workers.app import App
 from aviso_workers.backends import StreamInfo
 from aviso_workers.codec import Message, NotificationReader
-from aviso_workers.engine import dead_lettering
+from aviso_workers.engine import dead_lettering, deferring
 from aviso_workers.engine.dead_lettering import DeadLetter
 from aviso_workers.errors import InvalidNotificationError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.ops.wiping import event_type_of
@@ -125,7 +125,9 @@ class Eraser:
                     waiting.append(name)
                     await self._add(found, name, f"{relation} of {origin}", self._copy_of(origin, relation))
         findings = tuple(finding for finding in found.values() if finding.sequences)
-        unreached = [each for finding in findings for each in _unreached(finding.stream, infos[finding.stream])]
+        # What was delivered has been in the stream of what waits, whether or not anything waits now.
+        concerned = {finding.stream for finding in findings} | {deferring.STREAM} & infos.keys()
+        unreached = [each for stream in sorted(concerned) for each in _unreached(stream, infos[stream])]
         return Survey(findings=findings, unreached=tuple(unreached))
 
     async def erase(self, survey: Survey, *, audit: Path) -> Survey:
@@ -160,7 +162,8 @@ class Eraser:
     async def _look_into_ours(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
         if self._stream in infos:
             await self._add(found, self._stream, f"notifications of {self._name}", self._matches)
-        for stream, original in ((dead_lettering.STREAM, _buried), (dead_lettering.RETRIES, _requeued)):
+        carrying = {dead_lettering.STREAM: _buried, dead_lettering.RETRIES: _requeued, deferring.STREAM: _deferred}
+        for stream, original in carrying.items():
             if stream in infos:
                 await self._add(found, stream, f"copies of {self._stream}", self._as(original))
         for bucket, key in self._keys:
@@ -305,6 +308,13 @@ def _buried(message: Message) -> tuple[str, Message] | None:
 def _requeued(message: Message) -> tuple[str, Message] | None:
     original, stream = dead_lettering.unwrap(message)
     return stream, original
+
+
+def _deferred(message: Message) -> tuple[str, Message] | None:
+    with suppress(UndecodableError):
+        outgoing, _ = deferring.original(message)
+        return outgoing.stream, outgoing.message
+    return None
 
 
 def _is_of(subject: str, message: Message) -> bool:

@@ -10,17 +10,17 @@ from __future__ import annotations
 from aviso_workers import streams
 from aviso_workers.app import App
 from aviso_workers.backends import ConsumerInfo
-from aviso_workers.engine import dead_lettering, sweeping
+from aviso_workers.engine import dead_lettering, deferring, sweeping
 from aviso_workers.errors import NotFoundError
 
 __all__ = ["ConsumerInfo", "agent_of", "agents", "dead_letters", "given_up", "streams_of"]
 
 
 def streams_of(app: App) -> list[str]:
-    """The streams that agents read: those of the configured event types, and our own."""
+    """The streams that agents read, and what works for them: those of the configured event types, and our own."""
     event_types = app.config.notification_schema.items()
     of_events = [streams.event_stream(name, event_type, app.config).name for name, event_type in event_types]
-    return [*of_events, dead_lettering.RETRIES, sweeping.STREAM]
+    return [*of_events, dead_lettering.RETRIES, sweeping.STREAM, deferring.STREAM]
 
 
 async def agents(app: App, stream: str) -> dict[tuple[str, str], ConsumerInfo]:

@@ -34,7 +34,7 @@ from aviso_workers.config.nats_server import LOOPBACK, Cluster
 from aviso_workers.errors import ServerProcessError
 from aviso_workers.server import die_with_parent, find_binary, last_error, profiles, rendering
 
-__all__ = ["Node", "State", "ask", "eventually", "reload", "start", "states", "stop"]
+__all__ = ["Node", "State", "ask", "eventually", "free_ports", "reload", "start", "states", "stop"]
 
 READY_SECONDS = 30.0
 STOP_SECONDS = 10.0
@@ -210,7 +210,7 @@ def _node_ports(node: Node) -> tuple[int, int, int, int]:
 
 
 def _planned(server: Server, names: list[str], directory: Path) -> list[Node]:
-    free = iter(_free_ports(len(names) * len(_ports(server))))
+    free = iter(free_ports(len(names) * len(_ports(server))))
     nodes = []
     for i, name in enumerate(names):
         configured = [port + i if port else 0 for port in _ports(server)]
@@ -230,8 +230,8 @@ def _planned(server: Server, names: list[str], directory: Path) -> list[Node]:
     return nodes
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports outside of the range that the kernel takes from for connections: one of those may be first."""
+def free_ports(count: int) -> list[int]:
+    """Ports on which nobody listens, outside of the range that the kernel takes from for whoever does not care."""
     candidates = random.sample(range(15_000, 32_000), 2_000)
     return list(islice(filter(_is_free, candidates), count))
 

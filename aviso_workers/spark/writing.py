@@ -92,7 +92,8 @@ def _publisher(backend: Any, settings: Config) -> Publisher:
     events = Events()
     management = settings.notification_backend.jetstream.stream_management
     provisioner = Provisioner(backend, management=management, events=events)
-    return Publisher(backend, config=settings, provisioner=provisioner, events=events)
+    own_streams = Provisioner(backend, management="reconcile", events=events)
+    return Publisher(backend, config=settings, provisioner=provisioner, own_streams=own_streams, events=events)
 
 
 def _ids(batch: pa.RecordBatch, column: str | None, *, prefix: str, first: int) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from aviso_workers.server.running import free_ports
 
 __all__ = ["Child", "ShortfallError", "free_port", "running", "wait_until"]
 
@@ -109,7 +110,6 @@ def wait_until(
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on now, and that nobody is given by chance while its server is away."""
+    (port,) = free_ports(1)
+    return port

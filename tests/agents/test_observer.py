@@ -246,6 +246,7 @@ async def test_a_thousand_agents_cost_a_handful_of_requests(
         f"CONSUMER.LIST.{stream}": 4,
         "CONSUMER.LIST.aviso_workers_retries": 1,
         "CONSUMER.LIST.aviso_workers_advisories": 1,
+        "CONSUMER.LIST.aviso_workers_schedule": 1,
         "STREAM.INFO.aviso_workers_dead_letters": 1,
         "STREAM.INFO.aviso_workers_advisories": 1,
     }

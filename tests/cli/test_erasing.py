@@ -20,7 +20,7 @@ def stored(run: Run, config: Path) -> Path:
 
 def test_without_yes_nothing_is_erased(run: Run, stored: Path) -> None:
     ran = run("erase", "mars", "step=1", "-c", stored)
-    assert (ran.code, ran.err) == (2, "nothing was erased; say --yes to erase all of them\n")
+    assert (ran.code, ran.err) == (2, "nothing was done; say --yes to erase all of them\n")
     assert "notifications of mars" in ran.out
     assert "not looked at: backups: `aviso-workers backup cleanse` rewrites them." in ran.lines
     assert run("erase", "mars", "step=1", "--dry-run", "-c", stored).code == 0

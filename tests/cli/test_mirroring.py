@@ -13,14 +13,14 @@ Run = Callable[..., Ran]
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("promote", "this would fence the origin of MARS, and let MARS take publishes in its place"),
-        ("fence", "this would take its subjects from MARS"),
-        ("unfence", "this would give MARS its subjects back"),
+        ("promote", "fence the origin of MARS, and let MARS take publishes in its place"),
+        ("fence", "take its subjects from MARS"),
+        ("unfence", "give MARS its subjects back"),
     ],
 )
 def test_what_changes_a_stream_needs_a_yes(run: Run, unreachable: Path, command: str, told: str) -> None:
     ran = run("mirror", command, "MARS", "-c", unreachable)
-    assert (ran.code, ran.err) == (2, f"{told}; nothing was done, say --yes to do it\n")
+    assert (ran.code, ran.err) == (2, f"nothing was done; say --yes to {told}\n")
 
 
 def test_a_stream_is_fenced_and_taken_back(run: Run, config: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,27 @@ def test_a_payload_may_be_given_in_three_ways(run: Run, config: Path, tmp_path: 
     assert payloads() == [{"from": "here"}, {"from": "grüße"}, {"from": "stdin"}]
 
 
+def test_it_may_be_delivered_later(run: Run, config: Path, payloads) -> None:
+    for later in (("--after", "2h"), ("--at", "2126-11-20T06:00:00Z")):
+        ran = run("notify", "mars", "class=od", "step=6", *later, "--config", config)
+        assert re.fullmatch(r"mars [0-9a-f]+ waits until 2\d{3}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00\n", ran.out), ran
+    past = run("notify", "mars", "class=od", "step=6", "--at", "2020-11-20T06:00:00Z", "--config", config)
+    assert past.out == "mars@1 stored in MARS\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         ((), "say what to publish: EVENT key=value... [--payload ...], or --file FILE"),
         (("mars", "--file", "lines.jsonl"), "say what to publish"),
         (("--file", "lines.jsonl", "--payload", "{}"), "say what to publish"),
+        (("--file", "lines.jsonl", "--after", "10m"), "say what to publish"),
+        (("mars", "class=od", "step=6", "--after", "10"), "--after: duration must include a unit suffix"),
+        (("mars", "class=od", "step=6", "--at", "noon"), "--at must be a date with a time such as"),
+        (
+            ("mars", "class=od", "step=6", "--at", "2030-01-01T00:00:00Z", "--after", "1h"),
+            "mars: give it deliver_at or deliver_after, and not both",
+        ),
         (("mars", "class"), "'class' is not key=value"),
         (("mars", "=od"), "'=od' is not key=value"),
         (("mars", "class=od", "class=rd"), "'class' is given twice"),

@@ -172,6 +172,16 @@ async def test_a_purge_removes_all_messages_and_sequences_go_on(create, publish,
     assert [message.sequence for message in await stored()] == [4]
 
 
+async def test_a_purge_of_a_subject_leaves_the_others(create, publish, backend, stored):
+    await create()
+    for subject in ("mars.od", "mars.rd", "mars.od", "mars.od.6"):
+        await publish(subject)
+
+    assert await backend.purge_stream("MARS", subject="mars.od") == 2
+    assert await backend.purge_stream("MARS", subject="mars.od") == 0
+    assert [message.subject for message in await stored()] == ["mars.rd", "mars.od.6"]
+
+
 async def test_a_purge_of_an_empty_stream_removes_nothing(create, backend):
     await create()
 

@@ -117,6 +117,16 @@ async def test_copies_are_found_by_what_they_say_of_themselves(place: Place) -> 
     assert place.on_disk("secret-of-rd-1.") == 5
 
 
+async def test_what_waits_to_be_delivered_is_erased_and_never_comes(place: Place) -> None:
+    for klass in ("od", "rd"):
+        identifier = {"class": klass, "step": 1}
+        await place.app.notify("mars", identifier, f"secret-of-{klass}-1.", deliver_after=3600)
+    survey = await Eraser(place.app, "mars", where={"class": "od"}).survey()
+    assert _found(survey) == {"aviso_workers_schedule": (1,)}
+    left = await place.erase(where={"class": "od"})
+    assert (left.findings, place.on_disk("secret-of-od-1."), place.on_disk("secret-of-rd-1.")) == ((), 0, 1)
+
+
 async def test_a_copy_is_found_when_its_original_is_gone(place: Place) -> None:
     await place.notify("od", range(3))
     await place.create("SOURCED", sources=[{"name": "MARS"}])

@@ -53,16 +53,17 @@ class Site:
     def stop(self) -> None:
         running.stop(self._directory)
 
-    def app(self) -> App:
-        """An app that is connected here and nowhere else."""
-        return App("tests", config=self._file(self.node.url))
+    def app(self, **streams: Any) -> App:
+        """An app that is connected here and nowhere else, with these declared streams."""
+        return App("tests", config=self._file(self.node.url, **streams))
 
-    def _file(self, url: str) -> Path:
+    def _file(self, url: str, **streams: Any) -> Path:
         jetstream = {"nats_url": url or "nats://127.0.0.1:4222", "publish_deadline_seconds": 2}
         document = {
             "notification_backend": {"kind": "jetstream", "jetstream": jetstream},
             "notification_schema": {"mars": MARS},
             "server": self._server,
+            "streams": streams,
         }
         path = self._directory / "config.yaml"
         path.write_text(json.dumps(document))
@@ -72,8 +73,9 @@ class Site:
 class Sites:
     """The hub, which has MARS, and the other site, whose MARS is a mirror of it. The app is connected to that."""
 
-    def __init__(self, hub: Site, app: App) -> None:
+    def __init__(self, hub: Site, other: Site, app: App) -> None:
         self.hub = hub
+        self.other = other
         self.app = app
 
     @property
@@ -119,7 +121,7 @@ async def sites(tmp_path: Path, free_port: int) -> AsyncGenerator[Sites, None]:
         other.start()
         assert running.eventually(lambda: running.ask(hub.node, "/leafz")["leafnodes"] == 1, PATIENCE_SECONDS)
         async with other.app() as app:
-            yield Sites(hub, app)
+            yield Sites(hub, other, app)
     finally:
         other.stop()
         hub.stop()
@@ -148,6 +150,7 @@ async def test_a_mirror_of_nothing_has_never_heard_of_it(sites: Sites) -> None:
     assert (await sites.link()).trouble == "it has never heard of its origin"
 
 
+@pytest.mark.covers("001-26")
 async def test_a_promoted_mirror_goes_on_where_its_origin_was(sites: Sites) -> None:
     await sites.mirror(10)
     promotion = await sites.mirrors.promote("MARS")
@@ -242,9 +245,49 @@ async def test_a_fence_is_put_up_once_and_taken_down(sites: Sites) -> None:
         await mirroring.unfence(sites.server, "MARS", api=HUB)
 
 
+@pytest.mark.covers("001-27")
 @pytest.mark.parametrize("origin_api", [HUB, ""], ids=["between two sites", "within one"])
 async def test_a_failover_is_rehearsed_and_leaves_nothing_behind(sites: Sites, origin_api: str) -> None:
     drill = await failing_over.rehearse(sites.app, origin_api=origin_api, messages=200)
     assert (drill.stored, drill.published, drill.after_fence) == (200, 200, 0)
     assert drill.passed
     assert await sites.server.pages("STREAM.NAMES", "streams") == []
+
+
+@pytest.mark.covers("001-03", "001-24")
+async def test_a_mirror_is_declared_planned_and_applied(sites: Sites) -> None:
+    await sites.server.api("STREAM.CREATE.MARS", {"name": "MARS", "subjects": ["mars.>"]}, prefix=HUB)
+    async with sites.other.app(MARS={"mirror": {"name": "MARS", "external": {"api": HUB}}}) as app:
+        [plan] = await stream_policy.plans(app)
+        assert not plan.exists
+        await stream_policy.carry_out(app, plan)
+        await sites.publish(3)
+        await sites.until(lambda info: info["state"]["last_seq"] == 3)
+        [plan] = await stream_policy.plans(app)
+        assert (plan.differences, plan.fixed) == ((), ())
+        await sites.mirrors.promote("MARS")
+        [plan] = await stream_policy.plans(app)
+        [told] = map(str, plan.fixed)
+    assert told == (
+        'mirror: none -> {"name":"MARS","external":{"api":"$JS.hub.API"}}; '
+        "it takes publishes, as after a promotion: leave mirror out, or delete the stream"
+    )
+
+
+@pytest.mark.covers("001-25")
+async def test_sources_are_declared_and_changed(sites: Sites) -> None:
+    await sites.server.api("STREAM.CREATE.MARS", {"name": "MARS", "subjects": ["mars.>"]}, prefix=HUB)
+    transforms = [{"src": "mars.>", "dest": "all.mars.>"}]
+    source = {"name": "MARS", "external": {"api": HUB}, "subject_transforms": transforms}
+    for sources in ([], [source], [source]):
+        async with sites.other.app(ALL={"sources": sources, "subjects": ["all.>"]}) as app:
+            for plan in await stream_policy.plans(app):
+                if plan.stream == "ALL" and plan.needed:
+                    await stream_policy.carry_out(app, plan)
+    assert not plan.needed
+    await sites.publish(3)
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while (await sites.server.api("STREAM.INFO.ALL"))["state"]["messages"] < 3:  # noqa: ASYNC110
+            await anyio.sleep(0.02)
+    stored = await sites.server.api("STREAM.MSG.GET.ALL", {"last_by_subj": "all.mars.od.2"})
+    assert stored["message"]["subject"] == "all.mars.od.2"

@@ -142,22 +142,23 @@ async def test_in_spark_connect_streaming_queries_are_told(
     app: App, config: Path, start_driver: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     pytest.importorskip("grpc_status", reason="Spark Connect needs pyspark[connect]")
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "lines" / "1.txt").write_text("one\n")
     program = """
-import sys
+import sys, time
 from pyspark.sql import SparkSession
 from aviso_workers.spark import listen
 spark = SparkSession.builder.remote("local[1]").getOrCreate()
 with listen(spark, config=sys.argv[1]) as heard:
-    rows = spark.readStream.format("rate").load().writeStream.format("noop")
-    query = rows.option("checkpointLocation", sys.argv[2]).trigger(processingTime="200 milliseconds").start()
-    while len(query.recentProgress) < 2:
-        query.awaitTermination(0.2)
-    query.stop()
-    while heard.stored < 4:
-        query.awaitTermination(0.2)
+    rows = spark.readStream.format("text").load(sys.argv[2]).writeStream.format("noop")
+    query = rows.option("checkpointLocation", sys.argv[3]).trigger(availableNow=True).start()
+    query.awaitTermination()  # stopped within a batch it may tell of that with a stack trace
+    while heard.stored < 3:
+        time.sleep(0.05)
 print(spark.conf.get("spark.app.id"), query.id)
 """
-    application, query = (await told_by(start_driver(program, config, tmp_path / "checkpoint"))).split()
+    driver = start_driver(program, config, tmp_path / "lines", tmp_path / "checkpoint")
+    application, query = (await told_by(driver)).split()
     async with app:
         stored = await ids(app)
     assert {which.split(":")[2] for which in stored} == {application}

@@ -42,7 +42,7 @@ class Copying:
         """Copy what there is; returns how many rows each of its batches had."""
         query = self.start(**options)
         assert query.awaitTermination(PATIENCE_SECONDS)
-        return [progress["numInputRows"] for progress in query.recentProgress if progress["numInputRows"]]
+        return rows_in(query)
 
     @property
     def copied(self) -> list[int]:
@@ -92,22 +92,25 @@ def test_latest_begins_with_what_comes(place: Place, copying: Copying):
 
 
 def test_a_minimum_is_waited_for_but_not_for_ever(place: Place, copying: Copying):
+    def rows_of_first_batch(query: StreamingQuery) -> list[int]:
+        wait_until(lambda: bool(rows_in(query)), lambda: query.recentProgress)
+        query.stop()
+        return rows_in(query)
+
+    least = {"trigger": {"processingTime": "0 seconds"}, "minMessagesPerTrigger": 3}
     place.publish(1, 2)
-    query = copying.start(
-        trigger={"processingTime": "0 seconds"}, minMessagesPerTrigger=3, maxMessagesPerTrigger=3, maxTriggerDelay="4s"
-    )
+    query = copying.start(**least, maxTriggerDelay="1h")
     wait_until(lambda: bool(query.lastProgress), lambda: query.status)
-    before = [progress["numInputRows"] for progress in query.recentProgress]
+    assert rows_in(query) == []
     place.publish(3)
-    wait_until(lambda: len(copying_rows(query)) == 1, lambda: query.recentProgress)
+    assert rows_of_first_batch(query) == [3]
+
     place.publish(4)
-    wait_until(lambda: len(copying_rows(query)) == 2, lambda: query.recentProgress)
-
-    assert sum(before) == 0
-    assert copying_rows(query) == [3, 1]
+    assert rows_of_first_batch(copying.start(**least, maxTriggerDelay="1s")) == [1]
 
 
-def copying_rows(query: StreamingQuery) -> list[int]:
+def rows_in(query: StreamingQuery) -> list[int]:
+    """Of the batches that had any."""
     return [progress["numInputRows"] for progress in query.recentProgress if progress["numInputRows"]]
 
 

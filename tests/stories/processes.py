@@ -27,6 +27,7 @@ import nats
 from msgspec import Struct
 
 from aviso_workers.server import NatsServer
+from tests import ports
 from tests.stories.agents import RECORD_VARIABLE
 
 __all__ = ["Act", "Proxy", "Record", "Server", "Worker", "cluster", "until", "until_jetstream"]
@@ -194,8 +195,9 @@ class Server:
     def __init__(self, directory: Path, *, config: str = "") -> None:
         self._directory = directory
         self.config = config
-        self._running = NatsServer.start(store_dir=directory, config=config)
-        self.port = self._running.port
+        self._holding = ExitStack()
+        (self.port,) = self._holding.enter_context(ports.held(1))
+        self.start()
         self.url = self._running.url
 
     def __enter__(self) -> Server:
@@ -206,6 +208,7 @@ class Server:
     ) -> None:
         self.send(signal.SIGCONT)
         self._running.stop()
+        self._holding.close()
 
     @property
     def log(self) -> str:
@@ -238,9 +241,9 @@ class Server:
 @contextmanager
 def cluster(directory: Path) -> Iterator[list[NatsServer]]:
     """Three servers that form one JetStream."""
-    ports = _free_ports(3)
-    routes = ", ".join(f"nats-route://127.0.0.1:{port}" for port in ports)
     with ExitStack() as running:
+        routing = running.enter_context(ports.held(3))
+        routes = ", ".join(f"nats-route://127.0.0.1:{port}" for port in routing)
         nodes = [
             running.enter_context(
                 NatsServer.start(
@@ -248,7 +251,7 @@ def cluster(directory: Path) -> Iterator[list[NatsServer]]:
                     config=f'cluster {{ name: stories, listen: "127.0.0.1:{port}", routes: [{routes}] }}\n',
                 )
             )
-            for port in ports
+            for port in routing
         ]
         yield nodes
         for node in nodes:
@@ -331,9 +334,3 @@ async def until_jetstream(client: nats.NATS) -> None:
                 return
             except Exception:
                 await anyio.sleep(0.1)
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [taken.getsockname()[1] for taken in sockets]

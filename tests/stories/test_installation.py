@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import ports
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 EXPECTATIONS = {
@@ -21,12 +22,6 @@ EXPECTATIONS = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("AVISO", "NATS_"))}
     return subprocess.run(
@@ -35,15 +30,21 @@ def run(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[dict[str, str]]:
+def environ(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """What tells init_nats.sh to start a server of the test's own."""
+    with ports.held(2) as (port, http_port):
+        yield {
+            "SKIP_DOCKER": "true",
+            "CONFIG_DIR": str(tmp_path / "nats"),
+            "CONTAINER_NAME": f"test-{os.getpid()}",
+            "NATS_PORT": str(port),
+            "NATS_HTTP_PORT": str(http_port),
+        }
+
+
+@pytest.fixture
+def server(environ: dict[str, str]) -> Iterator[dict[str, str]]:
     """What started the local server, as environment."""
-    environ = {
-        "SKIP_DOCKER": "true",
-        "CONFIG_DIR": str(tmp_path / "nats"),
-        "CONTAINER_NAME": f"test-{os.getpid()}",
-        "NATS_PORT": str(free_port()),
-        "NATS_HTTP_PORT": str(free_port()),
-    }
     started = run(SCRIPTS / "init_nats.sh", **environ)
     try:
         assert started.returncode == 0, started.stderr
@@ -85,23 +86,14 @@ def test_a_port_in_use_is_named(server: dict[str, str]) -> None:
     assert f"port {server['NATS_PORT']} is in use" in again.stderr
 
 
-def test_a_token_is_made_and_needed_and_not_shown(tmp_path: Path) -> None:
-    port = str(free_port())
-    environ = {
-        "SKIP_DOCKER": "true",
-        "CONFIG_DIR": str(tmp_path / "nats"),
-        "CONTAINER_NAME": f"test-token-{os.getpid()}",
-        "NATS_PORT": port,
-        "NATS_HTTP_PORT": str(free_port()),
-        "ENABLE_AUTH": "true",
-    }
-    started = run(SCRIPTS / "init_nats.sh", **environ)
+def test_a_token_is_made_and_needed_and_not_shown(environ: dict[str, str], tmp_path: Path) -> None:
+    started = run(SCRIPTS / "init_nats.sh", **environ, ENABLE_AUTH="true")
     try:
         assert started.returncode == 0, started.stderr
         config = (tmp_path / "nats" / "nats-server.conf").read_text()
         token = config.split('token: "')[1].split('"')[0]
         assert token not in started.stdout + started.stderr
-        url = f"nats://localhost:{port}"
+        url = f"nats://localhost:{environ['NATS_PORT']}"
         refused = smoke(BACKEND="jetstream", NATS_URL=url)
         assert refused.returncode == 1
         assert "refused the credentials" in refused.stderr

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 
-from main_job.children import free_port, wait_until
+from main_job.children import wait_until
+from tests import ports
 
 PROJECT = Path(__file__).parents[2]
 
@@ -26,6 +28,12 @@ def is_ready(port: int) -> bool:
 
 
 @pytest.fixture
+def free_ports() -> Iterator[list[int]]:
+    with ports.held(3) as free:
+        yield free
+
+
+@pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A directory with what the Procfile names, where the processes may leave what they like."""
     for name in ("Procfile", "config", "scripts"):
@@ -34,16 +42,18 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_procfile_brings_everything_up_and_ctrl_c_stops_it_within_five_seconds(home: Path) -> None:
-    nats, index, spark_events = free_port(), free_port(), free_port()
-    ports = {"NATS_PORT": str(nats), "INDEX_STATUS_PORT": str(index), "SPARK_EVENTS_STATUS_PORT": str(spark_events)}
+def test_procfile_brings_everything_up_and_ctrl_c_stops_it_within_five_seconds(
+    home: Path, free_ports: list[int]
+) -> None:
+    nats, index, spark_events = free_ports
+    variables = {"NATS_PORT": str(nats), "INDEX_STATUS_PORT": str(index), "SPARK_EVENTS_STATUS_PORT": str(spark_events)}
     url = {"AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL": f"nats://127.0.0.1:{nats}"}
     log_file = home / "log"
     with log_file.open("wb") as log:
         honcho = subprocess.Popen(
             [".venv/bin/honcho", "start"],
             cwd=home,
-            env=os.environ | ports | url,
+            env=os.environ | variables | url,
             stdout=log,
             stderr=subprocess.STDOUT,
         )

@@ -121,11 +121,11 @@ class InMemoryBackend:
         await self._connection.reach()
         return self._account.update(config).info
 
-    async def purge_stream(self, stream: str) -> int:
+    async def purge_stream(self, stream: str, *, subject: str = "") -> int:
         await self._connection.reach()
-        return self._account.stream(stream).purge()
+        return self._account.stream(stream).purge(subject)
 
-    async def delete_message(self, stream: str, sequence: int) -> None:
+    async def delete_message(self, stream: str, sequence: int, *, overwrite: bool = True) -> None:
         await self._connection.reach()
         self._account.stream(stream).delete(sequence)
 

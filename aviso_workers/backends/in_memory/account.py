@@ -12,6 +12,7 @@ import msgspec
 
 from aviso_workers import config, streams
 from aviso_workers.backends import Outgoing, PubAck
+from aviso_workers.backends.in_memory import schedules
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.stream import Stream, complete, payload_size, total_of, ttl_of
 from aviso_workers.backends.in_memory.subjects import overlap
@@ -119,7 +120,18 @@ class Account:
         if (ttl_ns := ttl_of(whole)) is not None:
             over = self._clock.monotonic() + ttl_ns / 1e9
             self._clock.call_at(over, lambda: taker.forget_expired(self._clock.time_ns()))
+        if (due_ns := schedules.due_ns(whole)) is not None and not duplicate:
+            due = self._clock.monotonic() + (due_ns - self._clock.time_ns()) / 1e9
+            self._clock.call_at(due, lambda: self._store_due(taker, whole, sequence))
         return sequence, duplicate
+
+    def _store_due(self, taker: Stream, schedule: Message, sequence: int) -> None:
+        """Its time has come, unless it was removed or replaced meanwhile, or its stream was."""
+        newest = taker.newest(schedule.subject)
+        if newest is None or newest.sequence != sequence or self._streams.get(taker.config["name"]) is not taker:
+            return
+        taker.delete(sequence)
+        self.store(taker, schedules.produced(schedule))
 
     def _accepted(self, outgoing: Outgoing) -> tuple[Stream, Message]:
         """Where it is to be stored, and as what."""
@@ -134,6 +146,7 @@ class Account:
             raise RefusedError(
                 f"publish {message.subject}: stream {stream} does not take it, switch on its allow_msg_ttl", code=10166
             )
+        schedules.refuse(message, taker)
         if "Nats-Rollup" in headers and not taker.config.get("allow_rollup_hdrs"):
             raise RefusedError(f"publish {message.subject}: rollup is not permitted", code=10111)
         # A server stores these two beside the publisher's headers.

@@ -154,13 +154,13 @@ class Stream:
         """It was deleted: tell who watches it."""
         self._changed()
 
-    def purge(self) -> int:
-        """Remove everything; message ids are remembered and sequences go on, as in JetStream."""
-        count = len(self.messages)
-        for sequence in tuple(self.messages):
+    def purge(self, subject: str = "") -> int:
+        """Remove everything, or all of a subject; message ids are remembered and sequences go on, as in JetStream."""
+        going = tuple(self.subjects.get(subject, ()) if subject else self.messages)
+        for sequence in going:
             self._remove(sequence)
         self._changed()
-        return count
+        return len(going)
 
     def expire(self, now_ns: int) -> None:
         """Drop what is too old: messages beyond max_age or their own TTL, message ids beyond the duplicate window."""
@@ -196,7 +196,7 @@ class Stream:
     def _append(self, message: Message, now_ns: int) -> int:
         self.last_sequence += 1
         headers = message.headers or {}
-        if headers.get("Nats-Rollup") == "sub":
+        if headers.get("Nats-Rollup") == "sub" or "Nats-Schedule" in headers:
             for sequence in tuple(self.subjects.get(message.subject, ())):
                 self._remove(sequence)
         if (ttl_ns := ttl_of(message)) is not None:

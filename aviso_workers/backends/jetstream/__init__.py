@@ -129,12 +129,14 @@ class JetStreamBackend:
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
         return self._stream_info(await self._connection.api(f"STREAM.UPDATE.{config['name']}", config))
 
-    async def purge_stream(self, stream: str) -> int:
-        return int((await self._connection.api(f"STREAM.PURGE.{stream}"))["purged"])
+    async def purge_stream(self, stream: str, *, subject: str = "") -> int:
+        request = {"filter": subject} if subject else {}
+        return int((await self._connection.api(f"STREAM.PURGE.{stream}", request))["purged"])
 
-    async def delete_message(self, stream: str, sequence: int) -> None:
+    async def delete_message(self, stream: str, sequence: int, *, overwrite: bool = True) -> None:
         try:
-            await self._connection.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
+            request = {"seq": sequence, "no_erase": not overwrite}
+            await self._connection.api(f"STREAM.MSG.DELETE.{stream}", request)
         except RefusedError as error:
             if error.code != DELETE_FAILED:
                 raise

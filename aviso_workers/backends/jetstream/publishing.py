@@ -23,7 +23,7 @@ from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 __all__ = ["Publisher", "encode", "encode_all"]
 
 
-SWITCHED_OFF: dict[object, str] = {10166: "allow_msg_ttl", 10174: "allow_atomic"}
+SWITCHED_OFF: dict[object, str] = {10166: "allow_msg_ttl", 10174: "allow_atomic", 10188: "allow_msg_schedules"}
 """Stream settings, by the code that a server has for what they would allow."""
 DUPLICATE_IN_BATCH = 10201
 

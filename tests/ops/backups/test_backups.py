@@ -51,6 +51,7 @@ def by_another_program(backup: Backup) -> Backup:
     return backups.load(backup.directory)
 
 
+@pytest.mark.covers("001-05", "004-30")
 async def test_a_stream_is_restored_as_it_was(site: Site, original: Original) -> None:
     restored = await backups.restore(site.app, original.backup)
     assert restored.state == original.account["state"]

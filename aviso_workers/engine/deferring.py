@@ -1,0 +1,173 @@
+"""Notifications that are to be stored later.
+
+They wait on the server, as message schedules (NATS ADR-51). What a schedule produces stays in its stream, and the
+stream of an event holds what an aviso-server would write there and nothing else; so they wait in a stream of our own,
+and when one is due the server moves it to where couriers read. Every worker of whatever app runs a courier. One of
+them publishes it where it belongs, under the message id that it was given at first, and then acknowledges it: when a
+courier dies in between another one does it again, and the duplicate window stores it once.
+
+A schedule's subject follows from stream and message id, and a subject has one schedule: what is published again under
+its id while it waits takes its own place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Container
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+
+from aviso_workers import streams, topics
+from aviso_workers.backends import Backend, Delivery, Outgoing
+from aviso_workers.codec import Message
+from aviso_workers.config import Config
+from aviso_workers.engine.ordering import Line
+from aviso_workers.errors import BackendError, InvalidNotificationError, NotFoundError, UndecodableError
+from aviso_workers.events import Events, Overdue, Published, PublishOutcome
+from aviso_workers.notifications import Notify
+from aviso_workers.streams import StreamSpec
+from aviso_workers.verdicts import Backoff
+
+__all__ = [
+    "DUE",
+    "STREAM",
+    "Courier",
+    "due_of",
+    "is_later",
+    "original",
+    "require_server",
+    "schedule",
+    "stream_spec",
+    "waiting",
+]
+
+STREAM = "aviso_workers_schedule"
+SUBJECT = "aviso_workers.schedule"
+DUE = f"{SUBJECT}.due"
+"""Beneath it, by stream, is what couriers read."""
+TTL = "Nats-TTL"
+KEPT_TTL = "Aviso-TTL"
+"""The header of one that waits: its time to live begins when it is delivered."""
+DIGEST_BYTES = 16
+TIMEOUT_SECONDS = 10.0
+AGAIN = Backoff(first=1, factor=2, max=60)
+"""When a courier tries again to store what its stream does not take: without end, because it must not be lost."""
+
+
+def require_server(backend: Backend) -> None:
+    """Raises `RefusedError` where the server is too old to keep what is to be delivered later."""
+    backend.require_server(2, 12, to="deliver a notification later")
+
+
+def is_later(wanted: Notify) -> bool:
+    """Whether it says when it is to be delivered."""
+    return wanted.deliver_at is not None or wanted.deliver_after is not None
+
+
+def due_of(wanted: Notify, *, now: datetime) -> datetime:
+    """When one is to be stored that `is_later`, UTC. Raises `InvalidNotificationError`."""
+    at, after, name = wanted.deliver_at, wanted.deliver_after, wanted.event_type
+    if at is not None and after is not None:
+        raise InvalidNotificationError(f"{name}: give it deliver_at or deliver_after, and not both")
+    try:
+        if at is None:
+            if not (isinstance(after, int | float) and 0 <= after < math.inf):
+                raise InvalidNotificationError(
+                    f"{name}: deliver_after must be a number of seconds from 0, found {after!r}"
+                )
+            return now + timedelta(seconds=after)
+        if not (isinstance(at, datetime) and at.tzinfo):
+            raise InvalidNotificationError(f"{name}: deliver_at must be a datetime with a time zone, found {at!r}")
+        return at.astimezone(UTC)
+    except OverflowError as error:
+        raise InvalidNotificationError(f"{name}: it cannot be delivered that late: {error}") from error
+
+
+def waiting(stream: str, message_id: str) -> str:
+    """The subject under which a notification waits that is to be stored in this stream."""
+    return f"{SUBJECT}.wait.{stream}.{hashlib.blake2b(message_id.encode(), digest_size=DIGEST_BYTES).hexdigest()}"
+
+
+def schedule(outgoing: Outgoing, due: datetime, *, event_type: str, message_id: str) -> Outgoing:
+    """What waits in its place.
+
+    `message_id` is the schedule's own and never used before: who cancels and publishes again within the duplicate
+    window, or at another time, means it.
+    """
+    message = outgoing.message
+    headers = {
+        **(message.headers or {}),
+        "Aviso-Event-Type": event_type,
+        "Aviso-Subject": message.subject,
+        "Aviso-Stream": outgoing.stream,
+        "Aviso-Message-Id": outgoing.message_id,
+        "Nats-Schedule": f"@at {due.isoformat()}",
+        "Nats-Schedule-Target": f"{DUE}.{outgoing.stream}",
+    }
+    if TTL in headers:
+        headers[KEPT_TTL] = headers.pop(TTL)
+    subject = waiting(outgoing.stream, outgoing.message_id)
+    return Outgoing(Message(subject=subject, data=message.data, headers=headers), message_id, STREAM)
+
+
+def original(message: Message) -> tuple[Outgoing, str]:
+    """What one that is due was made of, and its event type. Raises `UndecodableError` where it is none of ours."""
+    headers = message.headers or {}
+    kept = {name: value for name, value in headers.items() if not name.startswith(("Aviso-", "Nats-"))}
+    if KEPT_TTL in headers:
+        kept[TTL] = headers[KEPT_TTL]
+    try:
+        subject, stream = headers["Aviso-Subject"], headers["Aviso-Stream"]
+        message_id, event_type = headers["Aviso-Message-Id"], headers["Aviso-Event-Type"]
+    except KeyError as error:
+        raise UndecodableError(f"message {message.sequence} of {STREAM} has no header {error}") from error
+    base = subject.partition(".")[0]
+    if not base[:1].isalpha() or stream != topics.stream_name(base):
+        # Else whoever may write here could have us write what it may not: to buckets, or to the server's own subjects.
+        raise UndecodableError(f"message {message.sequence} of {STREAM} is for {subject}, no notification of {stream}")
+    return Outgoing(Message(subject=subject, data=message.data, headers=kept), message_id, stream), event_type
+
+
+class Courier:
+    """A call form (see `pulling.Form`) of no author's: its notifications are those that are due."""
+
+    def __init__(self, backend: Backend, *, line: Line, event_types: Container[str], events: Events) -> None:
+        self._backend = backend
+        self._line = line
+        self._event_types = event_types
+        """Those of this app's configuration: others' are brought all the same, and not counted here."""
+        self._events = events
+
+    async def work(self) -> None:
+        while (delivery := await self._line.take()) is not None:
+            try:
+                outgoing, event_type = original(delivery.message)
+            except UndecodableError as error:
+                delivery.term(str(error))
+            else:
+                await self._bring(delivery, outgoing, event_type)
+            self._line.done(delivery)
+
+    async def _bring(self, delivery: Delivery, outgoing: Outgoing, event_type: str) -> None:
+        message_id, stream = outgoing.message_id, outgoing.stream
+        try:
+            ack = await self._backend.publish(
+                outgoing.message, message_id=message_id, stream=stream, timeout_seconds=TIMEOUT_SECONDS
+            )
+            with suppress(NotFoundError):  # it was brought before
+                await self._backend.delete_message(STREAM, delivery.message.sequence, overwrite=False)
+        except BackendError as error:
+            delay = AGAIN.delay_seconds(delivery.num_delivered)
+            delivery.nak(delay_seconds=delay)
+            self._events.emit(Overdue(stream=stream, message_id=message_id, error=error, again_in_seconds=delay))
+            return
+        delivery.ack()
+        if event_type in self._event_types:
+            outcome: PublishOutcome = "duplicate" if ack.duplicate else "stored"
+            self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=delivery.num_delivered))
+
+
+def stream_spec(config: Config) -> StreamSpec:
+    """The stream of what waits, and of what is due until a courier has brought it."""
+    return streams.own_stream(STREAM, f"{SUBJECT}.>", config, allow_msg_schedules=True)

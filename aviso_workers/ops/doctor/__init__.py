@@ -1,0 +1,46 @@
+"""The doctor: gathers facts once, judges them by checks, and says what to do.
+
+The command `doctor` calls `examine`. `facts` asks the servers, `checks` are data with a pure function each, `judging`
+holds one against the other, `showing` writes what came of it. docs/operations.md has a section for each check.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from aviso_workers.app import App
+from aviso_workers.ops.doctor import durability, facts, judging
+from aviso_workers.ops.doctor.checks import CHECKS
+from aviso_workers.ops.doctor.durability import Standing
+from aviso_workers.ops.doctor.facts import Scope
+from aviso_workers.ops.doctor.judging import Result, State
+
+__all__ = ["Report", "Scope", "State", "examine"]
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """What the doctor says."""
+
+    server: str
+    """Whom we were connected to."""
+    results: tuple[Result, ...]
+    """Of every check, the worst first."""
+    standings: tuple[Standing, ...]
+    """What each stream stands."""
+
+    @property
+    def state(self) -> State:
+        return judging.worst(self.results)
+
+
+async def examine(app: App, scope: Scope) -> Report:
+    """Ask and judge. `app` is connected, and only its configuration counts. Changes nothing.
+
+    Raises `RefusedError` where the backend is no server, `UnavailableError` where the connection is lost.
+    """
+    found = await facts.gather(app, scope)
+    return Report(
+        server=f"{found.server.name} {found.server.ver}",
+        results=tuple(judging.judge(CHECKS, found)),
+        standings=tuple(durability.standings(found)),
+    )

@@ -1,0 +1,15 @@
+"""All checks, by what they look at. docs/operations.md has a section for each, by its code."""
+
+from __future__ import annotations
+
+from aviso_workers.ops.doctor.checks import clients, cluster, consumers, progress, servers, streams
+from aviso_workers.ops.doctor.judging import Check
+
+__all__ = ["CHECKS"]
+
+CHECKS: tuple[Check, ...] = tuple(
+    sorted(
+        (*streams.CHECKS, *consumers.CHECKS, *progress.CHECKS, *cluster.CHECKS, *servers.CHECKS, *clients.CHECKS),
+        key=lambda check: check.code,
+    )
+)

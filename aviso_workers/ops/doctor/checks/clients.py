@@ -1,0 +1,202 @@
+"""What our own side is set to: how it connects, how long it tries, what it leaves behind."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import typing
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from aviso_workers.agents import Agent
+from aviso_workers.notifications import Notify
+from aviso_workers.ops.doctor.facts import Facts
+from aviso_workers.ops.doctor.judging import Check, Finding, State, check
+from aviso_workers.ops.doctor.monitoring import LOOPBACK
+from aviso_workers.streams import SECOND, readable
+
+__all__ = ["CHECKS"]
+
+CHECKS: list[Check] = []
+declare = partial(check, CHECKS)
+
+ELECTION_SECONDS = 10
+ENOUGH_TO_PUBLISH_SECONDS = 15
+BACKUP_EVERY = timedelta(hours=24)
+READS_ENTRIES = (2, 15)
+RENEW = timedelta(days=30)
+JETSTREAM = "notification_backend.jetstream"
+JWT = re.compile(r"BEGIN NATS USER JWT-+\s+(\S+)")
+
+
+@declare(
+    "JS009",
+    "Duplicate windows outlast what is tried again",
+    why="what is published again after the window is stored twice",
+    cure="declare it: streams.{stream}.duplicate_window: 10m, then `aviso-workers streams apply`; or try for less: "
+    "publish_deadline_seconds, and an agent's retry=Backoff(...)",
+    needs=("agents", "streams"),
+)
+def short_windows(facts: Facts) -> Iterator[Finding]:
+    deadline = facts.config.notification_backend.jetstream.publish_deadline_seconds
+    budgets = [(agent.name, retry_seconds(agent)) for agent in facts.scope.agents or () if publishes(agent)]
+    for stream in facts.event_streams.values():
+        window = stream.config.duplicate_window / SECOND
+        shown = readable("duplicate_window", stream.config.duplicate_window)
+        if window < deadline:
+            yield Finding(stream=stream.name, found=f"duplicate_window {shown}, publish_deadline_seconds {deadline:g}")
+        for name, seconds in budgets:
+            if window < seconds:
+                found = f"duplicate_window {shown}, and agent {name} tries for up to {seconds:.0f} s"
+                yield Finding(stream=stream.name, found=found)
+
+
+@declare(
+    "JS046",
+    "Every configured stream has a backup of today",
+    why="a copy on another server is no backup: what is deleted or damaged is so on all of them",
+    cure="back it up by a timer of the site: `aviso-workers backup create {stream} --to DIRECTORY`; and see now and "
+    "then that it restores: `aviso-workers backup drill DIRECTORY/{stream}/TIME`",
+    severity=State.FAIL,
+    needs=("backups", "streams"),
+)
+def no_backup(facts: Facts) -> Iterator[Finding]:
+    if facts.scope.backups is None:
+        return
+    for name in facts.configured_streams:
+        backup = facts.backups.get(name)
+        if backup is None:
+            yield Finding(stream=name, found=f"no backup in {facts.scope.backups}")
+        elif (age := facts.now - backup.made) > BACKUP_EVERY:
+            yield Finding(stream=name, found=f"{backup.directory} is {age.days} days old")
+        elif backup.of_entries and _version(facts.server.ver) < READS_ENTRIES:
+            found = f"{backup.directory} is of nats-server 2.15 or newer, and {facts.server.ver} runs here"
+            yield Finding(stream=name, found=found, cure="keep a server for it that is not older than 2.15")
+
+
+@declare(
+    "JS047",
+    "Connections are encrypted, and say who they are",
+    why="passwords and notifications can be read on the network, and whoever reaches the port may do everything",
+    cure="use tls:// in nats_url (tls: of " + JETSTREAM + " has the certificates), and a user: user and password, "
+    "nkey_seed_file or credentials_file; server.tls and server.accounts are the server's side",
+    needs=(),
+    production=True,
+)
+def open_connection(facts: Facts) -> Iterator[Finding]:
+    settings = facts.config.notification_backend.jetstream
+    for url, shown in zip(settings.servers, settings.masked_servers, strict=True):
+        parts = urlsplit(url if "://" in url else f"nats://{url}")
+        far = parts.hostname not in LOOPBACK
+        certified = settings.tls and settings.tls.cert_file
+        named = settings.user or settings.token or settings.nkey_seed_file or settings.credentials_file or certified
+        if far and parts.scheme != "tls" and settings.tls is None:
+            yield Finding(place=f"{JETSTREAM}.nats_url", found=f"{shown} without TLS")
+        if not named and not parts.username:
+            yield Finding(place=f"{JETSTREAM}.nats_url", found=f"{shown} without a user")
+
+
+@declare(
+    "JS048",
+    "Workers wait longer than an election takes",
+    why="a cluster that lost a leader needs 5 to 7 seconds for the next; who gives up before is down with it",
+    cure="set max_reconnect_attempts: 0 (without end), enable_auto_reconnect: true, and publish_deadline_seconds: 30",
+    needs=(),
+)
+def impatient(facts: Facts) -> Iterator[Finding]:
+    settings = facts.config.notification_backend.jetstream
+    seconds = settings.max_reconnect_attempts * settings.reconnect_delay_ms / 1000
+    if not settings.enable_auto_reconnect:
+        yield Finding(place=f"{JETSTREAM}.enable_auto_reconnect", found="false")
+    elif 0 < seconds < ELECTION_SECONDS:
+        yield Finding(place=f"{JETSTREAM}.max_reconnect_attempts", found=f"gives up after {seconds:g} s")
+    if settings.publish_deadline_seconds < ENOUGH_TO_PUBLISH_SECONDS:
+        found = f"{settings.publish_deadline_seconds:g} s"
+        yield Finding(place=f"{JETSTREAM}.publish_deadline_seconds", found=found)
+
+
+@declare(
+    "JS057",
+    "There are no dead letters",
+    why="they are notifications that nobody has handled",
+    cure="`aviso-workers dead-letters ls --app {app} --agent {agent}` says why; mend it, then `aviso-workers "
+    "dead-letters retry --app {app} --agent {agent} --yes`, or `drop`",
+    needs=("letters",),
+)
+def dead_letters(facts: Facts) -> Iterator[Finding]:
+    for (app, agent), count in facts.letters.items():
+        yield Finding(place=f"{app}, agent {agent}", found=f"{count} dead letters", consumer=f"{app}__{agent}")
+
+
+@declare(
+    "JS059",
+    "Workers do not die of what they handle",
+    why="a notification whose worker died on each of its deliveries takes the next worker with it until it is given up",
+    cure="look for memory and for crashes in the workers' logs; `aviso-workers dead-letters ls --reason "
+    "max_deliveries` shows the notifications",
+    needs=("letters",),
+)
+def deadly(facts: Facts) -> Iterator[Finding]:
+    for (app, agent, stream), count in facts.given_up.items():
+        found = f"{count} given up within the last days"
+        yield Finding(stream=stream, consumer=f"{app}__{agent}", found=found)
+
+
+@declare(
+    "JS060",
+    "Credentials are valid for a while",
+    why="with expired credentials no worker connects again",
+    cure="have the operator of the account issue new ones, and replace the file: `nsc generate creds`",
+    needs=(),
+)
+def expiring(facts: Facts) -> Iterator[Finding]:
+    file = facts.config.notification_backend.jetstream.credentials_file
+    if file is None:
+        return
+    place = f"{JETSTREAM}.credentials_file"
+    try:
+        expires = _expires(Path(file).read_text())
+    except (OSError, ValueError, KeyError, TypeError):
+        yield Finding(place=place, found=f"{file} holds no user JWT that can be read", state=State.SKIP)
+        return
+    if expires and expires - facts.now < RENEW:
+        state = State.FAIL if expires < facts.now else State.WARN
+        yield Finding(place=place, found=f"{file} expires on {expires.date()}", state=state)
+
+
+def retry_seconds(agent: Agent[Any, Any]) -> float:
+    """For how long the agent tries a notification at most: the delays, and as far as it is bounded the handling."""
+    retry, attempts = agent.policy.retry, int(min(agent.policy.retry.attempts, 10_000))
+    delays = sum(min(retry.max, retry.first * retry.factor ** min(n, 64)) for n in range(attempts - 1))
+    return delays * (1 + retry.jitter) + attempts * (agent.policy.timeout or 0)
+
+
+def publishes(agent: Agent[Any, Any]) -> bool:
+    """Whether the agent says that it returns or yields notifications; what it publishes inside cannot be seen."""
+    returned = typing.get_type_hints(agent.function).get("return")
+    return Notify in _inside(returned)
+
+
+def _inside(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _inside(argument)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
+
+
+def _expires(credentials: str) -> datetime | None:
+    """When the user JWT of a .creds file ends; its signature is the server's business."""
+    found = JWT.search(credentials)
+    if found is None:
+        raise ValueError("no JWT")
+    claims = found[1].split(".")[1]
+    expires = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4))).get("exp")
+    return datetime.fromtimestamp(int(expires), UTC) if expires else None

@@ -1,0 +1,171 @@
+"""Who keeps what: leaders, copies, the meta group, and the account that all of it is in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+from aviso_workers.engine import dead_lettering, deferring, sweeping
+from aviso_workers.ops.doctor.answers import Consumer, Group, Stream
+from aviso_workers.ops.doctor.facts import Facts
+from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
+from aviso_workers.streams import SECOND
+
+__all__ = ["CHECKS"]
+
+CHECKS: list[Check] = []
+declare = partial(check, CHECKS)
+
+FAR_BEHIND = 1_000
+SILENT_SECONDS = 10
+LEADERS_TO_COUNT, MOST_LEADERS = 12, 3 / 4
+"""With fewer, so many are a matter of chance."""
+USED, NEARLY_USED_UP = 0.80, 0.95
+FAILING_SHARE, FEW_CALLS = 0.1, 10
+COMFORTABLE = (2, 14)
+LEVEL = "_nats.req.level"
+
+
+@declare(
+    "JS017",
+    "Streams and consumers have a leader, and copies that are current",
+    why="without a leader nothing is stored or delivered; a copy that is behind counts for nothing when one is lost",
+    cure="`aviso-workers server status` or the site's supervisor says which server is down: start it. A copy that "
+    "stays behind is told to begin anew by `aviso-workers streams remove-peer {stream} SERVER`",
+    severity=State.FAIL,
+    needs=("consumers", "streams"),
+)
+def copies(facts: Facts) -> Iterator[Finding]:
+    for name in sorted(facts.before.silent & facts.after.silent):  # one that is deleted is missing from one listing
+        yield Finding(stream=name, found="nobody answers for it: it has no leader")
+    for one in _kept(facts):
+        for found in _wrong_with(one.cluster):
+            yield about(one, found)
+    for told in facts.heard:
+        if ".QUORUM_LOST." in told.kind:
+            yield Finding(stream=told.stream, consumer=told.consumer, found=f"told {told.kind}")
+
+
+@declare(
+    "JS018",
+    "Leaders are spread over the servers",
+    why="leaders do the work: one server works for all, and its loss stops everything for an election",
+    cure="`aviso-workers streams step-down STREAM` for some of its streams",
+    needs=("consumers", "streams"),
+)
+def skewed_leaders(facts: Facts) -> Iterator[Finding]:
+    replicated = [one.cluster for one in _kept(facts) if one.cluster.replicas]
+    leaders = Counter(group.leader for group in replicated)
+    if len(replicated) < LEADERS_TO_COUNT:
+        return
+    for server, count in leaders.items():
+        if count > MOST_LEADERS * len(replicated):
+            yield Finding(place=server, found=f"leads {count} of {len(replicated)} streams and consumers")
+
+
+@declare(
+    "JS039",
+    "The account has room",
+    why="over its limits new streams and consumers, and what is published, are refused",
+    cure="raise the limit (`server.accounts` of our configuration, then `aviso-workers server render` and a reload), "
+    "or remove what is not needed: `aviso-workers account info` shows both",
+    needs=("account",),
+)
+def account_use(facts: Facts) -> Iterator[Finding]:
+    account = facts.after.account
+    limits = account.limits
+    uses = {
+        "storage": (max(account.storage, account.reserved_storage), limits.max_storage),
+        "memory": (max(account.memory, account.reserved_memory), limits.max_memory),
+        "streams": (account.streams, limits.max_streams),
+        "consumers": (account.consumers, limits.max_consumers),
+    }
+    for name, (used, limit) in uses.items():
+        if limit > 0 and used >= USED * limit:
+            state = State.FAIL if used >= NEARLY_USED_UP * limit else State.WARN
+            yield Finding(place=f"account {name}", found=f"{used} of {limit} used", state=state)
+    failed = account.api.errors - facts.before.account.api.errors
+    asked = account.api.total - facts.before.account.api.total
+    if asked >= FEW_CALLS and failed > FAILING_SHARE * asked:
+        yield Finding(
+            place="account api",
+            found=f"{failed} of {asked} requests within {facts.elapsed_seconds:.0f} s failed",
+            cure="`nats events --js-advisory` shows which requests fail, and who asks",
+        )
+
+
+@declare(
+    "JS040",
+    "Accounts that share a server have limits",
+    why="without them one account can take the disk, or the memory, of all",
+    cure="set max_storage and max_streams under server.accounts.NAME.jetstream, then "
+    "`aviso-workers server render` and a reload",
+    needs=("account", "monitoring"),
+    production=True,
+)
+def unlimited_account(facts: Facts) -> Iterator[Finding]:
+    sharing = max((one.varz.jetstream.stats.accounts for one in facts.monitored), default=0)
+    limits = facts.after.account.limits
+    missing = [name for name in ("max_storage", "max_streams") if getattr(limits, name) <= 0]
+    if sharing > 1 and missing:
+        yield Finding(place="account", found=f"one of {sharing} accounts, without {', '.join(missing)}")
+
+
+@declare(
+    "JS061",
+    "Workers may make the streams of their own",
+    why="streams for retries, advisories and what is to be delivered later have no max_bytes: with max_bytes_required "
+    "the account refuses them, and nothing of that can be done",
+    cure="leave max_bytes_required out of server.accounts.NAME.jetstream, or let somebody who may make {stream}",
+    severity=State.FAIL,
+    needs=("account", "streams"),
+)
+def own_streams_refused(facts: Facts) -> Iterator[Finding]:
+    if not facts.after.account.limits.max_bytes_required:
+        return
+    letters = [] if facts.config.workers.dead_letters.max_bytes else [dead_lettering.STREAM]
+    for name in (*letters, dead_lettering.RETRIES, deferring.STREAM, sweeping.STREAM):
+        if name not in facts.streams:
+            yield Finding(stream=name, found="the account has max_bytes_required, and refuses it")
+
+
+@declare(
+    "JS041",
+    "Servers are new enough, and all of one version",
+    why="an older server does not serve streams that use what it does not know, and lacks what makes workers fast",
+    cure="upgrade the oldest server first to 2.14 or newer, one at a time: `nats-server --signal ldm`, replace, start",
+    needs=("account", "consumers", "monitoring", "streams"),
+)
+def versions(facts: Facts) -> Iterator[Finding]:
+    found = {one.name: one.varz.version for one in facts.monitored} | {facts.server.name: facts.server.ver}
+    if len(set(found.values())) > 1:
+        yield Finding(place="cluster", found=", ".join(f"{name} {version}" for name, version in sorted(found.items())))
+    for server, version in found.items():
+        if tuple(map(int, version.split("-")[0].split(".")[:2])) < COMFORTABLE:
+            yield Finding(place=server, found=f"{version}: without fast batches and `aviso-workers reset`")
+    level = facts.after.account.api.level
+    for one in _kept(facts):
+        needed = int(one.config.metadata.get(LEVEL, 0))
+        if needed > level:
+            yield about(one, f"needs API level {needed}, and the server has {level}", state=State.FAIL)
+
+
+def _wrong_with(group: Group) -> Iterator[str]:
+    if group.name and not group.leader:
+        yield "it has no leader"
+    for replica in group.replicas:
+        if replica.offline:
+            yield f"{replica.name} is offline"
+        elif not replica.current:
+            yield f"{replica.name} is not current"
+        elif replica.active > SILENT_SECONDS * SECOND:
+            yield f"{replica.name} was not heard of for {replica.active / SECOND:.0f} s"
+        elif replica.lag > FAR_BEHIND:
+            yield f"{replica.name} is {replica.lag} behind"
+
+
+def _kept(facts: Facts) -> Iterator[Stream | Consumer]:
+    """All that has a group of servers which keep it."""
+    yield from facts.streams.values()
+    yield from facts.consumers.values()

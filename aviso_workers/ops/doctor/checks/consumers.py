@@ -1,0 +1,232 @@
+"""How consumers are configured. Those of our workers have their attempts, delays and dead letters in the worker."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+
+from aviso_workers.engine import sweeping
+from aviso_workers.notifications import Batch
+from aviso_workers.ops.doctor.answers import Consumer
+from aviso_workers.ops.doctor.checks.streams import overlap
+from aviso_workers.ops.doctor.facts import Facts
+from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
+from aviso_workers.streams import SECOND, filters_of
+
+__all__ = ["CHECKS"]
+
+CHECKS: list[Check] = []
+declare = partial(check, CHECKS, needs=("consumers", "streams"))
+
+MANY_FILTERS = 10
+MANY_CONSUMERS, TOO_MANY_CONSUMERS = 800, 100_000
+"""A server refuses the 1001st of a stream, unless its max_consumers says otherwise."""
+UNUSED = timedelta(days=7)
+LONG_PAUSE_SECONDS = 86_400
+INFO_CALLS_PER_SECOND = 50
+PINNED_AGAIN = 3
+DECLARE = "declare it: streams.{stream}.consumers.{consumer}."
+APPLY = ", then `aviso-workers streams apply`"
+
+
+@declare(
+    "JS024",
+    "Consumers wait longer between attempts",
+    why="without a backoff what fails comes again every ack_wait, all of it at once",
+    cure=DECLARE + "backoff" + APPLY + "; or let the client nak with a delay",
+)
+def no_backoff(facts: Facts) -> Iterator[Finding]:
+    for consumer in _foreign(facts):
+        if not consumer.config.backoff:
+            ack_wait = consumer.config.ack_wait / SECOND
+            yield about(consumer, f"no backoff: every {ack_wait:g} s again")
+
+
+@declare(
+    "JS025",
+    "Consumers give up some time",
+    why="a message that can never be handled is delivered for ever",
+    cure=DECLARE + "max_deliver" + APPLY + "; and keep what is given up (JS026)",
+)
+def never_gives_up(facts: Facts) -> Iterator[Finding]:
+    for consumer in _foreign(facts):
+        if consumer.config.max_deliver <= 0:
+            yield about(consumer, "max_deliver is unlimited")
+
+
+@declare(
+    "JS026",
+    "What is given up is kept",
+    why="the server tells of a message over max_deliver once, to whoever listens at that time",
+    cure="declare a stream whose subjects are `"
+    + sweeping.SUBJECT
+    + ".{stream}.{consumer}`"
+    + APPLY
+    + "; agents of ours do it by themselves, and make dead letters of them while a worker runs",
+)
+def nobody_listens(facts: Facts) -> Iterator[Finding]:
+    kept = [subject for stream in facts.streams.values() for subject in stream.config.subjects]
+    for consumer in facts.consumers.values():
+        told = f"{sweeping.SUBJECT}.{consumer.stream_name}.{consumer.name}"
+        if consumer.config.max_deliver > 0 and not any(overlap(subject, told) for subject in kept):
+            yield about(consumer, f"max_deliver {consumer.config.max_deliver}, and no stream keeps what is given up")
+
+
+@declare(
+    "JS027",
+    "Every step of a backoff is used",
+    why="the steps after the last delivery are never waited for: what was meant to wait longer is given up",
+    cure=DECLARE + "max_deliver, above the number of steps" + APPLY,
+)
+def backoff_cut_short(facts: Facts) -> Iterator[Finding]:
+    for consumer in facts.consumers.values():
+        steps, most = len(consumer.config.backoff), consumer.config.max_deliver
+        if 0 < most <= steps:
+            yield about(consumer, f"{steps} steps of backoff, and max_deliver {most}")
+
+
+@declare(
+    "JS028",
+    "Push consumers have flow control and heartbeats",
+    why="without them a slow subscriber is flooded, and one that hears nothing cannot tell silence from a broken line",
+    cure="`aviso-workers consumers rm {stream} {consumer}`, and declare it with flow_control and idle_heartbeat"
+    + APPLY
+    + "; or pull",
+)
+def push_without_flow_control(facts: Facts) -> Iterator[Finding]:
+    for consumer in facts.consumers.values():
+        config = consumer.config
+        missing = [key for key in ("flow_control", "idle_heartbeat") if not getattr(config, key)]
+        if not consumer.pulled and missing:
+            yield about(consumer, f"pushes without {' and '.join(missing)}")
+
+
+@declare(
+    "JS029",
+    "Durable push consumers have a subscriber",
+    why="nobody hears what it pushes",
+    cure="start the subscriber, or remove what is left of it: `aviso-workers consumers rm {stream} {consumer}`",
+)
+def push_to_nobody(facts: Facts) -> Iterator[Finding]:
+    for consumer in facts.consumers.values():
+        if not consumer.pulled and consumer.durable and not consumer.push_bound:
+            yield about(consumer, f"nobody subscribes to {consumer.config.deliver_subject}")
+
+
+@declare(
+    "JS032",
+    "An agent may hold as much as it handles at a time",
+    why="calls above max_ack_pending wait for acknowledgements of others, however many workers there are",
+    cure="restart a worker of {app}, which brings its consumer in line; if the account's max_ack_pending is lower, "
+    "raise that",
+    needs=("agents", "consumers", "streams"),
+)
+def held_back(facts: Facts) -> Iterator[Finding]:
+    for agent in facts.scope.agents or ():
+        policy = agent.policy
+        wanted = policy.concurrency * (policy.batch.size if agent.form is Batch else 1)
+        for consumer in facts.consumers.values():
+            most = consumer.config.max_ack_pending
+            if consumer.name == agent.durable_name(facts.scope.app) and 0 < most < wanted:
+                yield about(consumer, f"max_ack_pending {most}, and one worker handles {wanted} at a time")
+
+
+@declare(
+    "JS033",
+    "Consumers have few filters",
+    why="each of many disjoint filters is looked for in each block of the stream",
+    cure="split it into several consumers: agents with a narrower `where` each",
+)
+def many_filters(facts: Facts) -> Iterator[Finding]:
+    for consumer in facts.consumers.values():
+        config = consumer.config
+        filters = filters_of({"filter_subject": config.filter_subject, "filter_subjects": config.filter_subjects})
+        if len(filters) > MANY_FILTERS:
+            yield about(consumer, f"{len(filters)} filters")
+
+
+@declare(
+    "JS034",
+    "Streams have a bounded number of consumers",
+    why="the server keeps state for each, and asking for all of them becomes slow",
+    cure="`aviso-workers consumers ls {stream}` shows them; share durable consumers, and let ephemeral ones end with "
+    "an inactive threshold",
+    needs=("streams",),
+)
+def many_consumers(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        if (count := stream.state.consumer_count) > MANY_CONSUMERS:
+            state = State.FAIL if count > TOO_MANY_CONSUMERS else State.WARN
+            yield Finding(stream=stream.name, found=f"{count} consumers", state=state)
+
+
+@declare(
+    "JS035",
+    "Durable consumers are in use",
+    why="one that nobody reads keeps what is kept by interest or for a work queue, and hides in every report",
+    cure="if its agent is gone for good: `aviso-workers consumers rm {stream} {consumer}`; else start a worker",
+)
+def unused(facts: Facts) -> Iterator[Finding]:
+    for consumer in facts.consumers.values():
+        in_use = consumer.num_waiting or consumer.push_bound or consumer.num_ack_pending
+        since = consumer.delivered.last_active or consumer.created
+        if consumer.durable and not in_use and facts.now - since > UNUSED:
+            yield about(consumer, f"nobody asks, and nothing was delivered since {since.date()}")
+
+
+@declare(
+    "JS036",
+    "Nothing is paused and forgotten",
+    why="a paused consumer is given nothing, and its lag grows",
+    cure="`aviso-workers resume {agent} --app {app}`, or `nats consumer resume {stream} {consumer}` where it is no "
+    "agent's",
+)
+def paused(facts: Facts) -> Iterator[Finding]:
+    for consumer in facts.consumers.values():
+        if consumer.paused and consumer.pause_remaining / SECOND > LONG_PAUSE_SECONDS:
+            yield about(consumer, f"paused for {timedelta(seconds=consumer.pause_remaining // SECOND).days} days more")
+
+
+@declare(
+    "JS037",
+    "A pinned consumer has a pinned client, and keeps it",
+    why="only the pinned client is given anything; one that changes again and again loses its place in the order",
+    cure="start a client that pulls with the group; if it changes, raise priority_timeout above the time that one "
+    "message takes, or pin anew: `aviso-workers consumers unpin {stream} {consumer} GROUP`",
+)
+def not_pinned(facts: Facts) -> Iterator[Finding]:
+    pinned = Counter(
+        (told.stream, told.consumer) for told in facts.heard if told.kind.startswith("ADVISORY.CONSUMER.PINNED.")
+    )
+    for key, consumer in facts.consumers.items():
+        if consumer.config.priority_policy != "pinned_client":
+            continue
+        free = [group.group for group in consumer.priority_groups if not group.pinned_client_id]
+        if free and consumer.num_pending:
+            yield about(consumer, f"{consumer.num_pending} pending, and no client pinned in {', '.join(free)}")
+        elif pinned[key] >= PINNED_AGAIN:
+            yield about(consumer, f"pinned {pinned[key]} times within {facts.elapsed_seconds:.0f} s")
+
+
+@declare(
+    "JS051",
+    "Consumers are not asked about too often",
+    why="CONSUMER.INFO is work for the consumer's leader, and slow where there are many",
+    cure="find the client in `nats events --js-advisory`; read what is left from the messages' metadata instead, and "
+    "create consumers idempotently without asking first",
+    needs=(),
+)
+def many_info_calls(facts: Facts) -> Iterator[Finding]:
+    calls = sum(told.kind == "ADVISORY.API" and ".CONSUMER.INFO." in told.subject for told in facts.heard)
+    rate = calls / facts.elapsed_seconds
+    if rate > INFO_CALLS_PER_SECOND:
+        yield Finding(place="$JS.API.CONSUMER.INFO", found=f"{rate:.0f} calls a second")
+
+
+def _foreign(facts: Facts) -> Iterator[Consumer]:
+    """Durable consumers that others than our workers made, and whose messages come again."""
+    for consumer in facts.consumers.values():
+        if consumer.durable and consumer.config.ack_policy != "none" and not consumer.ours:
+            yield consumer

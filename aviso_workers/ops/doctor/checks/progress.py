@@ -1,0 +1,171 @@
+"""Whether work gets done: what the second sample says that the first did not."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+
+from aviso_workers.ops.doctor.answers import Consumer
+from aviso_workers.ops.doctor.facts import Facts
+from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
+from aviso_workers.streams import SECOND
+
+__all__ = ["CHECKS"]
+
+CHECKS: list[Check] = []
+declare = partial(check, CHECKS, needs=("consumers", "streams"))
+
+OFTEN_REDELIVERED = 0.05
+FEW = 20
+"""Shares of fewer are chance."""
+SLOW_SHARE, SLOW_PERCENTILE = 0.5, 0.99
+NEARLY_ALL_WAITING = 0.9
+STUCK = timedelta(minutes=5)
+NO_WORKER = (
+    "start a worker (`aviso-workers worker MODULE:APP`); `aviso-workers lag --all` shows who has what left to do"
+)
+
+
+@declare(
+    "JS021",
+    "Nobody falls behind",
+    why="more arrives than is handled, so the lag grows until it stops or something is full",
+    cure="start more workers of {app}, raise the agent's concurrency, or make its handler faster; "
+    "`aviso-workers lag --all --watch` shows whether it helps",
+)
+def falling_behind(facts: Facts) -> Iterator[Finding]:
+    for before, after in _both(facts):
+        growth = after.num_pending - before.num_pending
+        if growth > 0 and not after.paused:
+            rate = growth / facts.elapsed_seconds
+            yield about(after, f"{after.num_pending} pending, {rate:.1f} more every second")
+
+
+@declare(
+    "JS022",
+    "Little is delivered more than once",
+    why="handlers fail, or take longer than ack_wait without saying that they are at it",
+    cure="`aviso-workers dead-letters ls` and the workers' logs say what fails; where nothing does, raise the ack_wait",
+)
+def redelivered(facts: Facts) -> Iterator[Finding]:
+    for before, after in _both(facts):
+        delivered = after.delivered.consumer_seq
+        share = after.num_redelivered / delivered if delivered else 0.0
+        if after.num_redelivered >= FEW and share > OFTEN_REDELIVERED:
+            yield about(after, f"{after.num_redelivered} of {delivered} deliveries are not settled and not the first")
+        elif after.num_redelivered - before.num_redelivered >= FEW:
+            yield about(after, f"{after.num_redelivered - before.num_redelivered} more within {_elapsed(facts)}")
+
+
+@declare(
+    "JS023",
+    "Acknowledgements come well before ack_wait",
+    why="what takes longer is delivered again while it is still being handled",
+    cure="declare it: streams.{stream}.consumers.{consumer}.ack_wait, then `aviso-workers streams apply`; or "
+    "acknowledge progress",
+)
+def slow_acks(facts: Facts) -> Iterator[Finding]:
+    times = defaultdict[tuple[str, str], list[int]](list)
+    for told in facts.heard:
+        if told.kind.startswith("METRIC.CONSUMER.ACK."):
+            times[told.stream, told.consumer].append(told.ack_time)
+    if not times:
+        found = f"no consumer with sample_freq acknowledged anything within {_elapsed(facts)}"
+        yield Finding(found=found, state=State.SKIP)
+    for key, measured in times.items():
+        slow = sorted(measured)[math.ceil(SLOW_PERCENTILE * len(measured)) - 1]
+        consumer = facts.consumers.get(key)
+        # An agent of ours reports progress while it works, so that its ack_wait starts again and again.
+        if consumer and not consumer.ours and slow > SLOW_SHARE * consumer.config.ack_wait:
+            wait = consumer.config.ack_wait / SECOND
+            yield about(consumer, f"1 % take {slow / SECOND:.2f} s or longer, with an ack_wait of {wait:g} s")
+
+
+@declare(
+    "JS030",
+    "Where there is work, somebody asks for it",
+    why="without a worker the lag grows, and with too many requests the server refuses some",
+    cure=NO_WORKER,
+    severity=State.FAIL,
+)
+def no_worker(facts: Facts) -> Iterator[Finding]:
+    for before, after in _both(facts):
+        if not after.pulled or after.paused:
+            continue
+        nobody = not (before.num_waiting or after.num_waiting or after.num_ack_pending)
+        if nobody and after.num_pending and after.delivered.consumer_seq == before.delivered.consumer_seq:
+            yield about(after, f"{after.num_pending} pending, and no worker asks for them")
+        elif 0 < after.config.max_waiting * NEARLY_ALL_WAITING <= after.num_waiting:
+            yield about(
+                after,
+                f"{after.num_waiting} of {after.config.max_waiting} requests wait",
+                state=State.WARN,
+                cure="let fewer clients ask at a time, or make the consumer again with a higher max_waiting",
+            )
+
+
+@declare(
+    "JS031",
+    "Nobody is held up by what is not acknowledged",
+    why="at max_ack_pending the server delivers nothing until something is acknowledged",
+    cure="look for handlers that hang (a `timeout` of the agent ends them) or for a client that acknowledges nothing; "
+    "`aviso-workers consumers show {stream} {consumer}` shows how many",
+    severity=State.FAIL,
+)
+def stalled(facts: Facts) -> Iterator[Finding]:
+    for before, after in _both(facts):
+        most = after.config.max_ack_pending
+        if 0 < most <= min(before.num_ack_pending, after.num_ack_pending):
+            yield about(after, f"{after.num_ack_pending} delivered and not acknowledged, of at most {most}")
+
+
+@declare(
+    "JS038",
+    "A work queue hides nothing",
+    why="what was given up after max_deliver stays in the queue for ever, and no lag shows it",
+    cure="`aviso-workers streams get {stream} SEQUENCE` shows it; handle it by hand and remove it, `nats stream rmm "
+    "{stream} SEQUENCE`, or declare a consumer for subjects that nobody takes",
+    severity=State.FAIL,
+)
+def hidden(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        if stream.config.retention != "workqueue":
+            continue
+        theirs = [consumer for consumer in facts.consumers.values() if consumer.stream_name == stream.name]
+        known = sum(consumer.num_pending + consumer.num_ack_pending for consumer in theirs)
+        if stream.state.messages > known:
+            found = f"{stream.state.messages} messages, and consumers know of {known}"
+            yield Finding(stream=stream.name, found=found)
+
+
+@declare(
+    "JS058",
+    "Who has work gets something done",
+    why="workers are there, and nothing is acknowledged: they hang, or everything fails",
+    cure="the workers' logs and `/readyz` say why; `aviso-workers lag --all` shows how much waits",
+    severity=State.FAIL,
+)
+def stuck(facts: Facts) -> Iterator[Finding]:
+    for before, after in _both(facts):
+        since = after.ack_floor.last_active or after.delivered.last_active
+        has_work = after.num_pending and after.num_ack_pending and not after.paused
+        moved = after.ack_floor.consumer_seq > before.ack_floor.consumer_seq
+        if has_work and since and facts.now - since > STUCK and not moved:
+            minutes = (facts.now - since).total_seconds() / 60
+            found = (
+                f"{after.num_pending} pending, {after.num_ack_pending} with workers, none done for {minutes:.0f} min"
+            )
+            yield about(after, found)
+
+
+def _both(facts: Facts) -> Iterator[tuple[Consumer, Consumer]]:
+    """Each consumer, as it was and as it is; one that is new was as it is."""
+    for key, after in facts.consumers.items():
+        yield facts.before.consumers.get(key, after), after
+
+
+def _elapsed(facts: Facts) -> str:
+    return f"{facts.elapsed_seconds:.1f} s"

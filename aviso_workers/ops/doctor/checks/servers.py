@@ -1,0 +1,216 @@
+"""The nats-servers themselves: their health, their disks, and what follows from how they were started."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
+
+from aviso_workers.ops.doctor import durability
+from aviso_workers.ops.doctor.facts import Facts
+from aviso_workers.ops.doctor.judging import Check, Finding, State, check
+from aviso_workers.ops.doctor.monitoring import LOOPBACK
+from aviso_workers.streams import SECOND
+
+__all__ = ["CHECKS"]
+
+CHECKS: list[Check] = []
+declare = partial(check, CHECKS, needs=("monitoring",))
+
+SHORT_INTERVAL = 10 * SECOND
+HOT_PER_SECOND = 500
+TEMPORARY = ("/tmp/", "/var/tmp/", "/dev/shm/")
+NEARLY_ALL = 0.8
+SYNC = "in the section `server`, then `aviso-workers server render --profile production` and a restart"
+
+
+@declare(
+    "JS042",
+    "All configured streams are there",
+    why="a server that was started with the wrong encryption key, or on another store_dir, has none and goes on; to "
+    "make a stream anew then erases the one that cannot be read",
+    cure="stop the server before a worker makes {stream}, and look at its key, its store_dir and its log (`could not "
+    "be recovered`). Only if the stream was never there: `aviso-workers streams apply`",
+    severity=State.FAIL,
+    needs=("streams",),
+)
+def missing_streams(facts: Facts) -> Iterator[Finding]:
+    for configured, plan in facts.plans.items():
+        if not plan.exists and plan.stream not in facts.after.silent and "streams" not in facts.unknown:
+            yield Finding(stream=plan.stream, found=f"the stream of {configured} does not exist")
+
+
+@declare(
+    "JS043",
+    "A power cut loses little",
+    why="a nats-server acknowledges before it flushes: what is in between is gone with the machine",
+    cure="set jetstream.sync_always: true, or three copies and sync_interval: 10s, " + SYNC,
+    needs=("monitoring", "streams"),
+)
+def power_cut(facts: Facts) -> Iterator[Finding]:
+    for standing in durability.standings(facts):
+        if standing.in_memory or standing.unflushed == durability.NEVER:
+            continue
+        if standing.unflushed == durability.UNKNOWN:
+            if "monitoring" not in facts.unknown:  # that is told once
+                yield Finding(stream=standing.stream, found="not all servers that keep it are seen", state=State.SKIP)
+        elif standing.copies == 1 or standing.unflushed > SHORT_INTERVAL:
+            is_bad = facts.scope.production and standing.copies == 1 and standing.unflushed > SHORT_INTERVAL
+            yield Finding(stream=standing.stream, found=str(standing), state=State.FAIL if is_bad else None)
+
+
+@declare(
+    "JS044",
+    "Servers are healthy, and agree on a leader",
+    why="without a leader of the meta group no stream and no consumer can be made, changed or listed",
+    cure="the server's log says why; start what is down (`aviso-workers server start`, or the site's supervisor): "
+    "two of three servers are needed",
+    severity=State.FAIL,
+    needs=("account", "monitoring", "streams"),
+)
+def health(facts: Facts) -> Iterator[Finding]:
+    for need in ("account", "streams"):
+        if need in facts.unknown:
+            yield Finding(place="JetStream's API", found=facts.unknown[need])
+    for url, why in facts.deaf.items():
+        yield Finding(place=url, found=why)
+    for one in facts.monitored:
+        meta = one.varz.jetstream.meta
+        if one.health != "ok":
+            yield Finding(place=one.name, found=one.health)
+        if meta is None:
+            continue
+        if not meta.leader:
+            yield Finding(place=one.name, found="the meta group has no leader")
+        for peer in meta.replicas if meta.leader == one.name else ():  # only the leader knows of the others
+            if peer.offline or not peer.current:
+                yield Finding(place=peer.name, found="is down, or behind in the meta group")
+
+
+@declare(
+    "JS045",
+    "Copies are in different places",
+    why="two copies in one zone are lost together, and take the majority of three with them",
+    cure="`aviso-workers streams remove-peer {stream} SERVER` moves one copy to where there is none",
+    severity=State.FAIL,
+    needs=("monitoring", "streams"),
+)
+def same_place(facts: Facts) -> Iterator[Finding]:
+    for key in {one.varz.jetstream.config.unique_tag for one in facts.monitored} - {""}:
+        places = {one.name: [tag for tag in one.varz.tags if tag.startswith(key)] for one in facts.monitored}
+        for stream in facts.streams.values():
+            together = defaultdict[str, list[str]](list)
+            for server in sorted(stream.cluster.members):
+                for tag in places.get(server, ()):
+                    together[tag].append(server)
+            for tag, servers in together.items():
+                if len(servers) > 1:
+                    yield Finding(stream=stream.name, found=f"{' and '.join(servers)} are both {tag}")
+
+
+@declare(
+    "JS049",
+    "The cluster is whole, and every server has a directory of its own",
+    why="a server without routes to the others counts for nothing, and two on one directory destroy each other's files",
+    cure="compare server.cluster.routes, user and password of the servers; give each its own jetstream.store_dir",
+    severity=State.FAIL,
+)
+def split(facts: Facts) -> Iterator[Finding]:
+    for one in facts.monitored:
+        meta = one.varz.jetstream.meta
+        size = meta.cluster_size if meta and not one.varz.gateway.name else 0  # through gateways there are others in it
+        expected = max(size, len(facts.config.server.cluster.routes) if facts.config.server.cluster else 0)
+        if len(one.routes) + 1 < expected:
+            connected = ", ".join(sorted(one.routes)) or "nobody"
+            yield Finding(place=one.name, found=f"connected to {connected}, in a cluster of {expected}")
+    shared = defaultdict[tuple[str, str], list[str]](list)
+    for one in facts.monitored:
+        if one.disk or one.machine not in LOOPBACK:  # else the port was forwarded to here
+            shared[one.machine, one.varz.jetstream.config.store_dir].append(one.name)
+    for (_, directory), names in shared.items():
+        if directory and len(names) > 1:
+            yield Finding(place=" and ".join(names), found=f"share {directory}")
+
+
+@declare(
+    "JS052",
+    "Streams are in a directory that stays",
+    why="directories for temporary files are emptied when a machine starts, or when it needs room",
+    cure="stop the server, move the directory, and set jetstream.store_dir " + SYNC,
+    severity=State.FAIL,
+    production=True,
+)
+def temporary(facts: Facts) -> Iterator[Finding]:
+    for one in facts.monitored:
+        if (directory := one.varz.jetstream.config.store_dir).startswith(TEMPORARY):
+            yield Finding(place=one.name, found=f"store_dir {directory}")
+
+
+@declare(
+    "JS053",
+    "The disk has room for what may be stored",
+    why="a server whose disk is full stops JetStream, long before max_file_store would have refused anything",
+    cure="a larger disk, two to three times max_file_store, or a lower jetstream.max_file_store " + SYNC,
+)
+def small_disk(facts: Facts) -> Iterator[Finding]:
+    for one in facts.monitored:
+        config, stored = one.varz.jetstream.config, one.varz.jetstream.stats.storage
+        if one.disk is None:
+            yield Finding(place=one.name, found=f"its {config.store_dir} is not on this machine", state=State.SKIP)
+        elif (free := shutil.disk_usage(one.disk).free) < config.max_storage - stored:
+            found = f"{config.max_storage - stored} bytes may still come, and {free} are free in {config.store_dir}"
+            yield Finding(place=one.name, found=found)
+
+
+@declare(
+    "JS054",
+    "Flushing every write does not hold up hot streams",
+    why="with sync_always every write waits for the disk: some hundred to some thousand messages a second",
+    cure="publish in batches (app.notify_many), or use three copies with sync_interval: 10s " + SYNC,
+    needs=("monitoring", "streams"),
+)
+def slow_disk(facts: Facts) -> Iterator[Finding]:
+    flushing = {one.name for one in facts.monitored if one.varz.jetstream.config.sync_always}
+    for name, stream in facts.streams.items():
+        before = facts.before.streams.get(name, stream)
+        rate = (stream.state.last_seq - before.state.last_seq) / facts.elapsed_seconds
+        keepers = stream.cluster.members or {facts.server.name}
+        if keepers & flushing and stream.config.storage == "file" and rate > HOT_PER_SECOND:
+            yield Finding(stream=name, found=f"{rate:.0f} messages a second, each flushed")
+
+
+@declare(
+    "JS055",
+    "Personal data is encrypted on the disk",
+    why="who has the disk, or a copy of it, can read what metadata pii=true marks",
+    cure="set jetstream.encryption " + SYNC + "; what is there is encrypted when the server starts",
+    severity=State.FAIL,
+    needs=("monitoring", "streams"),
+)
+def not_encrypted(facts: Facts) -> Iterator[Finding]:
+    marked = [stream for stream in facts.streams.values() if stream.config.metadata.get("pii") == "true"]
+    for stream in marked:
+        for one in facts.monitored:
+            described = list(one.disk.glob(f"*/streams/{stream.name}/meta.inf")) if one.disk else []
+            if any(not file.with_name("meta.key").exists() for file in described):
+                yield Finding(stream=stream.name, found=f"pii=true, in plain text on the disk of {one.name}")
+            elif not described and one.name in (stream.cluster.members or {one.name}):
+                found = f"pii=true, and the disk of {one.name} is not on this machine"
+                yield Finding(stream=stream.name, found=found, state=State.SKIP)
+
+
+@declare(
+    "JS056",
+    "Servers keep up with their clients",
+    why="a slow consumer was cut off and has to connect again; at max_connections nobody gets in",
+    cure="the server's log names the slow client (`Slow Consumer Detected`): give it more processes or smaller pulls. "
+    "Raise server.max_connections where that is what runs out",
+)
+def slow_clients(facts: Facts) -> Iterator[Finding]:
+    for one in facts.monitored:
+        varz = one.varz
+        if varz.slow_consumers:
+            yield Finding(place=one.name, found=f"{varz.slow_consumers} slow consumers since it started")
+        if varz.max_connections and varz.connections > NEARLY_ALL * varz.max_connections:
+            yield Finding(place=one.name, found=f"{varz.connections} of {varz.max_connections} connections")

@@ -1,0 +1,311 @@
+"""How streams are configured, and what state they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from aviso_workers.engine import dead_lettering, deferring, sweeping, tabling
+from aviso_workers.ops.doctor.answers import NEVER, Stream
+from aviso_workers.ops.doctor.facts import Facts
+from aviso_workers.ops.doctor.judging import Check, Finding, State, check
+from aviso_workers.streams import SECOND, stated
+
+__all__ = ["CHECKS", "overlap"]
+
+CHECKS: list[Check] = []
+declare = partial(check, CHECKS)
+
+COPIES = 3
+NEARLY_FULL, FULL = 0.80, 0.95
+MANY_GAPS, GAPS_PER_MESSAGE = 10_000, 10
+ORIGIN_SILENT_SECONDS = 30
+BY_KEY = "KV_"
+OF_SHORT_LIVES = (dead_lettering.RETRIES, sweeping.STREAM)
+"""Streams of ours that forget within days, and hold only what failed."""
+
+LETTERS_LIMIT = "set workers.dead_letters.max_bytes, and start a worker"
+LETTERS_ROOM = "`aviso-workers dead-letters ls`, then `retry` or `drop`; or raise workers.dead_letters.max_bytes"
+APPLY = "then `aviso-workers streams apply`"
+
+
+@declare(
+    "JS001",
+    "Streams have a limit of bytes",
+    why="what grows without a limit takes the disk from all other streams of the server",
+    cure="set max_bytes, or the event type's storage_policy.max_size, " + APPLY,
+    cure_of_others="declare it: streams.{stream}.max_bytes, " + APPLY,
+    production=True,
+)
+def unlimited_bytes(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        if stream.config.max_bytes <= 0 and not _keeps_state(stream) and stream.name not in OF_SHORT_LIVES:
+            found = f"no max_bytes, {stream.state.bytes} bytes so far"
+            yield Finding(stream=stream.name, found=found, cure=LETTERS_LIMIT if _is_letters(stream) else "")
+
+
+@declare(
+    "JS002",
+    "Streams forget what is old",
+    why="without max_age and max_msgs everything is kept until max_bytes is reached, and then all gives way at once",
+    cure="set retention_time or max_messages, " + APPLY,
+    cure_of_others="declare it: streams.{stream}.max_age, " + APPLY,
+    production=True,
+)
+def unlimited_age(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        config = stream.config
+        # A dead letter is kept until somebody has looked at it.
+        if not config.max_age and config.max_msgs <= 0 and not _keeps_state(stream) and not _is_letters(stream):
+            yield Finding(stream=stream.name, found="neither max_age nor max_msgs")
+
+
+@declare(
+    "JS003",
+    "Streams have three copies",
+    why="a stream of one copy stands still with its server, and is gone with its disk",
+    cure="set notification_backend.jetstream.replicas: 3, " + APPLY,
+    cure_of_others="declare it: streams.{stream}.num_replicas: 3, " + APPLY,
+    severity=State.FAIL,
+    production=True,
+)
+def few_copies(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        if stream.config.num_replicas < COPIES:
+            yield Finding(stream=stream.name, found=f"num_replicas {stream.config.num_replicas}")
+
+
+@declare(
+    "JS004",
+    "Copies are an odd number",
+    why="the last copy of an even number costs a disk, and the stream stands no more servers down for it",
+    cure="set notification_backend.jetstream.replicas: 3, " + APPLY,
+    cure_of_others="declare it: streams.{stream}.num_replicas: 3, " + APPLY,
+)
+def even_copies(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        if stream.config.num_replicas % 2 == 0:
+            yield Finding(stream=stream.name, found=f"num_replicas {stream.config.num_replicas}")
+
+
+@declare(
+    "JS005",
+    "Streams are on the disk",
+    why="a stream in memory is gone when its servers end, in order or not",
+    cure="storage cannot be changed: `aviso-workers backup create {stream} --to DIRECTORY`, remove it, and "
+    "`aviso-workers backup restore DIRECTORY/{stream}/TIME --storage file`",
+    severity=State.FAIL,
+    production=True,
+)
+def in_memory(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        if stream.config.storage == "memory":
+            yield Finding(stream=stream.name, found="storage memory")
+
+
+@declare(
+    "JS006",
+    "Streams that refuse what does not fit have room",
+    why="with discard new a full stream refuses every publish (JetStream's error 10077)",
+    cure="raise the limit, or let the oldest give way with discard_policy: old, " + APPLY,
+    cure_of_others="make room, or declare a higher limit: streams.{stream}.max_bytes, " + APPLY,
+)
+def full(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        config, state = stream.config, stream.state
+        if config.discard != "new":
+            continue
+        for name, used, limit in (
+            ("max_bytes", state.bytes, config.max_bytes),
+            ("max_msgs", state.messages, config.max_msgs),
+        ):
+            if limit > 0 and used >= NEARLY_FULL * limit:
+                yield Finding(
+                    stream=stream.name,
+                    found=f"{used / limit:.0%} of {name} {limit} used",
+                    state=State.FAIL if used >= FULL * limit else State.WARN,
+                    cure=LETTERS_ROOM if _is_letters(stream) else "",
+                )
+
+
+@declare(
+    "JS008",
+    "Streams kept by interest have consumers",
+    why="with retention interest a message for which there is no consumer is forgotten as it arrives",
+    cure="start the consumers before the publishers, or keep messages by limits: a new stream with "
+    "retention limits, as retention_policy: limits makes it",
+    severity=State.FAIL,
+)
+def no_interest(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        if stream.config.retention == "interest" and not stream.state.consumer_count:
+            yield Finding(stream=stream.name, found="retention interest and no consumer")
+
+
+@declare(
+    "JS010",
+    "Critical streams cannot be emptied by mistake",
+    why="one wrong command removes what metadata critical=true says must stay",
+    cure="declare it: streams.{stream}.deny_delete and deny_purge, " + APPLY + "; it cannot be taken back",
+)
+def deletable(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        missing = [key for key in ("deny_delete", "deny_purge") if not getattr(stream.config, key)]
+        if _is_marked(stream, "critical") and missing:
+            yield Finding(stream=stream.name, found=f"critical=true without {' and '.join(missing)}")
+
+
+@declare(
+    "JS011",
+    "Personal data can be erased",
+    why="deny_delete cannot be taken back, and a purge leaves the payload on the disk",
+    cure="copy what may stay to a stream without deny_delete, and remove this one: `aviso-workers streams rm {stream}`",
+    severity=State.FAIL,
+)
+def not_erasable(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        if _is_marked(stream, "pii") and stream.config.deny_delete:
+            yield Finding(stream=stream.name, found="pii=true with deny_delete")
+
+
+@declare(
+    "JS013",
+    "Streams are as configured",
+    why="workers and servers of the same configuration disagree about what is kept",
+    cure="`aviso-workers streams plan` shows it, `aviso-workers streams apply` does it",
+)
+def drifted(facts: Facts) -> Iterator[Finding]:
+    for configured, plan in facts.plans.items():
+        if plan.exists and (differences := (*plan.differences, *plan.fixed)):
+            found = "; ".join(map(str, differences))
+            state = State.FAIL if plan.storage_mismatch else None
+            yield Finding(stream=plan.stream, found=f"{configured}: {found}", state=state)
+
+
+@declare(
+    "JS014",
+    "No other stream takes a configured stream's subjects",
+    why="a subject belongs to one stream, so the configured one cannot be made, and what is published is refused",
+    cure="declare other subjects for it: streams.{stream}.subjects, " + APPLY + "; or give the event type another "
+    "topic.base",
+    severity=State.FAIL,
+)
+def taken(facts: Facts) -> Iterator[Finding]:
+    for configured, plan in facts.plans.items():
+        wanted: list[str] = stated(plan.wanted).get("subjects", [])
+        for stream in facts.streams.values():
+            if stream.name == plan.stream or stream.config.mirror:
+                continue
+            for theirs in stream.config.subjects:
+                if any(overlap(theirs, ours) for ours in wanted):
+                    yield Finding(stream=stream.name, found=f"takes {theirs}, which is of {configured}")
+
+
+@declare(
+    "JS015",
+    "Streams have no gaps that nobody made",
+    why="a server that finds a damaged block leaves out what it cannot read and says nothing; very many gaps cost "
+    "memory and make reading slow",
+    cure="`aviso-workers streams gaps {stream}` shows where; if nobody has deleted there, compare with the newest "
+    "backup: `aviso-workers backup restore DIRECTORY/{stream}/TIME --as COPY`. Where a few old messages hold very many "
+    "gaps open, a retention_time ends them",
+)
+def gaps(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        missing, messages = stream.state.num_deleted, stream.state.messages
+        if _keeps_state(stream):
+            continue
+        if missing and _never_deletes(stream):
+            yield Finding(stream=stream.name, found=f"{missing} messages are missing between the first and the last")
+        elif missing >= MANY_GAPS and missing > GAPS_PER_MESSAGE * messages:
+            yield Finding(stream=stream.name, found=f"{missing} gaps between {messages} messages")
+
+
+@declare(
+    "JS016",
+    "Nothing is lost on the disk",
+    why="the server found blocks that it cannot read",
+    cure="look at the disk of the server, and at what is missing: "
+    "`aviso-workers backup restore DIRECTORY/{stream}/TIME --as COPY`",
+    severity=State.FAIL,
+)
+def lost(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        if (lost := stream.state.lost) is not None:
+            yield Finding(stream=stream.name, found=f"{len(lost.msgs or ())} messages, {lost.bytes} bytes lost")
+
+
+@declare(
+    "JS019",
+    "Mirrors and sources hear of their origins",
+    why="with an unreachable origin the lag stays as it was, so only the silence tells",
+    cure="`aviso-workers mirror status` and `aviso-workers streams info {stream}` say what it waits for; look at the "
+    "leaf node or gateway in between, and at the origin's name and domain",
+    severity=State.FAIL,
+)
+def silent_origins(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        before = facts.before.streams.get(stream.name, stream)
+        lags = {origin.name: origin.lag for origin in before.origins}
+        for origin in stream.origins:
+            silent = origin.active / SECOND
+            if origin.error:
+                yield Finding(stream=stream.name, found=f"{origin.name}: {origin.error.get('description')}")
+            elif origin.active == NEVER:
+                yield Finding(stream=stream.name, found=f"{origin.name} was never reached")
+            elif silent > ORIGIN_SILENT_SECONDS:
+                yield Finding(stream=stream.name, found=f"nothing heard of {origin.name} for {silent:.0f} s")
+            elif (growth := origin.lag - lags.get(origin.name, origin.lag)) > 0:
+                rate = growth / facts.elapsed_seconds
+                found = f"{origin.lag} behind {origin.name}, and {rate:.0f} more every second"
+                yield Finding(stream=stream.name, found=found, state=State.WARN)
+
+
+@declare(
+    "JS020",
+    "A promoted mirror has taken its origin's place",
+    why="two streams that both take publishes are two histories, which nobody can join again",
+    cure="`aviso-workers mirror fence {place}`, at once; then compare what both have stored since",
+    severity=State.FAIL,
+)
+def two_histories(facts: Facts) -> Iterator[Finding]:
+    for link in facts.promoted:
+        if link.trouble:
+            yield Finding(stream=link.stream, place=link.origin, found=link.trouble)
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether a subject can match both."""
+    ours, theirs = one.split("."), other.split(".")
+    for a, b in zip(ours, theirs, strict=False):
+        if ">" in (a, b):
+            return True
+        if a != b and "*" not in (a, b):
+            return False
+    return len(ours) == len(theirs)
+
+
+def _keeps_state(stream: Stream) -> bool:
+    """Tables, counters and what is to be delivered later hold what is needed: they must not forget by themselves."""
+    return stream.name.startswith(BY_KEY) or stream.name in (tabling.COUNTERS, deferring.STREAM)
+
+
+def _is_letters(stream: Stream) -> bool:
+    return stream.name == dead_lettering.STREAM
+
+
+def _is_marked(stream: Stream, mark: str) -> bool:
+    return stream.config.metadata.get(mark) == "true"
+
+
+def _never_deletes(stream: Stream) -> bool:
+    """Whether messages leave this stream at its old end only, unless somebody deletes them."""
+    config = stream.config
+    return (
+        config.retention == "limits"
+        and config.max_msgs_per_subject <= 0
+        and not config.allow_msg_ttl
+        and not config.allow_rollup_hdrs
+        and not stream.origins
+        and not _is_letters(stream)
+    )

@@ -1,0 +1,73 @@
+"""What the running configuration stands: which accidents lose what was acknowledged.
+
+A nats-server acknowledges before it flushes, unless `sync_always` is set. What is in between survives the end of the
+process and not the end of the machine; how much that is, and how many machines it takes, follows from `sync_interval`
+and the number of copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from aviso_workers.literals import Duration
+from aviso_workers.ops.doctor.answers import Stream
+from aviso_workers.ops.doctor.facts import Facts
+from aviso_workers.streams import SECOND
+
+__all__ = ["Standing", "standings"]
+
+NEVER = 0
+UNKNOWN = -1
+
+
+class Standing(Struct, frozen=True, kw_only=True):
+    """What one stream stands."""
+
+    stream: str
+    copies: int
+    in_memory: bool
+    unflushed: int
+    """Nanoseconds that what is acknowledged may not be on the disk yet; `NEVER`, or `UNKNOWN`."""
+
+    def __str__(self) -> str:
+        return "in memory: gone when its servers end" if self.in_memory else f"{self._on_loss}; {self._on_power_cut}"
+
+    @property
+    def _on_loss(self) -> str:
+        if self.copies == 1:
+            return "gone with the disk of its server"
+        if (spare := (self.copies - 1) // 2) == 0:
+            return "stands still without one of its 2 servers"
+        return f"stands the loss of {spare} of its {self.copies} servers"
+
+    @property
+    def _on_power_cut(self) -> str:
+        if self.unflushed == UNKNOWN:
+            return "sync_interval is not known (the server's own default is 2m)"
+        if self.unflushed == NEVER:
+            return "a power cut loses nothing that was acknowledged (sync_always)"
+        machines = "its server" if self.copies == 1 else f"{self.copies // 2 + 1} of its {self.copies} servers at once"
+        interval = Duration(max(self.unflushed, SECOND) // SECOND).literal()
+        return f"a power cut of {machines} loses up to {interval} of what was acknowledged"
+
+
+def standings(facts: Facts) -> Iterator[Standing]:
+    """Of every stream, by its name."""
+    for _, stream in sorted(facts.streams.items()):
+        yield Standing(
+            stream=stream.name,
+            copies=stream.config.num_replicas,
+            in_memory=stream.config.storage == "memory",
+            unflushed=_unflushed(stream, facts),
+        )
+
+
+def _unflushed(stream: Stream, facts: Facts) -> int:
+    """The longest of the servers that keep it: of those that are seen, if all of them are."""
+    seen = {one.name: one.varz.jetstream.config for one in facts.monitored}
+    keepers = stream.cluster.members or {facts.server.name}
+    if not keepers <= seen.keys():
+        return UNKNOWN
+    return max(NEVER if seen[name].sync_always else seen[name].sync_interval for name in keepers)

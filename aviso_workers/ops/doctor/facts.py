@@ -1,0 +1,281 @@
+"""Everything that is asked, once, before anything is judged.
+
+`doctor.examine` calls `gather`; the checks are pure functions of the `Facts`. What could not be asked is in `unknown`
+with the reason, and a check that needs it says so. Nothing is changed: the app under examination is not connected, so
+that none of its tables, streams and consumers is made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import anyio
+import msgspec
+from msgspec import Struct, structs
+
+from aviso_workers import streams
+from aviso_workers.agents import Agent
+from aviso_workers.app import App
+from aviso_workers.backends import Administration
+from aviso_workers.config import Config
+from aviso_workers.config.stream_keys import event_streams
+from aviso_workers.errors import BackendError, NotFoundError, ServerProcessError
+from aviso_workers.ops import backups, observing
+from aviso_workers.ops.backups import Backup
+from aviso_workers.ops.doctor import monitoring
+from aviso_workers.ops.doctor.answers import Account, Advisory, Consumer, Server, Stream
+from aviso_workers.ops.doctor.monitoring import Monitored
+from aviso_workers.ops.mirroring import Link, Mirrors
+from aviso_workers.streams import Plan
+
+__all__ = ["Facts", "Need", "Sample", "Scope", "gather"]
+
+T = TypeVar("T")
+
+Need = Literal["account", "agents", "backups", "consumers", "letters", "monitoring", "streams"]
+"""What a check can need, and what may be missing."""
+
+EVENTS = "$JS.EVENT."
+NAME_SECONDS = 2.0
+"""Who may not ask for it waits so long."""
+EVERY_ADDRESS = ("0.0.0.0", "::")
+
+
+class Scope(Struct, frozen=True, kw_only=True):
+    """Whom and how to examine."""
+
+    agents: tuple[Agent[Any, Any], ...] | None = None
+    """Of the app that is examined; None where it is not known."""
+    app: str = ""
+    monitors: tuple[str, ...] = ()
+    """URLs of monitoring ports; where there is none, that of the section `server`."""
+    production: bool = False
+    seconds: float = 5.0
+    """Between the two samples, which rates are made of; meanwhile advisories are heard."""
+    backups: Path | None = None
+    """A directory with backups of streams."""
+
+
+class Sample(Struct, frozen=True, kw_only=True):
+    """What the API answers at one time."""
+
+    streams: Mapping[str, Stream] = {}
+    silent: frozenset[str] = frozenset()
+    """Streams that are known, and for which nobody answers."""
+    consumers: Mapping[tuple[str, str], Consumer] = {}
+    """By stream and name."""
+    account: Account = Account()
+
+
+class Facts(Struct, frozen=True, kw_only=True):
+    """What is known. Streams and consumers are those of the account that we connect to."""
+
+    now: datetime
+    scope: Scope
+    config: Config
+    server: Server
+    before: Sample
+    after: Sample
+    elapsed_seconds: float
+    """Between the two."""
+    plans: Mapping[str, Plan]
+    """By what configures it, such as `event type mars` or `streams.ORDERS`, what would have to be done to a stream."""
+    heard: tuple[Advisory, ...]
+    """Between the samples."""
+    letters: Mapping[tuple[str, ...], int]
+    """Dead letters that are kept, by app and agent."""
+    given_up: Mapping[tuple[str, ...], int]
+    """What died on its last delivery within the last days, by app, agent and stream."""
+    monitored: tuple[Monitored, ...]
+    deaf: Mapping[str, str]
+    """Monitoring ports that were named and do not answer, with the reason."""
+    backups: Mapping[str, Backup]
+    """The newest of each stream."""
+    promoted: tuple[Link, ...]
+    """Streams that were mirrors, and their origins as far as these answer."""
+    unknown: Mapping[Need, str]
+
+    @property
+    def streams(self) -> Mapping[str, Stream]:
+        return self.after.streams
+
+    @property
+    def consumers(self) -> Mapping[tuple[str, str], Consumer]:
+        return self.after.consumers
+
+    @property
+    def configured_streams(self) -> Mapping[str, Stream]:
+        """Those of the configuration that there are."""
+        names = [plan.stream for plan in self.plans.values()]
+        return {name: self.streams[name] for name in names if name in self.streams}
+
+    @property
+    def event_streams(self) -> Mapping[str, Stream]:
+        """Those of event types that there are."""
+        of_events = event_streams(self.config.notification_schema)
+        return {name: stream for name, stream in self.configured_streams.items() if name in of_events}
+
+
+async def gather(app: App, scope: Scope) -> Facts:
+    """Ask for everything. `app` is connected, and only its configuration counts.
+
+    Raises `RefusedError` where the backend is no server, `UnavailableError` where the connection is lost.
+    """
+    administration = app.session.backend.administration()
+    asking = _Asking(administration)
+    server = await asking.server()
+    async with _listening(administration) as heard:
+        began = time.monotonic()
+        before = await asking.sample()
+        await anyio.sleep(scope.seconds)
+        elapsed = time.monotonic() - began
+        after = await asking.sample()
+    letters = await asking.ask("letters", lambda: observing.dead_letters(app)) or {}
+    given_up = await asking.ask("letters", lambda: observing.given_up(app)) or {}
+    links = await asking.ask("streams", Mirrors(app).links) or []
+    monitored, deaf = await asking.monitored(_monitors(app.config, scope), named=bool(scope.monitors), of=server)
+    unknown = asking.unknown
+    if scope.agents is None:
+        unknown["agents"] = "which agents is not known: say --app MODULE:APP"
+    if scope.backups is None:
+        unknown["backups"] = "where backups are is not known: say --backups DIRECTORY"
+    return Facts(
+        now=datetime.now(UTC),
+        scope=scope,
+        config=app.config,
+        server=server,
+        before=before,
+        after=after,
+        elapsed_seconds=elapsed,
+        plans=_plans(app.config, asking.configurations),
+        heard=tuple(heard),
+        letters=letters,
+        given_up=given_up,
+        monitored=monitored,
+        deaf=deaf,
+        promoted=tuple(link for link in links if link.relation == "promoted"),
+        backups=await anyio.to_thread.run_sync(_backups, scope.backups) if scope.backups else {},
+        unknown=unknown,
+    )
+
+
+class _Asking:
+    """Asks a server, and notes what it does not say."""
+
+    def __init__(self, administration: Administration) -> None:
+        self._api = administration
+        self.unknown: dict[Need, str] = {}
+        self.configurations: dict[str, Mapping[str, Any]] = {}
+        """Of the streams, whole."""
+
+    async def ask(self, need: Need, question: Callable[[], Awaitable[T]]) -> T | None:
+        if need in self.unknown:
+            return None  # asked before, and waited for
+        try:
+            return await question()
+        except BackendError as error:
+            self.unknown[need] = str(error)
+            return None
+
+    async def server(self) -> Server:
+        """Which server it is; one that may not be asked for its name is known by its version only."""
+        try:
+            answer = msgspec.json.decode(
+                (await self._api.request("$SYS.REQ.USER.INFO", timeout_seconds=NAME_SECONDS)).data
+            )
+        except BackendError:
+            return Server(name="nats-server", ver=self._api.server_version)
+        return msgspec.convert(answer["server"], Server)
+
+    async def sample(self) -> Sample:
+        names = await self.ask("streams", lambda: self._api.pages("STREAM.NAMES", "streams")) or []
+        listed = await self.ask("streams", lambda: self._api.pages("STREAM.LIST", "streams")) or []
+        self.configurations = {one["config"]["name"]: one["config"] for one in listed}
+        found = {stream.name: stream for stream in msgspec.convert(listed, list[Stream])}
+        consumers = [
+            consumer
+            for stream in found.values()
+            if stream.state.consumer_count
+            for consumer in await self.ask("consumers", lambda: self._consumers(stream.name)) or ()  # noqa: B023
+        ]
+        account = await self.ask("account", lambda: self._api.api("INFO")) or {}
+        return Sample(
+            streams=found,
+            silent=frozenset(names) - found.keys(),
+            consumers={(consumer.stream_name, consumer.name): consumer for consumer in consumers},
+            account=msgspec.convert(account, Account),
+        )
+
+    async def _consumers(self, stream: str) -> list[Consumer]:
+        try:
+            return msgspec.convert(await self._api.pages(f"CONSUMER.LIST.{stream}", "consumers"), list[Consumer])
+        except NotFoundError:
+            return []  # deleted meanwhile
+
+    async def monitored(
+        self, urls: Sequence[str], *, named: bool, of: Server
+    ) -> tuple[tuple[Monitored, ...], dict[str, str]]:
+        found: list[Monitored] = []
+        deaf: dict[str, str] = {}
+        for url in urls:
+            try:
+                one = await anyio.to_thread.run_sync(monitoring.look, url)
+            except ServerProcessError as error:
+                deaf[url] = str(error)
+                continue
+            is_told = named and not of.id
+            if not (is_told or one.varz.server_id == of.id or (of.cluster and one.varz.cluster.name == of.cluster)):
+                deaf[url] = f"{url} is the monitoring port of {one.name}, which is not of {of.cluster or of.name}"
+            elif one.varz.server_id not in {known.varz.server_id for known in found}:
+                found.append(one)
+        missing = _members(found, of) - {one.name for one in found}
+        if missing:
+            why = f"nothing is seen of {', '.join(sorted(missing))}: say --monitor URL for each server"
+            self.unknown["monitoring"] = "; ".join([*deaf.values(), why])
+        return tuple(found), deaf if named else {}
+
+
+@asynccontextmanager
+async def _listening(administration: Administration) -> AsyncIterator[list[Advisory]]:
+    """What is told while the block runs, complete when it has ended."""
+    told: list[Advisory] = []
+    async with administration.listen(f"{EVENTS}>") as heard:
+        yield told
+        while heard.statistics().current_buffer_used:
+            one = heard.receive_nowait()
+            with suppress(msgspec.MsgspecError):  # anybody may publish there
+                advisory = msgspec.json.decode(one.data, type=Advisory)
+                told.append(structs.replace(advisory, kind=one.subject.removeprefix(EVENTS)))
+
+
+def _monitors(config: Config, scope: Scope) -> Sequence[str]:
+    if scope.monitors:
+        return scope.monitors
+    monitor = config.server.monitoring
+    host = "127.0.0.1" if monitor.host in EVERY_ADDRESS else monitor.host
+    return [f"http://{host}:{monitor.port}"] if monitor.port else []
+
+
+def _members(found: Sequence[Monitored], of: Server) -> set[str]:
+    """The names of all servers of the cluster."""
+    members = {of.name} if of.id or not found else set[str]()
+    for one in found:
+        members |= {one.name, *one.routes, *(one.varz.jetstream.meta.members if one.varz.jetstream.meta else ())}
+    return members
+
+
+def _plans(config: Config, configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, Plan]:
+    event_types = config.notification_schema.items()
+    wanted = {f"event type {name}": streams.event_stream(name, each, config) for name, each in event_types}
+    wanted |= {f"streams.{spec.name}": spec for spec in streams.declared(config)}
+    return {by: streams.plan(spec, configurations.get(spec.name)) for by, spec in wanted.items()}
+
+
+def _backups(directory: Path) -> dict[str, Backup]:
+    """By stream, the newest."""
+    return {backup.stream: backup for backup in backups.find(directory)}

@@ -1,0 +1,164 @@
+"""A check is data and a pure function; this is what both are made of, and how the facts are judged.
+
+The checks are under `checks`. A function yields what it finds wrong, and nothing where all is well. What it could not
+look at it yields as SKIP, so that it is never taken for a PASS; what is missing of the facts is added here.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from msgspec import Struct
+
+from aviso_workers.ops.doctor.answers import Consumer, Stream
+from aviso_workers.ops.doctor.facts import Facts, Need
+
+__all__ = ["Check", "Finding", "Result", "State", "about", "check", "judge", "worst"]
+
+PAGE = "docs/operations.md"
+NOT_IN_PRODUCTION = "for production: say --production"
+
+
+class State(enum.IntEnum):
+    """What became of a check, the worst last."""
+
+    PASS = 0
+    SKIP = 1
+    WARN = 2
+    FAIL = 3
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """Something that a check found."""
+
+    found: str
+    """What there is, with its numbers."""
+    stream: str = ""
+    consumer: str = ""
+    place: str = ""
+    """Where it is no stream: a server, an event type, a key of the configuration."""
+    state: State | None = None
+    """Default: as bad as the check says."""
+    cure: str = ""
+    """Default: the check's."""
+
+    @property
+    def where(self) -> str:
+        return " > ".join(filter(None, (self.place or self.stream, self.consumer)))
+
+
+def about(one: Stream | Consumer, found: str, *, state: State | None = None, cure: str = "") -> Finding:
+    """What was found of a stream or of a consumer."""
+    if isinstance(one, Stream):
+        return Finding(stream=one.name, found=found, state=state, cure=cure)
+    return Finding(stream=one.stream_name, consumer=one.name, found=found, state=state, cure=cure)
+
+
+Judge = Callable[[Facts], Iterator[Finding]]
+
+
+class Check(Struct, frozen=True, kw_only=True):
+    code: str
+    title: str
+    """What is so where it passes."""
+    severity: State
+    """Of a finding that does not say otherwise."""
+    why: str
+    cure: str
+    """What to do, with `{stream}`, `{consumer}`, `{place}`, `{app}` and `{agent}` for those of the finding."""
+    cure_of_others: str
+    """What to do instead about a stream that is no event type's; empty where that is the same."""
+    judge: Judge
+    needs: tuple[Need, ...]
+    production: bool = False
+    """Judged only in production: elsewhere it is meant to be otherwise."""
+
+    @property
+    def anchor(self) -> str:
+        return f"{PAGE}#{self.code.lower()}"
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """What a check says of the facts."""
+
+    check: Check
+    findings: tuple[Finding, ...]
+    """The worst first, each with its state and its cure."""
+
+    @property
+    def state(self) -> State:
+        return max((finding.state or State.PASS for finding in self.findings), default=State.PASS)
+
+
+def check(
+    into: list[Check],
+    code: str,
+    title: str,
+    *,
+    why: str,
+    cure: str,
+    cure_of_others: str = "",
+    severity: State = State.WARN,
+    needs: tuple[Need, ...] = ("streams",),
+    production: bool = False,
+) -> Callable[[Judge], Judge]:
+    """Make a check of the function below, and add it to a list."""
+
+    def add(judge: Judge) -> Judge:
+        into.append(
+            Check(
+                code=code,
+                title=title,
+                severity=severity,
+                why=why,
+                cure=cure,
+                cure_of_others=cure_of_others,
+                judge=judge,
+                needs=needs,
+                production=production,
+            )
+        )
+        return judge
+
+    return add
+
+
+def judge(checks: Iterable[Check], facts: Facts) -> list[Result]:
+    """Every check, the worst first."""
+    results = [_result(one, facts) for one in checks]
+    return sorted(results, key=lambda result: (-result.state, result.check.code))
+
+
+def _result(check: Check, facts: Facts) -> Result:
+    if check.production and not facts.scope.production:
+        return Result(check=check, findings=(Finding(found=NOT_IN_PRODUCTION, state=State.SKIP),))
+    missing = [Finding(found=facts.unknown[need], state=State.SKIP) for need in check.needs if need in facts.unknown]
+    findings = [_whole(check, finding, facts) for finding in (*check.judge(facts), *missing)]
+    return Result(check=check, findings=tuple(sorted(findings, key=_worst_first)))
+
+
+def _whole(check: Check, finding: Finding, facts: Facts) -> Finding:
+    state = check.severity if finding.state is None else finding.state
+    usual = check.cure if finding.stream in facts.event_streams else check.cure_of_others or check.cure
+    app, _, agent = finding.consumer.partition("__")
+    cure = (finding.cure or usual).format(
+        stream=finding.stream, consumer=finding.consumer, place=finding.place, app=app, agent=agent
+    )
+    return Finding(
+        found=finding.found,
+        stream=finding.stream,
+        consumer=finding.consumer,
+        place=finding.place,
+        state=state,
+        cure="" if state <= State.SKIP else cure,
+    )
+
+
+def _worst_first(finding: Finding) -> tuple[int, str]:
+    return -(finding.state or State.PASS), finding.where
+
+
+def worst(results: Sequence[Result]) -> State:
+    """Of all of them."""
+    return max((result.state for result in results), default=State.PASS)

@@ -1,0 +1,79 @@
+"""What a server says of itself on its monitoring port, over plain HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, build_opener
+
+import msgspec
+from msgspec import Struct
+
+from aviso_workers.errors import ServerProcessError
+from aviso_workers.ops.doctor.answers import Varz
+
+__all__ = ["LOOPBACK", "Monitored", "look"]
+
+ANSWER_SECONDS = 5.0
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+NEAR = build_opener(ProxyHandler({}))
+"""A monitoring port is near: a proxy that the environment names is for the web."""
+
+
+class Monitored(Struct, frozen=True, kw_only=True):
+    """One server, seen through its monitoring port."""
+
+    url: str
+    varz: Varz
+    health: str
+    """`ok`, or what is wrong."""
+    routes: frozenset[str]
+    """The names of the servers of its cluster that it is connected to."""
+
+    @property
+    def name(self) -> str:
+        return self.varz.server_name
+
+    @property
+    def machine(self) -> str:
+        """Where it runs, as the URL says."""
+        return urlsplit(self.url).hostname or ""
+
+    @property
+    def disk(self) -> Path | None:
+        """Its store_dir, where that is on this machine and may be looked into."""
+        directory = Path(self.varz.jetstream.config.store_dir)
+        return directory if self.machine in LOOPBACK and os.access(directory, os.R_OK) else None
+
+
+def look(url: str) -> Monitored:
+    """Ask for /varz, /healthz and /routez. Blocks. Raises `ServerProcessError` where there is no such answer."""
+    try:
+        varz = msgspec.convert(_ask(url, "/varz"), Varz)
+        health, routes = _ask(url, "/healthz?details=true"), _ask(url, "/routez")
+        remotes = frozenset(str(route["remote_name"]) for route in routes["routes"] or ())
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+        raise ServerProcessError(f"no answer of a nats-server from {url}: {error}") from error
+    return Monitored(url=url, varz=varz, health=_health(health), routes=remotes)
+
+
+def _ask(url: str, path: str) -> dict[str, Any]:
+    try:
+        with NEAR.open(url.rstrip("/") + path, timeout=ANSWER_SECONDS) as answer:
+            return dict(json.load(answer))
+    except HTTPError as unwell:
+        with unwell:
+            return dict(json.load(unwell))  # /healthz says what is wrong with a 503
+
+
+def _health(answer: dict[str, Any]) -> str:
+    if answer.get("status") == "ok":
+        return "ok"
+    wrong: Sequence[str] = [str(each.get("error", each)) for each in answer.get("errors") or ()]
+    return "; ".join(wrong) or str(answer.get("error", answer.get("status", "it does not say how it does")))

@@ -1,0 +1,156 @@
+"""`doctor` against a real server: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+from prometheus_client.parser import text_string_to_metric_families
+
+from aviso_workers import cli
+from aviso_workers.ops.doctor.checks import CHECKS
+from tests.cli.conftest import Ran
+
+Run = Callable[..., Ran]
+QUICK = ("--seconds", "0.1")
+
+
+def test_what_fails_comes_first_with_its_cure_and_ends_with_1(run: Run, config: Path) -> None:
+    ran = run("doctor", *QUICK, "--config", config)
+    assert ran.code == 1
+    assert re.match(r"nats-server \S+ \d+\.\d+\.\d+: 1 FAIL, ", ran.lines[0])
+    assert ran.lines[2:6] == [
+        "FAIL JS042 All configured streams are there",
+        f"     {check('JS042').why} (docs/operations.md#js042)",
+        "  FAIL MARS: the stream of event type mars does not exist",
+        f"       -> {check('JS042').cure.format(stream='MARS')}",
+    ]
+    assert "SKIP JS001 JS002 JS003 JS005 JS040 JS047 JS052: for production: say --production" in ran.lines
+    assert f"PASS JS004 {check('JS004').title}" in ran.lines
+
+
+def test_what_is_only_a_warning_ends_with_0(run: Run, config: Path) -> None:
+    run("streams", "apply", "--config", config)
+    ran = run("doctor", *QUICK, "--config", config)
+    assert ran.code == 0, ran
+    assert ran.lines[-1].startswith("MARS: gone with the disk of its server; sync_interval is not known")
+
+
+def test_only_in_production_three_copies_are_needed(run: Run, config: Path) -> None:
+    run("streams", "apply", "--config", config)
+    ran = run("doctor", *QUICK, "--production", "--config", config)
+    assert (ran.code, "  FAIL MARS: num_replicas 1" in ran.lines) == (1, True), ran
+
+
+def test_a_program_reads_all_of_it(run: Run, config: Path) -> None:
+    ran = run("doctor", *QUICK, "--format", "json", "--config", config)
+    told = json.loads(ran.out)
+    assert (ran.code, told["state"], told["durability"]) == (1, "FAIL", {})
+    assert len(told["checks"]) == len(CHECKS)
+    worst = told["checks"][0]
+    assert (worst["code"], worst["state"], worst["docs"]) == ("JS042", "FAIL", "docs/operations.md#js042")
+    (finding,) = worst["findings"]
+    assert finding == {
+        "state": "FAIL",
+        "where": "MARS",
+        "stream": "MARS",
+        "consumer": "",
+        "found": "the stream of event type mars does not exist",
+        "cure": check("JS042").cure.format(stream="MARS"),
+    }
+
+
+def test_prometheus_reads_it_and_the_labels_are_bounded(run: Run, config: Path) -> None:
+    ran = run("doctor", *QUICK, "--format", "prometheus", "--config", config)
+    samples = [sample for family in text_string_to_metric_families(ran.out) for sample in family.samples]
+    states = {
+        (sample.labels["code"], sample.labels["state"]): sample.value
+        for sample in samples
+        if sample.name == "aviso_doctor_check"
+    }
+    assert states["JS042", "fail"] == 1
+    assert states["JS042", "pass"] == 0
+    assert len(states) == 4 * len(CHECKS)
+    assert sum(states.values()) == len(CHECKS)
+    (findings,) = [s for s in samples if s.name == "aviso_doctor_findings" and s.labels["code"] == "JS042"]
+    assert findings.value == 1
+    assert "MARS" not in ran.out
+
+
+def test_nagios_gets_its_line_and_its_codes(run: Run, config: Path) -> None:
+    ran = run("doctor", *QUICK, "--format", "nagios", "--config", config)
+    assert ran.code == 2
+    (line,) = ran.lines
+    assert line.startswith("AVISO-WORKERS CRITICAL - JS042 MARS: the stream of event type mars does not exist | fail=1")
+    run("streams", "apply", "--config", config)
+    warned = run("doctor", *QUICK, "--format", "nagios", "--config", config)
+    assert (warned.code, warned.lines[0].split(" - ")[0]) == (0, "AVISO-WORKERS OK")
+
+
+def test_nagios_hears_of_a_server_that_is_not_there_and_of_a_mistake(
+    run: Run, unreachable: Path, tmp_path: Path
+) -> None:
+    down = run("doctor", *QUICK, "--format", "nagios", "--config", unreachable)
+    assert (down.code, down.out.startswith("AVISO-WORKERS CRITICAL - ")) == (2, True), down
+    mistaken = tmp_path / "mistaken.yaml"
+    mistaken.write_text("notification_backend: {kind: no_such_backend}")
+    unknown = run("doctor", *QUICK, "--format", "nagios", "--config", mistaken)
+    assert (unknown.code, unknown.out.startswith("AVISO-WORKERS UNKNOWN - ")) == (3, True), unknown
+
+
+def test_without_a_server_it_says_so(run: Run, unreachable: Path, tmp_path: Path) -> None:
+    assert run("doctor", *QUICK, "--config", unreachable).code == 1
+    (tmp_path / "memory.yaml").write_text("notification_backend: {kind: in_memory}")
+    in_memory = run("doctor", *QUICK, "--config", tmp_path / "memory.yaml")
+    assert in_memory.code == 1
+    assert "server" in in_memory.err
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        (("--monitor", "127.0.0.1:8222"), "is no URL, such as http://127.0.0.1:8222"),
+        (("--backups", "nowhere"), "does not exist"),
+        (("--format", "xml"), "--format"),
+        (("--seconds", "0"), "--seconds"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(run: Run, config: Path, option: tuple[str, str], told: str) -> None:
+    ran = run("doctor", *option, "--config", config)
+    assert (ran.code, told in " ".join(ran.err.replace("│", " ").split())) == (2, True), ran
+
+
+def test_the_agents_of_an_app_are_looked_at_too(run: Run, config: Path, tmp_path: Path) -> None:
+    (tmp_path / "derived.py").write_text(
+        f"""
+from aviso_workers import App, Backoff, Notification, Notify
+app = App("derived", config={str(config)!r})
+seen = app.table("seen", str)
+@app.agent("mars", retry=Backoff(first=600, attempts=3))
+async def derive(notification: Notification) -> Notify: ...
+"""
+    )
+    run("streams", "apply", "--config", config)
+    ran = run("doctor", *QUICK, "--app", "derived:app")
+    assert "  WARN MARS: duplicate_window 2m, and agent derive tries for up to 1320 s" in ran.lines
+    assert "KV_" not in ran.out, "nothing is made"
+
+
+def test_the_commands_that_cures_name_exist() -> None:
+    known = typer.main.get_command(cli.command)
+    for told in CHECKS:
+        for words in re.findall(r"`aviso-workers ([^`]*)`", told.cure):
+            command = known
+            for word in words.split():
+                if not (commands := getattr(command, "commands", {})):
+                    break
+                assert word in commands, f"{told.code}: aviso-workers {words}"
+                command = commands[word]
+
+
+def check(code: str):  # type: ignore[no-untyped-def]
+    return next(check for check in CHECKS if check.code == code)

@@ -1,0 +1,240 @@
+"""Notifications that are delivered later, on either backend."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import anyio
+import pytest
+from nats.aio.client import Client, ServerVersion
+
+from aviso_workers import App, Backoff, Notification, Notify
+from aviso_workers.backends import Message
+from aviso_workers.engine import deferring
+from aviso_workers.errors import InvalidNotificationError, RefusedError, UnknownEventTypeError
+from aviso_workers.testing import Harness, harness
+from tests.contract.settings import app_config, mars
+
+pytestmark = pytest.mark.anyio
+
+TWICE = Backoff(first=0.05, factor=1, attempts=3, jitter=0)
+
+
+@pytest.fixture
+async def t(app: App, url: str | None) -> AsyncGenerator[Harness, None]:
+    async with harness(app, server=url) as t:
+        yield t
+
+
+def plain(a: object, **stated: Any) -> Notify:
+    return Notify("plain", {"a": a, "b": "x"}, **stated)
+
+
+def now(t: Harness) -> datetime:
+    return datetime.fromtimestamp(t.clock.time_ns() / 1e9, UTC)
+
+
+def delivered(t: Harness) -> list[str]:
+    """The field `a` of what was published to `plain`."""
+    return [str(one.identifier["a"]) for one in t.published if one.event_type == "plain"]
+
+
+async def test_it_is_stored_when_it_is_due_and_not_before(app: App, t: Harness) -> None:
+    due = now(t) + timedelta(seconds=1)
+    receipt = await app.notify("plain", {"a": 1, "b": "x"}, {"n": 1}, deliver_at=due, message_id="mine")
+    assert (receipt.stream, receipt.sequence, receipt.message_id, receipt.due) == ("PLAIN", 0, "mine", due)
+    await app.notify("plain", {"a": 2, "b": "x"}, deliver_after=3600)
+    assert delivered(t) == []
+    await t.advance(2)
+    [found] = [one async for one in app.replay("plain")]
+    assert (found.identifier, found.payload, found.headers["Nats-Msg-Id"]) == ({"a": "1", "b": "x"}, {"n": 1}, "mine")
+    assert not [name for name in found.headers if name.startswith(("Aviso-", "Nats-Schedule"))]
+    assert timedelta() <= found.time - due < timedelta(seconds=1)
+
+
+async def test_an_agent_sees_it(app: App, url: str | None) -> None:
+    seen: list[object] = []
+
+    @app.agent("plain")
+    async def index(notification: Notification[Any]) -> None:
+        seen.append(notification.payload)
+
+    async with harness(app, server=url) as t:
+        await app.notify("plain", {"a": 1, "b": "x"}, "later", deliver_after=1)
+        await t.settle()
+        assert seen == []
+        await t.advance(2)
+        await t.settle()
+        assert seen == ["later"]
+
+
+async def test_what_is_past_is_stored_at_once(app: App, t: Harness) -> None:
+    past = await app.notify("plain", {"a": 1, "b": "x"}, deliver_at=now(t) - timedelta(days=1))
+    at_once = await app.notify("plain", {"a": 2, "b": "x"}, deliver_after=0)
+    assert [(one.sequence, one.due) for one in (past, at_once)] == [(1, None), (2, None)]
+    assert delivered(t) == ["1", "2"]
+
+
+async def test_under_its_message_id_it_takes_its_own_place(app: App, t: Harness) -> None:
+    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=1, message_id="mine")
+    await app.notify("plain", {"a": 2, "b": "x"}, deliver_after=1.5, message_id="mine")
+    await app.notify("mars", mars(), {}, deliver_after=1, message_id="mine")
+    await t.advance(3)
+    assert delivered(t) == ["2"]
+    assert len(t.published) == 2, "the same id in another stream is another notification"
+    assert await app.session.backend.subject_counts(deferring.STREAM) == {}, "what was brought is removed"
+
+
+async def test_one_that_is_cancelled_is_never_stored(app: App, t: Harness) -> None:
+    receipt = await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=1)
+    await app.notify("plain", {"a": 2, "b": "x"}, deliver_after=1, message_id="mine")
+    assert await app.cancel("plain", receipt.message_id)
+    assert await app.cancel("plain", "mine")
+    await app.notify("plain", {"a": 3, "b": "x"}, deliver_after=1, message_id="mine")
+    await t.advance(2)
+    assert delivered(t) == ["3"]
+    assert not await app.cancel("plain", "mine"), "it was delivered"
+
+
+async def test_nothing_waits_where_nothing_was_ever_to_be_delivered_later(app: App) -> None:
+    async with app:
+        assert not await app.cancel("plain", "mine")
+        with pytest.raises(UnknownEventTypeError):
+            await app.cancel("plane", "mine")
+
+
+async def test_what_becomes_due_while_nobody_works_is_brought_by_the_next_worker_of_any_app(
+    app: App, kind: str, nats_url: str
+) -> None:
+    if kind == "in_memory":
+        pytest.skip("another process would have streams of its own")
+    async with app:
+        await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=0.1)
+        await anyio.sleep(1)
+        assert [one async for one in app.replay("plain")] == []
+    async with App("another", config=app_config(kind, nats_url)) as another:
+        stop = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(another.work, stop)
+            with anyio.fail_after(5):
+                async for found in another.watch("plain", from_id=1):
+                    assert found.identifier["a"] == "1"
+                    break
+            stop.set()
+
+
+async def test_many_may_be_delivered_at_once_and_later(app: App, t: Harness) -> None:
+    wanted = [plain(number, deliver_after=1 if number % 2 else None) for number in range(40)]
+    assert await app.notify_many(wanted) == 40
+    assert delivered(t) == [str(number) for number in range(0, 40, 2)]
+    await t.advance(2)
+    assert sorted(map(int, delivered(t))) == [*range(40)]
+
+
+async def test_a_handler_that_is_run_again_has_each_stored_once(app: App, url: str | None) -> None:
+    runs: list[int] = []
+
+    @app.agent("mars", retry=TWICE)
+    async def remind(notification: Notification[Any]) -> list[Notify]:
+        runs.append(1)
+        again = [plain("same", deliver_after=1), plain("same", deliver_after=1.5), plain("same")]
+        await app.notify("plain", {"a": "hand", "b": "x"}, deliver_after=1)
+        if len(runs) == 1:
+            await app.notify_many(again)
+            raise ConnectionError
+        return again[::-1]
+
+    async with harness(app, server=url) as t:
+        await t.notify("mars", mars(), {})
+        await t.settle()
+        assert len(runs) == 2
+        assert delivered(t) == ["same"]
+        await t.advance(3)
+        assert sorted(delivered(t)) == ["hand", "same", "same", "same"]
+
+
+async def test_it_is_what_it_would_be_if_it_were_published_then(app: App, t: Harness) -> None:
+    square = "(0,0,0,1,1,1,1,0,0,0)"
+    for later, day in ((None, 1), (0.5, 2)):
+        await app.notify("area", {"date": f"2026-11-2{day}", "polygon": square}, {"n": 1}, deliver_after=later)
+    await t.advance(1.5)
+    at_once, later = [one async for one in app.replay("area")]
+    assert {**at_once.headers, "Nats-Msg-Id": ""} == {**later.headers, "Nats-Msg-Id": ""}
+    assert (later.payload, later.identifier["polygon"]) == (at_once.payload, at_once.identifier["polygon"])
+
+
+async def test_its_time_to_live_begins_when_it_is_delivered(app: App, t: Harness) -> None:
+    await app.notify("plain", {"a": 0, "b": "x"})
+    backend = app.session.backend
+    await backend.update_stream({**(await backend.stream_info("PLAIN")).config, "allow_msg_ttl": True})
+    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=1, ttl=3600)
+    await t.advance(2)
+    assert [one.headers.get("Nats-TTL") async for one in app.replay("plain")] == [None, "3600s"]
+
+
+async def test_what_its_stream_refuses_is_kept_until_it_takes_it(app: App, t: Harness) -> None:
+    await app.notify("plain", {"a": 0, "b": "x"})
+    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=0.5, ttl=3600)  # the stream's allow_msg_ttl is off
+    await app.notify("plain", {"a": 2, "b": "x"}, deliver_after=0.5)
+    await t.advance(1.5)
+    assert delivered(t) == ["0", "2"]
+    backend = app.session.backend
+    await backend.update_stream({**(await backend.stream_info("PLAIN")).config, "allow_msg_ttl": True})
+    await t.advance(5)
+    assert delivered(t) == ["0", "2", "1"]
+
+
+@pytest.mark.parametrize(
+    ("subject", "stream"), [("", ""), ("$JS.API.STREAM.DELETE.PLAIN", "$JS"), ("plain.x.y", "MARS"), ("", "PLAIN")]
+)
+async def test_what_somebody_else_has_put_there_is_not_obeyed(app: App, t: Harness, subject: str, stream: str) -> None:
+    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=0.5)
+    headers = {"Aviso-Subject": subject, "Aviso-Stream": stream, "Aviso-Message-Id": "1", "Aviso-Event-Type": "plain"}
+    foreign = Message(subject=f"{deferring.DUE}.PLAIN", data=b"", headers=headers if stream else {})
+    await app.session.backend.publish(foreign, message_id="1", stream=deferring.STREAM, timeout_seconds=5)
+    await t.advance(1.5)
+    assert delivered(t) == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("stated", "problem"),
+    [
+        ({"deliver_after": -1}, "plain: deliver_after must be a number of seconds from 0, found -1"),
+        ({"deliver_after": "10m"}, "must be a number of seconds from 0, found '10m'"),
+        ({"deliver_after": float("nan")}, "found nan"),
+        ({"deliver_after": 1e15}, "it cannot be delivered that late"),
+        ({"deliver_at": datetime(2030, 1, 1)}, "deliver_at must be a datetime with a time zone, found"),
+        ({"deliver_at": "2030-01-01T00:00:00Z"}, "deliver_at must be a datetime with a time zone, found"),
+        ({"deliver_at": datetime.now(UTC), "deliver_after": 1}, "deliver_at or deliver_after, and not both"),
+    ],
+)
+async def test_a_time_that_is_none_is_refused(app: App, stated: dict[str, Any], problem: str) -> None:
+    async with app:
+        with pytest.raises(InvalidNotificationError, match=problem):
+            await app.notify("plain", {"a": 1, "b": "x"}, **stated)
+
+
+async def test_what_is_stored_together_cannot_be_delivered_later(app: App) -> None:
+    async with app:
+        with pytest.raises(InvalidNotificationError, match="publish one by one what is to be delivered later"):
+            await app.notify_together([plain(1), plain(2, deliver_after=1)])
+
+
+async def test_an_older_server_is_named_and_its_workers_run_without_it(
+    app: App, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "in_memory":
+        pytest.skip("there is no server")
+    monkeypatch.setattr(Client, "connected_server_version", property(lambda _: ServerVersion("2.11.4")))
+    async with app:
+        stop = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(app.work, stop)
+            with pytest.raises(
+                RefusedError, match=r"to deliver a notification later, nats-server 2.12 or newer is needed"
+            ):
+                await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=1)
+            stop.set()
+        assert deferring.STREAM not in await app.session.backend.stream_names()

@@ -1,0 +1,55 @@
+"""The courier when a stream does not answer: it tries again, under the same message id, for as long as it takes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+import anyio
+import pytest
+from msgspec import structs
+
+from aviso_workers.engine.session import Session
+from aviso_workers.events import Overdue, Published
+from tests.engine.conftest import Facts, config_with
+from tests.engine.test_publishing import STEP_6, FlakyBackend
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def backend() -> AsyncGenerator[FlakyBackend, None]:
+    """What is due meets its failures."""
+    async with FlakyBackend() as backend:
+        yield backend
+
+
+@pytest.fixture
+async def session(backend: FlakyBackend, facts: Facts) -> AsyncGenerator[Session, None]:
+    """With a courier at work."""
+    session, stop = Session(backend, app="tests", config=config_with(), events=facts.events), anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(session.run_courier, stop)
+        yield session
+        stop.set()
+
+
+async def test_one_that_was_stored_without_an_answer_is_stored_once(
+    session: Session, backend: FlakyBackend, facts: Facts, stored
+) -> None:
+    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60, message_id="mine"))
+    backend.failures = ["unanswered"]
+    scheduled, brought = await facts.wait_for(Published, 2)
+    assert (scheduled.outcome, brought.outcome, brought.attempts) == ("scheduled", "duplicate", 2)
+    assert [(late.stream, late.message_id) for late in facts.of(Overdue)] == [("MARS", "mine")]
+    assert [message.headers["Nats-Msg-Id"] for message in await stored("MARS")] == ["mine"]
+
+
+async def test_one_whose_stream_is_away_is_tried_again_more_and_more_rarely(
+    session: Session, backend: FlakyBackend, facts: Facts
+) -> None:
+    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60))
+    backend.failures = ["unavailable"] * 9
+    *_, brought = await facts.wait_for(Published, 2)
+    assert (brought.outcome, brought.attempts) == ("stored", 10)
+    waits = [late.again_in_seconds for late in facts.of(Overdue)]
+    assert waits == [pytest.approx(seconds, rel=0.11) for seconds in (1, 2, 4, 8, 16, 32, 60, 60, 60)]

@@ -1,0 +1,223 @@
+"""Our own side: settings, credentials, backups, and what agents leave behind."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from msgspec import structs
+
+from aviso_workers import App, Backoff, Notification, Notify, Stream
+from aviso_workers.backends import Administration
+from aviso_workers.config import Config
+from aviso_workers.engine import dead_lettering, sweeping
+from aviso_workers.ops.doctor import State
+from aviso_workers.ops.doctor.checks import clients
+from tests.ops.doctor.conftest import (
+    SECOND,
+    Seen,
+    add_consumer,
+    add_stream,
+    examined,
+    judged,
+    publish,
+    pull,
+    served,
+    write,
+)
+
+patient = App("patient")
+LONG = Backoff(first=60, factor=2, max=600, attempts=4, jitter=0)
+
+
+@patient.agent("mars", retry=LONG)
+async def derive(notification: Notification) -> list[Notify]:
+    return []
+
+
+@patient.agent("mars", retry=LONG)
+async def follow(stream: Stream):  # type: ignore[no-untyped-def]
+    yield None
+
+
+@patient.agent("mars", retry=LONG)
+async def index(notification: Notification) -> None: ...
+
+
+@patient.agent("mars", retry=Backoff(attempts=2), timeout=10)
+async def soon(notification: Notification) -> Notify | None: ...
+
+
+async def leave_behind(server: Administration) -> None:
+    """Two event streams, a dead letter, and a notification whose worker died on its only delivery."""
+    await add_stream(server, "MARS", subjects=["mars.>"], duplicate_window=120 * SECOND)
+    await add_stream(server, "SHORT", subjects=["short.>"], duplicate_window=10 * SECOND)
+    await add_stream(server, "LONG", subjects=["long.>"], duplicate_window=3600 * SECOND)
+    await add_stream(server, dead_lettering.STREAM, subjects=[f"{dead_lettering.SUBJECT}.>"])
+    await server.request(f"{dead_lettering.SUBJECT}.field.index", b"{}")
+    await add_stream(server, sweeping.STREAM, subjects=[f"{sweeping.SUBJECT}.>"])
+    await publish(server, "mars", 1)
+    await add_consumer(server, "MARS", "field__index", max_deliver=1, ack_wait=SECOND // 10)
+    async with server.listen(f"{sweeping.SUBJECT}.>") as given_up:
+        await pull(server, "MARS", "field__index", 1)
+        with anyio.fail_after(20):
+            await given_up.receive()
+    with anyio.fail_after(20):  # the stream has it a little later than who listens
+        while not (await server.api(f"STREAM.INFO.{sweeping.STREAM}"))["state"]["messages"]:
+            await anyio.lowlevel.checkpoint()
+
+
+@pytest.fixture(scope="module")
+def left(directory: Path) -> Iterator[Seen]:
+    async def leave(loaded: Config) -> None:
+        async with App("leaving", config=loaded) as app:
+            await leave_behind(app.session.backend.administration())
+
+    with served(directory) as (server, monitor):
+        loaded = write(directory / "config.yaml", server.url, event_types=("mars", "short", "long"))
+        anyio.run(leave, loaded)
+        yield examined(loaded, monitors=(monitor,), agents=tuple(patient.agents), app="patient")
+
+
+def test_a_window_that_ends_before_what_is_tried_again(left: Seen) -> None:
+    (wrong,) = [finding for finding in left.results["JS009"].findings if finding.stream == "MARS"]
+    assert wrong.found == "duplicate_window 2m, and agent derive tries for up to 420 s"
+    assert "streams.MARS.duplicate_window: 10m" in wrong.cure
+    short = [finding.found for finding in left.results["JS009"].findings if finding.stream == "SHORT"]
+    assert "duplicate_window 10s, publish_deadline_seconds 30" in short
+    assert "duplicate_window 10s, and agent soon tries for up to 21 s" in short
+    assert "LONG" not in left.findings("JS009")
+
+
+def test_which_agents_publish_is_what_they_say() -> None:
+    assert [agent.name for agent in patient.agents if clients.publishes(agent)] == ["derive", "soon"]
+
+
+def test_an_app_that_is_not_named_is_not_passed(left: Seen) -> None:
+    unnamed = structs.replace(left.facts, unknown={**left.facts.unknown, "agents": "which?"}, scope=no_agents(left))
+    assert judged(unnamed).state("JS032") is State.SKIP
+
+
+def no_agents(left: Seen) -> Any:
+    return structs.replace(left.facts.scope, agents=None)
+
+
+def test_dead_letters(left: Seen) -> None:
+    (letters,) = left.results["JS057"].findings
+    assert letters.found == "1 dead letters"
+    assert letters.cure.startswith("`aviso-workers dead-letters ls --app field --agent index`")
+
+
+def test_a_notification_that_killed_its_workers(left: Seen) -> None:
+    assert left.found("JS059") == {"MARS > field__index": "1 given up within the last days"}
+
+
+def test_without_either_there_is_nothing_to_say(left: Seen) -> None:
+    """By hand: that a server has none shows in test_stories."""
+    clean = judged(structs.replace(left.facts, letters={}, given_up={}))
+    assert (clean.state("JS057"), clean.state("JS059")) == (State.PASS, State.PASS)
+
+
+def back_up(directory: Path, stream: str, *, age: timedelta = timedelta()) -> Path:
+    """The files of a backup of a nats-server 2.15, as the nats CLI lays them out."""
+    (directory / stream).mkdir(parents=True)
+    description = directory / stream / "backup.json"
+    description.write_text(json.dumps({"config": {"name": stream}, "state": {}}))
+    (directory / stream / "stream.arc.s2").write_bytes(b"...")
+    made = time.time() - age.total_seconds()
+    os.utime(description, (made, made))
+    return directory / stream
+
+
+def test_backups(left: Seen, tmp_path: Path) -> None:
+    assert left.state("JS046") is State.SKIP
+    assert left.results["JS046"].findings[0].found == "where backups are is not known: say --backups DIRECTORY"
+    old = back_up(tmp_path / "old", "MARS", age=timedelta(days=3))
+    back_up(tmp_path / "new", "LONG")
+    (tmp_path / "broken-off").mkdir()
+    (tmp_path / "broken-off" / "backup.json").write_text('{"config": {"name": "SHORT"}, "state": {}}')
+    seen = examined(left.facts.config, backups=tmp_path)
+    assert seen.found("JS046") == {"MARS": f"{old} is 3 days old", "SHORT": f"no backup in {tmp_path}"}
+    for stream in ("MARS", "SHORT"):
+        back_up(tmp_path / "now", stream)
+    seen = examined(left.facts.config, backups=tmp_path)
+    assert seen.state("JS046") is State.PASS
+    older = structs.replace(seen.facts, server=structs.replace(seen.facts.server, ver="2.14.3"))  # none is here
+    assert judged(older).found("JS046")["MARS"].endswith("is of nats-server 2.15 or newer, and 2.14.3 runs here")
+
+
+def configured(left: Seen, **jetstream: Any) -> Config:
+    backend = left.facts.config.notification_backend
+    changed = structs.replace(backend, jetstream=structs.replace(backend.jetstream, **jetstream))
+    return structs.replace(left.facts.config, notification_backend=changed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({}, []),
+        ({"enable_auto_reconnect": False}, ["false"]),
+        ({"max_reconnect_attempts": 3, "reconnect_delay_ms": 1000}, ["gives up after 3 s"]),
+        ({"publish_deadline_seconds": 5.0}, ["5 s"]),
+    ],
+)
+def test_workers_that_give_up_during_an_election(left: Seen, settings: dict[str, Any], found: list[str]) -> None:
+    seen = examined(configured(left, **settings))
+    assert [finding.found for finding in seen.results["JS048"].findings] == found
+
+
+def test_a_connection_that_anybody_can_use_and_read(left: Seen, tmp_path: Path) -> None:
+    """By hand, but for the server: no address but the loopback is there to connect to."""
+    in_production = structs.replace(left.facts, scope=structs.replace(left.facts.scope, production=True))
+
+    def found(url: str, **settings: Any) -> list[str]:
+        loaded = write(tmp_path / "config.yaml", url, **settings)
+        judgement = judged(structs.replace(in_production, config=loaded))
+        return [finding.found for finding in judgement.results["JS047"].findings]
+
+    assert found("nats://127.0.0.1:4222") == ["nats://127.0.0.1:4222 without a user"]
+    assert found("nats://n1.example.org:4222", user="alice", password="hush") == [
+        "nats://n1.example.org:4222 without TLS"
+    ]
+    assert found("nats://alice:hush@n1.example.org:4222") == ["nats://***@n1.example.org:4222 without TLS"]
+    (tmp_path / "worker.nk").write_text("a seed")
+    assert found("tls://n1.example.org:4222", nkey_seed_file=str(tmp_path / "worker.nk")) == []
+
+
+def credentials(path: Path, **claims: int) -> str:
+    """A .creds file, as far as anybody reads it who does not know the account's key."""
+    parts = [{"typ": "JWT", "alg": "ed25519-nkey"}, {"sub": "U...", **claims}, {}]
+    jwt = ".".join(base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts)
+    path.write_text(f"-----BEGIN NATS USER JWT-----\n{jwt}\n------END NATS USER JWT------\n")
+    return str(path)
+
+
+def test_credentials_that_expire(left: Seen, tmp_path: Path) -> None:
+    """By hand, but for the file: user JWTs need an operator."""
+
+    def judgement(file: str) -> tuple[State, list[str]]:
+        seen = judged(structs.replace(left.facts, config=configured(left, credentials_file=file)))
+        return seen.state("JS060"), [finding.found for finding in seen.results["JS060"].findings]
+
+    def expiring_in(**delta: int) -> str:
+        expires = datetime.now(UTC) + timedelta(**delta)
+        return credentials(tmp_path / "worker.creds", exp=int(expires.timestamp()))
+
+    assert left.state("JS060") is State.PASS
+    assert judgement(credentials(tmp_path / "worker.creds"))[0] is State.PASS
+    assert judgement(expiring_in(days=90))[0] is State.PASS
+    assert judgement(expiring_in(days=3))[0] is State.WARN
+    assert judgement(expiring_in(days=-1))[0] is State.FAIL
+    (tmp_path / "other").write_text("nothing of that kind")
+    assert judgement(str(tmp_path / "other")) == (
+        State.SKIP,
+        [f"{tmp_path / 'other'} holds no user JWT that can be read"],
+    )

@@ -1,0 +1,163 @@
+"""A cluster of three: whole, badly used, and with servers that were killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+import pytest
+from msgspec import Struct, structs
+
+from aviso_workers import App, config
+from aviso_workers.backends import Administration
+from aviso_workers.config import Config
+from aviso_workers.errors import BackendError
+from aviso_workers.ops.doctor import State
+from aviso_workers.ops.doctor.answers import Replica
+from aviso_workers.server import running
+from aviso_workers.server.running import Node
+from tests.ops.doctor.conftest import Seen, add_stream, examined, gathered, judged, write
+
+SERVER = """
+notification_backend: {kind: jetstream, jetstream: {replicas: 3}}
+server:
+  server_name: n
+  server_tags: ["az:x"]
+  port: 0
+  monitoring: {port: 0}
+  jetstream: {unique_tag: "az:", sync_interval: 10s}
+"""
+PATIENCE_SECONDS = 30
+
+
+class Cluster(Struct, frozen=True):
+    nodes: tuple[Node, ...]
+    loaded: Config
+
+    def seen(self) -> Seen:
+        monitors = tuple(f"http://127.0.0.1:{node.monitoring_port}" for node in self.nodes)
+        return examined(self.loaded, monitors=monitors, production=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(directory: Path) -> Iterator[Cluster]:
+    (directory / "server.yaml").write_text(SERVER)
+    try:
+        nodes = running.start(config.load(directory / "server.yaml", environ={}), directory=directory, nodes=3)
+        loaded = write(directory / "config.yaml", ",".join(node.url for node in nodes), reconnect_delay_ms=100)
+        anyio.run(use_badly, loaded)
+        yield Cluster(nodes, loaded)
+    finally:
+        running.stop(directory)
+
+
+async def use_badly(loaded: Config) -> None:
+    """Three copies, two of them, and one server that leads nearly everything."""
+    async with App("using", config=loaded) as app:
+        server = app.session.backend.administration()
+        await add_stream(server, "MARS", subjects=["mars.>"], num_replicas=3)
+        await add_stream(server, "TWO", num_replicas=2)
+        for i in range(12):
+            await add_stream(server, f"S{i}", num_replicas=3)
+            await lead(server, f"S{i}", leader="n-1")
+
+
+async def lead(server: Administration, stream: str, *, leader: str) -> None:
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while True:
+            with suppress(BackendError):  # there is no leader just now, or it has become the leader meanwhile
+                found = await server.api(f"STREAM.INFO.{stream}", timeout_seconds=1)
+                if found["cluster"].get("leader") == leader:
+                    return
+                await server.api(f"STREAM.LEADER.STEPDOWN.{stream}", {"placement": {"preferred": leader}})
+            await anyio.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster) -> Seen:
+    return cluster.seen()
+
+
+@pytest.fixture(scope="module")
+def maimed(cluster: Cluster, whole: Seen) -> Seen:
+    """Once the others know that one was killed, which takes them some seconds."""
+    os.kill(cluster.nodes[1].pid, signal.SIGKILL)
+
+    async def until_it_shows() -> Seen:
+        monitors = tuple(f"http://127.0.0.1:{node.monitoring_port}" for node in cluster.nodes)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while True:
+                seen = judged(await gathered(cluster.loaded, monitors=monitors))
+                if "n-2" in seen.found("JS017").get("MARS", ""):
+                    return seen
+
+    return anyio.run(until_it_shows)
+
+
+def test_a_whole_cluster(whole: Seen) -> None:
+    well = ("JS017", "JS041", "JS044", "JS045", "JS049")
+    assert {code: whole.state(code) for code in well} == dict.fromkeys(well, State.PASS)
+    assert "MARS" not in whole.found("JS003")
+    assert "MARS" not in whole.found("JS043")
+
+
+def test_an_even_number_of_copies(whole: Seen) -> None:
+    assert whole.found("JS004") == {"TWO": "num_replicas 2"}
+
+
+def test_one_server_that_leads_nearly_everything(whole: Seen) -> None:
+    assert whole.found("JS018").keys() == {"n-1"}
+    spread = {
+        name: structs.replace(stream, cluster=structs.replace(stream.cluster, leader=f"n-{i % 3 + 1}"))
+        for i, (name, stream) in enumerate(whole.facts.streams.items())
+    }
+    after = structs.replace(whole.facts.after, streams=spread, consumers={})
+    assert judged(structs.replace(whole.facts, after=after)).state("JS018") is State.PASS
+
+
+def test_two_copies_in_one_place(whole: Seen) -> None:
+    """By hand: a server with unique_tag makes no such stream, but keeps what was made before."""
+    first, second, third = whole.facts.monitored
+    moved = structs.replace(second, varz=structs.replace(second.varz, tags=first.varz.tags))
+    found = judged(structs.replace(whole.facts, monitored=(first, moved, third))).found("JS045")
+    assert found["MARS"] == "n-1 and n-2 are both az:1"
+
+
+@pytest.mark.parametrize(
+    ("replica", "found"),
+    [
+        (Replica(name="n-3", current=True, lag=5000), "n-3 is 5000 behind"),
+        (Replica(name="n-3", current=True, active=60 * 10**9), "n-3 was not heard of for 60 s"),
+        (Replica(name="n-3", offline=True), "n-3 is offline"),
+    ],
+)
+def test_a_copy_that_is_behind(whole: Seen, replica: Replica, found: str) -> None:
+    """By hand: on one machine a copy catches up before anybody looks."""
+    mars = whole.facts.streams["MARS"]
+    behind = structs.replace(mars, cluster=structs.replace(mars.cluster, replicas=(replica,)))
+    after = structs.replace(whole.facts.after, streams={"MARS": behind})
+    assert judged(structs.replace(whole.facts, after=after)).found("JS017") == {"MARS": found}
+
+
+def test_one_server_that_was_killed(cluster: Cluster, maimed: Seen) -> None:
+    assert maimed.state("JS017") is State.FAIL
+    assert "n-2" in maimed.found("JS017")["MARS"]
+    dead = f"http://127.0.0.1:{cluster.nodes[1].monitoring_port}"
+    assert "no answer of a nats-server" in maimed.found("JS044")[dead]
+    assert maimed.found("JS049")["n-1"] == "connected to n-3, in a cluster of 3"
+    assert maimed.state("JS042") is State.PASS
+    assert maimed.state("JS053") is not State.PASS  # n-2 is not seen
+
+
+def test_two_servers_that_were_killed(cluster: Cluster, maimed: Seen) -> None:
+    """What is left may still answer, from what it remembers, or not at all: neither is taken for health."""
+    os.kill(cluster.nodes[2].pid, signal.SIGKILL)
+    seen = cluster.seen()
+    dead = {f"http://127.0.0.1:{node.monitoring_port}" for node in cluster.nodes[1:]}
+    assert dead < seen.findings("JS044").keys()
+    assert seen.state("JS017") in (State.FAIL, State.SKIP)
+    assert "MARS" in seen.found("JS017") or "streams" in seen.facts.unknown

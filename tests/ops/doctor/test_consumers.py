@@ -1,0 +1,202 @@
+"""Consumers that are broken each in one way, beside one of which the same holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio import create_task_group
+from msgspec import structs
+
+from aviso_workers import App, Batch, Notification
+from aviso_workers.backends import Administration
+from aviso_workers.config import Config
+from aviso_workers.errors import RefusedError
+from aviso_workers.notifications import Batching
+from aviso_workers.ops.doctor import State
+from aviso_workers.ops.doctor.answers import Advisory
+from aviso_workers.ops.doctor.facts import Facts
+from tests.ops.doctor.conftest import (
+    SECOND,
+    Seen,
+    add_consumer,
+    add_stream,
+    between_samples,
+    gathered,
+    judged,
+    publish,
+    pull,
+    served,
+    write,
+)
+
+OURS = {"aviso-workers-start": "all"}
+app = App("field")
+
+
+@app.agent("mars", concurrency=16)
+async def index(notification: Notification) -> None: ...
+
+
+@app.agent("mars", batch=Batching(size=500, within=1))
+async def load(batch: Batch) -> None: ...
+
+
+async def break_consumers(server: Administration) -> None:
+    await add_stream(server, "MARS", subjects=["mars.>"])
+    await publish(server, "mars", 3)
+    await add_consumer(server, "MARS", "steps", backoff=[SECOND, 2 * SECOND], max_deliver=3)
+    await add_consumer(server, "MARS", "cut_short", backoff=[SECOND, 2 * SECOND], max_deliver=2)
+    await add_consumer(server, "MARS", "field__index", metadata=OURS, max_ack_pending=10, max_deliver=26)
+    await add_consumer(server, "MARS", "field__load", metadata=OURS, max_ack_pending=500, max_deliver=26)
+    await add_consumer(server, "MARS", "plain")
+    filters = [f"mars.{i}" for i in range(11)]
+    await add_consumer(server, "MARS", "narrow", filter_subjects=filters[:10])
+    await add_consumer(server, "MARS", "scattered", filter_subjects=filters)
+    kept = [f"$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.MARS.{name}" for name in ("field__index", "steps")]
+    await add_stream(server, "kept", subjects=kept)
+    await add_consumer(server, "MARS", "flooding", deliver_subject="to.nobody")
+    push = {"deliver_subject": "to.us", "flow_control": True, "idle_heartbeat": 5 * SECOND}
+    await add_consumer(server, "MARS", "pushing", **push)
+    await add_consumer(server, "MARS", "forgotten__pause", pause_until="2200-01-01T00:00:00Z")
+    await add_consumer(server, "MARS", "paused", pause_until=in_an_hour())
+    pinned = {"priority_groups": ["g"], "priority_policy": "pinned_client"}
+    await add_consumer(server, "MARS", "unpinned", **pinned)
+    await add_consumer(server, "MARS", "pinned", **pinned)
+    await add_stream(server, "CROWDED")
+    async with create_task_group() as many:
+        for i in range(801):
+            many.start_soon(add_ephemeral, server, "CROWDED", f"c{i}")
+
+
+def in_an_hour() -> str:
+    return (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+
+
+async def add_ephemeral(server: Administration, stream: str, name: str) -> None:
+    config = {"name": name, "mem_storage": True, "inactive_threshold": 600 * SECOND}
+    await server.api(f"CONSUMER.CREATE.{stream}.{name}", {"stream_name": stream, "config": config}, timeout_seconds=60)
+
+
+async def ask_often(server: Administration) -> None:
+    """Between the samples."""
+    for _ in range(200):
+        await server.api("CONSUMER.INFO.MARS.plain")
+
+
+async def gather_broken(loaded: Config, monitor: str) -> Facts:
+    async with App("breaking", config=loaded) as breaking:
+        server = breaking.session.backend.administration()
+        await break_consumers(server)
+        await pull(server, "MARS", "pinned", 3, group="g")
+        async with server.listen("to.us"), between_samples(server, lambda: ask_often(server)):
+            return await gathered(loaded, monitors=(monitor,), agents=tuple(app.agents), app=app.name, seconds=1.0)
+
+
+@pytest.fixture(scope="module")
+def broken(directory: Path) -> Iterator[Seen]:
+    with served(directory) as (server, monitor):
+        loaded = write(directory / "config.yaml", server.url)
+        yield judged(anyio.run(gather_broken, loaded, monitor))
+
+
+def test_a_consumer_that_tries_again_at_once(broken: Seen) -> None:
+    found = broken.found("JS024")
+    assert found["MARS > plain"] == "no backoff: every 30 s again"
+    assert not {"MARS > steps", "MARS > field__index"} & found.keys()
+
+
+def test_a_consumer_that_never_gives_up(broken: Seen) -> None:
+    found = broken.found("JS025")
+    assert found["MARS > plain"] == "max_deliver is unlimited"
+    assert "MARS > steps" not in found
+
+
+def test_what_is_given_up_and_not_kept(broken: Seen) -> None:
+    assert broken.found("JS026") == {
+        "MARS > cut_short": "max_deliver 2, and no stream keeps what is given up",
+        "MARS > field__load": "max_deliver 26, and no stream keeps what is given up",
+    }
+
+
+def test_a_backoff_with_steps_too_many(broken: Seen) -> None:
+    assert broken.found("JS027") == {"MARS > cut_short": "2 steps of backoff, and max_deliver 2"}
+
+
+def test_a_push_consumer_that_floods(broken: Seen) -> None:
+    assert broken.found("JS028") == {"MARS > flooding": "pushes without flow_control and idle_heartbeat"}
+
+
+def test_a_push_consumer_that_nobody_hears(broken: Seen) -> None:
+    assert broken.found("JS029") == {"MARS > flooding": "nobody subscribes to to.nobody"}
+
+
+def test_an_agent_that_may_hold_less_than_it_handles(broken: Seen) -> None:
+    assert broken.found("JS032") == {"MARS > field__index": "max_ack_pending 10, and one worker handles 16 at a time"}
+
+
+def test_a_consumer_of_many_filters(broken: Seen) -> None:
+    assert broken.found("JS033") == {"MARS > scattered": "11 filters"}
+
+
+def test_a_stream_of_many_consumers(broken: Seen) -> None:
+    assert broken.found("JS034") == {"CROWDED": "801 consumers"}
+    assert broken.state("JS034") is State.WARN
+
+
+def test_a_stream_of_far_too_many_consumers(broken: Seen) -> None:
+    """By hand: a hundred thousand take minutes."""
+    crowded = broken.facts.streams["CROWDED"]
+    many = structs.replace(crowded, state=structs.replace(crowded.state, consumer_count=100_001))
+    after = structs.replace(broken.facts.after, streams={"CROWDED": many})
+    assert judged(structs.replace(broken.facts, after=after)).state("JS034") is State.FAIL
+
+
+def test_a_consumer_that_nobody_has_used_for_a_week(broken: Seen) -> None:
+    """Real consumers; only the time is moved."""
+    assert broken.found("JS035") == {}
+    later = judged(structs.replace(broken.facts, now=broken.facts.now + timedelta(days=8)))
+    found = later.found("JS035")
+    assert found["MARS > plain"].startswith("nobody asks, and nothing was delivered since")
+    assert not {"MARS > pinned", "MARS > pushing"} & found.keys()  # in use
+
+
+def test_a_pause_that_was_forgotten(broken: Seen) -> None:
+    assert broken.found("JS036").keys() == {"MARS > forgotten__pause"}
+    assert broken.findings("JS036")["MARS > forgotten__pause"].cure.startswith(
+        "`aviso-workers resume pause --app forgotten`"
+    )
+
+
+def test_a_pinned_consumer_without_a_client(broken: Seen) -> None:
+    assert broken.found("JS037") == {"MARS > unpinned": "3 pending, and no client pinned in g"}
+
+
+def test_a_client_that_is_pinned_again_and_again(broken: Seen) -> None:
+    """By hand: a server takes longer than the test to pin anew so often."""
+    pinned = Advisory(kind="ADVISORY.CONSUMER.PINNED.MARS.pinned", stream="MARS", consumer="pinned")
+    assert judged(structs.replace(broken.facts, heard=(pinned,) * 2)).found("JS037").keys() == {"MARS > unpinned"}
+    assert "MARS > pinned" in judged(structs.replace(broken.facts, heard=(pinned,) * 3)).found("JS037")
+
+
+def test_who_asks_for_consumers_all_the_time(broken: Seen) -> None:
+    found = broken.found("JS051")["$JS.API.CONSUMER.INFO"]
+    assert int(found.split()[0]) > 50
+    few = [told for told in broken.facts.heard if ".CONSUMER.INFO." in told.subject][:10]
+    assert judged(structs.replace(broken.facts, heard=tuple(few))).state("JS051") is State.PASS
+
+
+@pytest.mark.anyio
+async def test_overlapping_consumers_of_a_work_queue_are_refused_by_the_server(tmp_path: Path) -> None:
+    """Which is why no check looks for them."""
+    with served(tmp_path) as (server, _):
+        async with App("breaking", config=write(tmp_path / "config.yaml", server.url)) as breaking:
+            queue = breaking.session.backend.administration()
+            await add_stream(queue, "QUEUE", retention="workqueue")
+            await add_consumer(queue, "QUEUE", "one")
+            with pytest.raises(RefusedError, match="not unique on workqueue") as refused:
+                await add_consumer(queue, "QUEUE", "other", filter_subject="QUEUE.a")
+    assert refused.value.code == 10100

@@ -1,0 +1,174 @@
+"""Consumers between two samples: work that comes, is done, fails or stands still."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import anyio
+import pytest
+from msgspec import structs
+
+from aviso_workers import App
+from aviso_workers.backends import Administration
+from aviso_workers.config import Config
+from aviso_workers.ops.doctor import State
+from aviso_workers.ops.doctor.answers import Advisory
+from aviso_workers.ops.doctor.facts import Facts
+from tests.ops.doctor.conftest import (
+    SECOND,
+    Seen,
+    add_consumer,
+    add_stream,
+    between_samples,
+    gathered,
+    judged,
+    publish,
+    pull,
+    served,
+    write,
+)
+
+SHARED = "WORK"
+
+
+async def set_up(server: Administration) -> None:
+    await add_stream(server, SHARED)
+    await add_stream(server, "FLOOD")
+    await add_consumer(server, "FLOOD", "slow")
+    await publish(server, SHARED, 40)
+    await add_consumer(server, SHARED, "alone")
+    await add_consumer(server, SHARED, "paused", pause_until="2200-01-01T00:00:00Z")
+    await add_consumer(server, SHARED, "stalled", max_ack_pending=5)
+    await pull(server, SHARED, "stalled", 5)
+    await add_consumer(server, SHARED, "busy", max_ack_pending=50)
+    await pull(server, SHARED, "busy", 5)
+    await add_consumer(server, SHARED, "failing")
+    for reply in await pull(server, SHARED, "failing", 30):
+        server.send(reply, b"-NAK")
+    await pull(server, SHARED, "failing", 30)
+    await add_consumer(server, SHARED, "measured", ack_wait=SECOND // 200, sample_freq="100")
+    await add_consumer(server, SHARED, "quick", ack_wait=600 * SECOND, sample_freq="100")
+
+
+async def set_up_queues(server: Administration) -> None:
+    """Of one, a message was given up after its only delivery; the other waits for its consumer."""
+    for name in ("GIVEN_UP", "WAITING"):
+        await add_stream(server, name, retention="workqueue")
+        await add_consumer(server, name, "only", max_deliver=1, ack_wait=SECOND // 10)
+        await publish(server, name, 2)
+    async with server.listen("$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.GIVEN_UP.>") as given_up:
+        await pull(server, "GIVEN_UP", "only", 1)
+        with anyio.fail_after(20):
+            await given_up.receive()
+
+
+async def work(server: Administration, slow: str, quick: str) -> None:
+    """Between the samples."""
+    await publish(server, "FLOOD", 50)
+    for reply in (slow, quick):
+        server.send(reply, b"+ACK")
+
+
+async def gather_working(loaded: Config, monitor: str) -> Facts:
+    async with App("working", config=loaded) as app:
+        server = app.session.backend.administration()
+        await set_up(server)
+        await set_up_queues(server)
+        await add_stream(server, "QUIET")
+        (slow,), (quick,) = await pull(server, SHARED, "measured", 1), await pull(server, SHARED, "quick", 1)
+        async with server.listen("answers.*"), between_samples(server, lambda: work(server, slow, quick)):
+            for name, requests in {"crowd": 10, "few": 1}.items():
+                await add_consumer(server, "QUIET", name, max_waiting=10)
+                ask(server, "QUIET", name, requests)
+            return await gathered(loaded, monitors=(monitor,), seconds=1.5)
+
+
+def ask(server: Administration, stream: str, consumer: str, requests: int) -> None:
+    """Requests that wait for messages which do not come."""
+    for i in range(requests):
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        server.send(subject, b'{"batch":1,"expires":30000000000}', reply=f"answers.{i}")
+
+
+@pytest.fixture(scope="module")
+def working(directory: Path) -> Iterator[Seen]:
+    with served(directory) as (server, monitor):
+        loaded = write(directory / "config.yaml", server.url)
+        yield judged(anyio.run(gather_working, loaded, monitor))
+
+
+def test_who_falls_behind(working: Seen) -> None:
+    found = working.found("JS021")
+    assert found.keys() == {"FLOOD > slow"}
+    assert found["FLOOD > slow"].startswith("50 pending, ")
+
+
+def test_what_is_delivered_again_and_again(working: Seen) -> None:
+    assert working.found("JS022") == {
+        f"{SHARED} > failing": "30 of 60 deliveries are not settled and not the first",
+    }
+
+
+def test_acknowledgements_that_come_late(working: Seen) -> None:
+    found = working.found("JS023")
+    assert found.keys() == {f"{SHARED} > measured"}
+    assert "with an ack_wait of 0.005 s" in found[f"{SHARED} > measured"]
+
+
+def test_without_measured_acknowledgements_nothing_is_said_of_them(working: Seen) -> None:
+    untold = judged(structs.replace(working.facts, heard=()))
+    assert untold.state("JS023") is State.SKIP
+    (skipped,) = untold.results["JS023"].findings
+    assert skipped.found.startswith("no consumer with sample_freq acknowledged anything")
+
+
+def test_work_that_nobody_asks_for(working: Seen) -> None:
+    found = working.found("JS030")
+    assert found[f"{SHARED} > alone"] == "40 pending, and no worker asks for them"
+    assert not {f"{SHARED} > paused", f"{SHARED} > busy"} & found.keys()
+
+
+def test_requests_up_to_the_limit(working: Seen) -> None:
+    assert working.found("JS030")["QUIET > crowd"] == "10 of 10 requests wait"
+    assert working.findings("JS030")["QUIET > crowd"].state is State.WARN
+    assert "QUIET > few" not in working.found("JS030")
+
+
+def test_who_is_held_up_by_what_is_not_acknowledged(working: Seen) -> None:
+    assert working.found("JS031") == {f"{SHARED} > stalled": "5 delivered and not acknowledged, of at most 5"}
+
+
+def test_what_a_work_queue_hides(working: Seen) -> None:
+    assert working.found("JS038") == {"GIVEN_UP": "2 messages, and consumers know of 1"}
+
+
+def test_who_gets_nothing_done(working: Seen) -> None:
+    """Real consumers; only the time is moved."""
+    assert working.found("JS058") == {}
+    later = judged(structs.replace(working.facts, now=working.facts.now + timedelta(minutes=6)))
+    found = later.found("JS058")
+    assert found[f"{SHARED} > busy"] == "35 pending, 5 with workers, none done for 6 min"
+    assert f"{SHARED} > alone" not in found  # nobody works on it, see JS030
+
+
+def test_who_got_something_done_meanwhile_is_not_stuck(working: Seen) -> None:
+    """By hand: a floor that rose."""
+    consumers = working.facts.consumers
+    busy = consumers[SHARED, "busy"]
+    risen = structs.replace(busy, ack_floor=structs.replace(busy.ack_floor, consumer_seq=9))
+    after = structs.replace(working.facts.after, consumers={(SHARED, "busy"): risen})
+    later = structs.replace(working.facts, after=after, now=working.facts.now + timedelta(minutes=6))
+    assert judged(later).found("JS058") == {}
+
+
+def test_an_agents_slow_acknowledgements_are_its_heartbeats_business(working: Seen) -> None:
+    """By hand: agents are not sampled."""
+    measured = working.facts.consumers[SHARED, "measured"]
+    config = structs.replace(measured.config, metadata={"aviso-workers-start": "all"})
+    after = structs.replace(
+        working.facts.after, consumers={(SHARED, "measured"): structs.replace(measured, config=config)}
+    )
+    told = Advisory(kind="METRIC.CONSUMER.ACK.WORK.measured", stream=SHARED, consumer="measured", ack_time=SECOND)
+    assert judged(structs.replace(working.facts, after=after, heard=(told,))).state("JS023") is State.PASS

@@ -1,0 +1,347 @@
+"""Servers that are broken each in one way."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from msgspec import structs
+
+from aviso_workers import App
+from aviso_workers.config import Config
+from aviso_workers.engine import dead_lettering, deferring, sweeping
+from aviso_workers.errors import BackendError
+from aviso_workers.ops.doctor import State
+from aviso_workers.ops.doctor.facts import Facts
+from tests.ops.doctor.conftest import (
+    MONITORED,
+    Seen,
+    add_consumer,
+    add_stream,
+    between_samples,
+    examined,
+    gathered,
+    judged,
+    publish,
+    served,
+    write,
+)
+
+ACCOUNTS = """
+accounts {
+  DATA {
+    users [
+      {user: alice, password: hush}
+      {user: bob, password: hush, permissions: {publish: "$JS.API.>", subscribe: ["_INBOX.>", "$JS.EVENT.>"]}}
+    ]
+    jetstream {max_file: 1MB, max_mem: 1MB, max_streams: 5, max_consumers: 4}
+  }
+  TIGHT {
+    users [{user: carol, password: hush}]
+    jetstream {max_file: 1MB, max_bytes_required: true}
+  }
+  PLAIN {users [{user: eve, password: hush}]}
+}
+"""
+
+
+def jetstream(directory: Path, settings: str) -> str:
+    return f"{MONITORED}jetstream {{store_dir: '{directory}', {settings}}}\n"
+
+
+@contextmanager
+def running(directory: Path, settings: str = "") -> Iterator[tuple[Config, str]]:
+    """A configuration that names a server of its own, with these settings of JetStream, and its monitoring port."""
+    directory.mkdir(exist_ok=True)
+    with served(directory, jetstream(directory, settings)) as (server, monitor):
+        yield write(directory / "config.yaml", server.url), monitor
+
+
+async def add(loaded: Config, *names: str, **config: Any) -> None:
+    async with App("adding", config=loaded) as app:
+        for name in names:
+            await add_stream(app.session.backend.administration(), name, **config)
+
+
+@pytest.fixture(scope="module")
+def plain(directory: Path) -> Iterator[Seen]:
+    """A server as it comes, but for a limit that no disk has."""
+    with running(directory / "plain", "max_file_store: 9000TB") as (loaded, monitor):
+        anyio.run(lambda: add(loaded, "MARS", subjects=["mars.>"]))
+        yield examined(loaded, monitors=(monitor,))
+
+
+def test_a_power_cut_of_a_server_as_it_comes(plain: Seen) -> None:
+    stands = "gone with the disk of its server; a power cut of its server loses up to 2m of what was acknowledged"
+    assert plain.found("JS043") == {"MARS": stands}
+    assert plain.state("JS043") is State.WARN
+    in_production = structs.replace(plain.facts, scope=structs.replace(plain.facts.scope, production=True))
+    assert judged(in_production).state("JS043") is State.FAIL
+
+
+def test_streams_among_temporary_files(plain: Seen) -> None:
+    in_production = structs.replace(plain.facts, scope=structs.replace(plain.facts.scope, production=True))
+    (server,) = plain.facts.monitored
+    directory = server.varz.jetstream.config.store_dir
+    found = judged(in_production).found("JS052")
+    assert found == ({server.name: f"store_dir {directory}"} if directory.startswith("/tmp/") else {})
+
+
+def test_a_disk_that_is_too_small(plain: Seen) -> None:
+    (server,) = plain.facts.monitored
+    assert "bytes may still come" in plain.found("JS053")[server.name]
+
+
+def test_a_disk_that_cannot_be_seen_is_not_a_large_one(plain: Seen) -> None:
+    """By hand: the server of another machine."""
+    assert judged(elsewhere(plain.facts)).state("JS053") is State.SKIP
+
+
+def elsewhere(facts: Facts) -> Facts:
+    (server,) = facts.monitored
+    config = structs.replace(server.varz.jetstream.config, store_dir="/nowhere/jetstream", max_storage=2**30)
+    varz = structs.replace(server.varz, jetstream=structs.replace(server.varz.jetstream, config=config))
+    return structs.replace(facts, monitored=(structs.replace(server, varz=varz),))
+
+
+@pytest.mark.parametrize(
+    ("settings", "state"), [("sync_interval: always", State.PASS), ("sync_interval: 10s", State.WARN)]
+)
+def test_a_power_cut_of_a_server_that_flushes(tmp_path: Path, settings: str, state: State) -> None:
+    with running(tmp_path / "js", f"max_file_store: 1GB, {settings}") as (loaded, monitor):
+        anyio.run(lambda: add(loaded, "MARS", subjects=["mars.>"]))
+        seen = examined(loaded, monitors=(monitor,), production=True)
+    assert seen.state("JS043") is state
+    assert seen.state("JS053") is State.PASS
+
+
+async def gather_hot(loaded: Config, monitor: str) -> Facts:
+    async with App("hot", config=loaded) as app:
+        server = app.session.backend.administration()
+        await add_stream(server, "HOT")
+        await add_stream(server, "COLD")
+        async with between_samples(server, lambda: publish(server, "HOT", 20)):
+            return await gathered(loaded, monitors=(monitor,), seconds=0.5)
+
+
+def test_a_hot_stream_that_waits_for_the_disk(tmp_path: Path) -> None:
+    """A real rate; that it is high is by hand, because a disk may be slow."""
+    with running(tmp_path / "js", "sync_interval: always") as (loaded, monitor):
+        facts = anyio.run(gather_hot, loaded, monitor)
+    assert judged(facts).state("JS054") is State.PASS
+    hot = judged(structs.replace(facts, elapsed_seconds=0.01))
+    assert hot.found("JS054") == {"HOT": "2000 messages a second, each flushed"}
+
+
+def test_personal_data_on_an_encrypted_disk(tmp_path: Path) -> None:
+    with running(tmp_path / "js", "cipher: chacha, key: hush") as (loaded, monitor):
+        anyio.run(lambda: add(loaded, "PEOPLE", metadata={"pii": "true"}))
+        seen = examined(loaded, monitors=(monitor,))
+    assert seen.state("JS055") is State.PASS  # in plain text: test_streams
+    assert judged(elsewhere(seen.facts)).state("JS055") is State.SKIP
+
+
+def test_the_wrong_encryption_key(tmp_path: Path) -> None:
+    with running(tmp_path / "js", "cipher: chacha, key: the-right-one") as (loaded, monitor):
+        anyio.run(lambda: add(loaded, "MARS", subjects=["mars.>"]))
+        assert examined(loaded, monitors=(monitor,)).state("JS042") is State.PASS
+    with running(tmp_path / "js", "cipher: chacha, key: another-one") as (loaded, monitor):
+        seen = examined(loaded, monitors=(monitor,))
+    assert seen.found("JS042") == {"MARS": "the stream of event type mars does not exist"}
+    assert seen.state("JS042") is State.FAIL
+    assert "could not be recovered" in "".join(seen.found("JS044").values())
+    assert "stop the server before a worker makes MARS" in seen.findings("JS042")["MARS"].cure
+    with running(tmp_path / "js", "cipher: chacha, key: the-right-one") as (loaded, monitor):
+        again = examined(loaded, monitors=(monitor,))
+    assert (again.state("JS042"), again.state("JS044")) == (State.PASS, State.PASS)
+
+
+def test_making_a_stream_with_the_wrong_key_erases_the_one_that_cannot_be_read(tmp_path: Path) -> None:
+    """Of nats-server 2.15.0; this is why the cure is in such a hurry."""
+    with running(tmp_path / "js", "cipher: chacha, key: the-right-one") as (loaded, _):
+        anyio.run(lambda: add(loaded, "MARS", subjects=["mars.>"]))
+    with running(tmp_path / "js", "cipher: chacha, key: another-one") as (loaded, _):
+        assert list(tmp_path.rglob("MARS/meta.inf"))
+        with pytest.raises(BackendError, match="10049"):
+            anyio.run(lambda: add(loaded, "MARS", subjects=["mars.>"]))
+        assert not list(tmp_path.rglob("MARS/meta.inf"))
+
+
+def test_a_damaged_block(tmp_path: Path) -> None:
+    """nats-server 2.15.0 leaves out what it cannot read, and says nothing."""
+
+    async def fill(loaded: Config) -> None:
+        async with App("filling", config=loaded) as app:
+            server = app.session.backend.administration()
+            await add_stream(server, "MARS", subjects=["MARS.>"], max_bytes=10 * 2**20)  # in blocks of 4 MB
+            await publish(server, "MARS", 100, size=100_000)
+
+    with running(tmp_path / "js") as (loaded, monitor):
+        anyio.run(fill, loaded)
+        assert examined(loaded, monitors=(monitor,)).state("JS015") is State.PASS
+    block = next(tmp_path.rglob("MARS/msgs/1.blk"))
+    content = bytearray(block.read_bytes())
+    content[len(content) // 2] ^= 1
+    block.write_bytes(content)
+    block.with_name("index.db").unlink()  # as after a crash: else the server does not look at the blocks
+    with running(tmp_path / "js") as (loaded, monitor):
+        seen = examined(loaded, monitors=(monitor,))
+    assert seen.found("JS015")["MARS"].endswith("messages are missing between the first and the last")
+    assert seen.found("JS044") == {}
+
+
+def test_a_slow_client_and_too_many_of_them(tmp_path: Path) -> None:
+    async def flood(loaded: Config) -> None:
+        async with App("flooding", config=loaded) as app:
+            server = app.session.backend.administration()
+            for _ in range(60):
+                server.send("flood", b"x" * 500_000)
+            await server.api("INFO")
+
+    with ExitStack() as stack:
+        server, monitor = stack.enter_context(served(tmp_path, f"{MONITORED}max_pending: 1MB\nmax_connections: 6\n"))
+        loaded = write(tmp_path / "config.yaml", server.url)
+        before = examined(loaded, monitors=(monitor,))
+        for _ in range(4):
+            subscribe(server.port, "quiet", stack)
+        subscribe(server.port, "flood", stack)  # and never reads
+        anyio.run(flood, loaded)
+        seen = examined(loaded, monitors=(monitor,))
+    assert before.state("JS056") is State.PASS
+    slow, crowded = (finding.found for finding in seen.results["JS056"].findings)
+    assert slow == "1 slow consumers since it started"
+    assert crowded in ("5 of 6 connections", "6 of 6 connections")  # the slow one may still be leaving
+
+
+def subscribe(port: int, subject: str, stack: ExitStack) -> None:
+    """A client that has subscribed."""
+    client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+    client.sendall(f'CONNECT {{"verbose":false}}\r\nSUB {subject} 1\r\nPING\r\n'.encode())
+    with client.makefile("rb") as lines:
+        while lines.readline() != b"PONG\r\n":
+            pass
+
+
+@pytest.fixture(scope="module")
+def accounts(directory: Path) -> Iterator[tuple[str, str]]:
+    """A server with several accounts; its URL, and that of its monitoring port."""
+    (directory / "accounts").mkdir()
+    with served(directory / "accounts", MONITORED + ACCOUNTS) as (server, monitor):
+        yield server.url, monitor
+
+
+def test_an_account_that_is_nearly_used_up(accounts: tuple[str, str], tmp_path: Path) -> None:
+    async def use_up(loaded: Config) -> Facts:
+        async def fail() -> None:
+            for _ in range(30):
+                await server.request("$JS.API.STREAM.INFO.NOT_THERE")
+
+        async with App("using", config=loaded) as app:
+            server = app.session.backend.administration()
+            for i in range(4):
+                await add_stream(server, f"S{i}", max_bytes=250_000 if i < 3 else 100_000)
+                await add_consumer(server, f"S{i}", "reader")
+            async with between_samples(server, fail):
+                return await gathered(loaded, monitors=(accounts[1],), seconds=0.5)
+
+    seen = judged(anyio.run(use_up, write(tmp_path / "config.yaml", accounts[0], user="alice", password="hush")))
+    found = seen.found("JS039")
+    assert found["account streams"] == "4 of 5 used"
+    assert found["account consumers"] == "4 of 4 used"
+    assert found["account storage"] == "850000 of 1048576 used"
+    assert "requests within" in found["account api"]
+    states = {where: finding.state for where, finding in seen.findings("JS039").items()}
+    assert (states["account streams"], states["account consumers"]) == (State.WARN, State.FAIL)
+    assert "account memory" not in found
+
+
+def test_accounts_with_too_few_limits_and_too_strict_ones(accounts: tuple[str, str], tmp_path: Path) -> None:
+    def seen(user: str) -> Seen:
+        loaded = write(tmp_path / f"{user}.yaml", accounts[0], user=user, password="hush")
+        return examined(loaded, monitors=(accounts[1],), production=True)
+
+    alone = {"account": "one of 2 accounts, without max_streams"}
+    assert (seen("alice").state("JS040"), seen("carol").found("JS040")) == (State.PASS, alone)
+    assert seen("carol").state("JS039") is State.PASS
+    assert seen("alice").state("JS061") is State.PASS
+    own = {dead_lettering.STREAM, dead_lettering.RETRIES, deferring.STREAM, sweeping.STREAM}
+    assert seen("carol").found("JS061").keys() == own
+
+
+def test_an_account_without_jetstream_is_not_taken_for_a_healthy_one(accounts: tuple[str, str], tmp_path: Path) -> None:
+    loaded = write(tmp_path / "config.yaml", accounts[0], user="eve", password="hush")
+    seen = examined(loaded, monitors=(accounts[1],))
+    assert seen.state("JS044") is State.FAIL
+    assert "10039" in seen.found("JS044")["JetStream's API"]
+    blind = {code for code, result in seen.results.items() if "streams" in result.check.needs} - {"JS044"}
+    assert {seen.state(code) for code in blind} == {State.SKIP}
+
+
+def test_a_user_who_may_not_ask_which_server_it_is(accounts: tuple[str, str], tmp_path: Path) -> None:
+    loaded = write(tmp_path / "config.yaml", accounts[0], user="bob", password="hush")
+    seen = examined(loaded, monitors=(accounts[1],))
+    assert (seen.facts.server.id, seen.facts.server.name) == ("", "nats-server")
+    assert (seen.state("JS044"), seen.state("JS041")) == (State.PASS, State.PASS), "the port that was named is believed"
+    assert examined(loaded).state("JS044") is State.SKIP
+
+
+def test_a_monitoring_port_that_does_not_answer(plain: Seen, free_port: int, tmp_path: Path) -> None:
+    with running(tmp_path / "js") as (loaded, _):
+        named = examined(loaded, monitors=(f"http://127.0.0.1:{free_port}",))
+        by_default = examined(loaded)
+    assert named.state("JS044") is State.FAIL
+    assert "no answer of a nats-server" in named.found("JS044")[f"http://127.0.0.1:{free_port}"]
+    assert by_default.state("JS044") is State.SKIP
+    assert by_default.state("JS043") is State.SKIP
+    assert any("say --monitor URL" in finding.found for finding in by_default.results["JS043"].findings)
+
+
+def test_a_monitoring_port_that_is_named_twice_is_one_server(tmp_path: Path) -> None:
+    with running(tmp_path / "js") as (loaded, monitor):
+        seen = examined(loaded, monitors=(monitor, f"{monitor.replace('127.0.0.1', 'localhost')}/"))
+    assert [server.url for server in seen.facts.monitored] == [monitor]
+    assert (seen.state("JS044"), seen.state("JS049")) == (State.PASS, State.PASS)
+
+
+def test_the_monitoring_port_of_another_server(plain: Seen, tmp_path: Path) -> None:
+    (other,) = plain.facts.monitored
+    with running(tmp_path / "js") as (loaded, _):
+        seen = examined(loaded, monitors=(other.url,))
+    assert seen.facts.monitored == ()
+    assert f"is the monitoring port of {other.name}" in seen.found("JS044")[other.url]
+
+
+def test_versions(plain: Seen) -> None:
+    """By hand: one version is installed here."""
+    assert plain.state("JS041") is State.PASS
+    (server,) = plain.facts.monitored
+    other = structs.replace(server, varz=structs.replace(server.varz, server_name="n2", version="2.11.4"))
+    found = judged(structs.replace(plain.facts, monitored=(server, other))).found("JS041")
+    assert found["n2"] == "2.11.4: without fast batches and `aviso-workers reset`"
+    assert "n2 2.11.4" in found["cluster"]
+
+
+def test_a_stream_that_needs_a_newer_server(plain: Seen) -> None:
+    """By hand: one version is installed here."""
+    mars = plain.facts.streams["MARS"]
+    newer = structs.replace(mars, config=structs.replace(mars.config, metadata={"_nats.req.level": "9"}))
+    after = structs.replace(plain.facts.after, streams={"MARS": newer})
+    assert judged(structs.replace(plain.facts, after=after)).found("JS041") == {
+        "MARS": "needs API level 9, and the server has 5"
+    }
+
+
+def test_two_servers_of_one_directory(plain: Seen) -> None:
+    """By hand: they would destroy each other's files."""
+    assert plain.state("JS049") is State.PASS
+    (server,) = plain.facts.monitored
+    other = structs.replace(server, varz=structs.replace(server.varz, server_name="n2"))
+    found = judged(structs.replace(plain.facts, monitored=(server, other))).found("JS049")
+    assert found[f"{server.name} and n2"].startswith("share /")
+    elsewhere = structs.replace(other, url="http://n2.example.org:8222")
+    assert judged(structs.replace(plain.facts, monitored=(server, elsewhere))).state("JS049") is State.PASS
