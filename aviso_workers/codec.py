@@ -7,7 +7,7 @@ payload alone is the body: JSON, compact, keys sorted. A spatial field travels i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,7 +19,16 @@ from aviso_workers.errors import InvalidPayloadError, UndecodableError
 from aviso_workers.notifications import Notification
 from aviso_workers.schema import EventType, PointCloudHandler, PolygonHandler, Where, parse_where
 
-__all__ = ["Message", "NotificationReader", "NotificationWriter", "encode", "encode_payload", "store_time"]
+__all__ = [
+    "Message",
+    "NotificationReader",
+    "NotificationWriter",
+    "addressed",
+    "encode",
+    "encode_payload",
+    "encode_texts",
+    "store_time",
+]
 
 BBOX_HEADER = "spatial_bbox"
 GEOMETRY_HEADER = "spatial_geometry"
@@ -37,6 +46,7 @@ REMEMBERED = frozenset({str, int})
 NO_HEADERS: Mapping[str, str] = {}
 
 _encoder = msgspec.json.Encoder(order="sorted")
+_decode_json = msgspec.json.Decoder().decode
 
 
 class Message(Struct, frozen=True, kw_only=True, gc=False):
@@ -64,11 +74,25 @@ def encode(name: str, event_type: EventType, identifier: Mapping[str, str], payl
     """
     if payload is None and event_type.payload is not None and event_type.payload.required:
         raise InvalidPayloadError(f"{name}: a payload is required")
+    return addressed(name, event_type, identifier, encode_payload(name, payload))
+
+
+def addressed(name: str, event_type: EventType, identifier: Mapping[str, str], data: bytes) -> Message:
+    """The message of this body for a canonical identifier. Raises `InvalidNotificationError` as `encode` does."""
     return Message(
         subject=topics.topic(name, event_type, identifier),
-        data=encode_payload(name, payload),
+        data=data,
         headers=_spatial_headers(event_type, identifier),
     )
+
+
+def encode_texts(name: str, texts: Iterable[str]) -> list[bytes]:
+    """The bodies of payloads that are JSON already. Raises `InvalidPayloadError`."""
+    decode, encode = _decode_json, _encoder.encode
+    try:
+        return [encode(decode(text)) for text in texts]
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise InvalidPayloadError(f"{name}: a payload is not JSON: {error}") from error
 
 
 def encode_payload(name: str, payload: Any) -> bytes:

@@ -92,6 +92,17 @@ class TestTheBody:
         with pytest.raises(InvalidPayloadError, match="mars: the payload is not JSON: "):
             body(payload)
 
+    @pytest.mark.parametrize(
+        "text", ['{"b": 1, "a": [1.50, null]}', " 12 ", "null", '"\\u00e9"', "18446744073709551616"]
+    )
+    def test_is_the_same_where_it_was_json_before(self, text: str) -> None:
+        assert codec.encode_texts("mars", [text]) == [body(msgspec.json.decode(text))]
+
+    @pytest.mark.parametrize("text", ["", "{", "NaN", "1e999", "[" * 100_000])
+    def test_cannot_be_made_of_text_that_is_no_json(self, text: str) -> None:
+        with pytest.raises(InvalidPayloadError, match="mars: a payload is not JSON: "):
+            codec.encode_texts("mars", ["1", text])
+
     def test_cannot_hold_itself(self) -> None:
         payload: list[Any] = []
         payload.append(payload)

@@ -16,9 +16,10 @@ What a backend promises:
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
+from itertools import compress
 from typing import Any, Protocol
 
 from anyio.streams.memory import MemoryObjectReceiveStream
@@ -34,6 +35,7 @@ from aviso_workers.streams import ConsumerSpec, StreamSpec
 __all__ = [
     "Administration",
     "Backend",
+    "Chunk",
     "ConnectionListener",
     "Consumer",
     "ConsumerInfo",
@@ -44,6 +46,7 @@ __all__ = [
     "Message",
     "Opening",
     "Outgoing",
+    "OutgoingChunk",
     "PubAck",
     "Snapshot",
     "StreamInfo",
@@ -59,6 +62,28 @@ class Outgoing(Struct, frozen=True, gc=False):
     stream: str
 
 
+class OutgoingChunk(Struct, frozen=True, kw_only=True):
+    """Messages to be stored one after another, a column for each field of `Outgoing` and its message."""
+
+    subjects: Sequence[str]
+    data: Sequence[bytes]
+    headers: Sequence[Mapping[str, str] | None]
+    message_ids: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def part(self, first: int, end: int) -> OutgoingChunk:
+        """Those from `first` on, and before `end`."""
+        return OutgoingChunk(**{name: getattr(self, name)[first:end] for name in self.__struct_fields__})
+
+    def each(self, stream: str) -> Iterator[Outgoing]:
+        """One by one."""
+        rows = zip(self.subjects, self.data, self.headers, self.message_ids, strict=True)
+        for subject, data, headers, message_id in rows:
+            yield Outgoing(Message(subject=subject, data=data, headers=headers), message_id, stream)
+
+
 class PubAck(Struct, frozen=True, kw_only=True):
     stream: str
     sequence: int
@@ -67,6 +92,34 @@ class PubAck(Struct, frozen=True, kw_only=True):
     """It was stored before; False where `sequence` is not known either."""
     total: int | None = None
     """What a counter's subject stands at now; None where the stream counts nothing, or the message is a duplicate."""
+
+
+class Chunk(Struct, frozen=True, kw_only=True):
+    """Messages one after another, a column for each field of `Message`: for who makes columns of them."""
+
+    subjects: Sequence[bytes]
+    data: Sequence[bytes]
+    headers: Iterable[Mapping[str, str] | None]
+    sequences: Sequence[int]
+    timestamps_ns: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __iter__(self) -> Iterator[Message]:
+        rows = zip(self.subjects, self.data, self.headers, self.sequences, self.timestamps_ns, strict=True)
+        for subject, data, headers, sequence, timestamp_ns in rows:
+            yield Message(
+                subject=subject.decode("utf-8", "replace"),
+                data=data,
+                headers=headers,
+                sequence=sequence,
+                timestamp_ns=timestamp_ns,
+            )
+
+    def only(self, wanted: Sequence[bool]) -> Chunk:
+        """Without those for which `wanted` is false."""
+        return Chunk(**{name: list(compress(getattr(self, name), wanted)) for name in self.__struct_fields__})
 
 
 class StreamInfo(Struct, frozen=True, kw_only=True):
@@ -345,7 +398,7 @@ class Backend(Protocol):
 
     def read_chunks(
         self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
-    ) -> AsyncGenerator[list[Message], None]:
+    ) -> AsyncGenerator[Chunk, None]:
         """As `read`, some thousand messages or some megabytes at a time: for what goes through much of a stream."""
 
     async def count(self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int = 1) -> int:
@@ -371,6 +424,12 @@ class Backend(Protocol):
         """Store messages in this order, all under way at once; what became of each. One timeout is for all of them.
 
         One alone is answered as `publish` does; of more, an acknowledgement may leave the sequence out.
+        """
+
+    async def publish_chunk(self, stream: str, chunk: OutgoingChunk, *, timeout_seconds: float) -> int:
+        """Store messages of one stream in this order, at the least expense; how many, from the first on, are stored.
+
+        What became of the others is not known: `publish_many` of them stores each once, or says why it cannot.
         """
 
     async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:

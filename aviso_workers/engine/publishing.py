@@ -9,14 +9,17 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
+from typing import TypeVar
 
 import anyio
 from msgspec import Struct, structs
 
 from aviso_workers import streams
-from aviso_workers.backends import Backend, Outgoing, PubAck
+from aviso_workers.backends import Backend, Outgoing, OutgoingChunk, PubAck
 from aviso_workers.codec import Message, NotificationWriter
 from aviso_workers.config import Config
 from aviso_workers.engine import deferring, originating
@@ -34,6 +37,8 @@ from aviso_workers.notifications import Notify, Receipt
 from aviso_workers.streams import StreamSpec
 
 __all__ = ["Publisher", "encode"]
+
+C = TypeVar("C")
 
 ACK_TIMEOUT_SECONDS = 5.0
 """How long one attempt waits for its acknowledgement."""
@@ -117,23 +122,42 @@ class Publisher:
         They are taken from the iterable as they can be sent; their order in the stream may differ where one is tried
         again. Raises as `notify` does, at the first that fails; what was sent before may be stored.
         """
-        return await self._store_all(map(self._prepare, wanted))
 
-    async def store_many(self, event_type: str, messages: Iterable[tuple[Message, str]]) -> int:
+        async def store(chunk: list[_Prepared]) -> int:
+            return len(await self._store(chunk))
+
+        return await self._store_all(_chunks(map(self._prepare, wanted)), store)
+
+    async def store_chunk(self, event_type: str, chunk: OutgoingChunk) -> int:
         """As `notify_many`, for notifications of one event type that are messages already, each with its id."""
         _, spec = self._writers.get(event_type) or self._writer(event_type)
-        return await self._store_all(self._ready(event_type, spec, message, each) for message, each in messages)
+        return await self._store_all(_parts(chunk), partial(self._store_part, event_type, spec))
 
-    async def _store_all(self, prepared: Iterable[_Prepared]) -> int:
+    async def _store_part(self, event_type: str, spec: StreamSpec, part: OutgoingChunk) -> int:
+        """As many as possible without an answer for each, the others as any notifications."""
+        stored = 0
+        if max(map(len, part.data)) <= self._most_bytes:
+            with suppress(BackendError):  # `_store` meets it too, and decides
+                await self._provisioner.ensure(spec)
+                stored = await self._backend.publish_chunk(spec.name, part, timeout_seconds=ACK_TIMEOUT_SECONDS)
+        if stored:
+            self._emit(event_type, "stored", 1, count=stored)
+        if stored < len(part):
+            left = part.part(stored, len(part)).each(spec.name)
+            await self._store([self._ready(event_type, spec, each.message, each.message_id) for each in left])
+        return len(part)
+
+    async def _store_all(self, chunks: Iterable[C], store_one: Callable[[C], Awaitable[int]]) -> int:
+        """Some at a time; how many notifications there were."""
         count = 0
         failure: Exception | None = None
         room = anyio.Semaphore(CHUNKS_UNDER_WAY)
 
-        async def store(chunk: list[_Prepared]) -> None:
+        async def store(chunk: C) -> None:
             nonlocal count, failure
             try:
-                stored = await self._store(chunk)
-                count += len(stored)
+                stored = await store_one(chunk)
+                count += stored
             except Exception as error:
                 failure = failure or error  # raised below, outside of the group, so that it arrives as itself
                 sending.cancel_scope.cancel()
@@ -141,7 +165,7 @@ class Publisher:
 
         async with anyio.create_task_group() as sending:
             try:
-                for chunk in _chunks(prepared):
+                for chunk in chunks:
                     await room.acquire()
                     sending.start_soon(store, chunk)
             except Exception as error:  # one that is not valid, or whatever the iterable raises
@@ -196,13 +220,17 @@ class Publisher:
         size = len(message.data)
         if message.headers:
             size += sum(len(key) + len(value) for key, value in message.headers.items())
-        max_payload = self._backend.max_payload
-        most = max_payload - min(HEADER_ALLOWANCE, max_payload // 2)
-        if size > most:
+        if size > self._most_bytes:
             raise InvalidPayloadError(
-                f"{event_type}: the notification has {size} bytes, the server takes {most} and its headers"
+                f"{event_type}: the notification has {size} bytes, the server takes {self._most_bytes} and its headers"
             )
         return _Prepared(event_type, spec, Outgoing(message, message_id, spec.name))
+
+    @property
+    def _most_bytes(self) -> int:
+        """What payload and headers of a notification may take."""
+        max_payload = self._backend.max_payload
+        return max_payload - min(HEADER_ALLOWANCE, max_payload // 2)
 
     def _as_one(self, wanted: Sequence[Notify], *, message_id: str | None) -> list[_Prepared]:
         """Notifications under ids that belong to all of them. Raises `InvalidNotificationError`."""
@@ -333,3 +361,13 @@ def _chunks(prepared: Iterable[_Prepared]) -> Iterator[list[_Prepared]]:
             chunk, size = [], 0
     if chunk:
         yield chunk
+
+
+def _parts(chunk: OutgoingChunk) -> Iterator[OutgoingChunk]:
+    """As `_chunks`."""
+    first = size = 0
+    for end, data in enumerate(chunk.data, 1):
+        size += len(data)
+        if end - first == CHUNK or size >= CHUNK_BYTES or end == len(chunk):
+            yield chunk.part(first, end)
+            first, size = end, 0

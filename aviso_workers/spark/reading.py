@@ -27,7 +27,7 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from aviso_workers import schema, streams, topics
-from aviso_workers.backends import Backend, Message, StreamInfo
+from aviso_workers.backends import Backend, Chunk, Message, StreamInfo
 from aviso_workers.codec import NotificationReader
 from aviso_workers.config import Config
 from aviso_workers.errors import (
@@ -263,11 +263,11 @@ def _batches(plan: Plan, wanted: StructType, partition: InputPartition) -> Itera
     columns = Columns(wanted, plan.layout, reading=plan.reading)
     matches = _matcher(plan)
     for chunk in _chunks(plan, partition):
-        if messages := [message for message in chunk if matches(message)] if matches else chunk:
+        if messages := chunk.only(list(map(matches, chunk))) if matches else chunk:
             yield columns.batch(messages)
 
 
-def _chunks(plan: Plan, range: Range) -> Iterator[list[Message]]:
+def _chunks(plan: Plan, range: Range) -> Iterator[Chunk]:
     """In order, once each, also where reading was interrupted in between. Raises `DataLossError`."""
     settings = load_config(plan.reading.config)
     first, deadline = range.first, time.monotonic() + PATIENCE_SECONDS
@@ -285,7 +285,7 @@ def _chunks(plan: Plan, range: Range) -> Iterator[list[Message]]:
                     closing.callback(connection.call, reading.aclose)
                     while (chunk := connection.call(anext, reading, None)) is not None:
                         yield chunk
-                        first, deadline = chunk[-1].sequence + 1, time.monotonic() + PATIENCE_SECONDS
+                        first, deadline = chunk.sequences[-1] + 1, time.monotonic() + PATIENCE_SECONDS
                 return
         except UnavailableError:
             if time.monotonic() > deadline:

@@ -7,17 +7,17 @@ row by row, because its headers are made of its coordinates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
-import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 from msgspec import structs
 from pyspark.sql.types import StructType
 
 from aviso_workers import codec, schema, topics
-from aviso_workers.codec import Message
+from aviso_workers.backends import OutgoingChunk
 from aviso_workers.errors import (
     InvalidIdentifierError,
     InvalidNotificationError,
@@ -32,6 +32,9 @@ __all__ = ["Rows", "check_columns"]
 
 READ_ONLY = {"event_type", "sequence", "time", "topic", "headers", "_corrupt_record"}
 """Columns of a read that a write may have and does not need."""
+NO_PAYLOAD = b"null"
+MOST_KNOWN = 10_000
+"""Values of fields whose spelling is remembered from batch to batch."""
 SURELY_SHORT = 900
 """Bytes of a subject that is not too long; whether a longer one is, `codec` says."""
 
@@ -69,22 +72,31 @@ class Rows:
         self._all_routed = set(self._topic.key_order) == set(event_type.identifier)
         self._required = event_type.payload is not None and event_type.payload.required
         self._alone = {field: self._only(field) for field in event_type.identifier}
+        self._known = lru_cache(MOST_KNOWN, typed=True)(self._canonical)
 
-    def messages(self, batch: pa.RecordBatch) -> Iterator[Message]:
-        """Raises `InvalidNotificationError`, for a wrong payload when its row is reached."""
+    def chunk(self, batch: pa.RecordBatch, ids: Sequence[str]) -> OutgoingChunk:
+        """The messages of rows, under these ids. Raises `InvalidNotificationError`."""
         identifier = {field: self._spelled(field, values) for field, values in self._identifier(batch).items()}
-        payloads = self._payloads(batch)
         subjects = self._subjects(identifier) if self._all_routed else None
+        data = self._bodies(batch)
         if subjects is None:
-            rows = zip(*(_values(column) for column in identifier.values()), strict=True)
-            for row, payload in zip(rows, payloads, strict=True):
-                found = dict(zip(identifier, row, strict=True))
-                yield codec.encode(self._event, self._event_type, found, payload)
-            return
-        for subject, payload in zip(subjects.to_pylist(), payloads, strict=True):
-            if payload is None and self._required:
-                raise InvalidPayloadError(f"{self._event}: a payload is required")
-            yield Message(subject=subject, data=codec.encode_payload(self._event, payload))
+            return self._one_by_one(identifier, data, ids)
+        return OutgoingChunk(subjects=subjects.to_pylist(), data=data, headers=[None] * len(data), message_ids=ids)
+
+    def _one_by_one(
+        self, identifier: Mapping[str, pa.DictionaryArray], data: Sequence[bytes], ids: Sequence[str]
+    ) -> OutgoingChunk:
+        rows = zip(*(_values(column) for column in identifier.values()), strict=True)
+        messages = [
+            codec.addressed(self._event, self._event_type, dict(zip(identifier, row, strict=True)), body)
+            for row, body in zip(rows, data, strict=True)
+        ]
+        return OutgoingChunk(
+            subjects=[message.subject for message in messages],
+            data=data,
+            headers=[message.headers for message in messages],
+            message_ids=ids,
+        )
 
     def _only(self, field: str) -> EventType:
         """The event type without its other fields, to check a value of this one."""
@@ -129,7 +141,7 @@ class Rows:
         if values.null_count:
             raise InvalidIdentifierError(self._event, field, "is null in a row; a notification has every field")
         encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
-        canonical = [self._canonical(field, value) for value in encoded.dictionary.to_pylist()]
+        canonical = [self._known(field, value) for value in encoded.dictionary.to_pylist()]
         return pa.DictionaryArray.from_arrays(encoded.indices, pa.array(canonical, pa.string()))
 
     def _canonical(self, field: str, value: Any) -> str:
@@ -147,24 +159,28 @@ class Rows:
         longest = pc.max(pc.binary_length(subjects)).as_py() or 0
         return subjects if longest <= SURELY_SHORT else None
 
-    def _payloads(self, batch: pa.RecordBatch) -> Iterator[Any]:
+    def _bodies(self, batch: pa.RecordBatch) -> list[bytes]:
+        data = self._encoded(batch)
+        if self._required and NO_PAYLOAD in data:
+            raise InvalidPayloadError(f"{self._event}: a payload is required")
+        return data
+
+    def _encoded(self, batch: pa.RecordBatch) -> list[bytes]:
         names = batch.schema.names
         if "payload" not in names:
-            return iter([None] * len(batch))
+            return [NO_PAYLOAD] * len(batch)
         column = batch.column(names.index("payload"))
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-            return map(self._json, column.to_pylist())
+            try:
+                return codec.encode_texts(self._event, column.fill_null("null").to_pylist())
+            except InvalidPayloadError as error:
+                raise InvalidPayloadError(
+                    f"{self._event}: the payload of a row is not JSON: {error.__cause__}; to_json makes JSON of columns"
+                ) from error
+        rows = column.to_pylist()
         if pa.types.is_map(column.type):
-            return (None if row is None else dict(row) for row in column.to_pylist())
-        return iter(column.to_pylist())
-
-    def _json(self, text: str | None) -> Any:
-        try:
-            return None if text is None else msgspec.json.decode(text)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise InvalidPayloadError(
-                f"{self._event}: the payload of a row is not JSON: {error}; to_json makes JSON of columns"
-            ) from error
+            rows = [None if row is None else dict(row) for row in rows]
+        return [codec.encode_payload(self._event, row) for row in rows]
 
 
 def _values(column: pa.DictionaryArray) -> list[str]:

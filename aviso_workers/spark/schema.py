@@ -20,7 +20,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from aviso_workers import codec, schema, topics
-from aviso_workers.codec import Message
+from aviso_workers.backends import Chunk
 from aviso_workers.errors import InvalidOptionError, UndecodableError
 from aviso_workers.schema import DateHandler, EventType, FloatHandler, IntHandler, Rule
 from aviso_workers.spark.options import Reading
@@ -102,32 +102,35 @@ class Columns:
         if isinstance(payload, StructType):
             self._payloads = PayloadReader(payload, self._schema.field("payload").type, mode=reading.mode)
 
-    def batch(self, messages: Sequence[Message]) -> pa.RecordBatch:
+    def batch(self, messages: Chunk) -> pa.RecordBatch:
         """Raises `UndecodableError` where a payload does not fit, and mode is FAILFAST."""
         found: dict[str, Any] = {
-            "sequence": pa.array([message.sequence for message in messages], pa.int64()),
-            "time": _times([message.timestamp_ns for message in messages]),
-            "topic": pa.array([message.subject for message in messages], pa.string()),
+            "sequence": pa.array(messages.sequences, pa.int64()),
+            "time": _times(messages.timestamps_ns),
+            "topic": _texts(messages.subjects),
         }
         found |= self._identities(messages, found["topic"])
         found |= self._bodies(messages)
         if "headers" in self._schema.names:
             kind = self._schema.field("headers").type
-            found["headers"] = pa.array([list((message.headers or {}).items()) for message in messages], kind)
+            found["headers"] = pa.array([list((headers or {}).items()) for headers in messages.headers], kind)
         return pa.RecordBatch.from_arrays([found[name] for name in self._schema.names], schema=self._schema)
 
-    def _bodies(self, messages: Sequence[Message]) -> dict[str, pa.Array]:
-        texts = _texts([message.data for message in messages])
+    def _bodies(self, messages: Chunk) -> dict[str, pa.Array]:
+        texts = _texts(messages.data)
+        absent = pc.is_in(texts, value_set=pa.array(["", "null"]))
+        if pc.any(absent).as_py():
+            texts = pc.if_else(absent, None, texts)
         if self._payloads is None:
             return {"payload": texts}
-        values, corrupt = self._payloads.read(texts.to_pylist(), [message.sequence for message in messages])
+        values, corrupt = self._payloads.read(texts.to_pylist(), messages.sequences)
         return {"payload": values, CORRUPT: pa.array(corrupt, pa.string())}
 
-    def _identities(self, messages: Sequence[Message], subjects: pa.Array) -> dict[str, pa.Array]:
+    def _identities(self, messages: Chunk, subjects: pa.Array) -> dict[str, pa.Array]:
         if self._known.event is not None:
             names = pa.repeat(pa.scalar(self._known.event), len(messages))
             return {"event_type": names, "identifier": self._struct(messages, subjects)}
-        found = [self._look(message.subject) for message in messages]
+        found = [self._look(subject) for subject in subjects.to_pylist()]
         kind = self._schema.field("identifier").type
         return {
             "event_type": pa.array([name for name, _ in found], pa.string()),
@@ -145,17 +148,17 @@ class Columns:
             return name, None
         return name, [(key, value) for key, value in zip(keys, values, strict=True) if value not in ABSENT]
 
-    def _struct(self, messages: Sequence[Message], subjects: pa.Array) -> pa.StructArray:
+    def _struct(self, messages: Chunk, subjects: pa.Array) -> pa.StructArray:
         kind: pa.StructType = self._schema.field("identifier").type
         (keys,) = [keys for name, keys in self._known.event_types.values() if name == self._known.event]
-        tokens = _tokens(subjects, len(keys) + 1)
-        texts = dict(zip(keys, tokens[1:], strict=True))
+        texts = dict(zip(keys, _tokens(subjects, len(keys)), strict=True))
+        tokens = texts.keys() - set(self._spatial)
         for field in self._spatial:
             header = SPATIAL_HEADERS[field]
-            texts[field] = pa.array([(message.headers or {}).get(header) for message in messages], pa.string())
+            texts[field] = pa.array([(headers or {}).get(header) for headers in messages.headers], pa.string())
         missing = pa.nulls(len(messages), pa.string())
         children = [
-            _each_once(texts.get(field, missing), partial(_typed, rule=rule))
+            _each_once(texts.get(field, missing), partial(_typed, rule=rule, escaped=field in tokens))
             for field, rule in self._known.rules.items()
         ]
         return pa.StructArray.from_arrays(children, fields=list(kind))
@@ -165,25 +168,21 @@ def _times(nanoseconds: Iterable[int]) -> pa.Array:
     return pc.divide(pa.array(nanoseconds, pa.int64()), 1000).cast(pa.timestamp("us", "UTC"))
 
 
-def _texts(bodies: list[bytes]) -> pa.Array:
-    """JSON as text; null where there is no payload."""
+def _texts(encoded: Sequence[bytes]) -> pa.Array:
     try:
-        texts = pa.array(bodies, pa.binary()).cast(pa.string())
+        return pa.array(encoded, pa.binary()).cast(pa.string())
     except pa.ArrowInvalid:  # not UTF-8, as nobody but a stranger writes it
-        texts = pa.array([body.decode("utf-8", "replace") for body in bodies], pa.string())
-    absent = pc.is_in(texts, value_set=pa.array(["", "null"]))
-    return pc.if_else(absent, None, texts)
+        return pa.array([text.decode("utf-8", "replace") for text in encoded], pa.string())
 
 
 def _tokens(subjects: pa.Array, count: int) -> list[pa.Array]:
-    """The tokens of subjects by position, decoded; null where a subject has another number of them or left one out."""
+    """The `count` tokens behind the base by position, empty where a subject has another number of them."""
     split = pc.split_pattern(subjects, ".")
-    fits = pc.equal(pc.list_value_length(split), count)
+    fits = pc.equal(pc.list_value_length(split), count + 1)
     if not pc.all(fits).as_py():
-        blank = pa.array([[""] * count], split.type)
+        blank = pa.array([[""] * (count + 1)], split.type)
         split = pc.if_else(fits, split, blank[0])
-    columns = [pc.list_element(split, position) for position in range(count)]
-    return [_each_once(column, _decoded) for column in columns]
+    return [pc.list_element(split, position) for position in range(1, count + 1)]
 
 
 def _each_once(texts: pa.Array, work: Callable[[pa.Array], pa.Array]) -> pa.Array:
@@ -207,8 +206,10 @@ def _decode(token: str | None) -> str | None:
     return None if value in ABSENT else value
 
 
-def _typed(texts: pa.Array, rule: Rule) -> pa.Array:
+def _typed(texts: pa.Array, rule: Rule, *, escaped: bool) -> pa.Array:
     """The values of a field; null where one does not fit its rule, as it may be in a stream that others use."""
+    if escaped:
+        texts = _decoded(texts)
     match rule:
         case IntHandler():
             return pc.if_else(pc.match_substring_regex(texts, WHOLE_NUMBER), texts, None).cast(pa.int64())

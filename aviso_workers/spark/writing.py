@@ -56,8 +56,8 @@ class _Writer:
             made = Rows(writing.event, settings.notification_schema[writing.event])
             for batch in iterator:
                 ids = _ids(batch, writing.id_column, prefix=prefix, first=rows)
-                messages = zip(made.messages(batch), ids, strict=True)
-                rows += connection.call(publisher.store_many, writing.event, messages)
+                connection.call(publisher.store_chunk, writing.event, made.chunk(batch, ids))
+                rows += len(batch)
         return Written(rows)
 
     def _prefix(self) -> str:
@@ -96,12 +96,11 @@ def _publisher(backend: Any, settings: Config) -> Publisher:
     return Publisher(backend, config=settings, provisioner=provisioner, own_streams=own_streams, events=events)
 
 
-def _ids(batch: pa.RecordBatch, column: str | None, *, prefix: str, first: int) -> Iterator[str]:
+def _ids(batch: pa.RecordBatch, column: str | None, *, prefix: str, first: int) -> list[str]:
     """The message ids of rows, of which the first is that one of its partition."""
     if column is None:
-        yield from (f"{prefix}/{row}" for row in range(first, first + len(batch)))
-        return
-    for value in batch.column(batch.schema.names.index(column)).to_pylist():
-        if value is None or value == "":
-            raise InvalidNotificationError(f"msgIdColumn {column!r} is null or empty in a row")
-        yield str(value)
+        return [f"{prefix}/{row}" for row in range(first, first + len(batch))]
+    values = batch.column(batch.schema.names.index(column)).to_pylist()
+    if None in values or "" in values:
+        raise InvalidNotificationError(f"msgIdColumn {column!r} is null or empty in a row")
+    return [str(value) for value in values]

@@ -1,8 +1,9 @@
 """The Spark data source, with four tasks side by side: rows written and read, a stream copied, an archive, the delay.
 
 Writing and reading take turns with `raw_source`, the least that does the same. Spark is warm: everything is done once
-before it is measured. The delay is that of one notification from a stream through a query into another stream, as
-whoever published it sees it. The lag is that of a job's end in the event log, measured by a process of its own.
+before it is measured. The delay is that of one notification from a stream through a query at rest into another
+stream, as whoever published it sees it. The lag is that of a job's end in the event log, measured by a process of its
+own.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from typing import Any
 
 import anyio
 import msgspec
+from anyio import to_thread
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.streaming.query import StreamingQuery
 
 from aviso_workers import App, Notify
 from aviso_workers.server import NatsServer
-from aviso_workers.spark import register
+from aviso_workers.spark import archiving, register
 from benchmarks.ground import Cores
 from benchmarks.raw_source import RawSource
 from benchmarks.rivals import Rivals
@@ -164,8 +166,7 @@ class _Wing:
         loading.load().write.format("noop").mode("overwrite").save()
 
     def archive(self, event: str) -> None:
-        rows = self._load(event).withColumn("day", F.to_date("time"))
-        rows.write.partitionBy("day").parquet(str(self._directory / f"archive-{event}"))
+        archiving.archive(self._stream(event, "earliest"), str(self._directory / f"archive-{event}")).awaitTermination()
 
     def copy(self, event: str, to: str) -> None:
         self._copying(event, to, availableNow=True).awaitTermination()
@@ -176,14 +177,15 @@ class _Wing:
         query = self._copying(event, to, starting="latest", processingTime="0 seconds")
         try:
             query.processAllAvailable()
-            return statistics.median(anyio.run(self._delays_ms, event, to))
+            return statistics.median(anyio.run(self._delays_ms, event, to, query.processAllAvailable))
         finally:
             query.stop()
 
-    async def _delays_ms(self, event: str, to: str) -> list[float]:
+    async def _delays_ms(self, event: str, to: str, rest: Callable[[], None]) -> list[float]:
         found = []
         async with App("delay", config=self._config) as app:
             for number in range(DELAYS):
+                await to_thread.run_sync(rest)  # else it still writes down what the one before was
                 arriving = app.watch(to, from_id=number + 1)
                 began = time.perf_counter()
                 await app.notify_many([Notify(event, {**FIXED, "step": number})])
@@ -202,9 +204,12 @@ class _Wing:
     def _load(self, event: str) -> DataFrame:
         return self._spark.read.format("aviso").options(config=str(self._config), event=event).load()
 
-    def _copying(self, event: str, to: str, *, starting: str = "earliest", **trigger: Any) -> StreamingQuery:
+    def _stream(self, event: str, starting: str) -> DataFrame:
         reading = self._spark.readStream.format("aviso").options(config=str(self._config), event=event)
-        rows = reading.option("startingOffsets", starting).load().select("identifier", "payload")
+        return reading.option("startingOffsets", starting).load()
+
+    def _copying(self, event: str, to: str, *, starting: str = "earliest", **trigger: Any) -> StreamingQuery:
+        rows = self._stream(event, starting).select("identifier", "payload")
         writing = rows.writeStream.format("aviso").options(config=str(self._config), event=to)
         return writing.option("checkpointLocation", str(self._directory / f"to-{to}")).trigger(**trigger).start()
 

@@ -15,7 +15,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, config
-from aviso_workers.backends import Backend, ConsumerInfo, Delivery, Message, Outgoing, PubAck, StreamInfo
+from aviso_workers.backends import Backend, ConsumerInfo, Delivery, Message, Outgoing, OutgoingChunk, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend, wire
 from aviso_workers.clocks import VirtualClock
@@ -136,6 +136,18 @@ def publish_many(backend: Backend) -> Callable[..., Awaitable[list[PubAck | Back
         return await backend.publish_many(outgoing, timeout_seconds=PATIENCE_SECONDS)
 
     return publish_many
+
+
+@pytest.fixture
+def publish_chunk(backend: Backend) -> Callable[..., Awaitable[int]]:
+    """`await publish_chunk(["mars.od", "mars.rd"])`: messages for the stream MARS whose ids are their subjects."""
+
+    async def publish_chunk(subjects: list[str], **columns: Any) -> int:
+        given = {"data": [b"null"] * len(subjects), "headers": [None] * len(subjects), "message_ids": subjects}
+        chunk = OutgoingChunk(subjects=subjects, **(given | columns))
+        return await backend.publish_chunk("MARS", chunk, timeout_seconds=PATIENCE_SECONDS)
+
+    return publish_chunk
 
 
 @pytest.fixture

@@ -358,3 +358,53 @@ async def test_many_that_no_stream_takes_may_be_taken_later(create, publish_many
     await create()
     await publish_many(subjects)
     assert [message.subject for message in await stored()] == subjects
+
+
+async def test_a_chunk_is_stored_in_its_order(create, publish_chunk, publish_many, stored, backend):
+    await create()
+    subjects = [f"mars.{number}" for number in range(300)]
+    headers = [None] * 299 + [{"spatial_bbox": "1,2,3,4"}]
+
+    await publish_chunk(subjects, data=[b"%d" % number for number in range(300)], headers=headers)
+    await publish_many(subjects)  # which is to be done where not all of it is stored
+
+    found = await stored()
+    assert [(message.subject, message.data) for message in found] == [(f"mars.{n}", b"%d" % n) for n in range(300)]
+    assert found[-1].headers["spatial_bbox"] == "1,2,3,4"
+    assert {message.headers["Nats-Msg-Id"] for message in found} == set(subjects)
+
+
+async def test_a_chunk_tells_how_many_of_the_first_are_stored(create, publish_chunk, stored):
+    await create(max_msgs=20, discard="new")
+    subjects = [f"mars.{number}" for number in range(50)]
+
+    count = await publish_chunk(subjects)
+
+    assert [message.subject for message in await stored()] == subjects[:20]
+    assert 0 <= count <= 20
+
+
+@pytest.mark.parametrize("wrong", [{"subjects": ["no subject"]}, {"data": [b"x" * 10_000_000]}])
+async def test_what_must_not_be_sent_is_not_counted_in_a_chunk(create, publish_chunk, publish_many, stored, wrong):
+    await create()
+    good = [f"mars.{number}" for number in range(20)]
+    columns = {"data": [b"null"] * 20 + wrong.get("data", [b"null"]), "message_ids": [*good, "wrong"]}
+
+    count = await publish_chunk(good + wrong.get("subjects", ["mars.20"]), **columns)
+
+    assert [message.subject for message in await stored()] == good[:count]
+    await publish_many(good)
+    assert len(await stored()) == 20
+
+
+async def test_an_id_is_the_same_in_a_chunk_and_alone(create, publish_chunk, publish, stored):
+    await create()
+    ids = [f" spaced\n{number} " for number in range(20)]
+    subjects = [f"mars.{number}" for number in range(20)]
+
+    count = await publish_chunk(subjects, message_ids=ids)
+    for subject, message_id in zip(subjects, ids, strict=True):
+        await publish(subject, message_id=message_id)
+
+    assert count >= 0
+    assert len(await stored()) == 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from aviso_workers import Notify, config
-from aviso_workers.backends import Message, Outgoing, PubAck, StreamInfo
+from aviso_workers.backends import Message, Outgoing, OutgoingChunk, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.engine import publishing
 from aviso_workers.engine.session import Session
@@ -262,3 +263,48 @@ class TestMany:
 
         with pytest.raises(OSError, match="the disk is gone"):
             await session.publisher.notify_many(wanted())
+
+
+class TestAChunk:
+    """Messages that were made elsewhere, by column."""
+
+    async def test_is_stored_some_at_a_time(self, facts: Facts) -> None:
+        async with FlakyBackend() as backend:
+            assert await session_on(backend, facts).publisher.store_chunk("mars", chunk(5000)) == 5000
+            assert (await backend.stream_info("MARS")).last_sequence == 5000
+        assert 1 < backend.most_under_way <= publishing.CHUNK * publishing.CHUNKS_UNDER_WAY
+        assert sum(event.count for event in facts.of(Published) if event.outcome == "stored") == 5000
+
+    async def test_is_stored_few_at_a_time_where_its_messages_are_large(self, facts: Facts) -> None:
+        async with FlakyBackend() as backend:
+            large = chunk(20, data=b'"%s"' % (b"x" * 600_000))
+            assert await session_on(backend, facts).publisher.store_chunk("mars", large) == 20
+        assert backend.most_under_way == 2 * publishing.CHUNKS_UNDER_WAY
+
+    async def test_is_tried_again_where_something_of_it_was_not_stored(self, facts: Facts) -> None:
+        async with FlakyBackend("", "unavailable", "unanswered", "", "unavailable") as backend:
+            assert await session_on(backend, facts).publisher.store_chunk("mars", chunk(4)) == 4
+            assert (await backend.stream_info("MARS")).messages == 4
+        assert {message_id for _, message_id in backend.tries} == {"0", "1", "2", "3"}
+        assert Counter(event.outcome for event in facts.of(Published) for _ in range(event.count)) == {
+            "stored": 2,
+            "duplicate": 2,
+        }
+
+    async def test_is_refused_before_it_is_sent_where_a_message_is_too_large(self, facts: Facts) -> None:
+        async with FlakyBackend() as backend:
+            with pytest.raises(InvalidPayloadError, match="mars: the notification has 2000000 bytes"):
+                await session_on(backend, facts).publisher.store_chunk("mars", chunk(3, data=b"x" * 2_000_000))
+        assert backend.tries == []
+
+    async def test_may_be_empty(self, session: Session) -> None:
+        assert await session.publisher.store_chunk("mars", chunk(0)) == 0
+
+
+def chunk(count: int, *, data: bytes = b"null") -> OutgoingChunk:
+    return OutgoingChunk(
+        subjects=[f"mars.od.{number}" for number in range(count)],
+        data=[data] * count,
+        headers=[None] * count,
+        message_ids=[str(number) for number in range(count)],
+    )

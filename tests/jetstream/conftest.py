@@ -38,7 +38,7 @@ class PlayedConnection:
     def say(self, subject: str = "_INBOX.test", status: str = "", **headers: str) -> None:
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         block = f"NATS/1.0 {status}\r\n{lines}\r\n".encode() if status or headers else b""
-        self.heard(subject.encode(), b"", block, b"")
+        self.heard([(subject.encode(), b"", block, b"")])
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ SECOND = 1_000_000_000
 @pytest.fixture
 async def pulls(played) -> PullSubscription:
     return PullSubscription(
-        played, stream="MARS", consumer="agent", on_message=lambda received: None, on_change=lambda: None
+        played, stream="MARS", consumer="agent", on_messages=lambda received: None, on_change=lambda: None
     )
 
 
@@ -38,7 +38,7 @@ async def test_a_request_is_for_some_messages_within_half_a_minute_and_not_too_m
 
 async def test_a_request_has_room_for_the_largest_message_that_the_server_takes(played, pulls):
     played.max_payload = 64 * 1024 * 1024
-    larger = PullSubscription(played, stream="MARS", consumer="agent", on_message=print, on_change=lambda: None)
+    larger = PullSubscription(played, stream="MARS", consumer="agent", on_messages=print, on_change=lambda: None)
     await larger.open()
     larger.ask(1, wait=True)
 

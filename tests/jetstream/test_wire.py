@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import anyio
@@ -15,7 +15,16 @@ from nats.errors import ProtocolError
 from nats.protocol.parser import Parser
 
 from aviso_workers.backends.jetstream import wire
-from aviso_workers.backends.jetstream.wire import Dispatcher, Headers, PublicWire, Wire, header_block, status
+from aviso_workers.backends.jetstream.wire import (
+    Arrival,
+    Dispatcher,
+    HeaderBlocks,
+    Headers,
+    PublicWire,
+    Wire,
+    header_block,
+    status,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -45,8 +54,8 @@ class Recorded:
     async def _process_info(self, info: dict[str, Any]) -> None:
         self.heard.append(("INFO", info))
 
-    def listen(self, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> None:
-        self.heard.append((OURS, subject, reply, headers, data))
+    def listen(self, arrivals: Sequence[Arrival]) -> None:
+        self.heard += [(OURS, *arrival) for arrival in arrivals]
 
 
 def message(subject: str, sid: int, reply: str, headers: bytes, data: bytes) -> bytes:
@@ -176,7 +185,7 @@ async def test_a_listener_that_fails_does_not_end_the_reading() -> None:
     heard = Recorded()
     dispatcher = Dispatcher(heard, Parser(heard))  # type: ignore[arg-type]
 
-    def fail(subject: bytes, reply: bytes, headers: bytes, data: bytes) -> None:
+    def fail(arrivals: Sequence[Arrival]) -> None:
         raise ValueError("not now")
 
     dispatcher.listeners.update({OURS: fail, THEIRS: heard.listen})
@@ -214,6 +223,24 @@ def test_headers_are_read_as_nats_py_reads_them(lines: list[bytes]) -> None:
     assert {name: name in headers for name in ("Name", "Other", "Missing")} == {
         name: name in expected for name in ("Name", "Other", "Missing")
     }
+
+
+def test_header_blocks_are_read_where_somebody_looks() -> None:
+    blocks = HeaderBlocks([b"", header_block({"Name": "value"})])
+
+    for _ in range(2):
+        assert [headers and dict(headers) for headers in blocks] == [None, {"Name": "value"}]
+
+
+async def test_a_listener_is_told_at_once_of_all_that_came_for_it_in_one_read() -> None:
+    told: list[int] = []
+    heard = Recorded()
+    dispatcher = Dispatcher(heard, Parser(heard))  # type: ignore[arg-type]
+    dispatcher.listeners[OURS] = lambda arrivals: told.append(len(arrivals))
+
+    await dispatcher.parse(message("a", OURS, "", b"", b"1") * 3 + b"PING\r\n" + message("a", OURS, "", b"", b"1"))
+
+    assert told == [3, 1]
 
 
 def test_a_line_break_in_a_value_makes_no_header_of_its_own() -> None:
@@ -273,10 +300,8 @@ async def answered(attached: Wire) -> bool:
 
 class TestAWire:
     async def test_brings_what_is_sent(self, attached: Wire, client: Client) -> None:
-        heard: list[tuple[bytes, bytes, str, bytes]] = []
-        await attached.listen(
-            "news.*", lambda subject, reply, block, data: heard.append((subject, reply, str(Headers(block)), data))
-        )
+        heard: list[Arrival] = []
+        await attached.listen("news.*", heard.extend)
         attached.send(b"news.1", b"plain")
         attached.send(b"news.2", b"", reply=b"answers.1")
         attached.send(b"news.3", b"x" * 100_000, headers=header_block({"Name": "value"}))
@@ -285,9 +310,9 @@ class TestAWire:
         await anyio.wait_all_tasks_blocked()
 
         assert heard == [
-            (b"news.1", b"", "{}", b"plain"),
-            (b"news.2", b"answers.1", "{}", b""),
-            (b"news.3", b"", "{'Name': 'value'}", b"x" * 100_000),
+            (b"news.1", b"", b"", b"plain"),
+            (b"news.2", b"answers.1", b"", b""),
+            (b"news.3", b"", header_block({"Name": "value"}), b"x" * 100_000),
         ]
 
     async def test_sends_no_ping_that_nobody_waits_for_any_more(self, attached: Wire) -> None:
@@ -299,18 +324,18 @@ class TestAWire:
         assert await answered(attached)
 
     async def test_says_that_nobody_listens(self, attached: Wire) -> None:
-        heard: list[str] = []
-        await attached.listen("answers", lambda subject, reply, block, data: heard.append(status(block)[0]))
+        heard: list[Arrival] = []
+        await attached.listen("answers", heard.extend)
         attached.send(b"nobody", b"", reply=b"answers")
 
         assert await answered(attached)
         await anyio.wait_all_tasks_blocked()
 
-        assert heard == ["503"]
+        assert [status(block)[0] for _, _, block, _ in heard] == ["503"]
 
     async def test_brings_nothing_any_more_once_it_is_forgotten(self, attached: Wire) -> None:
-        heard: list[bytes] = []
-        interest = await attached.listen("news", lambda subject, reply, block, data: heard.append(data))
+        heard: list[Arrival] = []
+        interest = await attached.listen("news", heard.extend)
         attached.send(b"news", b"1")
         attached.mute(interest)
         assert await answered(attached)
@@ -319,11 +344,11 @@ class TestAWire:
         attached.send(b"news", b"2")
 
         assert await answered(attached)
-        assert heard == [b"1"]
+        assert heard == [(b"news", b"", b"", b"1")]
 
     async def test_listens_again_after_a_reconnect(self, attached: Wire, client: Client, nats_server) -> None:
-        heard: list[bytes] = []
-        await attached.listen("news", lambda subject, reply, block, data: heard.append(data))
+        heard: list[Arrival] = []
+        await attached.listen("news", heard.extend)
         back = anyio.Event()
 
         async def reconnected() -> None:
@@ -337,4 +362,4 @@ class TestAWire:
 
         assert await answered(attached)
         await anyio.wait_all_tasks_blocked()
-        assert heard == [b"again"]
+        assert heard == [(b"news", b"", b"", b"again")]

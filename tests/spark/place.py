@@ -28,6 +28,10 @@ class Place:
         self.config = directory / "aviso.yaml"
         self.with_url(server.url)
 
+    def use(self, spark: SparkSession) -> None:
+        """From now on, another application."""
+        self._spark = spark
+
     def with_url(self, url: str, **further: Any) -> None:
         """Write the configuration with this URL of the server, and further settings of the connection."""
         rules = {

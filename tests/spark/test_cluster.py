@@ -32,6 +32,20 @@ from tests.stories.processes import cluster, until_jetstream
 
 SPARK_CLASS = Path(pyspark.__file__).parent / "bin" / "spark-class"
 QUICK_START = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+SETTINGS = {
+    "spark.executor.memory": "512m",
+    "spark.executor.extraJavaOptions": QUICK_START,
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "500",
+    "spark.sql.session.timeZone": "UTC",
+}
+SPECULATION = {
+    "spark.speculation": "true",
+    "spark.speculation.interval": "100ms",
+    "spark.speculation.minTaskRuntime": "100ms",
+    "spark.speculation.multiplier": "1",
+    "spark.speculation.quantile": "0.5",
+    "spark.task.maxFailures": "1",  # so that nothing else runs a task again
+}
 COUNT = 20_000
 PAYLOAD_CHARACTERS = 2000
 """So that a task has more to pass on than fits into all buffers on the way: about 10 MB."""
@@ -43,15 +57,15 @@ PATIENCE_SECONDS = 30
 def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a standalone master that has two workers with a core each."""
     directory = tmp_path_factory.mktemp("standalone")
-    ports = ("--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
+    ports = ("--port", "0", "--webui-port", "0")
     with ExitStack() as running:
 
-        def start(name: str, kind: str, *arguments: str) -> Path:
+        def start(name: str, kind: str, *arguments: str, host: str = "127.0.0.1") -> Path:
             log = directory / f"{name}.log"
             environment = os.environ | {"SPARK_LOCAL_IP": "127.0.0.1", "SPARK_DAEMON_JAVA_OPTS": QUICK_START}
             with log.open("wb") as stderr:
                 process = subprocess.Popen(
-                    [SPARK_CLASS, f"org.apache.spark.deploy.{kind}", *ports, *arguments],
+                    [SPARK_CLASS, f"org.apache.spark.deploy.{kind}", "--host", host, *ports, *arguments],
                     env=environment,
                     stdout=stderr,
                     stderr=stderr,
@@ -63,8 +77,9 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         log = start("master", "master.Master")
         wait_until(lambda: MASTER.search(log.read_text()) is not None, log.read_text)
         url = MASTER.findall(log.read_text())[0]
-        for name in ("one", "other"):
-            start(name, "worker.Worker", "--cores", "1", "--memory", "1g", "--work-dir", str(directory / name), url)
+        for name, host in (("one", "127.0.0.1"), ("other", "localhost")):  # of one task, a host gets one attempt
+            work = ("--cores", "1", "--memory", "1g", "--work-dir", str(directory / name))
+            start(name, "worker.Worker", *work, url, host=host)
         yield url
 
 
@@ -72,18 +87,25 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def spark(
     start_spark: Callable[..., SparkSession], master: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SparkSession]:
-    settings = {
-        "spark.master": master,
-        "spark.executor.memory": "512m",
-        "spark.executor.extraJavaOptions": QUICK_START,
-        "spark.sql.execution.arrow.maxRecordsPerBatch": "500",
-        "spark.sql.session.timeZone": "UTC",
-    }
-    spark = start_spark(tmp_path_factory.mktemp("logs"), settings)
+    spark = start_spark(tmp_path_factory.mktemp("logs"), {"spark.master": master, **SETTINGS})
     spark.sparkContext.setLogLevel("OFF")  # of executors that are to die
     register(spark)
     yield spark
     spark.stop()
+
+
+@pytest.fixture
+def speculating(
+    spark: SparkSession, start_spark: Callable[..., SparkSession], master: str, place: Place
+) -> Iterator[Place]:
+    """The place of an application that soon runs a task again beside the first attempt. `spark` is no more."""
+    spark.stop()
+    other = start_spark(place.directory / "logs", {"spark.master": master, **SETTINGS, **SPECULATION})
+    other.sparkContext.setLogLevel("OFF")  # of attempts that come too late
+    register(other)
+    place.use(other)
+    yield place
+    other.stop()
 
 
 @pytest.fixture
@@ -117,12 +139,38 @@ def test_what_an_executor_was_writing_when_it_was_killed_is_stored_once(place: P
     assert sorted(int(notification.identifier["step"]) for notification in place.stored()) == list(range(COUNT))
 
 
+def test_what_an_executor_was_copying_for_a_streaming_query_when_it_was_killed_is_stored_once(place: Place):
+    place.write(notifications(place))
+    halt = Halt(place, after_rows=COUNT // 4)
+    copied = halt.first_task_of(place.read_stream(startingOffsets="earliest", numPartitions=2))
+    writer = copied.select("identifier", "payload").writeStream.format("aviso").trigger(availableNow=True)
+    writer = writer.options(config=str(place.config), event="copy", checkpointLocation=str(place.directory / "offsets"))
+
+    with halt.killing(once=lambda: COUNT // 2 < stored(place, "COPY") < COUNT):
+        assert writer.start().awaitTermination(PATIENCE_SECONDS)
+
+    assert sorted(int(copy.identifier["step"]) for copy in place.stored("copy")) == list(range(COUNT))
+
+
+def test_what_speculation_writes_a_second_time_is_stored_once(speculating: Place):  # the last here: see its place
+    halt = Halt(speculating, after_rows=COUNT // 4)
+
+    speculating.write(halt.first_task_of(notifications(speculating)))
+
+    assert halt.stopped
+    assert sorted(int(notification.identifier["step"]) for notification in speculating.stored()) == list(range(COUNT))
+
+
 class Halt:
     """Stops the first task of a query, at its first attempt, in the middle of its rows."""
 
     def __init__(self, place: Place, *, after_rows: int) -> None:
         self._told = place.directory / "halted"
         self._after_rows = after_rows
+
+    @property
+    def stopped(self) -> bool:
+        return self._told.exists()
 
     def first_task_of(self, frame: DataFrame) -> DataFrame:
         return frame.mapInArrow(_halting(str(self._told), self._after_rows), frame.schema)
@@ -136,7 +184,7 @@ class Halt:
             killed.result()
 
     def _kill(self, once: Callable[[], bool]) -> None:
-        wait_until(self._told.exists, lambda: "no task stopped")
+        wait_until(lambda: self.stopped, lambda: "no task stopped")
         wait_until(once, lambda: "a task stopped, and it is not so")
         os.kill(int(self._told.read_text()), signal.SIGKILL)
 
@@ -175,9 +223,9 @@ def notifications(place: Place) -> DataFrame:
     )
 
 
-def stored(place: Place) -> int:
+def stored(place: Place, stream: str = "MARS") -> int:
     try:
-        return int(place.do("stream_info", "MARS").messages)
+        return int(place.do("stream_info", stream).messages)
     except NotFoundError:
         return 0
 

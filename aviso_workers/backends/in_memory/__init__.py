@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import asynccontextmanager
 from datetime import datetime
 from functools import partial
+from itertools import takewhile
 from types import TracebackType
 from typing import Any
 
@@ -20,11 +21,13 @@ import anyio
 from aviso_workers import config
 from aviso_workers.backends import (
     Administration,
+    Chunk,
     ConnectionListener,
     ConsumerInfo,
     Delivery,
     KeyValue,
     Outgoing,
+    OutgoingChunk,
     PubAck,
     StreamInfo,
     buckets,
@@ -205,12 +208,18 @@ class InMemoryBackend:
 
     async def read_chunks(
         self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
-    ) -> AsyncGenerator[list[Message], None]:
+    ) -> AsyncGenerator[Chunk, None]:
         messages = self.read(
             stream, filter_subjects=filter_subjects, start_sequence=start_sequence, last_sequence=last_sequence
         )
         if found := [message async for message in messages]:
-            yield found
+            yield Chunk(
+                subjects=[message.subject.encode() for message in found],
+                data=[message.data for message in found],
+                headers=[message.headers for message in found],
+                sequences=[message.sequence for message in found],
+                timestamps_ns=[message.timestamp_ns for message in found],
+            )
 
     async def count(self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int = 1) -> int:
         await self._connection.reach()
@@ -234,6 +243,10 @@ class InMemoryBackend:
             else:
                 results.append(ack)
         return results
+
+    async def publish_chunk(self, stream: str, chunk: OutgoingChunk, *, timeout_seconds: float) -> int:
+        results = await self.publish_many(list(chunk.each(stream)), timeout_seconds=timeout_seconds)
+        return sum(1 for _ in takewhile(lambda result: isinstance(result, PubAck), results))
 
     async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
         await self._connection.reach()

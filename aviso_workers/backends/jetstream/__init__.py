@@ -20,11 +20,13 @@ from anyio.abc import TaskGroup
 
 from aviso_workers import config, streams
 from aviso_workers.backends import (
+    Chunk,
     ConnectionListener,
     ConsumerInfo,
     Delivery,
     KeyValue,
     Outgoing,
+    OutgoingChunk,
     PubAck,
     StreamInfo,
     buckets,
@@ -267,7 +269,7 @@ class JetStreamBackend:
 
     def read_chunks(
         self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
-    ) -> AsyncGenerator[list[Message], None]:
+    ) -> AsyncGenerator[Chunk, None]:
         return reading.read_chunks(
             self._connection,
             stream,
@@ -292,6 +294,9 @@ class JetStreamBackend:
         self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
     ) -> list[PubAck | BackendError]:
         return await self._ingester.publish(outgoing, timeout_seconds=timeout_seconds)
+
+    async def publish_chunk(self, stream: str, chunk: OutgoingChunk, *, timeout_seconds: float) -> int:
+        return await self._ingester.publish_chunk(stream, chunk, timeout_seconds=timeout_seconds)
 
     async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
         self.require_server(2, 12, to="publish several notifications together")

@@ -7,7 +7,7 @@ answer comes in pages, an advisory unasked; that is all that is done here. Snaps
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -72,19 +72,19 @@ class Administration:
     async def listen(self, subject: str) -> AsyncIterator[MemoryObjectReceiveStream[Heard]]:
         heard, hearing = anyio.create_memory_object_stream[Heard](math.inf)
 
-        def listener(subject: bytes, reply: bytes, block: bytes, data: bytes) -> None:
-            code, description = wire.status(block) if block else ("", "")
-            headers = wire.Headers(block)
-            heard.send_nowait(
-                Heard(
-                    subject=subject.decode(),
-                    reply=reply.decode(),
-                    data=data,
-                    headers=headers,
-                    status=code,
-                    description=description,
+        def listener(arrivals: Sequence[wire.Arrival]) -> None:
+            for subject, reply, block, data in arrivals:
+                code, description = wire.status(block) if block else ("", "")
+                heard.send_nowait(
+                    Heard(
+                        subject=subject.decode(),
+                        reply=reply.decode(),
+                        data=data,
+                        headers=wire.Headers(block),
+                        status=code,
+                        description=description,
+                    )
                 )
-            )
 
         interest = await self._connection.listen(subject, listener)
         try:

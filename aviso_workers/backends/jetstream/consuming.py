@@ -12,13 +12,14 @@ settle another message. So such settlements are dropped.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import anyio
 
 from aviso_workers.backends import Delivery
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription
+from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription, decode
+from aviso_workers.backends.jetstream.wire import Arrival
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 
@@ -67,10 +68,10 @@ class Outbox:
             for answer, (reply, body) in self._unconfirmed.items():
                 self._connection.wire.send(reply, body, reply=answer)
 
-    def _on_confirmed(self, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> None:
-        if headers:
-            return  # 503: the consumer has no leader just now
-        self._unconfirmed.pop(subject, None)
+    def _on_confirmed(self, arrivals: Sequence[Arrival]) -> None:
+        for subject, _, headers, _ in arrivals:
+            if not headers:  # 503: the consumer has no leader just now
+                self._unconfirmed.pop(subject, None)
         if not self._unconfirmed:
             self._confirmed.set()
 
@@ -135,7 +136,7 @@ class PullConsumer:
             connection,
             stream=stream,
             consumer=consumer,
-            on_message=self._on_message,
+            on_messages=self._on_messages,
             on_change=self._change,
         )
 
@@ -203,8 +204,10 @@ class PullConsumer:
         if self._pulls.silent():  # a loop that was stuck finds by now what had come
             self._pulls.forget()
 
-    def _on_message(self, message: Message, reply: bytes, num_delivered: int) -> None:
-        self._deliver(JetStreamDelivery(message, reply, num_delivered, self._settle))
+    def _on_messages(self, arrivals: Sequence[Arrival]) -> None:
+        for arrival in arrivals:
+            message, reply, num_delivered = decode(arrival)
+            self._deliver(JetStreamDelivery(message, reply, num_delivered, self._settle))
 
     def _settle(self, reply: bytes, body: bytes) -> None:
         if self._made.get(self._consumer) == self._made_at:

@@ -17,14 +17,16 @@ import itertools
 import secrets
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import anyio
 import msgspec
 
-from aviso_workers.backends import Outgoing, PubAck
+from aviso_workers.backends import Outgoing, OutgoingChunk, PubAck
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.publishing import Publisher, encode
+from aviso_workers.backends.jetstream.publishing import Publisher, encode, encode_all
+from aviso_workers.backends.jetstream.wire import Arrival
 from aviso_workers.errors import BackendError, RefusedError
 
 __all__ = ["Ingester"]
@@ -83,7 +85,7 @@ class Ingester:
     async def open(self) -> None:
         inbox = self._connection.nc.new_inbox()
         self._inbox = inbox.encode()
-        await self._connection.listen(f"{inbox}.>", self._on_answer)
+        await self._connection.listen(f"{inbox}.>", self._on_answers)
         self._connection.on_disconnect.add(self._on_disconnect)
 
     def learn(self, config: Mapping[str, Any]) -> None:
@@ -109,6 +111,16 @@ class Ingester:
             answers = await self._publisher.publish([outgoing[place] for place in left], timeout_seconds=left_seconds)
             results.update(zip(left, answers, strict=True))
         return [results[place] for place in range(len(outgoing))]
+
+    async def publish_chunk(self, stream: str, chunk: OutgoingChunk, *, timeout_seconds: float) -> int:
+        """See `backends.Backend.publish_chunk`."""
+        if stream not in self._streams or len(chunk) < FEWEST or not self._connection.ready:
+            return 0
+        batch = _Batch()
+        with suppress(RefusedError):  # of one: there is an answer for each where they are published one by one
+            batch.messages = encode_all(stream, chunk, most=self._connection.nc.max_payload)
+            await self._ingest([batch], timeout_seconds=timeout_seconds)
+        return batch.answer.count if batch.answer else 0
 
     def _batches(self, outgoing: Sequence[Outgoing]) -> list[_Batch]:
         """What of it can go as batches. A message that is refused before it is sent would end its batch."""
@@ -151,15 +163,16 @@ class Ingester:
             send(subject, data, reply=b"%b.%d.%d.$FI" % (prefix, number, operation), headers=headers)
         return batch_id
 
-    def _on_answer(self, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> None:
-        batch = self._under_way.get(subject[len(self._inbox) + 1 :].partition(b".")[0])
-        if batch is None or batch.answer:
-            return
-        answer = _decode_answer(data) if data else _Answer()  # without data it is a status: no stream takes it
-        if answer.error.get("err_code") == NO_FAST_BATCHES:
-            self._streams.discard(answer.stream)
-        if not answer.type:
-            batch.ends(answer)
+    def _on_answers(self, arrivals: Sequence[Arrival]) -> None:
+        for subject, _, _, data in arrivals:
+            batch = self._under_way.get(subject[len(self._inbox) + 1 :].partition(b".")[0])
+            if batch is None or batch.answer:
+                continue
+            answer = _decode_answer(data) if data else _Answer()  # without data it is a status: no stream takes it
+            if answer.error.get("err_code") == NO_FAST_BATCHES:
+                self._streams.discard(answer.stream)
+            if not answer.type:
+                batch.ends(answer)
 
     def _on_disconnect(self) -> None:
         for batch in self._under_way.values():

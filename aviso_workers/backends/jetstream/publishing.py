@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
-from aviso_workers.backends import Outgoing, PubAck
+from aviso_workers.backends import Outgoing, OutgoingChunk, PubAck
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.wire import header_block, status
+from aviso_workers.backends.jetstream.wire import Arrival, header_block, status
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 
-__all__ = ["Publisher", "encode"]
+__all__ = ["Publisher", "encode", "encode_all"]
 
 
 SWITCHED_OFF: dict[object, str] = {10166: "allow_msg_ttl", 10174: "allow_atomic", 10188: "allow_msg_schedules"}
@@ -54,7 +54,7 @@ class Publisher:
     async def open(self) -> None:
         inbox = self._connection.nc.new_inbox()
         self._inbox = inbox.encode()
-        await self._connection.listen(f"{inbox}.*", self._on_answer)
+        await self._connection.listen(f"{inbox}.*", self._on_answers)
         self._connection.on_disconnect.add(self._on_disconnect)
 
     async def publish(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> list[PubAck | BackendError]:
@@ -115,10 +115,11 @@ class Publisher:
             return refused
         return faults.outcome_unknown(_what(outgoing))
 
-    def _on_answer(self, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> None:
-        if found := self._waiting.pop(subject, None):
-            batch, index = found
-            batch.ends(index, _result(batch.outgoing[index], headers, data))
+    def _on_answers(self, arrivals: Sequence[Arrival]) -> None:
+        for subject, _, headers, data in arrivals:
+            if found := self._waiting.pop(subject, None):
+                batch, index = found
+                batch.ends(index, _result(batch.outgoing[index], headers, data))
 
     def _on_disconnect(self) -> None:
         for batch, _ in self._waiting.values():
@@ -170,6 +171,22 @@ def encode(outgoing: Outgoing, *, most: int) -> tuple[bytes, bytes]:
     if message.subject.split() != [message.subject]:
         raise RefusedError(f"{_what(outgoing)}: {message.subject!r} is no subject")
     return message.subject.encode(), headers
+
+
+def encode_all(stream: str, chunk: OutgoingChunk, *, most: int) -> list[tuple[bytes, bytes, bytes]]:
+    """Subject, header block and data of each message. Raises as `encode` does, which makes the same of each."""
+    ends = b"\r\nNats-Expected-Stream: %b\r\n\r\n" % stream.encode()
+    headers = [b"NATS/1.0\r\nNats-Msg-Id: %b%b" % (message_id.encode(), ends) for message_id in chunk.message_ids]
+    largest = max(map(len, headers)) + max(map(len, chunk.data))
+    if any(chunk.headers) or largest > most or not (_are_plain(chunk.subjects) and _are_plain(chunk.message_ids)):
+        return [(*encode(each, most=most), each.message.data) for each in chunk.each(stream)]
+    return list(zip([subject.encode() for subject in chunk.subjects], headers, chunk.data, strict=True))
+
+
+def _are_plain(texts: Sequence[str]) -> bool:
+    """Whether there is a text each time, without spaces or line breaks."""
+    joined = "".join(texts)
+    return all(texts) and joined.isprintable() and " " not in joined
 
 
 def _result(outgoing: Outgoing, headers: bytes, data: bytes) -> PubAck | BackendError:

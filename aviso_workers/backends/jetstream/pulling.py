@@ -11,18 +11,19 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
 import msgspec
 
+from aviso_workers.backends import Chunk
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.wire import Headers, Interest, status
+from aviso_workers.backends.jetstream.wire import Arrival, HeaderBlocks, Headers, Interest, Listener, status
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 
-__all__ = ["HEARTBEAT_SECONDS", "PullSubscription"]
+__all__ = ["HEARTBEAT_SECONDS", "PullSubscription", "decode", "decode_all", "sequence_of"]
 
 EXPIRES_SECONDS = 30
 HEARTBEAT_SECONDS = 5.0
@@ -33,10 +34,8 @@ TOO_LARGE = "Message Size Exceeds MaxBytes"
 ASK_AGAIN = ("Leadership Change", "Batch Completed", "Server Shutdown", TOO_LARGE)
 """Reasons of a 409 that only end the request."""
 SECOND = 1_000_000_000
-
-
-Arrival = Callable[[Message, bytes, int], None]
-"""Called with a message, the subject that settles it, and how often it was delivered."""
+FROM_STREAM = b"$JS.ACK."
+"""How the reply subject of a stored message begins; what else comes is a status."""
 
 
 class PullSubscription:
@@ -48,7 +47,7 @@ class PullSubscription:
         *,
         stream: str,
         consumer: str,
-        on_message: Arrival,
+        on_messages: Listener,
         on_change: Callable[[], None],
     ) -> None:
         self.outstanding = 0
@@ -60,7 +59,7 @@ class PullSubscription:
         self._connection = connection
         self._subject = f"CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._name = f"consumer {consumer} of stream {stream}"
-        self._on_message = on_message
+        self._on_messages = on_messages
         self._on_change = on_change
         self._interest: Interest | None = None
         self._closing = anyio.Lock()
@@ -80,7 +79,7 @@ class PullSubscription:
         self._most_bytes = min(self._most_bytes, limits.get("max_bytes") or self._most_bytes)
         self._expires_ns = min(self._expires_ns, limits.get("max_expires") or self._expires_ns)
         self._inbox = self._connection.nc.new_inbox()
-        self._interest = await self._connection.listen(self._inbox, self._on_arrival)
+        self._interest = await self._connection.listen(self._inbox, self._on_arrivals)
         self._connection.on_reconnect.add(self._on_reconnect)
 
     async def close(self) -> None:
@@ -124,26 +123,16 @@ class PullSubscription:
         self._answered = False
         self._last_heard = self._now()
 
-    def _on_arrival(self, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> None:
+    def _on_arrivals(self, arrivals: Sequence[Arrival]) -> None:
         self._last_heard = self._now()
         self._answered = True
-        if not reply.startswith(b"$JS.ACK."):
-            self._on_status(headers)
-            return
-        if self.outstanding:
-            self.outstanding -= 1
-        # $JS.ACK.<stream>.<consumer>.<delivered>.<sequence>.<consumer sequence>.<time>.<pending>, or, newer,
-        # $JS.ACK.<domain>.<account>.<stream>...<pending>[.<token>]: count from the side that stays the same.
-        tokens = reply.split(b".")
-        delivered = 4 if len(tokens) == 9 else 6
-        message = Message(
-            subject=subject.decode(),
-            data=data,
-            headers=Headers(headers) if headers else None,
-            sequence=int(tokens[delivered + 1]),
-            timestamp_ns=int(tokens[delivered + 3]),
-        )
-        self._on_message(message, reply, int(tokens[delivered]))
+        if messages := [arrival for arrival in arrivals if arrival[1].startswith(FROM_STREAM)]:
+            self.outstanding = max(0, self.outstanding - len(messages))
+            self._on_messages(messages)
+        if len(messages) < len(arrivals):
+            for _, reply, headers, _ in arrivals:
+                if not reply.startswith(FROM_STREAM):
+                    self._on_status(headers)
 
     def _on_status(self, block: bytes) -> None:
         code, description = status(block)
@@ -177,3 +166,47 @@ class PullSubscription:
         self.outstanding = 0
         self._last_heard = -math.inf
         self._on_change()
+
+
+def decode(arrival: Arrival) -> tuple[Message, bytes, int]:
+    """A message that was asked for, the subject that settles it, and how often it was delivered."""
+    subject, reply, headers, data = arrival
+    tokens = reply.split(b".")
+    delivered = _delivered(tokens)
+    message = Message(
+        subject=subject.decode("utf-8", "replace"),
+        data=data,
+        headers=Headers(headers) if headers else None,
+        sequence=int(tokens[delivered + 1]),
+        timestamp_ns=int(tokens[delivered + 3]),
+    )
+    return message, reply, int(tokens[delivered])
+
+
+def decode_all(arrivals: Sequence[Arrival]) -> Chunk:
+    """Messages of one consumer, at least one."""
+    subjects, replies, headers, data = zip(*arrivals, strict=True)
+    tokens = [reply.split(b".") for reply in replies]
+    delivered = _delivered(tokens[0])
+    return Chunk(
+        subjects=subjects,
+        data=data,
+        headers=HeaderBlocks(headers),
+        sequences=[int(found[delivered + 1]) for found in tokens],
+        timestamps_ns=[int(found[delivered + 3]) for found in tokens],
+    )
+
+
+def sequence_of(arrival: Arrival) -> int:
+    """The stream sequence of a message."""
+    tokens = arrival[1].split(b".")
+    return int(tokens[_delivered(tokens) + 1])
+
+
+def _delivered(tokens: Sequence[bytes]) -> int:
+    """Where in the reply subject of a message stands how often it was delivered.
+
+    $JS.ACK.<stream>.<consumer>.<delivered>.<sequence>.<consumer sequence>.<time>.<pending>, or, newer,
+    $JS.ACK.<domain>.<account>.<stream>...<pending>[.<token>]: count from the side that stays the same.
+    """
+    return 4 if len(tokens) == 9 else 6

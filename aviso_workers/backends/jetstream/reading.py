@@ -15,9 +15,16 @@ from typing import Any
 import anyio
 import msgspec
 
+from aviso_workers.backends import Chunk
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription
-from aviso_workers.backends.jetstream.wire import Headers
+from aviso_workers.backends.jetstream.pulling import (
+    HEARTBEAT_SECONDS,
+    PullSubscription,
+    decode,
+    decode_all,
+    sequence_of,
+)
+from aviso_workers.backends.jetstream.wire import Arrival, Headers
 from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import BackendError, UnavailableError
 
@@ -25,7 +32,7 @@ __all__ = ["count", "message_of", "read", "read_chunks"]
 
 AHEAD = 1000
 """Messages that are under way or wait for whoever reads."""
-CHUNK = 5000
+CHUNK = 10_000
 CHUNK_BYTES = 4 * 1024 * 1024
 INACTIVE_SECONDS = 60
 """After this long without a pull the server removes the consumer: longer than any heartbeat, short for a crash."""
@@ -54,21 +61,22 @@ async def read(
             return store_time(message) < time
 
     async with _reader(connection, stream, filter_subjects, start, ahead=AHEAD, last_sequence=last_sequence) as reader:
-        while messages := await reader.more():
-            for message in messages:
+        while arrivals := await reader.more():
+            for arrival in arrivals:
+                message, _, _ = decode(arrival)
                 if not before(message):  # a start beyond the end: the server begins with whatever comes next
                     yield message
 
 
 async def read_chunks(
     connection: Connection, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
-) -> AsyncGenerator[list[Message], None]:
+) -> AsyncGenerator[Chunk, None]:
     """See `backends.Backend.read_chunks`."""
     start = {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, start_sequence)}
     ahead = 2 * CHUNK
     async with _reader(connection, stream, filter_subjects, start, ahead=ahead, last_sequence=last_sequence) as reader:
-        while messages := await reader.more(worth=CHUNK):
-            yield messages
+        while arrivals := await reader.more(worth=CHUNK):
+            yield decode_all(arrivals)
 
 
 async def count(connection: Connection, stream: str, *, filter_subjects: Sequence[str], start_sequence: int) -> int:
@@ -149,14 +157,14 @@ class _Reader:
         self._consumer = consumer
         self._ahead = ahead
         self._last = last_sequence
-        self._buffer: list[Message] = []
+        self._buffer: list[Arrival] = []
         self._buffered_bytes = 0
         self._seen = 0
         """The newest sequence that came."""
         self._changed = anyio.Event()
         self._lost: BackendError | None = None
         self._pulls = PullSubscription(
-            connection, stream=stream, consumer=consumer, on_message=self._on_message, on_change=self._change
+            connection, stream=stream, consumer=consumer, on_messages=self._on_messages, on_change=self._change
         )
 
     async def open(self) -> None:
@@ -168,15 +176,15 @@ class _Reader:
         await self._pulls.close()
         await _delete_consumer(self._connection, self._stream, self._consumer)
 
-    async def more(self, *, worth: int = 1) -> list[Message]:
+    async def more(self, *, worth: int = 1) -> list[Arrival]:
         """The next messages, in order, as soon as there are so many; none where a bounded reading has seen all."""
         while True:
             self._ask()
             complete = self._complete()
             enough = len(self._buffer) >= worth or self._buffered_bytes >= CHUNK_BYTES
             if self._buffer and (enough or complete):
-                messages, self._buffer, self._buffered_bytes = self._buffer, [], 0
-                return messages
+                arrivals, self._buffer, self._buffered_bytes = self._buffer, [], 0
+                return arrivals
             if lost := self._pulls.error or self._lost:
                 # The consumer is ours alone: whatever became of it, another one can read on.
                 raise UnavailableError(f"reading {self._stream} was interrupted: {lost}") from lost
@@ -205,13 +213,13 @@ class _Reader:
         """Whether nothing more comes."""
         return self._last is not None and (self._pulls.exhausted or not self._pulls.outstanding)
 
-    def _on_message(self, message: Message, reply: bytes, num_delivered: int) -> None:
-        self._seen = message.sequence
-        if self._last is not None and message.sequence > self._last:
+    def _on_messages(self, arrivals: Sequence[Arrival]) -> None:
+        self._seen = sequence_of(arrivals[-1])
+        if self._last is not None and self._seen > self._last:
             self._pulls.exhausted = True
-        else:
-            self._buffer.append(message)
-            self._buffered_bytes += len(message.data)
+            arrivals = [arrival for arrival in arrivals if sequence_of(arrival) <= self._last]
+        self._buffer += arrivals
+        self._buffered_bytes += sum([len(data) for _, _, _, data in arrivals])
         self._change()
 
     def _on_disconnect(self) -> None:

@@ -1,7 +1,8 @@
 """The short way through nats-py: what arrives goes straight to who listens, what is sent leaves together.
 
 nats-py gives each message a queue, a task switch and an object of its own, and each publish a coroutine. Here a
-listener is called as the bytes are parsed, and what is sent within one turn of the event loop becomes one write.
+listener is called with all that one read of the socket has brought it, and what is sent within one turn of the event
+loop becomes one write.
 `Connection` opens a wire with `attach` and hands it to `publishing`, `pulling` and `consuming`.
 
 This is the only file that touches nats-py's private parts. They are those of the versions in `TESTED`; where `attach`
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from typing import Protocol
@@ -26,7 +27,18 @@ from nats.errors import Error as NatsError
 from nats.errors import ProtocolError
 from nats.protocol.parser import Parser
 
-__all__ = ["Headers", "Interest", "Listener", "PublicWire", "Wire", "attach", "header_block", "status"]
+__all__ = [
+    "Arrival",
+    "HeaderBlocks",
+    "Headers",
+    "Interest",
+    "Listener",
+    "PublicWire",
+    "Wire",
+    "attach",
+    "header_block",
+    "status",
+]
 
 TESTED = ("2.16.",)
 """Beginnings of the nats-py versions whose private parts are those that are used here."""
@@ -40,13 +52,14 @@ PRIVATE = (
     "_transport",
     "_send_ping",
 )
-MESSAGES = (b"MSG ", b"HMSG ")
 HEADER_LINE = b"NATS/1.0"
 LINE_BREAKS = str.maketrans("\r\n", "  ")
 NEVER_SECONDS = 1_000_000_000
 
-Listener = Callable[[bytes, bytes, bytes, bytes], None]
-"""Called with subject, reply, header block (empty where there is none) and data. Must not raise."""
+Arrival = tuple[bytes, bytes, bytes, bytes]
+"""A message: its subject, reply, header block (both empty where there is none) and data."""
+Listener = Callable[[Sequence[Arrival]], None]
+"""Called with messages in the order in which they came. Must not raise."""
 
 
 class Interest:
@@ -124,6 +137,18 @@ class Headers(Mapping[str, str]):
                 if colon and name.isascii() and len(name.split()) < 2:
                     self._fields[name.decode()] = value.strip().decode("utf-8", "replace")
         return self._fields
+
+
+class HeaderBlocks:
+    """Header blocks as `Headers`, made where somebody looks; None for an empty one."""
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, blocks: Sequence[bytes]) -> None:
+        self._blocks = blocks
+
+    def __iter__(self) -> Iterator[Headers | None]:
+        return (Headers(block) if block else None for block in self._blocks)
 
 
 def header_block(fields: Mapping[str, str]) -> bytes:
@@ -230,42 +255,66 @@ class Dispatcher(Parser):
         rest = self._rest = bytearray()
         begin = self._needed = messages = size = 0
         listeners, find = self.listeners, data.find
-        while (line_end := find(b"\r\n", begin)) >= 0:
-            end = line_end + 2
-            if data.startswith(MESSAGES, begin):
-                subject, sid, reply, head, whole = _arguments(data[begin:line_end].split())
-                body = end + head
-                end += whole
-                if end + 2 > len(data):
-                    self._needed = end + 2 - begin
-                    break
-                if listener := listeners.get(sid):
-                    try:
-                        listener(subject, reply, data[line_end + 2 : body] if head else b"", data[body:end])
-                    except Exception as error:  # it would end nats-py's reader
-                        _report(error)
-                    messages += 1
-                    size += whole
-                    begin = end + 2
-                    continue
-                end += 2
-            await super().parse(data[begin:end])
-            if self._rest is not rest:
-                return  # it was reset meanwhile: what is left is of the connection before
-            begin = end
+        told: Listener | None = None
+        arrived: list[Arrival] = []
+        try:
+            while (line_end := find(b"\r\n", begin)) >= 0:
+                body = end = line_end + 2
+                if found := _arguments(data[begin:line_end].split()):
+                    subject, sid, reply, head, whole = found
+                    end += whole + 2
+                    if end > len(data):
+                        self._needed = end - begin
+                        break
+                    if listener := listeners.get(sid):
+                        if listener is not told:
+                            _tell(told, arrived)
+                            told, arrived = listener, []
+                        arrived.append((subject, reply, data[body : body + head], data[body + head : end - 2]))
+                        messages += 1
+                        size += whole
+                        begin = end
+                        continue
+                _tell(told, arrived)
+                arrived = []
+                await super().parse(data[begin:end])
+                if self._rest is not rest:
+                    return  # it was reset meanwhile: what is left is of the connection before
+                begin = end
+        finally:
+            _tell(told, arrived)
         rest += data[begin:]
         self.nc.stats["in_msgs"] += messages
         self.nc.stats["in_bytes"] += size
 
 
-def _arguments(line: list[bytes]) -> tuple[bytes, int, bytes, int, int]:
-    """Subject, id of the subscription, reply, size of the headers and size of all."""
-    has_head = len(line[0]) == len(b"HMSG")
-    arguments = len(line) - has_head
-    head, whole = line[-2] if has_head else b"0", line[-1]
-    if not (4 <= arguments <= 5 and line[2].isdigit() and whole.isdigit() and head.isdigit()):
+def _arguments(line: list[bytes]) -> tuple[bytes, int, bytes, int, int] | None:
+    """Subject, id of the subscription, reply, size of the headers and size of all; None for what is no message."""
+    match line:
+        case [b"HMSG", subject, sid, reply, head, whole]:
+            pass
+        case [b"MSG", subject, sid, whole]:
+            reply, head = b"", b"0"
+        case [b"MSG", subject, sid, reply, whole]:
+            head = b"0"
+        case [b"HMSG", subject, sid, head, whole]:
+            reply = b""
+        case [b"MSG" | b"HMSG", *_]:
+            raise ProtocolError(f"nats: malformed {b' '.join(line)!r}")
+        case _:
+            return None
+    if not (sid.isdigit() and head.isdigit() and whole.isdigit()):
         raise ProtocolError(f"nats: malformed {b' '.join(line)!r}")
-    return line[1], int(line[2]), line[3] if arguments == 5 else b"", int(head), int(whole)
+    return subject, int(sid), reply, int(head), int(whole)
+
+
+def _tell(listener: Listener | None, arrived: Sequence[Arrival]) -> None:
+    if listener is None or not arrived:
+        return
+    try:
+        listener(arrived)
+    except Exception as error:  # it would end nats-py's reader
+        _report(error)
 
 
 def _report(error: Exception) -> None:
@@ -286,7 +335,7 @@ class PublicWire:
     async def listen(self, subject: str, listener: Listener) -> Interest:
         async def hear(message: Msg) -> None:
             headers = _block_of(message.headers) if message.headers else b""
-            listener(message.subject.encode(), message.reply.encode(), headers, message.data)
+            listener([(message.subject.encode(), message.reply.encode(), headers, message.data)])
 
         # No limits: nats-py drops what exceeds them, and what comes is limited by what was asked for.
         return Interest(await self._nc.subscribe(subject, cb=hear, pending_msgs_limit=0, pending_bytes_limit=0))
