@@ -44,6 +44,7 @@ class Policy(Struct, frozen=True, kw_only=True):
     order_by: tuple[str, ...] = ()
     batch: Batching = Batching()
     start: str = "all"
+    singleton: bool = False
 
 
 class Agent(Generic[P, R]):
@@ -104,6 +105,11 @@ class Agent(Generic[P, R]):
             problem = "batch= is for a function of a Batch"
         if policy.order_by and self.form is not Notification:
             problem = "order_by= is for a function of a Notification"
+        if policy.singleton and (self.form is not Notification or policy.concurrency > 1 or policy.order_by):
+            problem = (
+                "singleton= is for a function of a Notification without concurrency= and order_by=: "
+                "it handles one at a time, in order"
+            )
         if policy.timeout and self.form is Stream:
             problem = "timeout= is for a function of a Notification or a Batch; a Stream has no end"
         if self.in_thread and self.form is Stream:
@@ -152,6 +158,7 @@ class Router:
         order_by: Sequence[str] = (),
         batch: Batching | None = None,
         start: int | str | datetime = "all",
+        singleton: bool = False,
     ) -> Callable[[Callable[P, R]], Agent[P, R]]:
         """Declare an agent: the function is run for every matching notification of `event_type`, at least once.
 
@@ -163,8 +170,10 @@ class Router:
         cancels a call, which counts as a failure. `order_by` names identifier fields: within one worker,
         notifications of equal values are handled strictly one after another, also while one waits to be tried again.
         `start` is where an agent begins that has never run: with `all` that is stored, with what is `new`, at a
-        sequence or at a time. A worker that dies is given up after `ack_wait`; one that lives may take as long as it
-        likes. `name` (default: the function's) names the durable consumer, so keep it when you rename the function.
+        sequence or at a time. `singleton` lets one worker of all that run the app handle everything, one notification
+        at a time and in order, and another one within `ack_wait` when that dies. A worker that dies is given up after
+        `ack_wait`; one that lives may take as long as it likes. `name` (default: the function's) names the durable
+        consumer, so keep it when you rename the function.
 
         Raises `DeclarationError`.
         """
@@ -177,6 +186,7 @@ class Router:
             order_by=tuple(order_by),
             batch=batch or Batching(),
             start=_start(name, start),
+            singleton=singleton,
         )
 
         def declare(function: Callable[P, R]) -> Agent[P, R]:

@@ -18,6 +18,7 @@
     │   └── RefusedError            not done and not worth repeating
     │       ├── NotFoundError       no such stream, consumer, key or message
     │       └── ConflictError       somebody else was faster: what it depended on is not so any more
+    ├── TakenOverError              a singleton's notification may have been given to another worker
     ├── ResourceError               a resource that an author declared cannot be opened
     ├── ServerProcessError          a nats-server of our own could not be found or started
     ├── WorkerProcessError          a worker process of a fleet does not stay up
@@ -55,6 +56,7 @@ __all__ = [
     "ServerProcessError",
     "SparkError",
     "SparkRestError",
+    "TakenOverError",
     "UnavailableError",
     "UndecodableError",
     "UnknownEventTypeError",
@@ -151,6 +153,13 @@ class NotFoundError(RefusedError):
 
 class ConflictError(RefusedError):
     """Not stored, because it depended on a revision that is not the newest. Read again, and decide anew."""
+
+
+class TakenOverError(AvisoWorkersError):
+    """What a singleton's handler works on may have been given to another worker; whatever it does now is too late."""
+
+    def __init__(self) -> None:
+        super().__init__("this worker was paused or cut off for ack_wait; another one may have taken over")
 
 
 class ResourceError(AvisoWorkersError):

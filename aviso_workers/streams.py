@@ -19,6 +19,9 @@ from aviso_workers.schema import EventType
 from aviso_workers.topics import binding, stream_name
 
 __all__ = [
+    "GROUP",
+    "PINNED",
+    "PRIORITIZED",
     "UPDATABLE",
     "ConsumerSpec",
     "Difference",
@@ -39,7 +42,8 @@ DAY = 86_400 * SECOND
 DEFAULT_DUPLICATE_WINDOW = 120 * SECOND
 
 
-UPDATABLE = frozenset({"ack_wait", "filter_subjects", "max_ack_pending", "max_deliver", "metadata"})
+PRIORITY = frozenset({"priority_policy", "priority_groups", "priority_timeout"})
+UPDATABLE = PRIORITY | {"ack_wait", "filter_subjects", "max_ack_pending", "max_deliver", "metadata"}
 """The consumer fields that we state and that a server lets change."""
 
 
@@ -75,6 +79,12 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
     allow_msg_counter: bool | UnsetType = UNSET
 
 
+PINNED = "pinned_client"
+PRIORITIZED = "prioritized"
+GROUP = "workers"
+"""A consumer of one of these two policies has one group, by which its readers ask."""
+
+
 class ConsumerSpec(Struct, frozen=True, kw_only=True):
     """What we state about a durable pull consumer."""
 
@@ -90,6 +100,10 @@ class ConsumerSpec(Struct, frozen=True, kw_only=True):
     opt_start_time: str | UnsetType = UNSET
     """RFC 3339."""
     metadata: Mapping[str, str] | UnsetType = UNSET
+    priority_policy: str = "none"
+    priority_groups: tuple[str, ...] = ()
+    priority_timeout: int = 0
+    """Nanoseconds after its last request for which a pinned reader stays the only one that is served."""
 
 
 class Difference(Struct, frozen=True, kw_only=True):
@@ -198,10 +212,13 @@ def consumer_differences(wanted: ConsumerSpec, found: Mapping[str, Any]) -> tupl
     """Where a consumer, as a server reports it, is not as wanted; of these, `UPDATABLE` can be brought in line."""
     found = {**found, "filter_subjects": filters_of(found)}
     start = _start_differs(wanted, found)
+    passed_over = STARTING
+    if wanted.priority_policy == "none" and found.get("priority_policy") == PRIORITIZED:
+        passed_over |= PRIORITY  # another worker's wish, which changes nothing for those that are near
     differences = tuple(
         Difference(field=name, found=_normalised(name, found.get(name)), wanted=_normalised(name, value))
         for name, value in msgspec.to_builtins(wanted).items()
-        if name not in STARTING and _normalised(name, found.get(name)) != _normalised(name, value)
+        if name not in passed_over and _normalised(name, found.get(name)) != _normalised(name, value)
     )
     return differences if start is None else (*differences, start)
 
@@ -239,8 +256,10 @@ def readable(name: str, value: Any) -> str:
     match name:
         case "subjects" | "filter_subjects":
             return ", ".join(value) or "everything"
-        case "ack_wait":
+        case "ack_wait" | "priority_timeout":
             return f"{value / SECOND:g}s"
+        case "priority_groups":
+            return ", ".join(value) or "none"
         case "max_age":
             return Duration(value // SECOND).literal() if value else "unlimited"
         case "duplicate_window":
@@ -264,9 +283,11 @@ def _normalised(name: str, value: Any) -> Any:
             return value or "limits"
         case "discard":
             return value or "old"
-        case "max_age" | "duplicate_window" | "ack_wait":
+        case "max_age" | "duplicate_window" | "ack_wait" | "priority_timeout":
             return value or 0
-        case "subjects" | "filter_subjects":
+        case "priority_policy":
+            return value or "none"
+        case "subjects" | "filter_subjects" | "priority_groups":
             return list(value or ())
         case _:
             return value

@@ -19,6 +19,7 @@ from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.codec import NotificationReader
 from aviso_workers.engine import calling
+from aviso_workers.engine.holding import WhileHeld
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.originating import Origin
 from aviso_workers.engine.pacing import Pace
@@ -50,6 +51,8 @@ class Kit:
         self.settler = settler
         self.clock = clock
         self.call = _caller(agent, clock, outputs=outputs)
+        if agent.policy.singleton:
+            self.call = WhileHeld(self.call, line)
         self.pace = Pace(clock, per_second=agent.policy.rate_limit)
 
     async def read(self, delivery: Delivery, *, started: float) -> Notification[Any] | None:

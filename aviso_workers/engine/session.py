@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+from msgspec import structs
 
 from aviso_workers import resources, schema, streams, topics
 from aviso_workers.agents import Agent, Task
@@ -70,6 +71,7 @@ class Session:
         self._dead_letters = DeadLetters(backend, app=app, config=config, provisioner=self.own_streams)
         self._app = app
         self._config = config
+        self._priority = config.workers.priority
         self._events = events
 
     async def replayer(self, event_type: str, where: Mapping[str, Any]) -> Replayer:
@@ -94,8 +96,14 @@ class Session:
     async def work(self, app: Any, stop: anyio.Event, *, agents: Sequence[Agent[Any, Any]]) -> None:
         """Run these agents, and the app's timers and tasks, until `stop`; then let them finish.
 
-        Raises `BackendError` when the connection is lost for good, `ResourceError` where a resource cannot be opened.
+        Raises `BackendError` when the connection is lost for good, `RefusedError` where the server is too old for
+        what is asked of it, `ResourceError` where a resource cannot be opened.
         """
+        if self._priority:
+            self.backend.require_server(2, 12, to=f"read with workers.priority {self._priority}")
+        for agent in agents:
+            if agent.policy.singleton:
+                self.backend.require_server(2, 11, to=f"run agent {agent.name!r} as a singleton")
         async with resourcing.opened(app.resources, app) as values:
             await self._work(
                 app,
@@ -175,24 +183,25 @@ class Session:
             ack_wait_seconds=policy.ack_wait,
         )
         self.runs[agent.name] = run
-        durable = agent.durable_name(self._app)
-        max_deliver = policy.retry.attempts + CRASHES
-        filters = topics.filter_subjects(where)
-        feeds = [
-            Feed(
-                stream=stream,
-                consumer=_consumer(durable, filters, policy.ack_wait, max_deliver, start=policy.start),
-                provisioner=self.provisioner,
-                in_order=line.ordered,
+        events = Feed(
+            stream=stream,
+            consumer=_consumer(
+                agent, self._app, topics.filter_subjects(where), priority=self._priority, start=policy.start
             ),
-            Feed(
-                stream=dead_lettering.retries_spec(self._config),
-                consumer=_consumer(durable, (retry_subject(self._app, agent.name),), policy.ack_wait, max_deliver),
-                provisioner=self.own_streams,
-                unwrap=Requeued,
-            ),
-        ]
-        await self._supervise(agent.name, run, feeds, stop)
+            provisioner=self.provisioner,
+            in_order=line.ordered,
+            priority=self._priority,
+        )
+        retries = Feed(
+            stream=dead_lettering.retries_spec(self._config),
+            consumer=_consumer(agent, self._app, (retry_subject(self._app, agent.name),)),
+            provisioner=self.own_streams,
+            unwrap=Requeued,
+        )
+        if policy.singleton:  # who waits for something to come, or is busy, goes on asking, or would not be pinned
+            events = structs.replace(events, room=lambda: 1)
+            retries = structs.replace(retries, room=lambda: int(run.pinned(stream.name)))
+        await self._supervise(agent.name, run, [events, retries], stop)
 
     async def run_sweep(self, agents: Sequence[Agent[Any, Any]], stop: anyio.Event) -> None:
         """Bury, until `stop`, what the server has given up of these agents' notifications."""
@@ -215,7 +224,13 @@ class Session:
         )
         feed = Feed(
             stream=sweeping.advisories_spec(self._config),
-            consumer=_consumer(f"{self._app}__{SWEEP}", tuple(subjects), SWEEP_ACK_WAIT, max_deliver=-1),
+            consumer=ConsumerSpec(
+                durable_name=f"{self._app}__{SWEEP}",
+                filter_subjects=tuple(subjects),
+                ack_wait=int(SWEEP_ACK_WAIT * streams.SECOND),
+                max_ack_pending=MAX_ACK_PENDING,
+                **streams.starting("all"),
+            ),
             provisioner=self.own_streams,
         )
         await self._supervise(SWEEP, run, [feed], stop)
@@ -269,13 +284,27 @@ def _prefetch(agent: Agent[Any, Any]) -> int:
 
 
 def _consumer(
-    durable: str, filters: tuple[str, ...], ack_wait: float, max_deliver: int, *, start: str = "all"
+    agent: Agent[Any, Any], app: str, filters: tuple[str, ...], *, priority: int = 0, start: str = "all"
 ) -> ConsumerSpec:
-    return ConsumerSpec(
-        durable_name=durable,
+    policy = agent.policy
+    spec = ConsumerSpec(
+        durable_name=agent.durable_name(app),
         filter_subjects=filters,
-        ack_wait=int(ack_wait * streams.SECOND),
+        ack_wait=int(policy.ack_wait * streams.SECOND),
         max_ack_pending=MAX_ACK_PENDING,
-        max_deliver=max_deliver,
+        max_deliver=policy.retry.attempts + CRASHES,
         **streams.starting(start),
     )
+    if policy.singleton:
+        # One at a time, for whoever is pinned: so what follows waits on the server until this one has come to its end,
+        # also while it waits to be tried again, and while it is given to another worker.
+        return structs.replace(
+            spec,
+            max_ack_pending=1,
+            priority_policy=streams.PINNED,
+            priority_groups=(streams.GROUP,),
+            priority_timeout=spec.ack_wait,
+        )
+    if priority:
+        return structs.replace(spec, priority_policy=streams.PRIORITIZED, priority_groups=(streams.GROUP,))
+    return spec

@@ -7,12 +7,19 @@ opened. Settlements leave through one outbox per connection, in the order in whi
 
 A consumer or stream that was deleted and made anew counts from 1 again: to settle what came from the old one would
 settle another message. So such settlements are dropped.
+
+A server takes an acknowledgement from whoever sends it, also from a reader that it has given up. Where readers are
+pinned, one settles only what nobody else can have been given: it came for a request that is younger than `ack_wait`,
+or the server has confirmed a sign of life that is, without a gap. That is judged by this side's clock when it settles,
+so a process that was paused, or a network that was silent, settles nothing late.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 
 import anyio
 
@@ -21,6 +28,7 @@ from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
+from aviso_workers.streams import GROUP, PINNED
 
 __all__ = ["Outbox", "PullConsumer"]
 
@@ -38,6 +46,8 @@ class Outbox:
         self._unconfirmed: dict[bytes, tuple[bytes, bytes]] = {}
         """By the subject on which the confirmation comes."""
         self._confirmed = anyio.Event()
+        self._signs: dict[bytes, Callable[[], None]] = {}
+        """What to do when a sign of life is confirmed, by the same."""
         self._numbers = itertools.count(1)
         self._inbox = ""
 
@@ -52,9 +62,17 @@ class Outbox:
         """
         answer = b""
         if confirmed:
-            answer = b"%b.%d" % (self._inbox.encode(), next(self._numbers))
+            answer = self._new_answer()
             self._unconfirmed[answer] = (reply, body)
         self._connection.wire.send(reply, body, reply=answer)
+
+    def put_sign(self, reply: bytes, on_confirmed: Callable[[], None], *, before: bytes) -> bytes:
+        """Send a sign of life; returns the subject of its confirmation. That of the one `before` counts no more."""
+        self._signs.pop(before, None)
+        answer = self._new_answer()
+        self._signs[answer] = on_confirmed
+        self._connection.wire.send(reply, IN_PROGRESS, reply=answer)
+        return answer
 
     async def flush(self) -> None:
         """Return when the server has what was put so far, and has confirmed what is to be confirmed."""
@@ -67,9 +85,15 @@ class Outbox:
             for answer, (reply, body) in self._unconfirmed.items():
                 self._connection.wire.send(reply, body, reply=answer)
 
+    def _new_answer(self) -> bytes:
+        return b"%b.%d" % (self._inbox.encode(), next(self._numbers))
+
     def _on_confirmed(self, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> None:
         if headers:
             return  # 503: the consumer has no leader just now
+        if on_confirmed := self._signs.pop(subject, None):
+            on_confirmed()
+            return
         self._unconfirmed.pop(subject, None)
         if not self._unconfirmed:
             self._confirmed.set()
@@ -101,6 +125,52 @@ class JetStreamDelivery:
     def in_progress(self) -> None:
         self._settle(self._reply, IN_PROGRESS)
 
+    @property
+    def held(self) -> bool:
+        return True
+
+
+class PinnedDelivery(JetStreamDelivery):
+    """One of a pinned consumer, ours for `hold_seconds` after the last sign of life that was confirmed in time."""
+
+    __slots__ = ("_hold_seconds", "_last_sign", "_now", "_outbox", "_settle_held", "_until")
+
+    def __init__(
+        self,
+        message: Message,
+        reply: bytes,
+        num_delivered: int,
+        settle: Callable[[bytes, bytes], None],
+        *,
+        outbox: Outbox,
+        asked_at: float,
+        hold_seconds: float,
+    ) -> None:
+        super().__init__(message, reply, num_delivered, self._settle_if_held)
+        self._settle_held = settle
+        self._outbox = outbox
+        self._hold_seconds = hold_seconds
+        self._until = asked_at + hold_seconds
+        self._last_sign = b""
+        self._now = asyncio.get_running_loop().time
+
+    @property
+    def held(self) -> bool:
+        return self._now() < self._until
+
+    def in_progress(self) -> None:
+        sent = self._now()
+
+        def confirmed() -> None:
+            if self.held:
+                self._until = sent + self._hold_seconds
+
+        self._last_sign = self._outbox.put_sign(self._reply, confirmed, before=self._last_sign)
+
+    def _settle_if_held(self, reply: bytes, body: bytes) -> None:
+        if self.held:
+            self._settle_held(reply, body)
+
 
 class PullConsumer:
     """An open reader of a durable consumer; see `backends.Consumer`.
@@ -118,6 +188,7 @@ class PullConsumer:
         made: dict[tuple[str, str], str],
         deliver: Callable[[Delivery], None],
         room: Callable[[], int],
+        priority: int,
     ) -> None:
         self._connection = connection
         self._outbox = outbox
@@ -127,6 +198,9 @@ class PullConsumer:
         self._made_at = ""
         self._deliver = deliver
         self._room = room
+        self._priority = priority
+        self._hold_seconds: float | None = None
+        """For how long a delivery is ours alone; None where readers are not pinned."""
         self._stopped = False
         self._changed = anyio.Event()
         self._ended = anyio.Event()
@@ -144,7 +218,9 @@ class PullConsumer:
         stream, consumer = self._consumer
         info = await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}")
         self._made_at = self._made[self._consumer] = info["created"]
-        await self._pulls.open(limits=info["config"])
+        if info["config"].get("priority_policy") == PINNED:
+            self._hold_seconds = info["config"]["ack_wait"] / SECOND
+        await self._pulls.open(limits=info["config"], priority=self._priority)
         self._ask()
         await self._pulls.check_allowed()
 
@@ -168,6 +244,10 @@ class PullConsumer:
         finally:
             self._ended.set()
 
+    @property
+    def pinned(self) -> bool:
+        return bool(self._pulls.pin)
+
     def refill(self) -> None:
         self._ask()
 
@@ -184,6 +264,11 @@ class PullConsumer:
 
     async def close(self) -> None:
         await self._pulls.close()
+        if self.pinned:
+            self._pulls.pin = ""
+            stream, consumer = self._consumer
+            with suppress(BackendError):  # else it notices after a while that nobody asks
+                await self._connection.api(f"CONSUMER.UNPIN.{stream}.{consumer}", {"group": GROUP})
 
     def _ask(self) -> None:
         """Ask for what there is room for, unless that would only be a small request."""
@@ -204,7 +289,20 @@ class PullConsumer:
             self._pulls.forget()
 
     def _on_message(self, message: Message, reply: bytes, num_delivered: int) -> None:
-        self._deliver(JetStreamDelivery(message, reply, num_delivered, self._settle))
+        if self._hold_seconds is None:
+            self._deliver(JetStreamDelivery(message, reply, num_delivered, self._settle))
+            return
+        delivery = PinnedDelivery(
+            message,
+            reply,
+            num_delivered,
+            self._settle,
+            outbox=self._outbox,
+            asked_at=self._pulls.asked_at,
+            hold_seconds=self._hold_seconds,
+        )
+        if delivery.held:  # else it has waited for a process that was paused
+            self._deliver(delivery)
 
     def _settle(self, reply: bytes, body: bytes) -> None:
         if self._made.get(self._consumer) == self._made_at:

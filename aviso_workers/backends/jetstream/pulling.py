@@ -4,6 +4,10 @@ Both ways of reading use it: `consuming` (durable, settled) and `reading` (ephem
 was asked for and has not come, because a server ends a request early for many reasons and says so by a status.
 What a status means for the next request is decided here, as ADR-13 lists them; what to do about a consumer that is
 lost is the reader's.
+
+A consumer may serve some of its readers before others (ADR-42). Of a pinned one's, the server chooses one by an id,
+which comes with every message, and the others wait. Nothing but its requests keeps that one pinned, neither one that
+waits nor messages: so requests end soon there, and the next one follows.
 """
 
 from __future__ import annotations
@@ -21,10 +25,13 @@ from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.wire import Headers, Interest, status
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.streams import PINNED, PRIORITIZED
 
 __all__ = ["HEARTBEAT_SECONDS", "PullSubscription"]
 
 EXPIRES_SECONDS = 30
+RENEWALS = 4
+"""Requests within the time after whose end a pinned reader is given up: some may get lost."""
 HEARTBEAT_SECONDS = 5.0
 MOST_BYTES = 16 * 1024 * 1024
 """What one request may bring. A server cuts off who leaves 64 MiB unread, as a loop does that an author keeps busy."""
@@ -66,19 +73,33 @@ class PullSubscription:
         self._closing = anyio.Lock()
         self._now = asyncio.get_running_loop().time
         self._last_heard = self._opened_at = self._now()
+        self.asked_at = self._now()
+        """When the last request left."""
+        self.pin = ""
+        """The id by which this reader is served before all others; empty while it is not."""
         self._answered = False
         """Whether anything came since what was outstanding was taken for lost."""
+        self._group: dict[str, Any] = {}
+        """Which of the readers this one is."""
+        self._pinned = False
         self._inbox = ""
         self._most_messages = sys.maxsize
         self._most_bytes = max(MOST_BYTES, 2 * connection.nc.max_payload)
         self._expires_ns = EXPIRES_SECONDS * SECOND
 
-    async def open(self, *, limits: Mapping[str, Any] | None = None) -> None:
+    async def open(self, *, limits: Mapping[str, Any] | None = None, priority: int = 0) -> None:
         """`limits` is the consumer's configuration, where requests may be limited by it."""
         limits = limits or {}
         self._most_messages = limits.get("max_batch") or self._most_messages
         self._most_bytes = min(self._most_bytes, limits.get("max_bytes") or self._most_bytes)
         self._expires_ns = min(self._expires_ns, limits.get("max_expires") or self._expires_ns)
+        if groups := limits.get("priority_groups"):
+            self._group = {"group": groups[0]}
+        if limits.get("priority_policy") == PRIORITIZED:
+            self._group["priority"] = priority
+        if limits.get("priority_policy") == PINNED:
+            self._pinned = True
+            self._expires_ns = min(self._expires_ns, limits["priority_timeout"] // RENEWALS)
         self._inbox = self._connection.nc.new_inbox()
         self._interest = await self._connection.listen(self._inbox, self._on_arrival)
         self._connection.on_reconnect.add(self._on_reconnect)
@@ -94,7 +115,9 @@ class PullSubscription:
     def ask(self, batch: int, *, wait: bool) -> None:
         """Ask for `batch` messages: as they come within half a minute, or (not `wait`) those that are there."""
         batch = min(batch, self._most_messages)
-        request: dict[str, Any] = {"batch": batch, "max_bytes": self._most_bytes}
+        request: dict[str, Any] = {"batch": batch, "max_bytes": self._most_bytes, **self._group}
+        if self.pin:
+            request["id"] = self.pin
         if wait:
             request |= {
                 "expires": self._expires_ns,
@@ -103,7 +126,7 @@ class PullSubscription:
         else:
             request["no_wait"] = True
         self.outstanding += batch
-        self._last_heard = self._now()
+        self._last_heard = self.asked_at = self._now()
         self._connection.post(self._subject, msgspec.json.encode(request), reply=self._inbox)
 
     async def check_allowed(self) -> None:
@@ -143,6 +166,8 @@ class PullSubscription:
             sequence=int(tokens[delivered + 1]),
             timestamp_ns=int(tokens[delivered + 3]),
         )
+        if self._pinned and message.headers:
+            self.pin = message.headers.get("Nats-Pin-Id", "")
         self._on_message(message, reply, int(tokens[delivered]))
 
     def _on_status(self, block: bytes) -> None:
@@ -155,6 +180,8 @@ class PullSubscription:
         match code:
             case "404" | "408":
                 self.exhausted = True
+            case "423":
+                self.pin = ""  # it is another reader's
             case "409" if "Consumer Deleted" in description:
                 self.error = NotFoundError(f"{self._name} was deleted")
             case "409" if description == TOO_LARGE and int(headers["Nats-Pending-Bytes"]) == self._most_bytes:
