@@ -256,13 +256,12 @@ class Dispatcher:
 
     def _given_up(self, pinned: InMemoryConsumer) -> bool:
         """Whether it has asked for nothing for too long."""
-        now = self._clock.monotonic()
         if pinned in self._readers and pinned.ready:
             self._unpin_at = math.inf
-        elif self._unpin_at == math.inf:
-            self._unpin_at = now + self.durable.priority_timeout_seconds
+            return False
+        self._unpin_at = min(self._unpin_at, self.time() + self.durable.priority_timeout_seconds)
+        if self.time() < self._unpin_at:
             self._look_at(self._unpin_at)
-        if now < self._unpin_at:
             return False
         self.pin(None)
         return True
