@@ -143,6 +143,7 @@ class PinnedDelivery(JetStreamDelivery):
         settle: Callable[[bytes, bytes], None],
         *,
         outbox: Outbox,
+        now: Callable[[], float],
         asked_at: float,
         hold_seconds: float,
     ) -> None:
@@ -152,7 +153,7 @@ class PinnedDelivery(JetStreamDelivery):
         self._hold_seconds = hold_seconds
         self._until = asked_at + hold_seconds
         self._last_sign = b""
-        self._now = asyncio.get_running_loop().time
+        self._now = now
 
     @property
     def held(self) -> bool:
@@ -298,6 +299,7 @@ class PullConsumer:
             num_delivered,
             self._settle,
             outbox=self._outbox,
+            now=asyncio.get_running_loop().time,
             asked_at=self._pulls.asked_at,
             hold_seconds=self._hold_seconds,
         )
