@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
+from nats.aio.client import Client, ServerVersion
 
-from aviso_workers.backends import Backend, Consumer
-from aviso_workers.streams import GROUP, PINNED, PRIORITIZED
+from aviso_workers import App, Notification
+from aviso_workers.backends import Backend, Consumer, ConsumerInfo
+from aviso_workers.errors import RefusedError
+from aviso_workers.streams import GROUP, PINNED, PRIORITIZED, ConsumerSpec, filters_of
+from aviso_workers.testing import harness
 from tests.contract.conftest import PATIENCE_SECONDS, SECOND, Inbox
+from tests.contract.settings import app_config, mars
 
 pytestmark = pytest.mark.anyio
 
@@ -33,6 +39,17 @@ def reading(backend: Backend) -> Callable[..., Any]:
         return backend.consume("MARS", "agent", deliver=inbox.deliver, room=inbox.room, **stated)
 
     return reading
+
+
+def spec_of(found: ConsumerInfo, **over: Any) -> ConsumerSpec:
+    """The consumer as it is, but for this."""
+    stated = ("ack_wait", "max_ack_pending", "max_deliver", "metadata")
+    return ConsumerSpec(
+        durable_name=found.name,
+        filter_subjects=tuple(filters_of(found.config)),
+        **{field: found.config[field] for field in stated},
+        **over,
+    )
 
 
 async def chosen(*readers: tuple[Consumer, Inbox]) -> list[tuple[Consumer, Inbox]]:
@@ -200,7 +217,60 @@ class TestAPrioritizedConsumer:
             assert (await inbox.next()).message.subject == "mars.1"
 
 
+class TestAnOlderServer:
+    @pytest.fixture
+    async def app(self, kind: str, nats_url: str) -> AsyncGenerator[App, None]:
+        if kind == "in_memory":
+            pytest.skip("there is no server")
+        async with App("contract", config=app_config(kind, nats_url)) as app:
+            yield app
+
+    async def test_is_named_when_it_knows_no_singletons(self, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+        @app.agent("mars", singleton=True)
+        async def write(notification: Notification[Any]) -> None: ...
+
+        monkeypatch.setattr(Client, "connected_server_version", property(lambda _: ServerVersion("2.10.29")))
+        said = "to run agent 'write' as a singleton, nats-server 2.11 or newer is needed; this one is 2.10"
+        with pytest.raises(RefusedError, match=said):
+            await app.work(anyio.Event())
+
+    async def test_is_named_when_it_knows_no_priorities(
+        self, kind: str, nats_url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if kind == "in_memory":
+            pytest.skip("there is no server")
+        near = app_config(kind, nats_url)
+        far = structs.replace(near, workers=structs.replace(near.workers, priority=1))
+        monkeypatch.setattr(Client, "connected_server_version", property(lambda _: ServerVersion("2.11.4")))
+        async with App("contract", config=far) as app:
+            said = "to read with workers.priority 1, nats-server 2.12 or newer is needed; this one is 2.11"
+            with pytest.raises(RefusedError, match=said):
+                await app.work(anyio.Event())
+
+
 class TestThePolicy:
+    async def test_may_change_below_a_worker(self, kind: str, nats_url: str) -> None:
+        """The worker goes on: a reader that does not know of the change is refused, and opened anew."""
+        app = App("contract", config=app_config(kind, nats_url))
+        seen: list[str] = []
+
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None:
+            seen.append(notification.identifier["step"])
+
+        async with harness(app, server=nats_url or None) as t:
+            await t.notify("mars", mars(step=0), {})
+            await t.settle()
+            found = await app.session.consumer_info(index)
+            prioritized = {"priority_policy": PRIORITIZED, "priority_groups": (GROUP,)}
+            pinned = {"priority_policy": PINNED, "priority_groups": (GROUP,), "priority_timeout": SECOND}
+            for number, policy in enumerate((prioritized, pinned, {}), 1):
+                await app.session.backend.ensure_consumer("MARS", spec_of(found, **policy))
+                for step in range(3):
+                    await t.notify("mars", mars(step=10 * number + step), {})
+                    await t.settle()
+            assert len(seen) == 10
+
     async def test_can_be_changed_and_taken_back(self, create, ensure) -> None:
         await create()
         policies = []

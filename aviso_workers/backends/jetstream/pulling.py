@@ -81,7 +81,6 @@ class PullSubscription:
         """Whether anything came since what was outstanding was taken for lost."""
         self._group: dict[str, Any] = {}
         """Which of the readers this one is."""
-        self._pinned = False
         self._inbox = ""
         self._most_messages = sys.maxsize
         self._most_bytes = max(MOST_BYTES, 2 * connection.nc.max_payload)
@@ -98,7 +97,6 @@ class PullSubscription:
         if limits.get("priority_policy") == PRIORITIZED:
             self._group["priority"] = priority
         if limits.get("priority_policy") == PINNED:
-            self._pinned = True
             self._expires_ns = min(self._expires_ns, limits["priority_timeout"] // RENEWALS)
         self._inbox = self._connection.nc.new_inbox()
         self._interest = await self._connection.listen(self._inbox, self._on_arrival)
@@ -166,7 +164,7 @@ class PullSubscription:
             sequence=int(tokens[delivered + 1]),
             timestamp_ns=int(tokens[delivered + 3]),
         )
-        if self._pinned and message.headers:
+        if self._group and message.headers:
             self.pin = message.headers.get("Nats-Pin-Id", "")
         self._on_message(message, reply, int(tokens[delivered]))
 
