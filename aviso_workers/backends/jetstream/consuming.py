@@ -278,6 +278,8 @@ class PullConsumer:
             wanted = self._room() - outstanding
             if wanted <= 0 or wanted < outstanding:
                 return
+            if outstanding and self._hold_seconds is not None:
+                return  # one request at a time, so that it is known for which one something came
             self._pulls.ask(wanted, wait=True)
 
     async def _look(self) -> None:
