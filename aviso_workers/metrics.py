@@ -44,7 +44,7 @@ __all__ = ["FleetMetrics", "Metrics"]
 TICK_OUTCOMES = ("done", "failed")
 OUTCOMES = ("acked", "retried", "dead_lettered")
 PUBLISH_OUTCOMES = ("stored", "duplicate", "failed")
-RETRY_REASONS = ("dead_letter_failed",)
+RETRY_REASONS = ("dead_letter_failed", "taken_over")
 """Those that are no exception of an author's."""
 DEAD_LETTER_REASONS = ("attempts_exhausted", "invalid_notification", "max_deliveries", "rejected", "undecodable")
 ENDINGS = ("crashed", "in_order")

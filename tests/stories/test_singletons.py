@@ -21,6 +21,7 @@ EXPIRY_SECONDS = 1.0
 """How much later a server may notice that something was not settled."""
 FAILOVER_SECONDS = ACK_WAIT_SECONDS + EXPIRY_SECONDS
 PACE_SECONDS = 0.1
+ACKED = 'aviso_worker_notifications_total{agent="write",app="singletons",base="mars",outcome="acked"} 1.0'
 
 
 @pytest.fixture
@@ -72,6 +73,23 @@ async def test_a_worker_that_is_paused_is_followed_in_order_and_completes_nothin
     assert len({act.pid for act in record.of("begun") if act.pid != paused.pid}) == 1
     assert [entry["reason"] for entry in paused.logged("notification.retried")] == ["taken_over"]
     assert [number for number, count in record.numbers("begun").items() if count > 1] in ([5], [6])
+
+
+async def test_a_worker_that_is_paused_while_it_waits_begins_nothing_that_came_for_it_meanwhile(
+    record: Record, workers: dict[int, Worker], publish: Callable[..., Any]
+) -> None:
+    await publish([0])
+    await written(record, 1)
+    paused = await busy(record, workers, 0)
+    await until(lambda: ACKED in paused.get("/metrics"), what=lambda: paused.get("/metrics"))
+    paused.send(signal.SIGSTOP)
+    await publish([1, 2])
+    await written(record, 3)
+    paused.send(signal.SIGCONT)
+    await publish([3])
+    assert await written(record, 4) == list(range(4))
+    assert [act.number for act in record.of("begun") if act.pid == paused.pid] == [0]
+    assert [act.number for act in record.of("begun")] == list(range(4))
 
 
 async def test_a_worker_that_is_killed_is_followed_in_order(
