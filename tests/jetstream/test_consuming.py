@@ -65,7 +65,7 @@ class TestADeliveryOfAPinnedReader:
             Message(subject="mars.od", data=b"{}", sequence=7),
             b"$JS.ACK.7",
             1,
-            outbox.put,
+            lambda reply, body, held: outbox.put(reply, body, confirmed=True, held=held),
             outbox=outbox,
             now=lambda: clock.seconds,
             asked_at=95.0,
@@ -112,3 +112,12 @@ class TestADeliveryOfAPinnedReader:
         for settle in (delivery.ack, delivery.nak, lambda: delivery.term("too late")):
             settle()
         assert [body for _, body, _ in played.sent] == [b'-NAK {"delay":1000000000}']
+
+    async def test_sends_its_settlement_again_only_while_it_is_held(self, played, outbox, delivery, clock, monkeypatch):
+        monkeypatch.setattr(consuming, "CONFIRM_SECONDS", 0.0)
+        delivery.ack()
+        outbox.repeat()
+        clock.seconds = 105.0
+        outbox.repeat()
+        await outbox.flush()
+        assert [body for _, body, _ in played.sent] == [b"+ACK", b"+ACK"]

@@ -20,6 +20,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 import anyio
 
@@ -38,12 +39,22 @@ IN_PROGRESS = b"+WPI"
 SECOND = 1_000_000_000
 
 
+class _Unconfirmed(NamedTuple):
+    """A settlement that is to be confirmed and is not yet."""
+
+    reply: bytes
+    body: bytes
+    sent_at: float
+    held: Callable[[], bool]
+    """Whether it may be sent again."""
+
+
 class Outbox:
     """Sends settlements, and sends those again that are to be confirmed and are not. `open` it before use."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._unconfirmed: dict[bytes, tuple[bytes, bytes]] = {}
+        self._unconfirmed: dict[bytes, _Unconfirmed] = {}
         """By the subject on which the confirmation comes."""
         self._confirmed = anyio.Event()
         self._signs: dict[bytes, Callable[[], None]] = {}
@@ -55,16 +66,27 @@ class Outbox:
         self._inbox = self._connection.nc.new_inbox()
         await self._connection.listen(f"{self._inbox}.*", self._on_confirmed)
 
-    def put(self, reply: bytes, body: bytes, *, confirmed: bool = False) -> None:
-        """Send a settlement; with `confirmed`, `flush` waits until the consumer has taken it.
+    def put(
+        self, reply: bytes, body: bytes, *, confirmed: bool = False, held: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Send a settlement; with `confirmed`, `flush` waits until the consumer has taken it, and sends it again.
 
         One that gets lost does no harm: the server delivers again after ack_wait.
         """
         answer = b""
         if confirmed:
             answer = self._new_answer()
-            self._unconfirmed[answer] = (reply, body)
+            self._unconfirmed[answer] = _Unconfirmed(reply, body, asyncio.get_running_loop().time(), held)
         self._connection.wire.send(reply, body, reply=answer)
+
+    def repeat(self) -> None:
+        """Send again what was not confirmed in time, and forget what is not `held` any more."""
+        late = asyncio.get_running_loop().time() - CONFIRM_SECONDS
+        for answer, settlement in tuple(self._unconfirmed.items()):
+            if not settlement.held():
+                del self._unconfirmed[answer]
+            elif settlement.sent_at <= late:
+                self._connection.wire.send(settlement.reply, settlement.body, reply=answer)
 
     def put_sign(self, reply: bytes, on_confirmed: Callable[[], None], *, before: bytes) -> bytes:
         """Send a sign of life; returns the subject of its confirmation. That of the one `before` counts no more."""
@@ -82,8 +104,7 @@ class Outbox:
             with anyio.move_on_after(CONFIRM_SECONDS):
                 await self._confirmed.wait()
                 return
-            for answer, (reply, body) in self._unconfirmed.items():
-                self._connection.wire.send(reply, body, reply=answer)
+            self.repeat()
 
     def _new_answer(self) -> bytes:
         return b"%b.%d" % (self._inbox.encode(), next(self._numbers))
@@ -140,7 +161,7 @@ class PinnedDelivery(JetStreamDelivery):
         message: Message,
         reply: bytes,
         num_delivered: int,
-        settle: Callable[[bytes, bytes], None],
+        settle: Callable[[bytes, bytes, Callable[[], bool]], None],
         *,
         outbox: Outbox,
         now: Callable[[], float],
@@ -170,7 +191,7 @@ class PinnedDelivery(JetStreamDelivery):
 
     def _settle_if_held(self, reply: bytes, body: bytes) -> None:
         if self.held:
-            self._settle_held(reply, body)
+            self._settle_held(reply, body, lambda: self.held)
 
 
 class PullConsumer:
@@ -236,6 +257,7 @@ class PullConsumer:
                     await self._look()
                 if self._pulls.error:
                     raise self._pulls.error
+                self._outbox.repeat()
                 self._ask()
         except NotFoundError as error:
             self._made.pop(self._consumer, None)
@@ -299,7 +321,7 @@ class PullConsumer:
             message,
             reply,
             num_delivered,
-            self._settle,
+            self._settle_pinned,
             outbox=self._outbox,
             now=asyncio.get_running_loop().time,
             asked_at=self._pulls.asked_at,
@@ -309,9 +331,18 @@ class PullConsumer:
             self._deliver(delivery)
 
     def _settle(self, reply: bytes, body: bytes) -> None:
-        if self._made.get(self._consumer) == self._made_at:
+        if self._same():
             # Who leaves must know that it arrived: nobody would repeat it.
             self._outbox.put(reply, body, confirmed=self._stopped and body != IN_PROGRESS)
+
+    def _settle_pinned(self, reply: bytes, body: bytes, held: Callable[[], bool]) -> None:
+        if self._same():
+            # All that follows waits for it, and while a consumer has no leader it gets lost.
+            self._outbox.put(reply, body, confirmed=True, held=lambda: held() and self._same())
+
+    def _same(self) -> bool:
+        """Whether the consumer is the one that was opened."""
+        return self._made.get(self._consumer) == self._made_at
 
     def _change(self) -> None:
         if not self._changed.is_set():
