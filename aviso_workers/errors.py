@@ -159,7 +159,7 @@ class TakenOverError(AvisoWorkersError):
     """What a singleton's handler works on may have been given to another worker; whatever it does now is too late."""
 
     def __init__(self) -> None:
-        super().__init__("this worker was paused or cut off for ack_wait; another one may have taken over")
+        super().__init__("this worker was paused or cut off, or the server changed; another one may have taken over")
 
 
 class ResourceError(AvisoWorkersError):

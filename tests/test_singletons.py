@@ -175,7 +175,8 @@ class TestAWorkerThatIsCutOff:
             await t.advance(2 * ACK_WAIT)
             t.reconnect()
             await t.settle()
-            assert refused == ["this worker was paused or cut off for ack_wait; another one may have taken over"] * 2
+            assert len(refused) == 2
+            assert "another one may have taken over" in refused[0]
             assert await table.get("key") == 0
 
 

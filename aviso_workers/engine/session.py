@@ -49,6 +49,8 @@ LANES_PREFETCH = 1000
 """What may wait with an ordered agent: more than its concurrency, because what waits in a lane holds a place."""
 STREAM_PREFETCH = 16
 """What may wait for each call of a function of a Stream, which can take many before the first of them is done."""
+SINGLETON_BEAT_SECONDS = 3.0
+"""A singleton that has lost what it handles is ended within a third of this."""
 SWEEP = "dead-letter-sweep"
 SWEEP_ACK_WAIT = 60.0
 SWEEP_PREFETCH = 16
@@ -180,7 +182,7 @@ class Session:
             clock=clock,
             workers=policy.concurrency,
             prefetch=_prefetch(agent),
-            ack_wait_seconds=policy.ack_wait,
+            ack_wait_seconds=min(policy.ack_wait, SINGLETON_BEAT_SECONDS) if policy.singleton else policy.ack_wait,
         )
         self.runs[agent.name] = run
         events = Feed(

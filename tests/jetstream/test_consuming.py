@@ -57,7 +57,7 @@ async def test_what_nobody_confirms_is_sent_again_until_somebody_does(played, ou
 class TestADeliveryOfAPinnedReader:
     @pytest.fixture
     def clock(self) -> SimpleNamespace:
-        return SimpleNamespace(seconds=100.0)
+        return SimpleNamespace(seconds=100.0, pinned=True)
 
     @pytest.fixture
     def delivery(self, outbox, clock) -> PinnedDelivery:
@@ -68,6 +68,7 @@ class TestADeliveryOfAPinnedReader:
             lambda reply, body, held: outbox.put(reply, body, confirmed=True, held=held),
             outbox=outbox,
             now=lambda: clock.seconds,
+            pinned=lambda: clock.pinned,
             asked_at=95.0,
             hold_seconds=10.0,
         )
@@ -77,6 +78,12 @@ class TestADeliveryOfAPinnedReader:
         assert delivery.held
         clock.seconds = 105.0
         assert not delivery.held
+
+    async def test_is_lost_with_the_pin(self, played, delivery, clock):
+        clock.pinned = False
+        delivery.ack()
+        assert not delivery.held
+        assert played.sent == []
 
     async def test_is_held_for_longer_when_signs_of_life_are_confirmed_in_time(self, played, delivery, clock):
         for seconds in (104.0, 113.0, 122.0):

@@ -145,3 +145,27 @@ async def test_a_reader_of_a_prioritized_consumer_says_how_near_it_is(played, pu
 
     [request] = asked(played)
     assert (request["group"], request["priority"], request["expires"]) == ("others", 3, 30 * SECOND)
+
+
+@pytest.mark.parametrize("status", ["423 Nats-Pin-Id mismatch", "409 Leadership Change", "409 Server Shutdown"])
+async def test_a_pin_ends_with_the_leader_that_gave_it(played, status):
+    pulls = PullSubscription(
+        played, stream="MARS", consumer="agent", on_message=lambda *_: None, on_change=lambda: None
+    )
+    await pulls.open(limits=PINS)
+    deliver(played, "one")
+    assert pulls.pinned_as("one")
+    played.say(status=status)
+    assert (pulls.pinned_as("one"), pulls.error) == (False, None)
+
+
+async def test_a_pin_is_in_doubt_when_nothing_is_heard_for_as_long_as_an_election_takes(played, monkeypatch):
+    pulls = PullSubscription(
+        played, stream="MARS", consumer="agent", on_message=lambda *_: None, on_change=lambda: None
+    )
+    await pulls.open(limits=PINS)
+    deliver(played, "one")
+    monkeypatch.setattr(pulls, "_now", lambda: pulls._heard_at + 3.6)
+    assert not pulls.pinned_as("one")
+    played.say(status="100 Idle Heartbeat")
+    assert pulls.pin == "one"

@@ -79,7 +79,7 @@ class InMemoryConsumer:
 class InMemoryDelivery:
     """One message of a durable consumer; see `backends.Delivery`. Settled without a connection, it is not."""
 
-    __slots__ = ("_dispatcher", "_reader", "_until", "message", "num_delivered")
+    __slots__ = ("_dispatcher", "_losses", "_reader", "_until", "message", "num_delivered")
 
     def __init__(self, dispatcher: Dispatcher, reader: InMemoryConsumer, message: Message, num_delivered: int) -> None:
         self.message = message
@@ -87,10 +87,13 @@ class InMemoryDelivery:
         self._dispatcher = dispatcher
         self._reader = reader
         self._until = dispatcher.held_until()
+        self._losses = reader.connection.losses
 
     @property
     def held(self) -> bool:
-        return self._dispatcher.time() < self._until
+        if self._until == math.inf:
+            return True
+        return self._dispatcher.time() < self._until and self._reader.connection.losses == self._losses
 
     def ack(self) -> None:
         if self._reaches():

@@ -10,8 +10,9 @@ settle another message. So such settlements are dropped.
 
 A server takes an acknowledgement from whoever sends it, also from a reader that it has given up. Where readers are
 pinned, one settles only what nobody else can have been given: it came for a request that is younger than `ack_wait`,
-or the server has confirmed a sign of life that is, without a gap. That is judged by this side's clock when it settles,
-so a process that was paused, or a network that was silent, settles nothing late.
+or the server has confirmed a sign of life that is, without a gap; and the reader has been pinned all the time. That is
+judged by this side's clock when it settles, so a process that was paused, or a network that was silent, settles
+nothing late.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class JetStreamDelivery:
 class PinnedDelivery(JetStreamDelivery):
     """One of a pinned consumer, ours for `hold_seconds` after the last sign of life that was confirmed in time."""
 
-    __slots__ = ("_hold_seconds", "_last_sign", "_now", "_outbox", "_settle_held", "_until")
+    __slots__ = ("_hold_seconds", "_last_sign", "_now", "_outbox", "_pinned", "_settle_held", "_until")
 
     def __init__(
         self,
@@ -165,6 +166,7 @@ class PinnedDelivery(JetStreamDelivery):
         *,
         outbox: Outbox,
         now: Callable[[], float],
+        pinned: Callable[[], bool],
         asked_at: float,
         hold_seconds: float,
     ) -> None:
@@ -175,10 +177,11 @@ class PinnedDelivery(JetStreamDelivery):
         self._until = asked_at + hold_seconds
         self._last_sign = b""
         self._now = now
+        self._pinned = pinned
 
     @property
     def held(self) -> bool:
-        return self._now() < self._until
+        return self._now() < self._until and self._pinned()
 
     def in_progress(self) -> None:
         sent = self._now()
@@ -224,6 +227,8 @@ class PullConsumer:
         self._hold_seconds: float | None = None
         """For how long a delivery is ours alone; None where readers are not pinned."""
         self._stopped = False
+        self._left_as = ""
+        """The id by which it was pinned when it stopped: from then on it hears no more of that."""
         self._changed = anyio.Event()
         self._ended = anyio.Event()
         self._error: BackendError = UnavailableError(f"{self._name} was closed")
@@ -282,7 +287,8 @@ class PullConsumer:
         await self._outbox.flush()
 
     async def stop(self) -> None:
-        self._stopped = True
+        if not self._stopped:
+            self._stopped, self._left_as = True, self._pulls.pin
         await self.close()
 
     async def close(self) -> None:
@@ -317,6 +323,7 @@ class PullConsumer:
         if self._hold_seconds is None:
             self._deliver(JetStreamDelivery(message, reply, num_delivered, self._settle))
             return
+        pin = self._pulls.pin
         delivery = PinnedDelivery(
             message,
             reply,
@@ -324,6 +331,7 @@ class PullConsumer:
             self._settle_pinned,
             outbox=self._outbox,
             now=asyncio.get_running_loop().time,
+            pinned=lambda: self._left_as == pin if self._stopped else self._pulls.pinned_as(pin),
             asked_at=self._pulls.asked_at,
             hold_seconds=self._hold_seconds,
         )

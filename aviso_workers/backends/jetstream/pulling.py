@@ -32,12 +32,16 @@ __all__ = ["HEARTBEAT_SECONDS", "PullSubscription"]
 EXPIRES_SECONDS = 30
 RENEWALS = 4
 """Requests within the time after whose end a pinned reader is given up: some may get lost."""
+PINNED_HEARTBEAT_SECONDS = 1.0
+ELECTION_SECONDS = 3.5
+"""Less than the four seconds that followers wait, at least, before they elect another leader of a consumer."""
 HEARTBEAT_SECONDS = 5.0
 MOST_BYTES = 16 * 1024 * 1024
 """What one request may bring. A server cuts off who leaves 64 MiB unread, as a loop does that an author keeps busy."""
 TOO_LARGE = "Message Size Exceeds MaxBytes"
 """For what is left of the request's bytes; what they are in the beginning, where not even one message fits."""
-ASK_AGAIN = ("Leadership Change", "Batch Completed", "Server Shutdown", TOO_LARGE)
+LEADER_GONE = ("Leadership Change", "Server Shutdown")
+ASK_AGAIN = (*LEADER_GONE, "Batch Completed", TOO_LARGE)
 """Reasons of a 409 that only end the request."""
 SECOND = 1_000_000_000
 
@@ -76,11 +80,13 @@ class PullSubscription:
         self.asked_at = self._now()
         """When the last request left."""
         self.pin = ""
-        """The id by which this reader is served before all others; empty while it is not."""
+        """The id by which this reader is served before all others; empty while it is not, or that is not known."""
         self._answered = False
         """Whether anything came since what was outstanding was taken for lost."""
         self._group: dict[str, Any] = {}
         """Which of the readers this one is."""
+        self._heard_at = self._now()
+        self._heartbeat_seconds = HEARTBEAT_SECONDS
         self._inbox = ""
         self._most_messages = sys.maxsize
         self._most_bytes = max(MOST_BYTES, 2 * connection.nc.max_payload)
@@ -98,6 +104,7 @@ class PullSubscription:
             self._group["priority"] = priority
         if limits.get("priority_policy") == PINNED:
             self._expires_ns = min(self._expires_ns, limits["priority_timeout"] // RENEWALS)
+            self._heartbeat_seconds = PINNED_HEARTBEAT_SECONDS
         self._inbox = self._connection.nc.new_inbox()
         self._interest = await self._connection.listen(self._inbox, self._on_arrival)
         self._connection.on_reconnect.add(self._on_reconnect)
@@ -119,7 +126,7 @@ class PullSubscription:
         if wait:
             request |= {
                 "expires": self._expires_ns,
-                "idle_heartbeat": min(int(HEARTBEAT_SECONDS * SECOND), self._expires_ns // 3),
+                "idle_heartbeat": min(int(self._heartbeat_seconds * SECOND), self._expires_ns // 3),
             }
         else:
             request["no_wait"] = True
@@ -132,6 +139,11 @@ class PullSubscription:
         if not await self._connection.answers():
             raise UnavailableError(f"{self._name}: no answer in time")
         self._connection.check_allowed(f"{self._connection.api_prefix}.{self._subject}", since=self._opened_at)
+
+    def pinned_as(self, pin: str) -> bool:
+        """Whether it has been pinned by this id all the time: the consumer may have no other leader meanwhile, for a
+        new one knows of no pin, and hands out at once what another one had handed out."""
+        return self.pin == pin and self._now() - self._heard_at < ELECTION_SECONDS
 
     def silent(self) -> bool:
         """Whether nothing came for two heartbeats: the server may no longer know of what we asked for."""
@@ -146,7 +158,7 @@ class PullSubscription:
         self._last_heard = self._now()
 
     def _on_arrival(self, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> None:
-        self._last_heard = self._now()
+        self._last_heard = self._heard_at = self._now()
         self._answered = True
         if not reply.startswith(b"$JS.ACK."):
             self._on_status(headers)
@@ -190,6 +202,8 @@ class PullSubscription:
             case "409" if not description.startswith(ASK_AGAIN):
                 # Such as too many requests waiting, or larger ones than the consumer was changed to allow.
                 self.error = UnavailableError(f"{self._name}: {description}")
+            case "409" if description.startswith(LEADER_GONE):
+                self.pin = ""
             case "409":
                 pass
             case "503":
@@ -200,5 +214,6 @@ class PullSubscription:
 
     def _on_reconnect(self) -> None:
         self.outstanding = 0
+        self.pin = ""
         self._last_heard = -math.inf
         self._on_change()
