@@ -1,8 +1,9 @@
 """What a singleton's handler may still do: only what nobody else can do instead.
 
-`handling` makes its calls through here, `publishing` and `tabling` ask before they write. A worker that was paused or cut
-off, or whose consumer has another leader, has lost what it handled: another one may be at it. The call is cancelled as
-soon as that is noticed, and what it publishes meanwhile is refused. The settlement is refused by the backend.
+`handling` makes its calls through here, `publishing` and `tabling` ask before they write. A worker that was paused or
+cut off, or whose consumer has another leader, has lost what it handled: another one may be at it. The call is
+cancelled as soon as that is noticed, and what it publishes meanwhile is refused. The settlement is refused by the
+backend.
 """
 
 from __future__ import annotations
