@@ -185,25 +185,35 @@ class Session:
             ack_wait_seconds=min(policy.ack_wait, SINGLETON_BEAT_SECONDS) if policy.singleton else policy.ack_wait,
         )
         self.runs[agent.name] = run
-        events = Feed(
-            stream=stream,
-            consumer=_consumer(
-                agent, self._app, topics.filter_subjects(where), priority=self._priority, start=policy.start
+        durable = agent.durable_name(self._app)
+        max_deliver = policy.retry.attempts + CRASHES
+        filters = topics.filter_subjects(where)
+        feeds = [
+            Feed(
+                stream=stream,
+                consumer=_served(
+                    _consumer(durable, filters, policy.ack_wait, max_deliver, start=policy.start),
+                    singleton=policy.singleton,
+                    priority=self._priority,
+                ),
+                provisioner=self.provisioner,
+                in_order=line.ordered,
+                # Who is busy, or waits for something to come, goes on asking, or would not stay pinned.
+                room=(lambda: 1) if policy.singleton else None,
+                priority=self._priority,
             ),
-            provisioner=self.provisioner,
-            in_order=line.ordered,
-            priority=self._priority,
-        )
-        retries = Feed(
-            stream=dead_lettering.retries_spec(self._config),
-            consumer=_consumer(agent, self._app, (retry_subject(self._app, agent.name),)),
-            provisioner=self.own_streams,
-            unwrap=Requeued,
-        )
-        if policy.singleton:  # who waits for something to come, or is busy, goes on asking, or would not be pinned
-            events = structs.replace(events, room=lambda: 1)
-            retries = structs.replace(retries, room=lambda: int(run.pinned(stream.name)))
-        await self._supervise(agent.name, run, [events, retries], stop)
+            Feed(
+                stream=dead_lettering.retries_spec(self._config),
+                consumer=_served(
+                    _consumer(durable, (retry_subject(self._app, agent.name),), policy.ack_wait, max_deliver),
+                    singleton=policy.singleton,
+                ),
+                provisioner=self.own_streams,
+                unwrap=Requeued,
+                room=(lambda: int(run.pinned(stream.name))) if policy.singleton else None,
+            ),
+        ]
+        await self._supervise(agent.name, run, feeds, stop)
 
     async def run_sweep(self, agents: Sequence[Agent[Any, Any]], stop: anyio.Event) -> None:
         """Bury, until `stop`, what the server has given up of these agents' notifications."""
@@ -226,13 +236,7 @@ class Session:
         )
         feed = Feed(
             stream=sweeping.advisories_spec(self._config),
-            consumer=ConsumerSpec(
-                durable_name=f"{self._app}__{SWEEP}",
-                filter_subjects=tuple(subjects),
-                ack_wait=int(SWEEP_ACK_WAIT * streams.SECOND),
-                max_ack_pending=MAX_ACK_PENDING,
-                **streams.starting("all"),
-            ),
+            consumer=_consumer(f"{self._app}__{SWEEP}", tuple(subjects), SWEEP_ACK_WAIT, max_deliver=-1),
             provisioner=self.own_streams,
         )
         await self._supervise(SWEEP, run, [feed], stop)
@@ -286,27 +290,30 @@ def _prefetch(agent: Agent[Any, Any]) -> int:
 
 
 def _consumer(
-    agent: Agent[Any, Any], app: str, filters: tuple[str, ...], *, priority: int = 0, start: str = "all"
+    durable: str, filters: tuple[str, ...], ack_wait: float, max_deliver: int, *, start: str = "all"
 ) -> ConsumerSpec:
-    policy = agent.policy
-    spec = ConsumerSpec(
-        durable_name=agent.durable_name(app),
+    return ConsumerSpec(
+        durable_name=durable,
         filter_subjects=filters,
-        ack_wait=int(policy.ack_wait * streams.SECOND),
+        ack_wait=int(ack_wait * streams.SECOND),
         max_ack_pending=MAX_ACK_PENDING,
-        max_deliver=policy.retry.attempts + CRASHES,
+        max_deliver=max_deliver,
         **streams.starting(start),
     )
-    if policy.singleton:
+
+
+def _served(consumer: ConsumerSpec, *, singleton: bool, priority: int = 0) -> ConsumerSpec:
+    """The consumer, with which of its readers are served first."""
+    if singleton:
         # One at a time, for whoever is pinned: so what follows waits on the server until this one has come to its end,
         # also while it waits to be tried again, and while it is given to another worker.
         return structs.replace(
-            spec,
+            consumer,
             max_ack_pending=1,
             priority_policy=streams.PINNED,
             priority_groups=(streams.GROUP,),
-            priority_timeout=spec.ack_wait,
+            priority_timeout=consumer.ack_wait,
         )
     if priority:
-        return structs.replace(spec, priority_policy=streams.PRIORITIZED, priority_groups=(streams.GROUP,))
-    return spec
+        return structs.replace(consumer, priority_policy=streams.PRIORITIZED, priority_groups=(streams.GROUP,))
+    return consumer
