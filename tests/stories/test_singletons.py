@@ -6,14 +6,16 @@ import signal
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import nats
 import pytest
 
 from aviso_workers import App
 from tests.contract.settings import app_config
 from tests.stories.agents import ACK_WAIT_SECONDS
-from tests.stories.processes import Proxy, Record, Server, Worker, until
+from tests.stories.processes import Proxy, Record, Server, Worker, cluster, until, until_jetstream
 
 pytestmark = pytest.mark.anyio
 
@@ -153,3 +155,24 @@ async def test_a_server_that_is_killed_finds_the_order_kept(
     server.kill()
     server.start()
     assert await written(record, 10) == list(range(10))
+
+
+async def test_a_consumer_that_changes_its_leader_again_and_again_keeps_the_order(
+    tmp_path: Path, record: Record, run_worker: Callable[..., Worker], publish: Callable[..., Any]
+) -> None:
+    """A new leader knows of no pin, and hands out what was handed out before."""
+    with cluster(tmp_path / "nodes") as nodes:
+        url = ",".join(node.url for node in nodes)
+        async with await nats.connect([node.url for node in nodes]) as client:
+            await until_jetstream(client)
+            workers = [
+                run_worker(app="singletons", url=url, settings={"notification_backend.jetstream.replicas": 3})
+                for _ in range(2)
+            ]
+            for worker in workers:
+                await worker.ready(within=60)
+            await publish(range(40), url=url, seconds=PACE_SECONDS)
+            for number in (5, 15, 25):
+                await until(lambda number=number: record.of("begun", number), what=lambda: record.acts)
+                await client.request("$JS.API.CONSUMER.LEADER.STEPDOWN.MARS.singletons__write", timeout=5)
+            assert await written(record, 40) == list(range(40))
