@@ -46,6 +46,7 @@ class Policy(Struct, frozen=True, kw_only=True):
     batch: Batching = Batching()
     window: Windowing[Any, Any] | None = None
     start: str = "all"
+    singleton: bool = False
 
 
 class Agent(Generic[P, R]):
@@ -113,6 +114,11 @@ class Agent(Generic[P, R]):
             problem = "a function of a Window needs window=Windowing(...)"
         if policy.order_by and self.form is not Notification:
             problem = "order_by= is for a function of a Notification"
+        if policy.singleton and (self.form is not Notification or policy.concurrency > 1 or policy.order_by):
+            problem = (
+                "singleton= is for a function of a Notification without concurrency= and order_by=: "
+                "it handles one at a time, in order"
+            )
         if policy.timeout and self.form is Stream:
             problem = "timeout= is for a function of a Notification or a Batch; a Stream has no end"
         if self.in_thread and self.form is Stream:
@@ -162,6 +168,7 @@ class Router:
         batch: Batching | None = None,
         window: Windowing[Any, Any] | None = None,
         start: int | str | datetime = "all",
+        singleton: bool = False,
     ) -> Callable[[Callable[P, R]], Agent[P, R]]:
         """Declare an agent: the function is run for every matching notification of `event_type`, at least once.
 
@@ -174,8 +181,10 @@ class Router:
         cancels a call, which counts as a failure. `order_by` names identifier fields: within one worker,
         notifications of equal values are handled strictly one after another, also while one waits to be tried again.
         `start` is where an agent begins that has never run: with `all` that is stored, with what is `new`, at a
-        sequence or at a time. A worker that dies is given up after `ack_wait`; one that lives may take as long as it
-        likes. `name` (default: the function's) names the durable consumer, so keep it when you rename the function.
+        sequence or at a time. `singleton` lets one worker of all that run the app handle everything, one notification
+        at a time and in order, and another one within `ack_wait` when that dies. A worker that dies is given up after
+        `ack_wait`; one that lives may take as long as it likes. `name` (default: the function's) names the durable
+        consumer, so keep it when you rename the function.
 
         Raises `DeclarationError`.
         """
@@ -189,6 +198,7 @@ class Router:
             batch=batch or Batching(),
             window=window,
             start=_start(name, start),
+            singleton=singleton,
         )
 
         def declare(function: Callable[P, R]) -> Agent[P, R]:

@@ -20,6 +20,7 @@
     │       ├── NotFoundError       no such stream, consumer, key or message
     │       └── ConflictError       somebody else was faster: what it depended on is not so any more
     ├── BackupError                 a backup cannot be made, or it is damaged, or it does not fit where it is to go
+    ├── TakenOverError              a singleton's notification may have been given to another worker
     ├── ResourceError               a resource that an author declared cannot be opened
     ├── ServerProcessError          a nats-server of our own could not be found or started
     ├── WorkerProcessError          a worker process of a fleet does not stay up
@@ -59,6 +60,7 @@ __all__ = [
     "ServerProcessError",
     "SparkError",
     "SparkRestError",
+    "TakenOverError",
     "UnavailableError",
     "UndecodableError",
     "UnknownEventTypeError",
@@ -163,6 +165,13 @@ class ConflictError(RefusedError):
 
 class BackupError(AvisoWorkersError):
     """A backup cannot be written or read, is damaged or not whole, or does not fit where it is to go."""
+
+
+class TakenOverError(AvisoWorkersError):
+    """What a singleton's handler works on may have been given to another worker; whatever it does now is too late."""
+
+    def __init__(self) -> None:
+        super().__init__("this worker was paused or cut off, or the server changed; another one may have taken over")
 
 
 class ResourceError(AvisoWorkersError):

@@ -23,6 +23,9 @@ from aviso_workers.topics import stream_name
 
 __all__ = [
     "FENCED",
+    "GROUP",
+    "PINNED",
+    "PRIORITIZED",
     "SECOND",
     "UNFINISHED",
     "UPDATABLE",
@@ -49,7 +52,8 @@ DAY = 86_400 * SECOND
 DEFAULT_DUPLICATE_WINDOW = 120 * SECOND
 
 
-UPDATABLE = frozenset({"ack_wait", "filter_subjects", "max_ack_pending", "max_deliver", "metadata"})
+PRIORITY = frozenset({"priority_policy", "priority_groups", "priority_timeout"})
+UPDATABLE = PRIORITY | {"ack_wait", "filter_subjects", "max_ack_pending", "max_deliver", "metadata"}
 """The consumer fields that we state and that a server lets change."""
 
 
@@ -98,6 +102,7 @@ WORDS = {
     "deliver_policy": "all",
     "discard": "old",
     "persist_mode": "default",
+    "priority_policy": "none",
     "replay_policy": "instant",
     "retention": "limits",
     "storage": "file",
@@ -136,6 +141,12 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
     """Whether it takes batches, of those that its server knows, when it is created and nothing else is stated."""
 
 
+PINNED = "pinned_client"
+PRIORITIZED = "prioritized"
+GROUP = "workers"
+"""A consumer of one of these two policies has one group, by which its readers ask."""
+
+
 class ConsumerSpec(Struct, frozen=True, kw_only=True):
     """What we state about a durable pull consumer."""
 
@@ -151,6 +162,10 @@ class ConsumerSpec(Struct, frozen=True, kw_only=True):
     opt_start_time: str | UnsetType = UNSET
     """RFC 3339."""
     metadata: Mapping[str, str] | UnsetType = UNSET
+    priority_policy: str = "none"
+    priority_groups: tuple[str, ...] = ()
+    priority_timeout: int = 0
+    """Nanoseconds after its last request for which a pinned reader stays the only one that is served."""
 
 
 class Difference(Struct, frozen=True, kw_only=True):
@@ -308,8 +323,11 @@ def filters_of(consumer: Mapping[str, Any]) -> list[str]:
 def consumer_differences(wanted: ConsumerSpec, found: Mapping[str, Any]) -> tuple[Difference, ...]:
     """Where a consumer, as a server reports it, is not as wanted; of these, `UPDATABLE` can be brought in line."""
     found = {**found, "filter_subjects": filters_of(found)}
-    fields = {name: value for name, value in msgspec.to_builtins(wanted).items() if name not in STARTING}
     start = _start_differs(wanted, found)
+    passed_over = STARTING
+    if wanted.priority_policy == "none" and found.get("priority_policy") == PRIORITIZED:
+        passed_over |= PRIORITY  # another worker's wish, which changes nothing for those that are near
+    fields = {name: value for name, value in msgspec.to_builtins(wanted).items() if name not in passed_over}
     return (*_differences(fields, found), *([start] if start else ()))
 
 
@@ -344,7 +362,7 @@ def readable(name: str, value: Any) -> str:
     """The value of a field as people write it."""
     value = _normalised(name, value)
     if name in LISTS - {"backoff"}:
-        return ", ".join(value) or "everything"
+        return ", ".join(value) or ("none" if name == "priority_groups" else "everything")
     if name in ("max_age", "duplicate_window", "inactive_threshold") and value % SECOND == 0:
         return Duration(value // SECOND).literal() if value else "unlimited"
     if name in DURATIONS:

@@ -482,12 +482,12 @@ class _Recorder:
         return ack
 
     def consume(
-        self, stream: str, consumer: str, *, deliver: Callable[[Delivery], None], room: Callable[[], int]
+        self, stream: str, consumer: str, *, deliver: Callable[[Delivery], None], **stated: Any
     ) -> AbstractAsyncContextManager[Consumer]:
         def deliver_mortal(delivery: Delivery) -> None:
             deliver(_Mortal(delivery, self))
 
-        return self._backend.consume(stream, consumer, deliver=deliver_mortal, room=room)
+        return self._backend.consume(stream, consumer, deliver=deliver_mortal, **stated)
 
 
 class _Mortal:
@@ -504,6 +504,10 @@ class _Mortal:
     @property
     def num_delivered(self) -> int:
         return self._delivery.num_delivered
+
+    @property
+    def held(self) -> bool:
+        return self._delivery.held
 
     def ack(self) -> None:
         if not self._holder.cut_off:

@@ -46,6 +46,14 @@ def collecting(batch: Batch[dict[str, Any]]) -> None: ...
 async def windowed(window: Window[int]) -> None: ...
 
 
+@app.agent("mars", singleton=True)
+async def alone(notification: Notification) -> None: ...
+
+
+def test_a_singleton_is_told() -> None:
+    assert agent_report.policy(app, alone)["singleton"] == "one worker handles one at a time, in order"
+
+
 def test_what_was_not_declared_is_told_as_it_is_in_effect() -> None:
     assert agent_report.policy(app, plain) == {
         "event type": "mars",

@@ -343,3 +343,17 @@ def test_an_agent_may_start_elsewhere(router: Router, start: Any, read: str) -> 
 def test_a_start_that_is_none_is_refused(router: Router, start: Any) -> None:
     with pytest.raises(DeclarationError, match=r"start must be .*; or `all`, or `new`"):
         router.agent("mars", start=start)
+
+
+@pytest.mark.parametrize("stated", [{"concurrency": 2}, {"order_by": ["date"]}])
+def test_a_singleton_handles_one_at_a_time(router: Router, stated: dict[str, Any]) -> None:
+    assert router.agent("mars", singleton=True, name="one")(index).policy.singleton
+    with pytest.raises(DeclarationError, match="agent 'index': singleton= is for a function of a Notification without"):
+        router.agent("mars", singleton=True, **stated)(index)
+
+
+def test_a_singleton_is_no_function_of_several(router: Router) -> None:
+    async def load(batch: Batch[Any]) -> None: ...
+
+    with pytest.raises(DeclarationError, match="it handles one at a time, in order"):
+        router.agent("mars", singleton=True)(load)

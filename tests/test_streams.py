@@ -257,3 +257,17 @@ class TestAConsumer:
             "max_deliver: 5 -> unlimited",
             "ack_policy: none -> explicit",
         ]
+
+    def test_that_serves_some_readers_first_differs_as_people_write_it(self) -> None:
+        pins = {"priority_policy": "pinned_client", "priority_groups": ["workers"], "priority_timeout": 20 * SECOND}
+        found = structs.asdict(self.WANTED) | {"filter_subjects": ["mars.od.>"], **pins}
+        told = [str(difference) for difference in streams.consumer_differences(self.WANTED, found)]
+        assert told == [
+            "priority_policy: pinned_client -> none",
+            "priority_groups: workers -> none",
+            "priority_timeout: 20s -> 0s",
+        ]
+
+    def test_may_be_prioritized_by_workers_that_are_far(self) -> None:
+        found = {"priority_policy": "prioritized", "priority_groups": ["workers"], "filter_subject": "mars.od.>"}
+        assert streams.consumer_differences(self.WANTED, structs.asdict(self.WANTED) | found) == ()

@@ -149,6 +149,8 @@ class ConsumerInfo(Struct, frozen=True, kw_only=True):
     """When a message was last acked or terminated, whether the floor rose or not."""
     paused_until: datetime | None = None
     """Before this time nothing is delivered; None where it is not paused."""
+    pinned_since: datetime | None = None
+    """Since when one reader is served alone; None where none is, or none has to be."""
 
     @property
     def paused(self) -> bool:
@@ -231,12 +233,18 @@ class Administration(Protocol):
 
 
 class Delivery(Protocol):
-    """One message handed to one reader, which settles it once. Settling hands over to the wire and returns."""
+    """One message handed to one reader, which settles it once. Settling hands over to the wire and returns.
+
+    One that is not `held` any more cannot be settled: nothing comes of it.
+    """
 
     @property
     def message(self) -> Message: ...
     @property
     def num_delivered(self) -> int: ...
+    @property
+    def held(self) -> bool:
+        """Of a pinned reader: whether certainly nobody else has been given it since. Else True."""
 
     def ack(self) -> None:
         """It is done."""
@@ -253,6 +261,10 @@ class Delivery(Protocol):
 
 class Consumer(Protocol):
     """An open reader of a durable consumer. It asks for as much as its `room` says and no more."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it is the one that is served, as far as it knows, of the readers of a pinned consumer."""
 
     def refill(self) -> None:
         """Say that there is room again."""
@@ -378,8 +390,14 @@ class Backend(Protocol):
         *,
         deliver: Callable[[Delivery], None],
         room: Callable[[], int],
+        priority: int = 0,
     ) -> AbstractAsyncContextManager[Consumer]:
-        """Read a durable consumer: `room()` tells how many deliveries could be taken now."""
+        """Read a durable consumer: `room()` tells how many deliveries could be taken now.
+
+        With the `priority_policy` `pinned_client`, one of its readers is given everything, and another one when that
+        has left or has not asked for `priority_timeout`. With `prioritized`, a reader is given something while none of
+        a lower `priority` (0 to 9) asks.
+        """
 
     def read(
         self,

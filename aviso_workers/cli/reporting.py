@@ -60,6 +60,8 @@ async def _print_agents(app: App) -> None:
         rows = {**agent_report.policy(app, declared)}
         if declared.name in known:
             rows |= dict(zip(LAG[2:], _row(known[declared.name])[2:], strict=True))
+            if declared.policy.singleton:
+                rows["pinned since"] = known[declared.name].pinned_since
         print_table((declared.name, app.name), rows.items())
 
 

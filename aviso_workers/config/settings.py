@@ -178,6 +178,10 @@ class Workers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Annotated[float, Meta(ge=0)],
         about("Seconds that running agents get to finish when a worker is told to stop."),
     ] = 30.0
+    priority: Annotated[
+        Annotated[int, Meta(ge=0, le=9)],
+        about("How near this worker is to the data: from 1 on it gets what no worker of a lower number asks for."),
+    ] = 0
     dead_letters: Annotated[DeadLetters, about("Where notifications go that could not be handled.")] = DeadLetters()
     agents: Annotated[
         dict[str, dict[str, Any]],

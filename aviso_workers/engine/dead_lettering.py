@@ -160,6 +160,10 @@ class Requeued:
     def num_delivered(self) -> int:
         return self._delivery.num_delivered
 
+    @property
+    def held(self) -> bool:
+        return self._delivery.held
+
     def ack(self) -> None:
         self._delivery.ack()
 

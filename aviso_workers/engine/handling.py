@@ -19,6 +19,7 @@ from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.codec import NotificationReader
 from aviso_workers.engine import calling
+from aviso_workers.engine.holding import WhileHeld
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.originating import Origin
 from aviso_workers.engine.pacing import Pace
@@ -50,6 +51,8 @@ class Kit:
         self.settler = settler
         self.clock = clock
         self.call = _caller(agent, clock, outputs=outputs)
+        if agent.policy.singleton:
+            self.call = WhileHeld(_publishing(self.call, outputs), line)
         self.pace = Pace(clock, per_second=agent.policy.rate_limit)
 
     async def read(self, delivery: Delivery, *, started: float) -> Notification[Any] | None:
@@ -122,6 +125,17 @@ def _caller(agent: Agent[Any, Any], clock: Clock, *, outputs: Outputs) -> Callab
             return await calling.call(function, argument)
 
     return call_in_time
+
+
+def _publishing(call: Callable[[Any], Awaitable[object]], outputs: Outputs) -> Callable[[Any], Awaitable[object]]:
+    """The call, and with it what becomes of what it returns."""
+
+    async def call_and_publish(argument: Any) -> object:
+        outcome = await call(argument)
+        await outputs.publish(outcome)
+        return outcome if isinstance(outcome, Exception) else None
+
+    return call_and_publish
 
 
 def in_thread(agent: Agent[Any, Any]) -> Callable[[Any], Awaitable[object]]:

@@ -60,6 +60,8 @@ class Line:
         """Deliveries that came to their end here."""
         self.made_room: Callable[[], None] = _nobody
         """Called when one waits no more."""
+        self.on_lost: Callable[[Delivery], None] = _nobody
+        """Called with what may have been given to somebody else, at every beat."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -86,6 +88,10 @@ class Line:
     def holds(self, delivery: Delivery) -> bool:
         """False for one whose stream was deleted and made anew: its sequence is that of another message now."""
         return self._place(delivery) is not None
+
+    def delivery_of(self, sequence: int) -> Delivery | None:
+        place = self._held.get(sequence)
+        return place.delivery if place is not None else None
 
     def put(self, delivery: Delivery) -> None:
         message = delivery.message
@@ -164,7 +170,10 @@ class Line:
         while True:
             await self._clock.sleep(every_seconds)
             for place in tuple(self._held.values()):
-                place.delivery.in_progress()
+                if place.delivery.held:
+                    place.delivery.in_progress()
+                else:
+                    self.on_lost(place.delivery)
 
     def _place(self, delivery: Delivery) -> _Place | None:
         place = self._held.get(delivery.message.sequence)
@@ -216,5 +225,5 @@ class Line:
         return len(sequences)
 
 
-def _nobody() -> None:
+def _nobody(*_: object) -> None:
     pass

@@ -22,7 +22,7 @@ from aviso_workers import streams
 from aviso_workers.backends import Backend, Outgoing, OutgoingChunk, PubAck
 from aviso_workers.codec import Message, NotificationWriter
 from aviso_workers.config import Config
-from aviso_workers.engine import deferring, originating
+from aviso_workers.engine import deferring, holding, originating
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import (
     BackendError,
@@ -203,7 +203,8 @@ class Publisher:
         return f"{self._nonce}{next(self._numbers):x}"
 
     def _checked(self, wanted: Notify) -> tuple[StreamSpec, Message]:
-        """Raises `InvalidNotificationError`, and `RefusedError` where the server is too old for its ttl."""
+        """Raises `InvalidNotificationError`, `TakenOverError`, `RefusedError` where the server is too old for a ttl."""
+        holding.check()
         writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
         message = writer.message(wanted.identifier, wanted.payload)
         if wanted.ttl is None:

@@ -57,19 +57,25 @@ class AgentRun:
         self._begun = 0
         self._begun_since = clock.monotonic()
         self._beat_seconds = ack_wait_seconds / 3
-        self._consumers: set[Consumer] = set()
+        self._consumers: dict[str, Consumer] = {}
+        """By stream."""
         self._stopping = False
 
     def room(self) -> int:
         """How many deliveries could be taken now."""
         return 0 if self._stopping else self._prefetch - self.line.waiting
 
-    def attach(self, consumer: Consumer) -> None:
-        """A consumer that is read now; it is told when there is room."""
-        self._consumers.add(consumer)
+    def pinned(self, stream: str) -> bool:
+        """Whether this worker is the one that is given everything of the stream; see `Consumer.pinned`."""
+        consumer = self._consumers.get(stream)
+        return consumer is not None and consumer.pinned
 
-    def detach(self, consumer: Consumer) -> None:
-        self._consumers.discard(consumer)
+    def attach(self, stream: str, consumer: Consumer) -> None:
+        """A consumer that is read now; it is told when there is room."""
+        self._consumers[stream] = consumer
+
+    def detach(self, stream: str) -> None:
+        del self._consumers[stream]
 
     async def work(self, *, stop: anyio.Event, drain_timeout_seconds: float) -> None:
         """Handle what arrives until `stop`; then give back what has not begun, and finish what has.
@@ -97,7 +103,7 @@ class AgentRun:
 
     async def _stop_reading(self) -> None:
         """Before anything is given back: it would come here again."""
-        for consumer in tuple(self._consumers):
+        for consumer in tuple(self._consumers.values()):
             await consumer.stop()
 
     def _refill(self) -> None:
@@ -109,5 +115,5 @@ class AgentRun:
             pace = int(self._begun * PREFETCH_SECONDS / seconds)
             self._prefetch = max(self._least, min(pace, MOST_PREFETCH))
             self._begun, self._begun_since = 0, self._begun_since + seconds
-        for consumer in self._consumers:
+        for consumer in self._consumers.values():
             consumer.refill()

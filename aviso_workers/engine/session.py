@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+from msgspec import structs
 
 from aviso_workers import resources, schema, streams, topics
 from aviso_workers.agents import Agent, Task
@@ -51,6 +52,8 @@ LANES_PREFETCH = 1000
 """What may wait with an ordered agent: more than its concurrency, because what waits in a lane holds a place."""
 STREAM_PREFETCH = 16
 """What may wait for each call of a function of a Stream, which can take many before the first of them is done."""
+SINGLETON_BEAT_SECONDS = 3.0
+"""A singleton that has lost what it handles is ended within a third of this."""
 SWEEP = "dead-letter-sweep"
 SWEEP_ACK_WAIT = 60.0
 SWEEP_PREFETCH = 16
@@ -81,6 +84,7 @@ class Session:
         self._dead_letters = DeadLetters(backend, app=app, config=config, provisioner=self.own_streams)
         self._app = app
         self._config = config
+        self._priority = config.workers.priority
         self._events = events
 
     async def replayer(self, event_type: str, where: Mapping[str, Any]) -> Replayer:
@@ -113,10 +117,14 @@ class Session:
     async def work(self, app: Any, stop: anyio.Event, *, agents: Sequence[Agent[Any, Any]]) -> None:
         """Run these agents, and the app's timers and tasks, until `stop`; then let them finish.
 
-        Raises `BackendError` when the connection is lost for good, and where the server is too old for an agent;
-        `ResourceError` where a resource cannot be opened.
+        Raises `BackendError` when the connection is lost for good, `RefusedError` where the server is too old for
+        what is asked of it, `ResourceError` where a resource cannot be opened.
         """
+        if self._priority:
+            self.backend.require_server(2, 12, to=f"read with workers.priority {self._priority}")
         for agent in agents:
+            if agent.policy.singleton:
+                self.backend.require_server(2, 11, to=f"run agent {agent.name!r} as a singleton")
             if agent.form is Window:
                 self.backend.require_server(2, 11, to=f"keep the windows of agent {agent.name!r}")
         async with resourcing.opened(app.resources, app) as values:
@@ -197,7 +205,7 @@ class Session:
             clock=clock,
             workers=policy.concurrency,
             prefetch=_prefetch(agent),
-            ack_wait_seconds=policy.ack_wait,
+            ack_wait_seconds=min(policy.ack_wait, SINGLETON_BEAT_SECONDS) if policy.singleton else policy.ack_wait,
         )
         self.runs[agent.name] = run
         durable = agent.durable_name(self._app)
@@ -206,15 +214,26 @@ class Session:
         feeds = [
             Feed(
                 stream=stream,
-                consumer=_consumer(durable, filters, policy.ack_wait, max_deliver, start=policy.start),
+                consumer=_served(
+                    _consumer(durable, filters, policy.ack_wait, max_deliver, start=policy.start),
+                    singleton=policy.singleton,
+                    priority=self._priority,
+                ),
                 provisioner=self.provisioner,
                 in_order=line.ordered,
+                # Who is busy, or waits for something to come, goes on asking, or would not stay pinned.
+                room=(lambda: 1) if policy.singleton else None,
+                priority=self._priority,
             ),
             Feed(
                 stream=dead_lettering.retries_spec(self._config),
-                consumer=_consumer(durable, (retry_subject(self._app, agent.name),), policy.ack_wait, max_deliver),
+                consumer=_served(
+                    _consumer(durable, (retry_subject(self._app, agent.name),), policy.ack_wait, max_deliver),
+                    singleton=policy.singleton,
+                ),
                 provisioner=self.own_streams,
                 unwrap=Requeued,
+                room=(lambda: int(run.pinned(stream.name))) if policy.singleton else None,
             ),
         ]
         async with anyio.create_task_group() as tasks:
@@ -353,3 +372,20 @@ def _consumer(
         max_deliver=max_deliver,
         **streams.starting(start),
     )
+
+
+def _served(consumer: ConsumerSpec, *, singleton: bool, priority: int = 0) -> ConsumerSpec:
+    """The consumer, with which of its readers are served first."""
+    if singleton:
+        # One at a time, for whoever is pinned: so what follows waits on the server until this one has come to its end,
+        # also while it waits to be tried again, and while it is given to another worker.
+        return structs.replace(
+            consumer,
+            max_ack_pending=1,
+            priority_policy=streams.PINNED,
+            priority_groups=(streams.GROUP,),
+            priority_timeout=consumer.ack_wait,
+        )
+    if priority:
+        return structs.replace(consumer, priority_policy=streams.PRIORITIZED, priority_groups=(streams.GROUP,))
+    return consumer

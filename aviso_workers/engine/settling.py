@@ -32,6 +32,7 @@ class _End(NamedTuple):
 
 
 ACKED = _End("acked")
+TAKEN_OVER = _End("retried", "taken_over")
 
 
 class Settler:
@@ -75,7 +76,10 @@ class Settler:
             return
         now = self._clock.monotonic()
         end = ACKED
-        if isinstance(outcome, Exception):
+        if not delivery.held:
+            end = TAKEN_OVER
+            self._line.done(delivery)
+        elif isinstance(outcome, Exception):
             with anyio.CancelScope(shield=True):
                 end = await self._carry_out(delivery, outcome)
         else:

@@ -41,6 +41,10 @@ class Feed(Struct, frozen=True, kw_only=True):
     """Makes of what comes what the agent is to see."""
     in_order: bool = False
     """Deliveries must come in order: what a dead worker held is waited for before anything new is asked for."""
+    room: Callable[[], int] | None = None
+    """How many deliveries could be taken now; None where that is the agent's to say."""
+    priority: int = 0
+    """See `Backend.consume`."""
 
 
 async def supervise_agent(
@@ -106,8 +110,9 @@ async def _read(
         def deliver(delivery: Delivery) -> None:
             run.line.put(unwrap(delivery))
 
-    async with backend.consume(stream, consumer, deliver=deliver, room=run.room) as opened:
-        run.attach(opened)
+    room = feed.room or run.room
+    async with backend.consume(stream, consumer, deliver=deliver, room=room, priority=feed.priority) as opened:
+        run.attach(stream, opened)
         events.emit(AgentStarted(agent=name, stream=stream, consumer=consumer))
         delays.started()
         try:
@@ -118,7 +123,7 @@ async def _read(
             with clocks.move_on_after(backend.clock, SETTLE_TIMEOUT_SECONDS), suppress(BackendError):
                 await opened.settled()
         finally:
-            run.detach(opened)
+            run.detach(stream)
 
 
 async def supervise_task(task: Task, app: Any, *, clock: Clock, events: Events, stop: anyio.Event) -> None:

@@ -19,6 +19,7 @@ from aviso_workers import clocks, streams
 from aviso_workers.backends import Backend, Message, PubAck
 from aviso_workers.clocks import Clock
 from aviso_workers.config import Config
+from aviso_workers.engine import holding
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import (
     BackendError,
@@ -187,6 +188,7 @@ class SteadyBucket:
         return await self._do(itself)
 
     async def _write(self, key: str, message_id: str, write: Callable[[KeyValue], Awaitable[int]]) -> int:
+        holding.check()
         in_doubt = False
 
         async def attempt(bucket: KeyValue) -> int:
@@ -353,6 +355,7 @@ class Sums:
                 message, message_id=once, stream=self._spec.name, timeout_seconds=TIMEOUT_SECONDS
             )
 
+        holding.check()
         ack = await self._do(publish)
         return await self.get(key) if ack.total is None else ack.total
 

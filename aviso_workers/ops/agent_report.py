@@ -50,6 +50,12 @@ class Progress(Struct, frozen=True, kw_only=True):
         return _sum(self, "num_redelivered")
 
     @property
+    def pinned_since(self) -> str:
+        """Of a singleton: since when one worker handles what there is."""
+        since = self.events.pinned_since if self.events else None
+        return since.isoformat(timespec="seconds") if since else "no worker is, until something comes"
+
+    @property
     def paused_until(self) -> str:
         """Empty where the agent is given its events."""
         until = self.events.paused_until if self.events else None
@@ -101,6 +107,8 @@ def policy(app: App, agent: Agent[Any, Any]) -> dict[str, str]:
         "order by": ", ".join(chosen.order_by) or "none",
         "rate limit": f"{chosen.rate_limit:g} a second" if chosen.rate_limit else "none",
     }
+    if chosen.singleton:
+        rows["singleton"] = "one worker handles one at a time, in order"
     if agent.form is Batch:
         rows["batch"] = f"{chosen.batch.size}, or what came within {chosen.batch.within:g} s"
     if window := chosen.window:

@@ -130,7 +130,7 @@ async def test_its_consumer_is_told_when_there_is_room_again() -> None:
         async def stop(self) -> None: ...
 
     run = run_of(Discarding)
-    run.attach(Consumer())  # type: ignore[arg-type]
+    run.attach("MARS", Consumer())  # type: ignore[arg-type]
     stop = anyio.Event()
     run.line.put(Delivery(1))  # type: ignore[arg-type]
     run.line.put(Delivery(2))  # type: ignore[arg-type]
@@ -245,7 +245,7 @@ class TestStopping:
                 run.line.put(delivery)  # type: ignore[arg-type]
 
         run = run_of(Refusing)
-        run.attach(Consumer())  # type: ignore[arg-type]
+        run.attach("MARS", Consumer())  # type: ignore[arg-type]
         stop = anyio.Event()
         stop.set()
         await run.work(stop=stop, drain_timeout_seconds=1.0)

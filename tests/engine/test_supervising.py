@@ -51,9 +51,9 @@ class LosingBackend(InMemoryBackend):
 
     @asynccontextmanager
     async def consume(
-        self, stream: str, consumer: str, *, deliver: Callable[[Delivery], None], room: Callable[[], int]
+        self, stream: str, consumer: str, *, deliver: Callable[[Delivery], None], **stated: Any
     ) -> AsyncIterator[InMemoryConsumer]:
-        async with super().consume(stream, consumer, deliver=deliver, room=room) as reader:
+        async with super().consume(stream, consumer, deliver=deliver, **stated) as reader:
             if stream != "MARS":
                 yield reader  # the retries, which every agent also reads
                 return

@@ -113,3 +113,60 @@ async def test_after_a_reconnect_nothing_is_outstanding_and_the_consumer_is_to_b
 
     assert pulls.outstanding == 0
     assert pulls.silent()
+
+
+PINS = {"priority_policy": "pinned_client", "priority_groups": ["workers"], "priority_timeout": 8 * SECOND}
+
+
+def deliver(played, pin: str) -> None:
+    block = f"NATS/1.0\r\nNats-Pin-Id: {pin}\r\n\r\n".encode()
+    played.heard([(b"mars.od", b"$JS.ACK.MARS.agent.1.1.1.1795256800000000000.0", block, b"{}")])
+
+
+async def test_a_pinned_reader_asks_by_its_id_and_often_enough_until_it_is_another_ones_turn(played):
+    pulls = PullSubscription(
+        played, stream="MARS", consumer="agent", on_messages=lambda *_: None, on_change=lambda: None
+    )
+    await pulls.open(limits=PINS)
+    assert pulls.pin == ""
+    for pin in ("one", "one", ""):
+        pulls.ask(1, wait=True)
+        deliver(played, pin) if pin else played.say(status="423 Nats-Wrong-Pin-Id")
+    pulls.ask(1, wait=True)
+
+    assert [request.get("id") for request in asked(played)] == [None, "one", "one", None]
+    assert {request["group"] for request in asked(played)} == {"workers"}
+    assert {request["expires"] for request in asked(played)} == {2 * SECOND}
+    assert (pulls.outstanding, pulls.error) == (1, None)
+
+
+async def test_a_reader_of_a_prioritized_consumer_says_how_near_it_is(played, pulls):
+    await pulls.open(limits={"priority_policy": "prioritized", "priority_groups": ["others"]}, priority=3)
+    pulls.ask(1, wait=True)
+
+    [request] = asked(played)
+    assert (request["group"], request["priority"], request["expires"]) == ("others", 3, 30 * SECOND)
+
+
+@pytest.mark.parametrize("status", ["423 Nats-Pin-Id mismatch", "409 Leadership Change", "409 Server Shutdown"])
+async def test_a_pin_ends_with_the_leader_that_gave_it(played, status):
+    pulls = PullSubscription(
+        played, stream="MARS", consumer="agent", on_messages=lambda *_: None, on_change=lambda: None
+    )
+    await pulls.open(limits=PINS)
+    deliver(played, "one")
+    assert pulls.pinned_as("one")
+    played.say(status=status)
+    assert (pulls.pinned_as("one"), pulls.error) == (False, None)
+
+
+async def test_a_pin_is_in_doubt_when_nothing_is_heard_for_as_long_as_an_election_takes(played, monkeypatch):
+    pulls = PullSubscription(
+        played, stream="MARS", consumer="agent", on_messages=lambda *_: None, on_change=lambda: None
+    )
+    await pulls.open(limits=PINS)
+    deliver(played, "one")
+    monkeypatch.setattr(pulls, "_now", lambda: pulls._heard_at + 3.6)
+    assert not pulls.pinned_as("one")
+    played.say(status="100 Idle Heartbeat")
+    assert pulls.pin == "one"

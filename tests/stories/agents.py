@@ -5,6 +5,7 @@ Every handler writes a line when it begins and one when it is done, so that a te
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from collections.abc import AsyncIterator
@@ -26,6 +27,7 @@ __all__ = [
     "lanes",
     "other",
     "outputs",
+    "singletons",
     "threads",
     "ticking",
     "windows",
@@ -61,6 +63,7 @@ threads = App("threads")
 outputs = App("outputs")
 ticking = App("ticking")
 windows = App("windows")
+singletons = App("singletons")
 kept: list[bytes] = []
 
 
@@ -126,6 +129,16 @@ async def sum_up(window: Window[int]) -> AsyncIterator[Notify]:
     _write("published", int(window.start.timestamp()))
 
 
+@singletons.agent("mars", singleton=True, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
+async def write(notification: Notification[Deed]) -> Notify:
+    """Its effects are a line in a file, which refuses what is no later than the last, and what it returns."""
+    deed = notification.payload
+    _write("begun", deed.n)
+    await anyio.sleep(deed.seconds)
+    _write_fenced(deed.n, notification.sequence)
+    return Notify("plain", {"a": deed.n, "b": "made"}, os.getpid())
+
+
 async def _do(deed: Deed, app: App) -> None:
     _write("begun", deed.n)
     kept.append(b"x" * deed.keeps * 1_000_000)
@@ -138,6 +151,15 @@ async def _do(deed: Deed, app: App) -> None:
     if deed.fails:
         raise ValueError(f"deed {deed.n} was told to fail")
     _write("done", deed.n)
+
+
+def _write_fenced(number: int, sequence: int) -> None:
+    with open(f"{os.environ[RECORD_VARIABLE]}.fence", "a+") as fence:
+        fcntl.flock(fence, fcntl.LOCK_EX)
+        fence.seek(0)
+        last = max(map(int, fence.read().split()), default=0)
+        _write("written" if sequence > last else "refused", number)
+        fence.write(f"{sequence}\n")
 
 
 def _write(what: str, number: int) -> None:

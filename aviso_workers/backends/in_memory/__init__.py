@@ -177,11 +177,17 @@ class InMemoryBackend:
 
     @asynccontextmanager
     async def consume(
-        self, stream: str, consumer: str, *, deliver: Callable[[Delivery], None], room: Callable[[], int]
+        self,
+        stream: str,
+        consumer: str,
+        *,
+        deliver: Callable[[Delivery], None],
+        room: Callable[[], int],
+        priority: int = 0,
     ) -> AsyncIterator[InMemoryConsumer]:
         await self._connection.reach()
         dispatcher = self._dispatcher(stream, consumer)
-        reader = dispatcher.join(self._connection, deliver=deliver, room=room)
+        reader = dispatcher.join(self._connection, deliver=deliver, room=room, priority=priority)
         try:
             yield reader
         finally:

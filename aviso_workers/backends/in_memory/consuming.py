@@ -8,6 +8,7 @@ reader has room or no message is left to deliver. There is no task, and so none 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ from aviso_workers.backends.in_memory.stream import Stream
 from aviso_workers.clocks import Clock, Timer
 from aviso_workers.codec import Message
 from aviso_workers.errors import NotFoundError, UnavailableError
+from aviso_workers.streams import PINNED, PRIORITIZED
 
 __all__ = ["Dispatcher", "InMemoryConsumer"]
 
@@ -38,13 +40,24 @@ class InMemoryConsumer:
         *,
         deliver: Callable[[Delivery], None],
         room: Callable[[], int],
+        priority: int,
     ) -> None:
         self.connection = connection
         self.deliver = deliver
         self.room = room
+        self.priority = priority
         self.gone = anyio.Event()
         self.settlements_lost = 0
         self._dispatcher = dispatcher
+
+    @property
+    def pinned(self) -> bool:
+        return self._dispatcher.pinned is self
+
+    @property
+    def ready(self) -> bool:
+        """Whether it would take a delivery now."""
+        return self.connection.up and self.room() > 0
 
     def refill(self) -> None:
         self._dispatcher.wake()
@@ -66,13 +79,21 @@ class InMemoryConsumer:
 class InMemoryDelivery:
     """One message of a durable consumer; see `backends.Delivery`. Settled without a connection, it is not."""
 
-    __slots__ = ("_dispatcher", "_reader", "message", "num_delivered")
+    __slots__ = ("_dispatcher", "_losses", "_reader", "_until", "message", "num_delivered")
 
     def __init__(self, dispatcher: Dispatcher, reader: InMemoryConsumer, message: Message, num_delivered: int) -> None:
         self.message = message
         self.num_delivered = num_delivered
         self._dispatcher = dispatcher
         self._reader = reader
+        self._until = dispatcher.held_until()
+        self._losses = reader.connection.losses
+
+    @property
+    def held(self) -> bool:
+        if self._until == math.inf:
+            return True
+        return self._dispatcher.time() < self._until and self._reader.connection.losses == self._losses
 
     def ack(self) -> None:
         if self._reaches():
@@ -87,17 +108,18 @@ class InMemoryDelivery:
 
     def in_progress(self) -> None:
         if self._reaches():
+            self._until = self._dispatcher.held_until()
             self._dispatcher.in_progress(self.message.sequence)
 
     def _reaches(self) -> bool:
         """Whether it gets through to the consumer of that name, which may be another one by now."""
         if not self._reader.connection.up:
             self._reader.settlements_lost += 1
-        return self._reader.connection.up and self._dispatcher.serving
+        return self._reader.connection.up and self._dispatcher.serving and self.held
 
 
 class Dispatcher:
-    """The readers of one durable consumer. They take turns, as far as they have room."""
+    """The readers of one durable consumer. They take turns, as far as they have room and its policy lets them."""
 
     def __init__(
         self,
@@ -108,6 +130,9 @@ class Dispatcher:
     ) -> None:
         self.name = name
         self.serving = False
+        self.pinned: InMemoryConsumer | None = None
+        """Who is given everything, where the policy is to pin one."""
+        self._unpin_at = math.inf
         self.durable: Durable
         self._stream: Stream
         self._on_given_up = on_given_up
@@ -131,9 +156,14 @@ class Dispatcher:
             self.leave(reader)
 
     def join(
-        self, connection: Connection, *, deliver: Callable[[Delivery], None], room: Callable[[], int]
+        self,
+        connection: Connection,
+        *,
+        deliver: Callable[[Delivery], None],
+        room: Callable[[], int],
+        priority: int,
     ) -> InMemoryConsumer:
-        reader = InMemoryConsumer(self, connection, deliver=deliver, room=room)
+        reader = InMemoryConsumer(self, connection, deliver=deliver, room=room, priority=priority)
         self._readers.append(reader)
         self._stream.watchers.add(self.wake)
         connection.watchers.add(self.wake)
@@ -148,6 +178,9 @@ class Dispatcher:
             reader.connection.watchers.discard(self.wake)
         if not self._readers:
             self._stream.watchers.discard(self.wake)
+        if reader.pinned and reader.connection.up:
+            self.pin(None)
+            self.wake()
 
     def settle(self, sequence: int) -> None:
         self.durable.settle(sequence)
@@ -181,6 +214,17 @@ class Dispatcher:
     def in_progress(self, sequence: int) -> None:
         self.durable.in_progress(sequence, self._clock.monotonic())
 
+    def pin(self, reader: InMemoryConsumer | None) -> None:
+        self.pinned, self._unpin_at = reader, math.inf
+        self.durable.pinned_ns = self._clock.time_ns() if reader else 0
+
+    def time(self) -> float:
+        return self._clock.monotonic()
+
+    def held_until(self) -> float:
+        """For how long nobody else is given what is delivered, or reported in progress, now: at least."""
+        return self.time() + self.durable.ack_wait_seconds if self.durable.policy == PINNED else math.inf
+
     def wake(self) -> None:
         if not self._woken:
             self._woken = True
@@ -194,6 +238,8 @@ class Dispatcher:
         now = self._clock.monotonic()
         while (reader := self._next_reader()) and (taken := self.durable.take(now)):
             message, num_delivered = taken
+            if self.durable.policy == PINNED and not reader.pinned:
+                self.pin(reader)
             self.durable.last_delivered_ns = self._clock.time_ns()
             self._look_at(now + self.durable.ack_wait_seconds)
             reader.deliver(InMemoryDelivery(self, reader, message, num_delivered))
@@ -201,11 +247,27 @@ class Dispatcher:
             self._on_given_up(*self.durable.given_up.pop())
 
     def _next_reader(self) -> InMemoryConsumer | None:
+        if self.durable.policy == PINNED and self.pinned and not self._given_up(self.pinned):
+            return self.pinned if self._unpin_at == math.inf else None
+        nearest = min((reader.priority for reader in self._readers if reader.ready), default=0)
         for _ in range(len(self._readers)):
             self._readers.rotate(-1)
-            if self._readers[-1].connection.up and self._readers[-1].room() > 0:
-                return self._readers[-1]
+            reader = self._readers[-1]
+            if reader.ready and (self.durable.policy != PRIORITIZED or reader.priority == nearest):
+                return reader
         return None
+
+    def _given_up(self, pinned: InMemoryConsumer) -> bool:
+        """Whether it has asked for nothing for too long."""
+        if pinned in self._readers and pinned.ready:
+            self._unpin_at = math.inf
+            return False
+        self._unpin_at = min(self._unpin_at, self.time() + self.durable.priority_timeout_seconds)
+        if self.time() < self._unpin_at:
+            self._look_at(self._unpin_at)
+            return False
+        self.pin(None)
+        return True
 
     def _look_at(self, deadline: float) -> None:
         """See to what is overdue at `deadline`, if not before: one timer, for the earliest deadline."""

@@ -56,6 +56,7 @@ class Durable:
         self._due: OrderedDict[int, None] = OrderedDict()
         self.last_delivered_ns = 0
         self.last_settled_ns = 0
+        self.pinned_ns = 0
         self.paused_until: datetime | None = None
         self.given_up: list[tuple[int, int]] = []
         """Sequence and deliveries of what was delivered `max_deliver` times, until somebody takes note."""
@@ -73,6 +74,7 @@ class Durable:
             last_delivered=_time(self.last_delivered_ns),
             last_settled=_time(self.last_settled_ns),
             paused_until=self.paused_until,
+            pinned_since=_time(self.pinned_ns),
         )
 
     @property
@@ -148,6 +150,15 @@ class Durable:
     @property
     def ack_wait_seconds(self) -> float:
         return float(self.config["ack_wait"] / SECOND)
+
+    @property
+    def policy(self) -> str:
+        """Which of its readers are served before others."""
+        return str(self.config["priority_policy"])
+
+    @property
+    def priority_timeout_seconds(self) -> float:
+        return float(self.config["priority_timeout"] / SECOND)
 
     def _configure(self, stated: Mapping[str, Any]) -> None:
         filters: Sequence[str] = {**self.config, **stated}["filter_subjects"]

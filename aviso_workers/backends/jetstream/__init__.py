@@ -228,7 +228,13 @@ class JetStreamBackend:
 
     @asynccontextmanager
     async def consume(
-        self, stream: str, consumer: str, *, deliver: Callable[[Delivery], None], room: Callable[[], int]
+        self,
+        stream: str,
+        consumer: str,
+        *,
+        deliver: Callable[[Delivery], None],
+        room: Callable[[], int],
+        priority: int = 0,
     ) -> AsyncIterator[PullConsumer]:
         reader = PullConsumer(
             self._connection,
@@ -238,6 +244,7 @@ class JetStreamBackend:
             made=self._made,
             deliver=deliver,
             room=room,
+            priority=priority,
         )
         scope = anyio.CancelScope()
         try:
@@ -335,7 +342,13 @@ def _consumer_info(answer: Mapping[str, Any]) -> ConsumerInfo:
         last_delivered=_time(answer["delivered"].get("last_active")),
         last_settled=_time(answer["ack_floor"].get("last_active")),
         paused_until=_time(answer["config"].get("pause_until")) if answer.get("paused") else None,
+        pinned_since=_pinned_since(answer),
     )
+
+
+def _pinned_since(answer: Mapping[str, Any]) -> datetime | None:
+    pinned = [group["pinned_ts"] for group in answer.get("priority_groups") or () if group.get("pinned_client_id")]
+    return _time(pinned[0]) if pinned else None
 
 
 def _time(found: str | None) -> datetime | None:

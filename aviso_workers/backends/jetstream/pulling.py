@@ -4,6 +4,10 @@ Both ways of reading use it: `consuming` (durable, settled) and `reading` (ephem
 was asked for and has not come, because a server ends a request early for many reasons and says so by a status.
 What a status means for the next request is decided here, as ADR-13 lists them; what to do about a consumer that is
 lost is the reader's.
+
+A consumer may serve some of its readers before others (ADR-42). Of a pinned one's, the server chooses one by an id,
+which comes with every message, and the others wait. Nothing but its requests keeps that one pinned, neither one that
+waits nor messages: so requests end soon there, and the next one follows.
 """
 
 from __future__ import annotations
@@ -22,16 +26,23 @@ from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.wire import Arrival, HeaderBlocks, Headers, Interest, Listener, status
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.streams import PINNED, PRIORITIZED
 
 __all__ = ["HEARTBEAT_SECONDS", "PullSubscription", "decode", "decode_all", "sequence_of"]
 
 EXPIRES_SECONDS = 30
+RENEWALS = 4
+"""Requests within the time after whose end a pinned reader is given up: some may get lost."""
+PINNED_HEARTBEAT_SECONDS = 1.0
+ELECTION_SECONDS = 3.5
+"""Less than the four seconds that followers wait, at least, before they elect another leader of a consumer."""
 HEARTBEAT_SECONDS = 5.0
 MOST_BYTES = 16 * 1024 * 1024
 """What one request may bring. A server cuts off who leaves 64 MiB unread, as a loop does that an author keeps busy."""
 TOO_LARGE = "Message Size Exceeds MaxBytes"
 """For what is left of the request's bytes; what they are in the beginning, where not even one message fits."""
-ASK_AGAIN = ("Leadership Change", "Batch Completed", "Server Shutdown", TOO_LARGE)
+LEADER_GONE = ("Leadership Change", "Server Shutdown")
+ASK_AGAIN = (*LEADER_GONE, "Batch Completed", TOO_LARGE)
 """Reasons of a 409 that only end the request."""
 SECOND = 1_000_000_000
 FROM_STREAM = b"$JS.ACK."
@@ -65,19 +76,34 @@ class PullSubscription:
         self._closing = anyio.Lock()
         self._now = asyncio.get_running_loop().time
         self._last_heard = self._opened_at = self._now()
+        self.asked_at = self._now()
+        """When the last request left."""
+        self.pin = ""
+        """The id by which this reader is served before all others; empty while it is not, or that is not known."""
         self._answered = False
         """Whether anything came since what was outstanding was taken for lost."""
+        self._group: dict[str, Any] = {}
+        """Which of the readers this one is."""
+        self._heard_at = self._now()
+        self._heartbeat_seconds = HEARTBEAT_SECONDS
         self._inbox = ""
         self._most_messages = sys.maxsize
         self._most_bytes = max(MOST_BYTES, 2 * connection.nc.max_payload)
         self._expires_ns = EXPIRES_SECONDS * SECOND
 
-    async def open(self, *, limits: Mapping[str, Any] | None = None) -> None:
+    async def open(self, *, limits: Mapping[str, Any] | None = None, priority: int = 0) -> None:
         """`limits` is the consumer's configuration, where requests may be limited by it."""
         limits = limits or {}
         self._most_messages = limits.get("max_batch") or self._most_messages
         self._most_bytes = min(self._most_bytes, limits.get("max_bytes") or self._most_bytes)
         self._expires_ns = min(self._expires_ns, limits.get("max_expires") or self._expires_ns)
+        if groups := limits.get("priority_groups"):
+            self._group = {"group": groups[0]}
+        if limits.get("priority_policy") == PRIORITIZED:
+            self._group["priority"] = priority
+        if limits.get("priority_policy") == PINNED:
+            self._expires_ns = min(self._expires_ns, limits["priority_timeout"] // RENEWALS)
+            self._heartbeat_seconds = PINNED_HEARTBEAT_SECONDS
         self._inbox = self._connection.nc.new_inbox()
         self._interest = await self._connection.listen(self._inbox, self._on_arrivals)
         self._connection.on_reconnect.add(self._on_reconnect)
@@ -93,16 +119,18 @@ class PullSubscription:
     def ask(self, batch: int, *, wait: bool) -> None:
         """Ask for `batch` messages: as they come within half a minute, or (not `wait`) those that are there."""
         batch = min(batch, self._most_messages)
-        request: dict[str, Any] = {"batch": batch, "max_bytes": self._most_bytes}
+        request: dict[str, Any] = {"batch": batch, "max_bytes": self._most_bytes, **self._group}
+        if self.pin:
+            request["id"] = self.pin
         if wait:
             request |= {
                 "expires": self._expires_ns,
-                "idle_heartbeat": min(int(HEARTBEAT_SECONDS * SECOND), self._expires_ns // 3),
+                "idle_heartbeat": min(int(self._heartbeat_seconds * SECOND), self._expires_ns // 3),
             }
         else:
             request["no_wait"] = True
         self.outstanding += batch
-        self._last_heard = self._now()
+        self._last_heard = self.asked_at = self._now()
         self._connection.post(self._subject, msgspec.json.encode(request), reply=self._inbox)
 
     async def check_allowed(self) -> None:
@@ -110,6 +138,11 @@ class PullSubscription:
         if not await self._connection.answers():
             raise UnavailableError(f"{self._name}: no answer in time")
         self._connection.check_allowed(f"{self._connection.api_prefix}.{self._subject}", since=self._opened_at)
+
+    def pinned_as(self, pin: str) -> bool:
+        """Whether it has been pinned by this id all the time: the consumer may have no other leader meanwhile, for a
+        new one knows of no pin, and hands out at once what another one had handed out."""
+        return self.pin == pin and self._now() - self._heard_at < ELECTION_SECONDS
 
     def silent(self) -> bool:
         """Whether nothing came for two heartbeats: the server may no longer know of what we asked for."""
@@ -124,10 +157,16 @@ class PullSubscription:
         self._last_heard = self._now()
 
     def _on_arrivals(self, arrivals: Sequence[Arrival]) -> None:
-        self._last_heard = self._now()
+        if self._group and len(arrivals) > 1:  # whose pin it is may change from one to the next
+            for arrival in arrivals:
+                self._on_arrivals([arrival])
+            return
+        self._last_heard = self._heard_at = self._now()
         self._answered = True
         if messages := [arrival for arrival in arrivals if arrival[1].startswith(FROM_STREAM)]:
             self.outstanding = max(0, self.outstanding - len(messages))
+            if self._group and (headers := messages[0][2]):
+                self.pin = Headers(headers).get("Nats-Pin-Id", "")
             self._on_messages(messages)
         if len(messages) < len(arrivals):
             for _, reply, headers, _ in arrivals:
@@ -144,6 +183,8 @@ class PullSubscription:
         match code:
             case "404" | "408":
                 self.exhausted = True
+            case "423":
+                self.pin = ""  # it is another reader's
             case "409" if "Consumer Deleted" in description:
                 self.error = NotFoundError(f"{self._name} was deleted")
             case "409" if description == TOO_LARGE and int(headers["Nats-Pending-Bytes"]) == self._most_bytes:
@@ -154,6 +195,8 @@ class PullSubscription:
             case "409" if not description.startswith(ASK_AGAIN):
                 # Such as too many requests waiting, or larger ones than the consumer was changed to allow.
                 self.error = UnavailableError(f"{self._name}: {description}")
+            case "409" if description.startswith(LEADER_GONE):
+                self.pin = ""
             case "409":
                 pass
             case "503":
@@ -164,6 +207,7 @@ class PullSubscription:
 
     def _on_reconnect(self) -> None:
         self.outstanding = 0
+        self.pin = ""
         self._last_heard = -math.inf
         self._on_change()
 
