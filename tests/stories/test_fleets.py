@@ -143,8 +143,9 @@ async def test_a_process_that_has_handled_its_share_is_replaced(
     *before, last = shares.values()
     assert len(before) >= 1
     assert all(share >= 50 for share in before), shares
-    worn = len(before) + (last >= 50)
-    await until(lambda: len(fleet.logged("process.replaced")) == worn, what=lambda: f"{shares}\n{fleet.log}")
+    await until(lambda: len(fleet.logged("process.replaced")) >= len(before), what=lambda: f"{shares}\n{fleet.log}")
+    beyond = len(fleet.logged("process.replaced")) - len(before)
+    assert beyond in ((0, 1) if last >= 50 else (0,)), f"a share is 50 to 55: {shares}"
     assert set(record.numbers("done").values()) == {1}, "nothing is handled twice, either"
     assert fleet.logged("process.crashed") == []
 
