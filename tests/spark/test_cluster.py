@@ -50,7 +50,7 @@ COUNT = 20_000
 PAYLOAD_CHARACTERS = 2000
 """So that a task has more to pass on than fits into all buffers on the way: about 10 MB."""
 MASTER = re.compile(r"Starting Spark master at (spark://\S+)")
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 120
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def _halting(told: str, after_rows: int) -> Callable[[Iterator[Any]], Iterator[A
                 partly = Path(f"{told}.partly")
                 partly.write_text(daemon.rpartition(") ")[2].split()[1])  # whose parent is the executor
                 partly.rename(told)
-                time.sleep(60)
+                time.sleep(300)
                 raise AssertionError("nobody killed this executor")
 
     return halting
