@@ -10,6 +10,7 @@ from aviso_workers.engine import dead_lettering, deferring, sweeping, tabling
 from aviso_workers.ops.doctor.answers import NEVER, Stream
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, check
+from aviso_workers.ops.mirroring import STALE_SECONDS
 from aviso_workers.streams import SECOND, stated
 
 __all__ = ["CHECKS", "overlap"]
@@ -20,7 +21,6 @@ declare = partial(check, CHECKS)
 COPIES = 3
 NEARLY_FULL, FULL = 0.80, 0.95
 MANY_GAPS, GAPS_PER_MESSAGE = 10_000, 10
-ORIGIN_SILENT_SECONDS = 30
 BY_KEY = "KV_"
 OF_SHORT_LIVES = (dead_lettering.RETRIES, sweeping.STREAM)
 """Streams of ours that forget within days, and hold only what failed."""
@@ -255,7 +255,7 @@ def silent_origins(facts: Facts) -> Iterator[Finding]:
                 yield Finding(stream=stream.name, found=f"{origin.name}: {origin.error.get('description')}")
             elif origin.active == NEVER:
                 yield Finding(stream=stream.name, found=f"{origin.name} was never reached")
-            elif silent > ORIGIN_SILENT_SECONDS:
+            elif silent > STALE_SECONDS:
                 yield Finding(stream=stream.name, found=f"nothing heard of {origin.name} for {silent:.0f} s")
             elif (growth := origin.lag - lags.get(origin.name, origin.lag)) > 0:
                 rate = growth / facts.elapsed_seconds
