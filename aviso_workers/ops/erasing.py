@@ -29,7 +29,13 @@ from aviso_workers.backends import StreamInfo
 from aviso_workers.codec import Message, NotificationReader
 from aviso_workers.engine import dead_lettering, deferring
 from aviso_workers.engine.dead_lettering import DeadLetter
-from aviso_workers.errors import InvalidNotificationError, NotFoundError, RefusedError, UndecodableError
+from aviso_workers.errors import (
+    BackendError,
+    InvalidNotificationError,
+    NotFoundError,
+    RefusedError,
+    UndecodableError,
+)
 from aviso_workers.ops.wiping import event_type_of
 
 __all__ = ["ELSEWHERE", "Eraser", "Finding", "Survey", "Unreached"]
@@ -222,17 +228,24 @@ class Eraser:
 
     async def _delete(self, survey: Survey) -> None:
         limiter = anyio.CapacityLimiter(AT_ONCE)
+        failures: list[BackendError] = []
 
         async def delete(stream: str, sequence: int) -> None:
-            async with limiter:
-                with suppress(NotFoundError):  # it went by itself
-                    await self._backend.delete_message(stream, sequence)
+            try:
+                async with limiter:
+                    with suppress(NotFoundError):  # it went by itself
+                        await self._backend.delete_message(stream, sequence)
+            except BackendError as error:
+                failures.append(error)
+                deletions.cancel_scope.cancel()
 
         for finding in reversed(_reachable(survey).findings):  # copies before what they are recognised by
             for start in range(0, len(finding.sequences), 1000):
                 async with anyio.create_task_group() as deletions:
                     for sequence in finding.sequences[start : start + 1000]:
                         deletions.start_soon(delete, finding.stream, sequence)
+                if failures:
+                    raise failures[0]
 
     def _record(self, survey: Survey) -> dict[str, Any]:
         return {

@@ -60,11 +60,18 @@ async def rehearse(app: App, *, origin_api: str = "", messages: int = 1000) -> D
         _scratch(server, mirror, {"mirror": {"name": ORIGIN, **external}}),
     ):
         publishing = _Publishing(backend, (mirror, ORIGIN), messages)
+        failure: BackendError | None = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(publishing.run)
             await publishing.half.wait()
-            promotion = await Mirrors(app).promote(mirror)
-            fenced = await _state(server, ORIGIN, api=origin_api)
+            try:
+                promotion = await Mirrors(app).promote(mirror)
+                fenced = await _state(server, ORIGIN, api=origin_api)
+            except BackendError as error:
+                failure = error
+                tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
         left = await _state(server, ORIGIN, api=origin_api)
         return Drill(
             promotion=promotion,

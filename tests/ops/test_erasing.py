@@ -219,3 +219,16 @@ async def test_what_is_to_be_erased_has_to_be_named(place: Place) -> None:
         Eraser(place.app, "mars", sequence=1, keys=["sums"])
     with pytest.raises(NotFoundError, match="no bucket 'none'"):
         await Eraser(place.app, "mars", sequence=1, keys=["none/od"]).survey()
+
+
+async def test_an_erasure_that_is_refused_says_why_and_is_known_as_begun(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(stream: str, sequence: int) -> None:
+        raise RefusedError("not allowed to delete")
+
+    await place.notify("od", range(3))
+    monkeypatch.setattr(place.app.session.backend, "delete_message", refuse)
+    with pytest.raises(RefusedError, match="not allowed to delete"):
+        await place.erase(where={"class": "od"})
+    assert place.record()["state"] == "begun"

@@ -291,3 +291,15 @@ async def test_sources_are_declared_and_changed(sites: Sites) -> None:
             await anyio.sleep(0.02)
     stored = await sites.server.api("STREAM.MSG.GET.ALL", {"last_by_subj": "all.mars.od.2"})
     assert stored["message"]["subject"] == "all.mars.od.2"
+
+
+async def test_a_rehearsal_that_fails_says_why_and_leaves_nothing_behind(
+    sites: Sites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*arguments: Any, **more: Any) -> None:
+        raise RefusedError("not today")
+
+    monkeypatch.setattr(mirroring, "fence", refuse)
+    with pytest.raises(RefusedError, match="not today"):
+        await failing_over.rehearse(sites.app, origin_api=HUB, messages=50)
+    assert await sites.server.pages("STREAM.NAMES", "streams") == []
