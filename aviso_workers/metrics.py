@@ -320,8 +320,8 @@ class Metrics:
 
     def observe(self, event: Event) -> None:
         match event:
-            case Settled():
-                self._agents[event.agent].settled(event)
+            case Settled(agent=agent) if agent in self._agents:
+                self._agents[agent].settled(event)
             case Ticked(timer=timer):
                 self._timers[timer].outcomes.add("failed" if event.error else "done")
                 self._timers[timer].last_tick = event.time.timestamp()

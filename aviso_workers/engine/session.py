@@ -167,7 +167,7 @@ class Session:
                 for agent in agents:
                     work.start_soon(self.run_agent, agent, stop)
                 if agents:
-                    work.start_soon(self.run_sweep, agents, stop)
+                    work.start_soon(self.run_sweep, app.agents, stop)
                 work.start_soon(self.run_courier, stop)
                 if timers:
                     work.start_soon(run_app_timers)
@@ -256,18 +256,14 @@ class Session:
         )
 
     async def run_sweep(self, agents: Sequence[Agent[Any, Any]], stop: anyio.Event) -> None:
-        """Bury, until `stop`, what the server has given up of these agents' notifications."""
-        subjects = [
-            sweeping.advisory_subject(stream, agent.durable_name(self._app))
-            for agent in agents
-            for stream in (self._stream(agent.event_type).name, dead_lettering.RETRIES)
-        ]
+        """Store dead letters, until `stop`, of what the server has given up; `agents` are those that are known here."""
         clock = self.backend.clock
         line = Line(clock)
         form = Sweep(
             self.backend,
             line=line,
-            agents={agent.durable_name(self._app): agent for agent in agents},
+            app=self._app,
+            event_types={agent.name: agent.event_type for agent in agents},
             dead_letters=self._dead_letters,
             events=self._events,
         )
@@ -276,7 +272,7 @@ class Session:
         )
         feed = Feed(
             stream=sweeping.advisories_spec(self._config),
-            consumer=_consumer(f"{self._app}__{SWEEP}", tuple(subjects), SWEEP_ACK_WAIT, max_deliver=-1),
+            consumer=_consumer(f"{self._app}__{SWEEP}", (sweeping.ADVISORIES,), SWEEP_ACK_WAIT, max_deliver=-1),
             provisioner=self.own_streams,
         )
         await self._supervise(SWEEP, run, [feed], stop)

@@ -1,19 +1,22 @@
 """Notifications whose worker died on their last delivery.
 
-Nobody is left to bury them: the server gives up and says so by an advisory, which is lost where nobody listens. So
-the advisories are kept in a stream, and each app reads those of its agents and buries what they name.
+No worker is left to store the dead letter: the server gives up and says so by an advisory, which is lost where nobody
+listens. So the advisories are kept in a stream. Each app reads all of them, acks those of other apps, and stores a dead
+letter for each of its own. It knows its own by the name of the durable consumer, `<app>__<agent>`, and not by the
+agents that it has: an older worker beside a newer one, or one that runs some of the agents, stores the dead letters of
+agents that it does not know, and what a retired agent left behind is kept as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
 from aviso_workers import streams
-from aviso_workers.agents import Agent
+from aviso_workers.agents import durable_name
 from aviso_workers.backends import Backend
 from aviso_workers.codec import Message
 from aviso_workers.config import Config
@@ -24,10 +27,12 @@ from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.events import Events, Settled
 from aviso_workers.streams import StreamSpec
 
-__all__ = ["Sweep", "advisories_spec", "advisory_subject"]
+__all__ = ["ADVISORIES", "STREAM", "SUBJECT", "Sweep", "advisories_spec"]
 
 STREAM = "aviso_workers_advisories"
 SUBJECT = "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES"
+ADVISORIES = f"{SUBJECT}.>"
+"""Always the whole of them: a filter that depends on the agents of one worker would hide those of another."""
 KEPT_DAYS = 7
 AGAIN_SECONDS = 10.0
 REASON = "max_deliveries"
@@ -48,14 +53,16 @@ class Sweep:
         backend: Backend,
         *,
         line: Line,
-        agents: Mapping[str, Agent[Any, Any]],
+        app: str,
+        event_types: Mapping[str, str],
         dead_letters: DeadLetters,
         events: Events,
     ) -> None:
         self._backend = backend
         self._line = line
-        self._agents = agents
-        """By durable consumer."""
+        self._prefix = durable_name(app, "")
+        self._event_types = event_types
+        """By agent, as far as this worker knows them."""
         self._dead_letters = dead_letters
         self._events = events
 
@@ -72,29 +79,34 @@ class Sweep:
             self._line.done(delivery)
 
     async def _sweep(self, advisory: _Advisory) -> None:
-        stream, agent = advisory.stream, self._agents.get(advisory.consumer)
+        if not advisory.consumer.startswith(self._prefix):
+            return  # another app's
+        stream, agent = advisory.stream, advisory.consumer.removeprefix(self._prefix)
         try:
             message = await message_at(self._backend, stream, advisory.stream_seq)
         except NotFoundError:
             return  # the stream itself is gone, and the notification with it
-        if message is None or agent is None:
-            return  # replaced or deleted meanwhile, or not ours any more
+        if message is None:
+            return  # replaced or deleted meanwhile
         if stream == RETRIES:
             message, stream = unwrap(message)
         deliveries = advisory.deliveries
         try:
             await self._dead_letters.bury(
-                message, agent=agent.name, stream=stream, reason=REASON, attempts=deliveries, error=None
+                message, agent=agent, stream=stream, reason=REASON, attempts=deliveries, error=None
             )
         except BackendError as error:
-            self._state(agent, message, "retried", reason="dead_letter_failed", deliveries=deliveries, error=error)
+            self._state(
+                agent, message, stream, "retried", reason="dead_letter_failed", deliveries=deliveries, error=error
+            )
             raise
-        self._state(agent, message, "dead_lettered", reason=REASON, deliveries=deliveries, error=None)
+        self._state(agent, message, stream, "dead_lettered", reason=REASON, deliveries=deliveries, error=None)
 
     def _state(
         self,
-        agent: Agent[Any, Any],
+        agent: str,
         message: Message,
+        stream: str,
         outcome: Literal["retried", "dead_lettered"],
         *,
         reason: str,
@@ -103,8 +115,8 @@ class Sweep:
     ) -> None:
         self._events.emit(
             Settled(
-                agent=agent.name,
-                event_type=agent.event_type,
+                agent=agent,
+                event_type=self._event_types.get(agent, stream),
                 sequence=message.sequence,
                 outcome=outcome,
                 reason=reason,
@@ -119,8 +131,4 @@ class Sweep:
 
 def advisories_spec(config: Config) -> StreamSpec:
     """The stream of the advisories."""
-    return streams.own_stream(STREAM, f"{SUBJECT}.>", config, max_age=KEPT_DAYS * streams.DAY)
-
-
-def advisory_subject(stream: str, consumer: str) -> str:
-    return f"{SUBJECT}.{stream}.{consumer}"
+    return streams.own_stream(STREAM, ADVISORIES, config, max_age=KEPT_DAYS * streams.DAY)

@@ -17,9 +17,10 @@ from aviso_workers.config.settings import DeadLetters
 from aviso_workers.engine import session, settling
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.literals import Size
-from aviso_workers.ops import steering
+from aviso_workers.ops import observing, steering
 from aviso_workers.ops.dead_letters import DeadLetter, DeadLetterOffice, Selection
 from aviso_workers.positions import Position
+from aviso_workers.streams import ConsumerSpec
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 
@@ -224,6 +225,60 @@ async def test_a_retry_whose_worker_dies_each_time_comes_back_as_the_letter_that
         assert (began, again.reason, again.attempts) == ([1, 2], "max_deliveries", 2)
         assert (again.stream, again.original.subject) == ("MARS", letter.original.subject)
         assert (again.original.sequence, again.original.data) == (letter.original.sequence, letter.original.data)
+
+
+async def test_what_the_server_gave_up_is_kept_where_no_worker_knows_its_agent(app: App, testing: Testing) -> None:
+    @app.agent("mars")
+    async def known(notification: Notification[Any]) -> None: ...
+
+    async with testing() as (t, office):
+        receipt = await t.notify("mars", mars(), {"n": 1})
+        await give_up(t, "contract__newer")
+        await give_up(t, "contract-too__known")
+        await t.settle()
+
+        (letter,) = await all_of(office)
+        assert (letter.app, letter.agent, letter.reason, letter.attempts) == ("contract", "newer", "max_deliveries", 1)
+        assert (letter.stream, letter.original.sequence) == (receipt.stream, receipt.sequence)
+
+
+async def test_two_workers_that_have_other_agents_lose_nothing_of_what_the_server_gave_up(
+    app: App, testing: Testing
+) -> None:
+    newer = App("contract", config=app.config)
+
+    @app.agent("mars")
+    async def old(notification: Notification[Any]) -> None: ...
+
+    @newer.agent("mars")
+    async def new(notification: Notification[Any]) -> None: ...
+
+    async with testing() as (t, office), anyio.create_task_group() as beside:
+        stop = anyio.Event()
+        beside.start_soon(app.session.run_sweep, newer.agents, stop)
+        for step in range(20):
+            await t.notify("mars", mars(step=step), {})
+        await t.settle()
+        await give_up(t, "contract__new", count=20)
+        await t.settle()
+        stop.set()
+
+        assert {letter.agent for letter in await all_of(office)} == {"new"}
+        assert len(await all_of(office)) == 20
+
+
+async def give_up(t: Harness, consumer: str, *, count: int = 1) -> None:
+    """Let a durable consumer of MARS end as one whose workers die of all that they are given."""
+    backend, taken = t.app.session.backend, list[Any]()
+    spec = ConsumerSpec(
+        durable_name=consumer, filter_subjects=(), ack_wait=50_000_000, max_ack_pending=-1, max_deliver=1
+    )
+    await backend.ensure_consumer("MARS", spec)
+    app, _, agent = consumer.partition("__")
+    with anyio.fail_after(10):
+        async with backend.consume("MARS", consumer, deliver=taken.append, room=lambda: 100):
+            while (await observing.given_up(t.app)).get((app, agent, "MARS"), 0) < count:
+                await t.advance(0.05)
 
 
 async def test_bytes_that_are_no_notification_are_kept_as_they_are(app: App, testing: Testing) -> None:
