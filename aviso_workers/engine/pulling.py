@@ -13,7 +13,7 @@ from aviso_workers.backends import Consumer
 from aviso_workers.clocks import Clock
 from aviso_workers.engine.ordering import Line
 
-__all__ = ["AgentRun", "Form"]
+__all__ = ["MOST_PREFETCH", "AgentRun", "Form"]
 
 PREFETCH_SECONDS = 0.1
 CHECKS = 8
@@ -33,7 +33,7 @@ class AgentRun:
     """What brings an agent its deliveries, and the form that handles them.
 
     Besides what runs it asks for what is begun within a tenth of a second, so that what one process hoards is soon
-    done; at least for `prefetch`.
+    done: at least for `prefetch` and at most for `most_prefetch`.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class AgentRun:
         workers: int,
         prefetch: int,
         ack_wait_seconds: float,
+        most_prefetch: int = MOST_PREFETCH,
     ) -> None:
         self.line = line
         self.line.made_room = self._refill
@@ -54,6 +55,7 @@ class AgentRun:
         self._clock = clock
         self._workers = workers
         self._least = self._prefetch = prefetch
+        self._most = most_prefetch
         self._begun = 0
         self._begun_since = clock.monotonic()
         self._beat_seconds = ack_wait_seconds / 3
@@ -113,7 +115,7 @@ class AgentRun:
         seconds = self._clock.monotonic() - self._begun_since
         if seconds >= PREFETCH_SECONDS:
             pace = int(self._begun * PREFETCH_SECONDS / seconds)
-            self._prefetch = max(self._least, min(pace, MOST_PREFETCH))
+            self._prefetch = max(self._least, min(pace, self._most))
             self._begun, self._begun_since = 0, self._begun_since + seconds
         for consumer in self._consumers.values():
             consumer.refill()

@@ -23,7 +23,7 @@ from aviso_workers.engine.handling import Kit, OneByOne
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publishing import Publisher
-from aviso_workers.engine.pulling import AgentRun, Form
+from aviso_workers.engine.pulling import MOST_PREFETCH, AgentRun, Form
 from aviso_workers.engine.replaying import Replayer
 from aviso_workers.engine.returning import Outputs
 from aviso_workers.engine.scheduling import run_timers
@@ -205,6 +205,8 @@ class Session:
             clock=clock,
             workers=policy.concurrency,
             prefetch=_prefetch(agent),
+            # A singleton holds one at a time, and asks for the next one whenever one begins.
+            most_prefetch=1 if policy.singleton else MOST_PREFETCH,
             ack_wait_seconds=min(policy.ack_wait, SINGLETON_BEAT_SECONDS) if policy.singleton else policy.ack_wait,
         )
         self.runs[agent.name] = run

@@ -16,7 +16,7 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import LoopClock, VirtualClock
 from aviso_workers.config import Config
 from aviso_workers.engine.ordering import Line
-from aviso_workers.engine.pulling import MOST_PREFETCH, AgentRun
+from aviso_workers.engine.pulling import MOST_PREFETCH, PREFETCH_SECONDS, AgentRun
 from aviso_workers.engine.session import Session
 from aviso_workers.events import AgentStopped, Settled
 from tests.engine.conftest import Facts, config_with
@@ -140,6 +140,39 @@ async def test_its_consumer_is_told_when_there_is_room_again() -> None:
         await handled.wait()
         stop.set()
     assert room_when_told[-1] == 2
+
+
+async def test_consumer_of_an_agent_that_holds_one_at_a_time_is_asked_again_whenever_one_begins() -> None:
+    """However fast they begin: nothing else asks for the next one."""
+    began: list[int] = []
+    refilled_after: list[int] = []
+
+    class Consumer:
+        def refill(self) -> None:
+            refilled_after.append(len(began))
+
+        async def stop(self) -> None: ...
+
+    class Counting(Discarding):
+        async def work(self) -> None:
+            while (delivery := await self._line.take()) is not None:
+                began.append(delivery.message.sequence)
+                self._line.done(delivery)
+
+    clock = LoopClock()
+    line = Line(clock)
+    run = AgentRun(
+        Counting(line), line=line, clock=clock, workers=1, prefetch=1, most_prefetch=1, ack_wait_seconds=20.0
+    )
+    run.attach("MARS", Consumer())  # type: ignore[arg-type]
+    stop = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=1.0))
+        for sequence in range(1, 401):
+            line.put(Delivery(sequence))  # type: ignore[arg-type]
+            await anyio.sleep(PREFETCH_SECONDS / 50)
+        stop.set()
+    assert refilled_after == list(range(400)), "a refill before each of them is counted"
 
 
 class TestStopping:

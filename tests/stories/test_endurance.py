@@ -1,4 +1,4 @@
-"""Short forms of `scripts/chaos` and `scripts/outage`: that they end well, say so, and leave nothing behind."""
+"""Short forms of `scripts/chaos`, `scripts/outage` and `scripts/backlog`: that they end well, say so, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -102,6 +102,22 @@ def test_interrupted_chaos_leaves_nothing_behind(start: Callable[..., Script]) -
 
 def test_outage_of_half_a_minute_is_waited_out(start: Callable[..., Script]) -> None:
     script = start("outage", "--minutes", "0.5")
+
+    code, output = script.end(within_seconds=150)
+
+    assert code == 0, output
+    assert "as it should be" in output
+    assert script.left_behind() == []
+
+
+@pytest.mark.parametrize(
+    "asked", [("--kind", "singleton"), ("--kind", "notification", "--leader-change")], ids=["as it is", "leader change"]
+)
+def test_backlog_on_a_cluster_of_three_is_drained_without_a_pause(
+    start: Callable[..., Script], asked: tuple[str, ...]
+) -> None:
+    # A pull request that nobody sends again is missed for five seconds; a leader is followed within less.
+    script = start("backlog", "--count", "1000", "--most-pause", "4.5", *asked)
 
     code, output = script.end(within_seconds=150)
 

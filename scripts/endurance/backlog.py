@@ -1,0 +1,266 @@
+"""A backlog drained by an agent of each kind, on one server or on a cluster of three whose streams have three replicas.
+
+Each kind has a server or cluster to itself and begins with the whole backlog stored. What counts is that each
+notification was handled, and the longest pause between two of them: an agent that waits for something that never comes
+shows as a pause of its heartbeat or of a pull request's lifetime. With `--leader-change` the leaders of the stream and
+of the agent's consumer step down half-way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import anyio
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
+
+from aviso_workers import App, Batch, Notification, Notify, Stream, Window, Windowing, config
+from aviso_workers.agents import durable_name
+from aviso_workers.backends import Administration
+from aviso_workers.errors import AvisoWorkersError, BackendError
+from aviso_workers.server import NatsServer
+from aviso_workers.server.running import free_ports
+from main_job.children import ShortfallError
+
+APP = "backlog"
+EVENT = "deed"
+CONFIG = Path(__file__).with_name("config.yaml")
+AGENT = "drain"
+KEYS = 10
+PER_WINDOW = 100
+READY_SECONDS = 60.0
+STILL_SECONDS = 60.0
+"""When nothing was handled for so long, what is missing will not be handled any more."""
+SHORT_SECONDS = 0.05
+
+console = Console(highlight=False, soft_wrap=True, markup=False)
+
+
+class Record:
+    """What was handled, and when."""
+
+    def __init__(self) -> None:
+        self.numbers = Counter[int]()
+        self.times: list[float] = []
+
+    def add(self, *numbers: int) -> None:
+        self.numbers.update(numbers)
+        self.times.append(time.monotonic())
+
+    @property
+    def longest_pause_seconds(self) -> float:
+        return max((after - before for before, after in zip(self.times, self.times[1:], strict=False)), default=0.0)
+
+
+class Result(Struct, frozen=True):
+    """How a kind of agent drained its backlog."""
+
+    kind: str
+    handled: int
+    """Different ones."""
+    again: int
+    """Handled more than once."""
+    per_second: float
+    longest_pause_seconds: float
+
+
+def per_notification(app: App, record: Record, **policy: Any) -> None:
+    """Handles one notification per call."""
+
+    @app.agent(EVENT, name=AGENT, **policy)
+    async def drain(notification: Notification[Any]) -> None:
+        record.add(_number(notification))
+
+
+def in_batches(app: App, record: Record) -> None:
+    """Handles up to a hundred notifications per call."""
+
+    @app.agent(EVENT, name=AGENT)
+    async def drain(batch: Batch[Any]) -> None:
+        record.add(*[_number(notification) for notification in batch])
+
+
+def as_stream(app: App, record: Record) -> None:
+    """Loops over its notifications."""
+
+    @app.agent(EVENT, name=AGENT)
+    async def drain(stream: Stream[Any]) -> None:
+        async for notification in stream:
+            record.add(_number(notification))
+
+
+def in_windows(app: App, record: Record) -> None:
+    """Gathers a hundred notifications per window."""
+
+    def fold(numbers: list[int], notification: Notification[Any]) -> list[int]:
+        record.times.append(time.monotonic())
+        return [*numbers, _number(notification)]
+
+    def happened(notification: Notification[Any]) -> datetime:
+        return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(hours=_number(notification) // PER_WINDOW)
+
+    windowing = Windowing(size="1h", fold=fold, initial=[], time=happened, idle="3s")
+
+    @app.agent(EVENT, name=AGENT, window=windowing)
+    async def drain(window: Window[list[int]]) -> None:
+        record.numbers.update(window.value)
+
+
+KINDS: dict[str, Callable[[App, Record], None]] = {
+    "notification": lambda app, record: per_notification(app, record, concurrency=64),
+    "batch": in_batches,
+    "stream": as_stream,
+    "ordered": lambda app, record: per_notification(app, record, concurrency=16, order_by=["lane"]),
+    "window": in_windows,
+    "singleton": lambda app, record: per_notification(app, record, singleton=True),
+    "delayed": lambda app, record: per_notification(app, record, concurrency=64),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/backlog", description="Backlogs drained by each kind of agent.")
+    parser.add_argument("--count", type=int, default=10_000, help="notifications stored before (default: 10000)")
+    parser.add_argument("--servers", type=int, choices=(1, 3), default=3, help="how many servers (default: 3)")
+    parser.add_argument("--kind", choices=list(KINDS), action="append", help="only this kind; may be repeated")
+    parser.add_argument("--leader-change", action="store_true", help="let the leaders step down half-way")
+    parser.add_argument("--most-pause", type=float, default=4.0, help="seconds that none may pause (default: 4)")
+    asked = parser.parse_args()
+    results: list[Result] = []
+    try:
+        for kind in asked.kind or KINDS:
+            results.append(conduct(kind, count=asked.count, servers=asked.servers, leader_change=asked.leader_change))
+    except (ShortfallError, AvisoWorkersError) as error:
+        console.print(f"fell short: {error}")
+        return 1
+    finally:
+        _show(results)
+    paused = [result.kind for result in results if result.longest_pause_seconds > asked.most_pause]
+    if paused:
+        console.print(f"fell short: paused for more than {asked.most_pause:g} s: {', '.join(paused)}")
+        return 1
+    console.print("as it should be: everything handled, and no pauses")
+    return 0
+
+
+def conduct(kind: str, *, count: int, servers: int, leader_change: bool) -> Result:
+    """Raises `ShortfallError` where something was not handled."""
+    with tempfile.TemporaryDirectory(prefix="aviso-workers-backlog-") as directory, started(directory, servers) as urls:
+        return anyio.run(_drain, kind, count, servers, leader_change, urls)
+
+
+@contextmanager
+def started(directory: str, servers: int) -> Iterator[str]:
+    """The URLs of that many servers, which form one JetStream."""
+    routing = free_ports(servers)
+    routes = ", ".join(f"nats-route://127.0.0.1:{port}" for port in routing)
+    with ExitStack() as running:
+        nodes = []
+        for port in routing:
+            joined = f'cluster {{ name: backlog, listen: "127.0.0.1:{port}", routes: [{routes}] }}\n'
+            store_dir = Path(directory) / f"node-{port}"
+            nodes.append(NatsServer.start(store_dir=store_dir, config=joined if servers > 1 else ""))
+            running.enter_context(nodes[-1])
+        yield ",".join(node.url for node in nodes)
+        for node in nodes:
+            node.kill()  # one that is about to shut down takes its time
+
+
+async def _drain(kind: str, count: int, servers: int, leader_change: bool, urls: str) -> Result:
+    record = Record()
+    app = App(APP, config=config.load(CONFIG, environ=_environment(urls, replicas=servers)))
+    KINDS[kind](app, record)
+    async with _running(app) as administration:
+        await _store(app, count, delayed=kind == "delayed")
+        async with _at_work(app):
+            if leader_change:
+                await _until(lambda: len(record.times) and sum(record.numbers.values()) >= count // 2, record, count)
+                await _step_down(administration)
+            await _until(lambda: len(record.numbers) >= count, record, count)
+    again = sum(times > 1 for times in record.numbers.values())
+    seconds = record.times[-1] - record.times[0]
+    return Result(kind, len(record.numbers), again, count / seconds, record.longest_pause_seconds)
+
+
+@asynccontextmanager
+async def _running(app: App) -> AsyncIterator[Administration]:
+    """The app, connected to servers that have elected their leader."""
+    deadline = time.monotonic() + READY_SECONDS
+    async with app:
+        administration = app.session.backend.administration()
+        while True:
+            try:
+                await administration.api("STREAM.NAMES")
+                break
+            except BackendError as error:
+                if time.monotonic() > deadline:
+                    raise ShortfallError(f"JetStream is not ready: {error}") from error
+                await anyio.sleep(SHORT_SECONDS)
+        yield administration
+
+
+@asynccontextmanager
+async def _at_work(app: App) -> AsyncIterator[None]:
+    stop = anyio.Event()
+    async with anyio.create_task_group() as working:
+        working.start_soon(app.work, stop)
+        try:
+            yield
+        finally:
+            stop.set()
+
+
+async def _store(app: App, count: int, *, delayed: bool) -> None:
+    wait = {"deliver_after": 1.0} if delayed else {}
+    await app.notify_many(
+        [Notify(EVENT, {"lane": number % KEYS, "number": number}, {}, **wait) for number in range(count)]
+    )
+
+
+async def _step_down(administration: Administration) -> None:
+    stream = EVENT.upper()
+    for subject in (
+        f"CONSUMER.LEADER.STEPDOWN.{stream}.{durable_name(APP, AGENT)}",
+        f"STREAM.LEADER.STEPDOWN.{stream}",
+    ):
+        await administration.api(subject)
+
+
+async def _until(condition: Callable[[], Any], record: Record, count: int) -> None:
+    while not condition():
+        seen = len(record.times)
+        with anyio.move_on_after(STILL_SECONDS) as waiting:
+            while len(record.times) == seen and not condition():
+                await anyio.sleep(SHORT_SECONDS)
+        if waiting.cancelled_caught:
+            raise ShortfallError(f"{len(record.numbers)} of {count} handled, and nothing for {STILL_SECONDS:.0f} s")
+
+
+def _environment(urls: str, *, replicas: int) -> dict[str, str]:
+    prefix = "AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__"
+    return {f"{prefix}NATS_URL": urls, f"{prefix}REPLICAS": str(replicas)}
+
+
+def _number(notification: Notification[Any]) -> int:
+    return int(notification.identifier["number"])
+
+
+def _show(results: list[Result]) -> None:
+    table = Table("kind", "handled", "more than once", "per second", "longest pause")
+    for result in results:
+        pause = f"{result.longest_pause_seconds:.2f} s"
+        table.add_row(result.kind, f"{result.handled:,}", f"{result.again:,}", f"{result.per_second:,.0f}", pause)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
