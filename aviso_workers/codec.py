@@ -7,7 +7,7 @@ payload alone is the body: JSON, compact, keys sorted. A spatial field travels i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,6 +20,7 @@ from aviso_workers.notifications import Notification
 from aviso_workers.schema import EventType, PointCloudHandler, PolygonHandler, Where, parse_where
 
 __all__ = [
+    "MARKER_HEADER",
     "Message",
     "NotificationReader",
     "NotificationWriter",
@@ -27,6 +28,7 @@ __all__ = [
     "encode",
     "encode_payload",
     "encode_texts",
+    "is_marker",
     "store_time",
 ]
 
@@ -44,6 +46,8 @@ SURELY_SHORT = 900
 REMEMBERED = frozenset({str, int})
 """Types of values of which equal ones are spelled alike: 1.0 equals 1, and so does True."""
 NO_HEADERS: Mapping[str, str] = {}
+MARKER_HEADER = "Nats-Marker-Reason"
+"""JetStream's, of what it stores where a stream has a `subject_delete_marker_ttl` and a subject's last message goes."""
 
 _encoder = msgspec.json.Encoder(order="sorted")
 _decode_json = msgspec.json.Decoder().decode
@@ -64,6 +68,11 @@ class Message(Struct, frozen=True, kw_only=True, gc=False):
 def store_time(message: Message) -> datetime:
     """When the stream stored it, UTC, cut to whole microseconds: a replay from this time begins with it."""
     return datetime.fromtimestamp(message.timestamp_ns // 1000 / 1e6, UTC)  # a float holds microseconds until 2255
+
+
+def is_marker(message: Message) -> bool:
+    """Whether the server has stored it to say that the last message of its subject is gone: it is no notification."""
+    return not message.data and message.headers is not None and MARKER_HEADER in message.headers
 
 
 def encode(name: str, event_type: EventType, identifier: Mapping[str, str], payload: Any) -> Message:
@@ -190,18 +199,23 @@ class NotificationReader:
         self._spatial = [(field, header) for field, header in SPATIAL_HEADERS.items() if field in event_type.identifier]
         self._decode_payload = _payload_decoder(payload_type)
 
+    def matches(self, message: Message) -> bool:
+        """Whether the filter lets the message through, whatever its payload, and also where it `is_marker`."""
+        try:
+            return self._lets_through(self._tokens(message.subject), message)
+        except UndecodableError:
+            return False
+
     def notification(self, message: Message, *, num_delivered: int = 1) -> Notification[Any] | None:
-        """The notification; None where the filter does not let it through.
+        """The notification; None where the filter does not let it through, or the message is a server's marker.
 
         Raises `UndecodableError`, with the path of the mistake where the payload does not fit its type.
         """
+        if not message.data and is_marker(message):
+            return None
         subject = message.subject
-        tokens = topics.decode_subject(subject) if "%" in subject else subject.split(".")
-        if len(tokens) != len(self._keys) + 1:
-            raise UndecodableError(
-                f"{message.subject!r} has {len(tokens) - 1} identifier values, {self._name} has {len(self._keys)}"
-            )
-        if self._selective and not self._where.matches(tokens, _footprint(message) if self._where.place else None):
+        tokens = self._tokens(subject)
+        if self._selective and not self._lets_through(tokens, message):
             return None
         headers = message.headers if message.headers is not None else NO_HEADERS
         identifier = dict(zip(self._keys, tokens[1:], strict=False))
@@ -220,6 +234,17 @@ class NotificationReader:
             headers=headers,
             num_delivered=num_delivered,
         )
+
+    def _tokens(self, subject: str) -> Sequence[str]:
+        tokens = topics.decode_subject(subject) if "%" in subject else subject.split(".")
+        if len(tokens) != len(self._keys) + 1:
+            raise UndecodableError(
+                f"{subject!r} has {len(tokens) - 1} identifier values, {self._name} has {len(self._keys)}"
+            )
+        return tokens
+
+    def _lets_through(self, tokens: Sequence[str], message: Message) -> bool:
+        return self._where.matches(tokens, _footprint(message) if self._where.place else None)
 
 
 def _footprint(message: Message) -> spatial.Footprint:

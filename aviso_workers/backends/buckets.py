@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import UNSET
 
 from aviso_workers.backends import Backend
-from aviso_workers.codec import Message, store_time
+from aviso_workers.codec import MARKER_HEADER, Message, store_time
 from aviso_workers.errors import ConflictError, NotFoundError, RefusedError
 from aviso_workers.key_value import Entry
 from aviso_workers.streams import DEFAULT_DUPLICATE_WINDOW, SECOND, StreamSpec
@@ -163,7 +163,7 @@ class Bucket:
             value=message.data,
             revision=message.sequence,
             time=store_time(message),
-            deleted="KV-Operation" in headers or "Nats-Marker-Reason" in headers,
+            deleted="KV-Operation" in headers or MARKER_HEADER in headers,
             message_id=headers.get("Nats-Msg-Id", ""),
         )
 

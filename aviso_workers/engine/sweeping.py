@@ -18,7 +18,7 @@ from msgspec import Struct
 from aviso_workers import streams
 from aviso_workers.agents import durable_name
 from aviso_workers.backends import Backend
-from aviso_workers.codec import Message
+from aviso_workers.codec import Message, is_marker
 from aviso_workers.config import Config
 from aviso_workers.engine.dead_lettering import RETRIES, DeadLetters, unwrap
 from aviso_workers.engine.ordering import Line
@@ -86,8 +86,8 @@ class Sweep:
             message = await message_at(self._backend, stream, advisory.stream_seq)
         except NotFoundError:
             return  # the stream itself is gone, and the notification with it
-        if message is None:
-            return  # replaced or deleted meanwhile
+        if message is None or is_marker(message):
+            return  # replaced or deleted meanwhile, or never a notification
         if stream == RETRIES:
             message, stream = unwrap(message)
         deliveries = advisory.deliveries

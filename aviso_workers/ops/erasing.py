@@ -198,9 +198,7 @@ class Eraser:
     def _matches(self, original: Message) -> bool:
         if self._sequence is not None:
             return original.sequence == self._sequence
-        with suppress(UndecodableError):
-            return self._reader.notification(original) is not None
-        return False
+        return self._reader.matches(original)
 
     def _as(self, original: Callable[[Message], tuple[str, Message] | None]) -> Matches:
         """Whether the original matches that a message of ours carries."""

@@ -19,7 +19,7 @@ from pyspark.sql.types import StringType, StructField, StructType
 
 from aviso_workers import codec, schema
 from aviso_workers.codec import Message, NotificationReader, NotificationWriter
-from aviso_workers.errors import InvalidNotificationError, PipelineError, UndecodableError, UnknownEventTypeError
+from aviso_workers.errors import InvalidNotificationError, PipelineError, UnknownEventTypeError
 from aviso_workers.schema import EventType
 from aviso_workers.spark import once
 from aviso_workers.spark.connecting import load_config
@@ -137,10 +137,7 @@ def _matching(event: str, event_type: EventType, where: schema.Where) -> Step:
 
 def _matches(reader: NotificationReader, topic: str, identifier: Mapping[str, Any]) -> bool:
     headers = {codec.SPATIAL_HEADERS[name]: identifier[name] for name in codec.SPATIAL_HEADERS if identifier.get(name)}
-    try:
-        return reader.notification(Message(subject=topic, data=b"", headers=headers)) is not None
-    except UndecodableError:
-        return False
+    return reader.matches(Message(subject=topic, data=b"", headers=headers))
 
 
 def _bury(bad: DataFrame, table: str) -> None:

@@ -28,13 +28,12 @@ from pyspark.sql.types import StructType
 
 from aviso_workers import schema, streams, topics
 from aviso_workers.backends import Backend, Chunk, Message, StreamInfo
-from aviso_workers.codec import NotificationReader
+from aviso_workers.codec import NotificationReader, is_marker
 from aviso_workers.config import Config
 from aviso_workers.errors import (
     InvalidOptionError,
     NotFoundError,
     UnavailableError,
-    UndecodableError,
     UnknownEventTypeError,
 )
 from aviso_workers.schema import EventType, Where
@@ -263,7 +262,10 @@ def _batches(plan: Plan, wanted: StructType, partition: InputPartition) -> Itera
     columns = Columns(wanted, plan.layout, reading=plan.reading)
     matches = _matcher(plan)
     for chunk in _chunks(plan, partition):
-        if messages := chunk.only(list(map(matches, chunk))) if matches else chunk:
+        messages = chunk.only(list(map(matches, chunk))) if matches else chunk
+        if not all(messages.data):
+            messages = messages.only([not is_marker(message) for message in messages])
+        if messages:
             yield columns.batch(messages)
 
 
@@ -297,15 +299,7 @@ def _matcher(plan: Plan) -> Callable[[Message], bool] | None:
     """Whether a message is one that was asked for; None where the server has decided it."""
     if not plan.filters_are_wide or plan.event_type is None or plan.reading.event is None:
         return None
-    reader = NotificationReader(plan.reading.event, plan.event_type, where=plan.where)
-
-    def matches(message: Message) -> bool:
-        try:
-            return reader.notification(message) is not None
-        except UndecodableError:
-            return False
-
-    return matches
+    return NotificationReader(plan.reading.event, plan.event_type, where=plan.where).matches
 
 
 def _from_what_is_left(plan: Plan, info: StreamInfo, first: int, *, created: str | None = None) -> int:

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
+import anyio
+import msgspec
 import pytest
 from nats.aio.client import Client, ServerVersion
 
-from aviso_workers import App, Notify
+from aviso_workers import App, Batch, Batching, Notification, Notify, Stream, Window, Windowing
 from aviso_workers.backends import Backend, Message, Outgoing
+from aviso_workers.config.declared_streams import DeclaredStream
 from aviso_workers.errors import InvalidNotificationError, RefusedError
+from aviso_workers.literals import Duration
+from aviso_workers.testing import harness
 from tests.contract.settings import app_config
 
 pytestmark = pytest.mark.anyio
+
+
+class Payload(msgspec.Struct):
+    n: int
 
 
 @pytest.fixture
@@ -62,3 +72,47 @@ async def test_an_older_server_is_named(app: App, kind: str, monkeypatch: pytest
     monkeypatch.setattr(Client, "connected_server_version", property(lambda _: ServerVersion("2.10.4")))
     with pytest.raises(RefusedError, match=r"to publish with a ttl, nats-server 2.11 or newer is needed"):
         await app.notify("plain", {"a": 1, "b": "x"}, ttl=5)
+
+
+async def test_what_the_server_notes_in_place_of_a_notification_is_none(kind: str, nats_url: str) -> None:
+    config = app_config(kind, nats_url)
+    plain = DeclaredStream(allow_msg_ttl=True, allow_rollup_hdrs=True, subject_delete_marker_ttl=Duration(3600))
+    app = App("contract", config=msgspec.structs.replace(config, streams={"PLAIN": plain}))
+    handled: list[tuple[str, int]] = []
+
+    @app.agent("plain")
+    async def typed(notification: Notification[Payload]) -> None:
+        handled.append(("typed", notification.sequence))
+
+    @app.agent("plain", batch=Batching(size=10, within=0.1))
+    async def batches(batch: Batch[Any]) -> None:
+        handled.extend(("batches", notification.sequence) for notification in batch)
+
+    @app.agent("plain")
+    async def streams(stream: Stream[Any]) -> None:
+        async for notification in stream:
+            handled.append(("streams", notification.sequence))
+
+    async def closed(window: Window[int]) -> None:
+        handled.append(("windows", window.value))
+
+    app.agent("plain", window=Windowing(size="1h", fold=lambda total, _: total + 1, initial=0))(closed)
+
+    async with harness(app, server=nats_url or None) as t:
+        await app.notify("plain", {"a": 1, "b": "x"}, {"n": 1}, ttl=1)
+        with anyio.fail_after(10):
+            while (await app.session.backend.stream_info("PLAIN")).last_sequence < 2:
+                await t.advance(0.1)
+        await app.notify("plain", {"a": 2, "b": "x"}, {"n": 3})
+        await t.settle()
+
+        reading = app.session.backend.read("PLAIN", filter_subjects=(), last_sequence=2)
+        assert [(message.sequence, message.data) async for message in reading] == [(2, b"")]
+        assert [notification.sequence async for notification in app.replay("plain", from_id=1)] == [3]
+        async with aclosing(app.watch("plain", from_id=2)) as watching:
+            assert (await anext(watching)).sequence == 3
+        for agent in ("typed", "batches", "streams"):
+            assert [sequence for name, sequence in handled if name == agent] == [1, 3]
+            assert t.outcomes(agent) == ["acked", "acked"]
+        assert t.outcomes("closed") == ["acked", "acked"]
+        assert t.dead_letters == []

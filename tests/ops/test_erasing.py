@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Notification, Reject
-from aviso_workers.backends import Administration
+from aviso_workers.backends import Administration, Message
 from aviso_workers.errors import InvalidNotificationError, NotFoundError, RefusedError
 from aviso_workers.ops.erasing import Eraser, Survey
 from aviso_workers.server import NatsServer
@@ -165,6 +165,15 @@ async def test_one_notification_is_erased_by_its_id(place: Place) -> None:
     await place.notify("od", range(3))
     await place.erase(sequence=2)
     assert [place.on_disk(f"secret-of-od-{step}.") for step in range(3)] == [1, 0, 1]
+
+
+async def test_what_the_server_notes_in_place_of_a_notification_is_erased_with_its_subject(place: Place) -> None:
+    await place.notify("rd", [1])
+    marker = Message(subject="mars.of-a-person.1", data=b"", headers={"Nats-Marker-Reason": "MaxAge"})
+    await place.app.session.backend.publish(marker, message_id="marker", stream="MARS", timeout_seconds=5)
+    await place.erase(where={"class": "of-a-person"})
+    assert place.record()["erased"] == {"MARS": 1}
+    assert place.on_disk("of-a-person") == 0
 
 
 async def test_the_record_tells_all_but_what_was_erased(place: Place) -> None:

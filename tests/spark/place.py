@@ -65,9 +65,9 @@ class Place:
         wanted = [Notify(event, {**IDENTIFIER, **identifier, "step": step}, payload) for step in steps]
         self._with_app(lambda app: app.notify_many(wanted))
 
-    def publish_raw(self, subject: str) -> None:
+    def publish_raw(self, subject: str, *, headers: dict[str, str] | None = None) -> None:
         """A message that no schema has seen."""
-        message = Message(subject=subject, data=b"")
+        message = Message(subject=subject, data=b"", headers=headers)
         self._with_app(
             lambda app: app.session.backend.publish(message, message_id=subject, stream="MARS", timeout_seconds=5)
         )

@@ -63,6 +63,16 @@ class TestReading:
         assert first["headers"]["Nats-Expected-Stream"] == "MARS"
         assert (second["event_type"], second["identifier"], second["payload"]) == ("mars", None, None)
 
+    @pytest.mark.parametrize("options", [{}, {"stream": "MARS"}, {"where.step": '{"between": [1, 3]}'}])
+    def test_what_the_server_notes_in_place_of_a_notification_is_no_row(self, place: Place, options: dict[str, str]):
+        place.publish(1, 2)
+        place.publish_raw("mars.od.20261120.0600.1", headers={"Nats-Marker-Reason": "MaxAge"})
+        place.publish(3)
+
+        found = place.read(**options).orderBy("sequence").collect()
+
+        assert [row["sequence"] for row in found] == [1, 2, 4]
+
     @pytest.mark.parametrize(
         ("options", "expected"),
         [

@@ -21,7 +21,7 @@ from aviso_workers import topics
 from aviso_workers.backends import StreamInfo
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.subjects import pattern
-from aviso_workers.codec import Message
+from aviso_workers.codec import MARKER_HEADER, Message
 from aviso_workers.errors import ConflictError, NotFoundError, RefusedError
 
 __all__ = ["Stream", "complete", "payload_size", "total_of", "ttl_of"]
@@ -44,7 +44,6 @@ DEFAULT_DUPLICATE_WINDOW = 120_000_000_000
 INVALID_CONFIGURATION = 10052
 WRONG_LAST_SEQUENCE = 10071
 MESSAGE_OVERHEAD = 16
-MARKER = "Nats-Marker-Reason"
 TTL = re.compile(r"(?P<number>[0-9]+)(?P<unit>ms|s|m|h|)")
 TTL_UNITS = {"ms": 10**6, "s": 10**9, "": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}
 
@@ -211,8 +210,8 @@ class Stream:
         marker_ns = self.config.get("subject_delete_marker_ttl") or 0
         newest = self.subjects[message.subject][-1] == sequence
         self._remove(sequence)
-        if newest and marker_ns and MARKER not in (message.headers or {}):
-            headers = {MARKER: "MaxAge", "Nats-TTL": f"{marker_ns // 1_000_000}ms", "Nats-Rollup": "sub"}
+        if newest and marker_ns and MARKER_HEADER not in (message.headers or {}):
+            headers = {MARKER_HEADER: "MaxAge", "Nats-TTL": f"{marker_ns // 1_000_000}ms", "Nats-Rollup": "sub"}
             self._append(Message(subject=message.subject, data=b"", headers=headers), now_ns)
 
     def _refuse_surprise(self, message: Message) -> None:

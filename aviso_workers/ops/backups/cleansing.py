@@ -18,7 +18,7 @@ from aviso_workers.backends.in_memory import subjects
 from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.codec import Message, NotificationReader
 from aviso_workers.config import Config
-from aviso_workers.errors import BackupError, UndecodableError
+from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import archive, s2
 from aviso_workers.ops.backups.archive import Entry
 from aviso_workers.ops.backups.storing import Backup, Draft, Progress, ignore, opened
@@ -137,7 +137,4 @@ def _is_read(reader: NotificationReader, entry: Entry) -> bool:
         sequence=entry.sequence,
         timestamp_ns=entry.timestamp_ns,
     )
-    try:
-        return reader.notification(message) is not None
-    except UndecodableError:
-        return False
+    return reader.matches(message)
