@@ -1,4 +1,4 @@
-"""Short forms of `scripts/chaos`, `scripts/outage` and `scripts/backlog`: that they end well, say so, and leave nothing behind."""
+"""Short forms of `scripts/chaos`, `outage` and `backlog`: that they end well, say so, and leave nothing behind."""
 
 from __future__ import annotations
 
