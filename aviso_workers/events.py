@@ -13,6 +13,8 @@ from typing import Any, Literal, get_args
 
 from msgspec import Struct
 
+from aviso_workers.literals import printable
+
 __all__ = [
     "AgentDisturbed",
     "AgentStarted",
@@ -164,7 +166,7 @@ class Skipped(Struct, frozen=True, kw_only=True):
 
 
 class StreamProvisioned(Struct, frozen=True, kw_only=True):
-    """A stream was created or updated, or the server refused its update (`refused` says why)."""
+    """A stream was created or updated, or is used as it is: `refused` says why it was not updated."""
 
     stream: str
     action: Literal["created", "updated", "kept"]
@@ -221,10 +223,23 @@ Event = (
 )
 
 
+def warning(event: Event) -> str:
+    """What people should hear of the event where nobody listens to it; empty where it is not a warning."""
+    match event:
+        case StreamProvisioned(refused=refused) if refused:
+            return f"stream {event.stream} is used as it is ({'; '.join(event.differences)}): {refused}"
+        case ConsumerDiffers():
+            return f"consumer {event.consumer} is used as it is ({'; '.join(event.differences)})"
+        case Skipped():
+            return f"{event.event_type}@{event.sequence} is left out: {event.error}"
+    return ""
+
+
 class Events:
     """Where facts are stated and listened to. Listeners are called at once, in the order they came.
 
-    One that raises is logged, and the others are called all the same.
+    One that raises is logged, and the others are called all the same. A warning that nobody listens to, as in a script
+    or a command, goes to the standard library's logging, which writes it to standard error unless told otherwise.
     """
 
     def __init__(self) -> None:
@@ -236,7 +251,10 @@ class Events:
             self._listeners[kind].append(listener)
 
     def emit(self, event: Event) -> None:
-        for listener in self._listeners[type(event)]:
+        listeners = self._listeners[type(event)]
+        if not listeners and (text := warning(event)):
+            log.warning("%s", printable(text))
+        for listener in listeners:
             try:
                 listener(event)
             except Exception:

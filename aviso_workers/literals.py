@@ -1,4 +1,4 @@
-"""Durations, sizes and numbers, as text and back.
+"""Durations, sizes and numbers, as text and back; and text that is safe to show.
 
 `config` and `schema` read `retention_time: 7d` and `max_size: 2Gi` through `decode_hook`; `schema` and
 `spatial` read and write coordinates and float identifiers, which must be spelled one way only because
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Self
 
-__all__ = ["Duration", "Size", "SizeLimit", "decode_hook", "float_text", "parse_float"]
+__all__ = ["Duration", "Size", "SizeLimit", "decode_hook", "float_text", "parse_float", "printable"]
 
 _FLOAT = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _LARGEST_U64 = 2**64 - 1
@@ -153,3 +153,8 @@ def _factor(unit: str, units: Mapping[str, int], kind: str) -> int:
 def _shortest(value: int, units: Mapping[str, int]) -> str:
     whole = [f"{value // factor}{unit}" for unit, factor in units.items() if value % factor == 0]
     return min(whole, key=len, default=int.__repr__(value))
+
+
+def printable(text: str) -> str:
+    """The text with what could steer a terminal spelled out: it may be anybody's."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

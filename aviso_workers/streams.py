@@ -7,9 +7,10 @@ ours to say: it is left out when a stream is created, never compared, and never 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, structs
@@ -33,6 +34,8 @@ __all__ = [
     "ConsumerSpec",
     "Difference",
     "Plan",
+    "Removal",
+    "Stored",
     "StreamSpec",
     "after_reset",
     "consumer_differences",
@@ -44,8 +47,10 @@ __all__ = [
     "own_stream",
     "plan",
     "readable",
+    "shorter_age",
     "starting",
     "stated",
+    "with_removals",
 ]
 
 DAY = 86_400 * SECOND
@@ -139,6 +144,8 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
     """What operators declare beyond that, in JetStream's own JSON."""
     takes_batches: bool = True
     """Whether it takes batches, of those that its server knows, when it is created and nothing else is stated."""
+    keys: Mapping[str, str] = {}
+    """By field, the key of the configuration that states it, for people to find."""
 
 
 PINNED = "pinned_client"
@@ -168,17 +175,47 @@ class ConsumerSpec(Struct, frozen=True, kw_only=True):
     """Nanoseconds after its last request for which a pinned reader stays the only one that is served."""
 
 
+class Stored(Struct, frozen=True, kw_only=True):
+    """What a stream stores, as far as it tells what a change of its limits would remove."""
+
+    messages: int = 0
+    bytes: int = 0
+    subjects: int = 0
+    """How many subjects the messages have."""
+    consumers: int = 0
+    older: int | None = None
+    """Messages that are older than the wanted `max_age`; None where nobody has counted them."""
+
+
+Precision = Literal["", "about ", "up to "]
+
+
+class Removal(Struct, frozen=True):
+    """How many of its stored messages a stream would lose by a change."""
+
+    count: int
+    of: int
+    precision: Precision = ""
+
+    def __str__(self) -> str:
+        return f"removes {self.precision}{self.count} of {self.of} messages"
+
+
 class Difference(Struct, frozen=True, kw_only=True):
     field: str
     found: Any
     wanted: Any
     cure: str = ""
     """Why a server does not change the field, and what to do about it; empty where it does."""
+    removal: Removal | None = None
+    """What of the stored messages the change would remove."""
 
     def __str__(self) -> str:
         change = f"{self.field}: {readable(self.field, self.found)} -> {readable(self.field, self.wanted)}"
         if self.cure:
             return f"{change}; {self.cure}"
+        if self.removal:
+            return f"{change}, which {self.removal}"
         return f"{change}, for good" if self.field in FOR_GOOD and self.wanted else change
 
 
@@ -202,6 +239,8 @@ class Plan(_Step, frozen=True, kw_only=True):
     """What has to be done about a stream."""
 
     wanted: StreamSpec
+    removing: tuple[Difference, ...] = ()
+    """What would remove stored messages: `config` is without it, `with_removals` adds it."""
     fenced: bool = False
     """Another stream has taken its place: nothing is applied, and using it is an error."""
     unfinished: bool = False
@@ -218,7 +257,7 @@ class Plan(_Step, frozen=True, kw_only=True):
 
     @property
     def needed(self) -> bool:
-        return super().needed and not self.storage_mismatch
+        return (super().needed or bool(self.removing)) and not self.storage_mismatch
 
 
 class ConsumerPlan(_Step, frozen=True, kw_only=True):
@@ -241,6 +280,7 @@ def event_stream(name: str, event_type: EventType, config: Config) -> StreamSpec
         **{field: value for field, (value, _) in of_aviso.items()},
         "further": {field: value for field, value in further.items() if field not in of_aviso},
         "takes_batches": not mirrors,
+        "keys": _keys(stream, further) | {field: key for field, (_, key) in of_aviso.items()},
     }
     return msgspec.convert(spec, StreamSpec)
 
@@ -248,10 +288,10 @@ def event_stream(name: str, event_type: EventType, config: Config) -> StreamSpec
 def declared(config: Config) -> list[StreamSpec]:
     """The streams of the section `streams` that no event type has."""
     of_events = event_streams(config.notification_schema)
+    found = {name: as_jetstream(stream) for name, stream in config.streams.items() if name not in of_events}
     return [
-        StreamSpec(name=name, further=as_jetstream(stream), takes_batches=False)
-        for name, stream in config.streams.items()
-        if name not in of_events
+        StreamSpec(name=name, further=further, takes_batches=False, keys=_keys(name, further))
+        for name, further in found.items()
     ]
 
 
@@ -271,16 +311,20 @@ def own_stream(name: str, subject: str, config: Config, **stated: Any) -> Stream
 def stated(spec: StreamSpec) -> dict[str, Any]:
     """What is stated about a stream, as one JSON object of JetStream's."""
     fields: dict[str, Any] = msgspec.to_builtins(spec)
-    del fields["takes_batches"]
+    del fields["takes_batches"], fields["keys"]
     fields |= fields.pop("further")
     if "num_replicas" in fields:
         fields["num_replicas"] = fields["num_replicas"] or 1
     return fields
 
 
-def plan(wanted: StreamSpec, found: Mapping[str, Any] | None) -> Plan:
-    """The way from the configuration that a server reports (None: no such stream) to the wanted one."""
-    fields = {name: _normalised(name, value) for name, value in stated(wanted).items()}
+def plan(wanted: StreamSpec, found: Mapping[str, Any] | None, stored: Stored) -> Plan:
+    """The way from the configuration that a server reports (None: no such stream) to the wanted one.
+
+    What would remove some of what is stored is told apart, as `removing`: a stream is shared, and what one
+    configuration does not want to keep, others may.
+    """
+    fields = _fields(wanted)
     if found is None:
         return Plan(wanted=wanted, exists=False, config=fields, fixed=_not_when_created(fields))
     if FENCED in (found.get("metadata") or {}):
@@ -288,12 +332,25 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None) -> Plan:
     if is_unfinished(found):
         return Plan(wanted=wanted, exists=True, config=found, unfinished=True)
     differences, fixed = _told_apart(_differences(fields, found), _stream_cure)
-    config = {**found, **{difference.field: difference.wanted for difference in differences}}
-    shrunk = _shrunk_duplicate_window(config, fields)
-    if shrunk is not None:
-        differences += (shrunk,)
-        config[shrunk.field] = shrunk.wanted
-    return Plan(wanted=wanted, exists=True, config=config, differences=differences, fixed=fixed)
+    # Judged together: whether a lower limit removes messages depends on `discard`, which may differ as well.
+    whole, _ = _updated(found, differences, fields)
+    judged = [structs.replace(each, removal=_removal(each, whole, stored)) for each in differences]
+    harmless = tuple(each for each in judged if each.removal is None)
+    config, harmless = _updated(found, harmless, fields)
+    removing = tuple(each for each in judged if each.removal is not None)
+    return Plan(wanted=wanted, exists=True, config=config, differences=harmless, fixed=fixed, removing=removing)
+
+
+def with_removals(plan: Plan) -> Plan:
+    """The plan that also does what removes stored messages."""
+    config, added = _updated(plan.config, plan.removing, _fields(plan.wanted))
+    return structs.replace(plan, config=config, differences=(*plan.differences, *added), removing=())
+
+
+def shorter_age(wanted: StreamSpec, found: Mapping[str, Any]) -> int | None:
+    """The wanted `max_age` in nanoseconds, where that is shorter than the stream's."""
+    age, current = _fields(wanted).get("max_age"), found.get("max_age")
+    return age if age and (not current or age < current) else None
 
 
 def consumer_plan(stream: str, name: str, wanted: Mapping[str, Any], found: Mapping[str, Any] | None) -> ConsumerPlan:
@@ -372,6 +429,67 @@ def readable(name: str, value: Any) -> str:
     if value is None or isinstance(value, bool | dict | list):
         return msgspec.json.encode(value).decode() if value else "false" if value is False else "none"
     return "unlimited" if value == -1 else str(value)
+
+
+def _keys(stream: str, further: Mapping[str, Any]) -> dict[str, str]:
+    return {field: f"streams.{stream}.{field}" for field in further}
+
+
+def _fields(wanted: StreamSpec) -> dict[str, Any]:
+    return {name: _normalised(name, value) for name, value in stated(wanted).items()}
+
+
+def _updated(
+    found: Mapping[str, Any], differences: tuple[Difference, ...], stated: Mapping[str, Any]
+) -> tuple[dict[str, Any], tuple[Difference, ...]]:
+    """The configuration with these differences applied, and they with what follows from them."""
+    config = {**found, **{difference.field: difference.wanted for difference in differences}}
+    shrunk = _shrunk_duplicate_window(config, stated)
+    if shrunk is None:
+        return config, differences
+    return {**config, shrunk.field: shrunk.wanted}, (*differences, shrunk)
+
+
+def _removal(difference: Difference, config: Mapping[str, Any], stored: Stored) -> Removal | None:
+    """What the difference removes of what is stored, when the stream is updated to this configuration.
+
+    As a nats-server 2.15 was seen to do it: a limit of messages or bytes removes nothing while `discard` is `new`, one
+    per subject always does, and `interest` removes what no consumer waits for.
+    """
+    limit = difference.wanted
+    precision: Precision = ""
+    match difference.field:
+        case "max_msgs" | "max_bytes" | "discard" if config.get("discard") == "new":
+            return None
+        case "max_msgs":
+            count = _beyond_messages(config, stored)
+        case "max_bytes":
+            count, precision = _beyond_bytes(config, stored), "about "
+        case "discard":
+            count, precision = max(_beyond_messages(config, stored), _beyond_bytes(config, stored)), "about "
+        case "max_msgs_per_subject" if limit > 0 and not 0 < difference.found < limit:
+            # At most so many, when all that is beyond one per subject is of a single one.
+            count, precision = stored.messages - stored.subjects + 1 - limit, "" if limit == 1 else "up to "
+        case "max_age" if limit and not 0 < difference.found < limit:
+            count, precision = (stored.messages, "up to ") if stored.older is None else (stored.older, "")
+        case "retention" if limit == "interest":
+            count, precision = stored.messages, "up to " if stored.consumers else ""
+        case _:
+            return None
+    return Removal(count, stored.messages, precision) if count > 0 else None
+
+
+def _beyond_messages(config: Mapping[str, Any], stored: Stored) -> int:
+    limit = config.get("max_msgs") or -1
+    return stored.messages - limit if limit > 0 else 0
+
+
+def _beyond_bytes(config: Mapping[str, Any], stored: Stored) -> int:
+    """About as many messages of mean size as are in the bytes beyond the limit."""
+    limit = config.get("max_bytes") or -1
+    if limit <= 0 or not stored.messages:
+        return 0
+    return math.ceil(stored.messages * (stored.bytes - limit) / stored.bytes)
 
 
 def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[Difference, ...]:

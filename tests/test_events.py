@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aviso_workers.events import ConnectionChanged, Event, Events, Published
+from aviso_workers.events import ConnectionChanged, Event, Events, Published, Skipped, StreamProvisioned
 
 UP = ConnectionChanged(connected=True, reason="")
 STORED = Published(event_type="mars", outcome="stored", attempts=1)
@@ -37,3 +37,28 @@ def test_a_listener_that_fails_is_logged_and_the_others_hear_it(caplog: pytest.L
 
     assert heard == [UP]
     assert "broken gauge" in caplog.text
+
+
+def test_a_warning_that_nobody_listens_to_is_logged_and_nothing_else_is(caplog: pytest.LogCaptureFixture) -> None:
+    events = Events()
+    kept = StreamProvisioned(stream="MARS", action="kept", differences=("max_msgs: 5 -> 1",), refused="not allowed")
+    skipped = Skipped(event_type="mars", sequence=7, error=ValueError("no \x1b[2J JSON"))
+
+    for event in (UP, STORED, kept, skipped, StreamProvisioned(stream="MARS", action="created")):
+        events.emit(event)
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "stream MARS is used as it is (max_msgs: 5 -> 1): not allowed",
+        "mars@7 is left out: no \\x1b[2J JSON",
+    ]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+def test_a_warning_that_somebody_listens_to_is_theirs(caplog: pytest.LogCaptureFixture) -> None:
+    events = Events()
+    heard: list[Event] = []
+    events.listen(heard.append, Skipped)
+
+    events.emit(Skipped(event_type="mars", sequence=7, error=ValueError("no JSON")))
+
+    assert (len(heard), caplog.records) == (1, [])

@@ -8,10 +8,10 @@ import pytest
 from msgspec import UNSET, structs
 
 from aviso_workers import streams
-from aviso_workers.config import Config, JetStream, NotificationBackend
+from aviso_workers.config import Config, DeclaredStream, JetStream, NotificationBackend
 from aviso_workers.literals import Duration, Size
 from aviso_workers.schema import EventType, StoragePolicy, StringHandler, Topic
-from aviso_workers.streams import ConsumerSpec, StreamSpec
+from aviso_workers.streams import ConsumerSpec, Stored, StreamSpec
 
 SECOND = 1_000_000_000
 MINUTE = 60 * SECOND
@@ -51,13 +51,18 @@ REPORTED: dict[str, Any] = {
 """As a server reports `SPEC`."""
 
 
+def plan_of(wanted: StreamSpec, found: dict[str, Any] | None, **stored: int) -> streams.Plan:
+    """The plan for a stream that is empty, or stores so much."""
+    return streams.plan(wanted, found, Stored(**stored))
+
+
 class TestThePlan:
     def test_is_to_create_what_does_not_exist(self) -> None:
-        plan = streams.plan(SPEC, None)
+        plan = plan_of(SPEC, None)
         assert (plan.stream, plan.exists, plan.needed, plan.differences) == ("MARS", False, True, ())
 
     def test_is_nothing_where_the_server_has_what_is_wanted(self) -> None:
-        plan = streams.plan(SPEC, REPORTED)
+        plan = plan_of(SPEC, REPORTED)
         assert (plan.exists, plan.needed, plan.differences, plan.config) == (True, False, (), REPORTED)
 
     @pytest.mark.parametrize(
@@ -74,7 +79,7 @@ class TestThePlan:
     )
     def test_is_nothing_where_both_mean_the_same(self, field: str, wanted: Any, reported: Any) -> None:
         found = {name: value for name, value in {**REPORTED, field: reported}.items() if value is not None}
-        assert streams.plan(structs.replace(SPEC, **{field: wanted}), found).differences == ()
+        assert plan_of(structs.replace(SPEC, **{field: wanted}), found).differences == ()
 
     @pytest.mark.parametrize(
         ("field", "found", "told"),
@@ -92,23 +97,23 @@ class TestThePlan:
         ],
     )
     def test_changes_a_field_that_has_drifted_and_no_other(self, field: str, found: Any, told: str) -> None:
-        plan = streams.plan(SPEC, {**REPORTED, field: found})
+        plan = plan_of(SPEC, {**REPORTED, field: found})
         assert [str(difference) for difference in plan.differences] == [told]
         assert plan.config == REPORTED
 
     @pytest.mark.parametrize("field", [name for name in REPORTED if name not in ("name", "subjects")])
     def test_leaves_alone_what_nobody_stated(self, field: str) -> None:
         found = {**REPORTED, field: "whatever it is"}
-        plan = streams.plan(StreamSpec(name="MARS", subjects=("mars.>",)), found)
+        plan = plan_of(StreamSpec(name="MARS", subjects=("mars.>",)), found)
         assert (plan.differences, plan.config) == ((), found)
 
     def test_hands_on_fields_that_are_newer_than_this_code(self) -> None:
         newer = {"allow_msg_schedules": True, "metadata": {"_nats.level": "5"}, "placement": {"tags": ["az:1"]}}
-        plan = streams.plan(SPEC, {**REPORTED, **newer, "discard": "new"})
+        plan = plan_of(SPEC, {**REPORTED, **newer, "discard": "new"})
         assert plan.config == {**REPORTED, **newer}
 
     def test_says_that_storage_cannot_be_changed(self) -> None:
-        plan = streams.plan(SPEC, {**REPORTED, "storage": "memory", "max_msgs": 5})
+        plan = plan_of(SPEC, {**REPORTED, "storage": "memory", "max_msgs": 5})
         assert (plan.storage_mismatch, plan.needed, plan.config["storage"]) == (True, False, "memory")
         assert [str(difference) for difference in plan.differences] == ["max_msgs: 5 -> 1000"]
         assert "storage: memory -> file; storage is chosen when" in str(plan.fixed[0])
@@ -134,7 +139,7 @@ class TestThePlan:
     )
     def test_knows_what_a_server_leaves_out_of_what_is_declared(self, field: str, wanted: Any, reported: Any) -> None:
         found = REPORTED if reported is None else {**REPORTED, field: reported}
-        plan = streams.plan(structs.replace(SPEC, further={field: wanted}), found)
+        plan = plan_of(structs.replace(SPEC, further={field: wanted}), found)
         assert (plan.differences, plan.fixed) == ((), ())
 
     @pytest.mark.parametrize(
@@ -150,15 +155,86 @@ class TestThePlan:
         ],
     )
     def test_tells_of_what_is_declared_as_people_write_it(self, field: str, found: Any, wanted: Any, told: str) -> None:
-        plan = streams.plan(structs.replace(SPEC, further={field: wanted}), {**REPORTED, field: found})
+        plan = plan_of(structs.replace(SPEC, further={field: wanted}), {**REPORTED, field: found})
         assert [str(difference) for difference in plan.differences] == [told]
+
+
+STORED = {"messages": 100, "bytes": 1000, "subjects": 20}
+
+
+class TestWhatWouldBeRemoved:
+    @pytest.mark.parametrize(
+        ("field", "found", "wanted", "told"),
+        [
+            ("max_msgs", -1, 30, "removes 70 of 100 messages"),
+            ("max_msgs", -1, 100, ""),
+            ("max_msgs", 100, -1, ""),
+            ("max_bytes", -1, 300, "removes about 70 of 100 messages"),
+            ("max_bytes", -1, 1000, ""),
+            ("max_msgs_per_subject", -1, 1, "removes 80 of 100 messages"),
+            ("max_msgs_per_subject", 10, 3, "removes up to 78 of 100 messages"),
+            ("max_msgs_per_subject", 10, 81, ""),
+            ("max_msgs_per_subject", 1, -1, ""),
+            ("max_age", 0, DAY, "removes up to 100 of 100 messages"),
+            ("max_age", DAY, 2 * DAY, ""),
+            ("retention", "limits", "interest", "removes 100 of 100 messages"),
+            ("retention", "interest", "limits", ""),
+            ("max_msg_size", -1, 1, ""),
+            ("duplicate_window", 2 * MINUTE, MINUTE, ""),
+            ("subjects", ["mars.>"], ["mars.od.>"], ""),
+        ],
+    )
+    def test_is_counted_and_left_out_of_the_update(self, field: str, found: Any, wanted: Any, told: str) -> None:
+        spec = StreamSpec(name="MARS", further={field: wanted})
+        plan = plan_of(spec, {**REPORTED, field: found}, **STORED)
+        assert [str(each.removal) for each in plan.removing] == ([told] if told else [])
+        assert [each.field for each in plan.differences] == ([] if told else [field])
+        assert plan.config[field] == (found if told else wanted)
+        assert streams.with_removals(plan).config[field] == wanted
+
+    @pytest.mark.parametrize("older", [0, 7])
+    def test_by_an_age_is_what_is_older(self, older: int) -> None:
+        plan = plan_of(structs.replace(SPEC, max_age=DAY), REPORTED, **STORED, older=older)
+        assert [each.removal.count for each in plan.removing if each.removal] == ([older] if older else [])
+
+    def test_by_interest_is_at_most_everything_where_there_are_consumers(self) -> None:
+        plan = plan_of(structs.replace(SPEC, retention="interest"), REPORTED, **STORED, consumers=1)
+        assert [str(each.removal) for each in plan.removing] == ["removes up to 100 of 100 messages"]
+
+    def test_is_nothing_where_a_full_stream_refuses_what_comes(self) -> None:
+        spec = StreamSpec(name="MARS", max_msgs=30, max_bytes=300)
+        assert plan_of(spec, {**REPORTED, "discard": "new"}, **STORED).removing == ()
+        together = plan_of(structs.replace(spec, discard="old"), {**REPORTED, "discard": "new"}, **STORED)
+        assert [each.field for each in together.removing] == ["discard", "max_msgs", "max_bytes"]
+
+    def test_is_nothing_of_an_empty_stream(self) -> None:
+        plan = plan_of(structs.replace(SPEC, max_msgs=1, max_age=DAY, retention="interest"), REPORTED)
+        assert (plan.removing, len(plan.differences)) == ((), 3)
+
+    def test_takes_the_duplicate_window_along(self) -> None:
+        plan = plan_of(structs.replace(SPEC, max_age=MINUTE), REPORTED, **STORED)
+        assert plan.differences == ()
+        whole = streams.with_removals(plan)
+        assert (whole.config["max_age"], whole.config["duplicate_window"]) == (MINUTE, MINUTE)
+
+    def test_names_the_key_that_says_so(self) -> None:
+        declared = {"MARS": DeclaredStream(max_msg_size=1024)}
+        config = Config(
+            notification_backend=NotificationBackend(kind="jetstream", jetstream=JetStream(max_messages=5)),
+            notification_schema={"mars": MARS},
+            streams=declared,
+        )
+        keys = streams.event_stream("mars", MARS, config).keys
+        assert keys["max_msgs"] == "notification_backend.jetstream.max_messages"
+        assert keys["max_msgs_per_subject"] == "notification_schema.mars.storage_policy.allow_duplicates"
+        assert keys["max_msg_size"] == "streams.MARS.max_msg_size"
 
 
 class TestTheDuplicateWindow:
     """A server refuses an age below it."""
 
     def test_shrinks_with_the_age(self) -> None:
-        plan = streams.plan(structs.replace(SPEC, max_age=MINUTE), REPORTED)
+        plan = plan_of(structs.replace(SPEC, max_age=MINUTE), REPORTED)
         assert [str(difference) for difference in plan.differences] == [
             "max_age: 7d -> 1m",
             "duplicate_window: 2m -> 1m",
@@ -167,11 +243,11 @@ class TestTheDuplicateWindow:
 
     @pytest.mark.parametrize("window", [30 * SECOND, MINUTE])
     def test_stays_where_it_is_short_enough(self, window: int) -> None:
-        plan = streams.plan(structs.replace(SPEC, max_age=MINUTE), {**REPORTED, "duplicate_window": window})
+        plan = plan_of(structs.replace(SPEC, max_age=MINUTE), {**REPORTED, "duplicate_window": window})
         assert [difference.field for difference in plan.differences] == ["max_age"]
 
     def test_is_not_grown_again(self) -> None:
-        assert streams.plan(SPEC, {**REPORTED, "duplicate_window": 30 * SECOND}).differences == ()
+        assert plan_of(SPEC, {**REPORTED, "duplicate_window": 30 * SECOND}).differences == ()
 
 
 MARS = EventType(topic=Topic(base="Mars", key_order=("class",)), identifier={"class": StringHandler(required=True)})

@@ -127,7 +127,12 @@ class StreamInfo(Struct, frozen=True, kw_only=True):
     """JetStream's stream configuration, whole."""
     messages: int = 0
     bytes: int = 0
+    subjects: int = 0
+    """How many subjects the messages have."""
+    consumers: int = 0
     first_sequence: int = 0
+    first_time: datetime | None = None
+    """When the first message was stored; None where there is none."""
     last_sequence: int = 0
     created: datetime | None = None
 
@@ -419,7 +424,14 @@ class Backend(Protocol):
     ) -> AsyncGenerator[Chunk, None]:
         """As `read`, some thousand messages or some megabytes at a time: for what goes through much of a stream."""
 
-    async def count(self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int = 1) -> int:
+    async def count(
+        self,
+        stream: str,
+        *,
+        filter_subjects: Sequence[str],
+        start_sequence: int = 1,
+        start_time: datetime | None = None,
+    ) -> int:
         """How many messages `read` would give now. Raises `NotFoundError`."""
 
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:

@@ -12,7 +12,7 @@ from aviso_workers.cli.confirming import Yes, confirm
 from aviso_workers.cli.finding import ConfigOption, connected
 from aviso_workers.cli.printing import print_table
 from aviso_workers.ops import stream_policy, wiping
-from aviso_workers.streams import ConsumerPlan, Plan
+from aviso_workers.streams import ConsumerPlan, Difference, Plan
 
 __all__ = ["delete", "streams"]
 
@@ -33,12 +33,17 @@ def plan(config: ConfigOption = None) -> None:
 
 
 @streams.command()
-def apply(config: ConfigOption = None) -> None:
-    """Create the streams and consumers that are missing, and update those that differ; exit 1 if some cannot be."""
+def apply(yes: Yes = False, config: ConfigOption = None) -> None:
+    """Create the streams and consumers that are missing, and update those that differ; exit 1 if some cannot be.
+
+    An update that would remove stored messages needs --yes: without it, nothing is done.
+    """
 
     async def run(app: App) -> bool:
         plans = await stream_policy.plans(app)
         _print_plans(plans)
+        if any(found.needed and _removing(found) for found in plans):
+            confirm(yes, to="do all of it, and remove the stored messages that are counted above")
         for needed in (found for found in plans if found.needed):
             await stream_policy.carry_out(app, needed)
             typer.echo(f"{' '.join(_names(needed)).strip()}: done")
@@ -123,8 +128,13 @@ def _print_plans(plans: Iterable[Plan | ConsumerPlan]) -> None:
             rows.append((*names, "keep", ""))
         elif found.needed:
             rows += [(*names, "update", str(difference)) for difference in found.differences]
+            rows += [(*names, "remove", str(difference)) for difference in _removing(found)]
         rows += [(*names, "cannot", str(difference)) for difference in found.fixed]
     print_table(("stream", "consumer", "step", "difference"), rows)
+
+
+def _removing(plan: Plan | ConsumerPlan) -> tuple[Difference, ...]:
+    return plan.removing if isinstance(plan, Plan) else ()
 
 
 def _names(plan: Plan | ConsumerPlan) -> tuple[str, str]:

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from aviso_workers.literals import printable
+
 __all__ = ["print_json", "print_table", "printable", "table", "terminal"]
 
 WIDE = 10_000
@@ -30,11 +32,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 def terminal() -> Console:
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=WIDE)
-
-
-def printable(text: str) -> str:
-    """The text with what could steer a terminal spelled out: it may be anybody's."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def print_json(document: Any) -> None:

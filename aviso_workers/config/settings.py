@@ -107,7 +107,8 @@ class JetStream(Struct, frozen=True, kw_only=True):
     stream_management: Annotated[
         Literal["reconcile", "create", "observe"],
         about(
-            "reconcile: create streams, and update those that differ from the configuration; "
+            "reconcile: create streams, and update those that differ from the configuration, "
+            "as far as that removes no stored messages; "
             "create: create what is missing; observe: change nothing."
         ),
     ] = "reconcile"

@@ -1,8 +1,13 @@
-"""Streams and consumers as wanted: created or updated where that is needed, a stream looked at once per process."""
+"""Streams and consumers as wanted: created or updated where that is needed, a stream looked at once per process.
+
+A stream is shared, so an update that would remove stored messages is never made here: it is stated, and an operator
+makes it with `streams apply --yes`. Who only reads changes no stream at all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import UTC, datetime
 
 import anyio
 
@@ -10,7 +15,7 @@ from aviso_workers import streams
 from aviso_workers.backends import Backend, ConsumerInfo, StreamInfo
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.events import ConsumerDiffers, Events, StreamProvisioned
-from aviso_workers.streams import ConsumerSpec, Difference, Plan, StreamSpec
+from aviso_workers.streams import ConsumerSpec, Difference, Plan, Stored, StreamSpec
 
 __all__ = ["Provisioner"]
 
@@ -22,7 +27,7 @@ class Provisioner:
     """Sees to it that a stream exists before it is used.
 
     `management` says what may be done to streams, which others share: `reconcile` them with the configuration,
-    only `create` what is missing, or `observe` and touch nothing.
+    only `create` what is missing, or `observe` and touch nothing. None of them removes what is stored.
     """
 
     def __init__(self, backend: Backend, *, management: str, events: Events) -> None:
@@ -41,6 +46,13 @@ class Provisioner:
                 await self._reconcile(spec)
                 self._known.add(spec.name)
 
+    async def ensure_exists(self, spec: StreamSpec) -> None:
+        """The same for who only reads: a stream that exists is left as it is."""
+        if spec.name in self._known:
+            return
+        async with self._lock:
+            await self._usable(spec)
+
     async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
         """Create the durable consumer or bring it in line, and state what of it cannot be.
 
@@ -58,10 +70,17 @@ class Provisioner:
     async def plan(self, spec: StreamSpec) -> Plan:
         """What `ensure` would do."""
         try:
-            found: StreamInfo | None = await self._backend.stream_info(spec.name)
+            found = await self._backend.stream_info(spec.name)
         except NotFoundError:
-            found = None
-        return streams.plan(spec, found.config if found else None)
+            return streams.plan(spec, None, Stored())
+        stored = Stored(
+            messages=found.messages,
+            bytes=found.bytes,
+            subjects=found.subjects,
+            consumers=found.consumers,
+            older=await self._older(spec, found),
+        )
+        return streams.plan(spec, found.config, stored)
 
     async def carry_out(self, plan: Plan) -> None:
         """Create or update as planned, as far as that can be done.
@@ -82,6 +101,18 @@ class Provisioner:
             )
 
     async def _reconcile(self, spec: StreamSpec) -> None:
+        plan = await self._usable(spec)
+        if self._management != "reconcile":
+            return
+        if plan.fixed:
+            self._keep(plan.fixed, plan, refused="; ".join(difference.cure for difference in plan.fixed))
+        if plan.removing:
+            self._keep(plan.removing, plan, refused=_why_not_removed(plan))
+        if plan.differences:
+            await self._update(plan)
+
+    async def _usable(self, spec: StreamSpec) -> Plan:
+        """What is left to be done about the stream, which exists and can be used."""
         plan = await self.plan(spec)
         if not plan.exists:
             if self._management == "observe":
@@ -91,12 +122,20 @@ class Provisioner:
                 )
             plan = await self._create(plan)
         _require_usable(plan)
-        if self._management != "reconcile":
-            return
-        if plan.fixed:
-            self._keep(plan.fixed, plan, refused="; ".join(difference.cure for difference in plan.fixed))
-        if plan.differences:
-            await self._update(plan)
+        return plan
+
+    async def _older(self, spec: StreamSpec, found: StreamInfo) -> int | None:
+        """How many messages are older than the wanted age, asked only where that gets shorter."""
+        max_age = streams.shorter_age(spec, found.config)
+        if max_age is None:
+            return None
+        since = datetime.fromtimestamp((self._backend.clock.time_ns() - max_age) / 1e9, UTC)
+        if found.first_time is None or found.first_time >= since:
+            return 0
+        try:
+            return found.messages - await self._backend.count(spec.name, filter_subjects=(), start_time=since)
+        except RefusedError:
+            return None  # such as a stream of jobs, which no further consumer may read
 
     async def _create(self, plan: Plan) -> Plan:
         """The plan that is left after creating: none, unless somebody else was faster."""
@@ -118,6 +157,16 @@ class Provisioner:
         self._events.emit(
             StreamProvisioned(stream=plan.stream, action="kept", differences=_texts(differences), refused=refused)
         )
+
+
+def _why_not_removed(plan: Plan) -> str:
+    keys = [plan.wanted.keys[each.field] for each in plan.removing if each.field in plan.wanted.keys]
+    if not keys:
+        return "it would remove stored messages of a stream of our own: change that by hand where it is wanted"
+    return (
+        f"it would remove stored messages: say in {' and '.join(keys)} what the stream has, "
+        "or have them removed by `aviso-workers streams apply --yes`"
+    )
 
 
 def _texts(differences: Iterable[Difference]) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ class Session:
         declared = self._event_type(event_type)
         parsed = schema.parse_where(event_type, declared, where)
         spec = streams.event_stream(event_type, declared, self._config)
-        await self.provisioner.ensure(spec)
+        await self.provisioner.ensure_exists(spec)
         return Replayer(
             self.backend,
             name=event_type,

@@ -16,7 +16,7 @@ from aviso_workers.config import Config
 from aviso_workers.config.declared_streams import as_jetstream
 from aviso_workers.config.stream_keys import event_streams
 from aviso_workers.errors import NotFoundError, UnknownEventTypeError
-from aviso_workers.streams import ConsumerPlan, Plan, StreamSpec
+from aviso_workers.streams import ConsumerPlan, Plan, Stored, StreamSpec
 
 __all__ = ["PolicyRow", "carry_out", "effective_policy", "plans", "sections"]
 
@@ -74,9 +74,12 @@ async def plans(app: App) -> list[Plan | ConsumerPlan]:
 
 
 async def carry_out(app: App, plan: Plan | ConsumerPlan) -> None:
-    """Do what is planned, as far as it can be done. Raises `RefusedError` where the server refuses."""
+    """Do what is planned, as far as it can be done, also what removes stored messages.
+
+    Raises `RefusedError` where the server refuses.
+    """
     if isinstance(plan, Plan):
-        await app.session.provisioner.carry_out(plan)
+        await app.session.provisioner.carry_out(streams.with_removals(plan))
     elif plan.needed:
         await _carry_out_consumer(app, plan)
 
@@ -89,7 +92,7 @@ async def effective_policy(app: App, name: str) -> list[PolicyRow]:
     """
     spec = _spec(app.config, name)
     info = await app.session.backend.stream_info(spec.name)
-    plan = streams.plan(spec, info.config)
+    plan = streams.plan(spec, info.config, Stored())
     differing = {difference.field for difference in (*plan.differences, *plan.fixed)}
     configured = streams.stated(spec)
     return [

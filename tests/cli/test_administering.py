@@ -37,6 +37,52 @@ def test_the_policy_in_effect_is_shown_beside_the_configured_one(
     assert run("streams", "show", "mars", "--config", changed).code == 0
 
 
+def test_stored_messages_are_counted_and_removed_with_a_yes_only(
+    run: Run, config: Path, nats_server, write_config: Callable[..., Path]
+) -> None:
+    for step in (1, 2, 3):
+        run("notify", "mars", "class=od", f"step={step}", "--config", config)
+    narrower = write_config(nats_server.url, name="narrower.yaml", max_messages=1, max_bytes=2**30)
+    wanted = "max_msgs: unlimited -> 1, which removes 2 of 3 messages"
+
+    planned = run("streams", "plan", "--config", narrower)
+    assert (planned.code, "remove" in planned.out, wanted in planned.out) == (0, True, True), planned
+    asked = run("streams", "apply", "--config", narrower)
+    assert (asked.code, wanted in asked.out, "--yes" in asked.err) == (2, True, True), asked
+    assert "max_bytes" in run("streams", "plan", "--config", narrower).out, "nothing was done"
+    assert len(run("replay", "mars", "--config", config).lines) == 3
+
+    applied = run("streams", "apply", "--yes", "--config", narrower)
+    assert (applied.code, "MARS: done" in applied.out) == (0, True), applied
+    assert len(run("replay", "mars", "--config", config).lines) == 1
+    assert "keep" in run("streams", "plan", "--config", narrower).out
+
+
+@pytest.mark.parametrize(
+    ("command", "left", "told"),
+    [
+        (("notify", "mars", "class=od", "step=4"), 4, True),
+        (("replay", "mars"), 3, False),
+        (("lag", "--all"), 3, False),
+        (("streams", "ls"), 3, False),
+        (("streams", "show", "mars"), 3, False),
+        (("dead-letters", "ls"), 3, False),
+    ],
+)
+def test_no_command_removes_what_its_configuration_would_not_keep(
+    start, run: Run, config: Path, nats_server, write_config: Callable[..., Path], command, left, told
+) -> None:
+    for step in (1, 2, 3):
+        run("notify", "mars", "class=od", f"step={step}", "--config", config)
+    narrower = write_config(nats_server.url, name="narrower.yaml", max_messages=1)
+
+    ran = start(*command, "--config", narrower)
+
+    assert ran.end() == (1 if command[:2] == ("streams", "show") else 0), ran.told
+    assert any("stream MARS is used as it is (max_msgs: unlimited -> 1" in line for line in ran.told) is told, ran.told
+    assert len(run("replay", "mars", "--config", config).lines) == left
+
+
 def test_showing_a_stream_that_does_not_exist_says_so(run: Run, config: Path) -> None:
     ran = run("streams", "show", "mars", "--config", config)
     assert (ran.code, "MARS" in ran.err) == (1, True), ran

@@ -227,9 +227,18 @@ class InMemoryBackend:
                 timestamps_ns=[message.timestamp_ns for message in found],
             )
 
-    async def count(self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int = 1) -> int:
+    async def count(
+        self,
+        stream: str,
+        *,
+        filter_subjects: Sequence[str],
+        start_sequence: int = 1,
+        start_time: datetime | None = None,
+    ) -> int:
         await self._connection.reach()
-        return reading.count(self._account.stream(stream), filter_subjects, start_sequence)
+        return reading.count(
+            self._account.stream(stream), filter_subjects, start_sequence=start_sequence, start_time=start_time
+        )
 
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
         await self._connection.reach()

@@ -34,8 +34,7 @@ async def read(
     await connection.reach()
     watchers, losses = account.stream(stream).watchers, connection.losses
     wanted = pattern(filter_subjects)
-    position = start_sequence if start_time is None else 1
-    start_ns = 0 if start_time is None else (start_time - EPOCH) // timedelta(microseconds=1) * 1000
+    position, start_ns = _start(start_sequence, start_time)
     changed = anyio.Event()
 
     def wake() -> None:
@@ -65,11 +64,17 @@ async def read(
         connection.watchers.discard(wake)
 
 
-def count(stream: Stream, filter_subjects: Sequence[str], start_sequence: int) -> int:
+def count(stream: Stream, filter_subjects: Sequence[str], *, start_sequence: int, start_time: datetime | None) -> int:
     """How many messages a reading from there would give now."""
     wanted = pattern(filter_subjects)
+    position, start_ns = _start(start_sequence, start_time)
     return sum(
         1
         for message in stream.messages.values()
-        if message.sequence >= start_sequence and wanted.fullmatch(message.subject)
+        if message.sequence >= position and message.timestamp_ns >= start_ns and wanted.fullmatch(message.subject)
     )
+
+
+def _start(sequence: int, time: datetime | None) -> tuple[int, int]:
+    """The first sequence and the first time, in nanoseconds, that are wanted."""
+    return (sequence, 0) if time is None else (1, (time - EPOCH) // timedelta(microseconds=1) * 1000)

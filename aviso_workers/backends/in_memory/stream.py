@@ -21,7 +21,7 @@ from aviso_workers import topics
 from aviso_workers.backends import StreamInfo
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.subjects import pattern
-from aviso_workers.codec import MARKER_HEADER, Message
+from aviso_workers.codec import MARKER_HEADER, Message, store_time
 from aviso_workers.errors import ConflictError, NotFoundError, RefusedError
 
 __all__ = ["Stream", "complete", "payload_size", "total_of", "ttl_of"]
@@ -90,7 +90,10 @@ class Stream:
             config=dict(self.config),
             messages=len(self.messages),
             bytes=self._bytes,
+            subjects=len(self.subjects),
+            consumers=len(self.durables),
             first_sequence=self.first_sequence,
+            first_time=store_time(self._first()) if self.messages else None,
             last_sequence=self.last_sequence,
             created=self._created,
         )

@@ -285,9 +285,20 @@ class JetStreamBackend:
             last_sequence=last_sequence,
         )
 
-    async def count(self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int = 1) -> int:
+    async def count(
+        self,
+        stream: str,
+        *,
+        filter_subjects: Sequence[str],
+        start_sequence: int = 1,
+        start_time: datetime | None = None,
+    ) -> int:
         return await reading.count(
-            self._connection, stream, filter_subjects=filter_subjects, start_sequence=start_sequence
+            self._connection,
+            stream,
+            filter_subjects=filter_subjects,
+            start_sequence=start_sequence,
+            start_time=start_time,
         )
 
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
@@ -325,7 +336,10 @@ def _stream_info(answer: Mapping[str, Any]) -> StreamInfo:
         config=answer["config"],
         messages=state["messages"],
         bytes=state["bytes"],
+        subjects=state.get("num_subjects", 0),
+        consumers=state.get("consumer_count", 0),
         first_sequence=state["first_seq"],
+        first_time=_time(state["first_ts"]) if state["messages"] else None,
         last_sequence=state["last_seq"],
         created=msgspec.convert(answer["created"], datetime),
     )

@@ -49,13 +49,12 @@ async def read(
     last_sequence: int | None,
 ) -> AsyncGenerator[Message, None]:
     """See `backends.Backend.read`."""
-    start: dict[str, Any] = {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, start_sequence)}
+    start = _start(start_sequence, start_time)
 
     def before(message: Message) -> bool:
         return message.sequence < start_sequence
 
     if (time := start_time) is not None:
-        start = {"deliver_policy": "by_start_time", "opt_start_time": time.isoformat()}
 
         def before(message: Message) -> bool:
             return store_time(message) < time
@@ -72,17 +71,23 @@ async def read_chunks(
     connection: Connection, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
 ) -> AsyncGenerator[Chunk, None]:
     """See `backends.Backend.read_chunks`."""
-    start = {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, start_sequence)}
+    start = _start(start_sequence)
     ahead = 2 * CHUNK
     async with _reader(connection, stream, filter_subjects, start, ahead=ahead, last_sequence=last_sequence) as reader:
         while arrivals := await reader.more(worth=CHUNK):
             yield decode_all(arrivals)
 
 
-async def count(connection: Connection, stream: str, *, filter_subjects: Sequence[str], start_sequence: int) -> int:
+async def count(
+    connection: Connection,
+    stream: str,
+    *,
+    filter_subjects: Sequence[str],
+    start_sequence: int,
+    start_time: datetime | None,
+) -> int:
     """See `backends.Backend.count`. A consumer that would read them knows how many there are."""
-    start = {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, start_sequence)}
-    created = await _create_consumer(connection, stream, filter_subjects, start)
+    created = await _create_consumer(connection, stream, filter_subjects, _start(start_sequence, start_time))
     await _delete_consumer(connection, stream, created["name"])
     return int(created["num_pending"])
 
@@ -97,6 +102,13 @@ def message_of(answer: Mapping[str, Any]) -> Message:
         sequence=answer["seq"],
         timestamp_ns=round(msgspec.convert(answer["time"], datetime).timestamp() * 1e6) * 1000,
     )
+
+
+def _start(sequence: int, time: datetime | None = None) -> dict[str, Any]:
+    """Where a consumer begins."""
+    if time is not None:
+        return {"deliver_policy": "by_start_time", "opt_start_time": time.isoformat()}
+    return {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, sequence)}
 
 
 async def _create_consumer(

@@ -97,6 +97,7 @@ class StreamState(Struct, frozen=True, kw_only=True):
     messages: int = 0
     bytes: int = 0
     last_seq: int = 0
+    num_subjects: int = 0
     num_deleted: int = 0
     lost: Lost | None = None
     consumer_count: int = 0

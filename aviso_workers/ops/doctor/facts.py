@@ -31,7 +31,7 @@ from aviso_workers.ops.doctor import monitoring
 from aviso_workers.ops.doctor.answers import Account, Advisory, Consumer, Server, Stream
 from aviso_workers.ops.doctor.monitoring import Monitored
 from aviso_workers.ops.mirroring import Link, Mirrors
-from aviso_workers.streams import Plan
+from aviso_workers.streams import Plan, Stored
 
 __all__ = ["Facts", "Need", "Sample", "Scope", "gather"]
 
@@ -152,7 +152,7 @@ async def gather(app: App, scope: Scope) -> Facts:
         before=before,
         after=after,
         elapsed_seconds=elapsed,
-        plans=_plans(app.config, asking.configurations),
+        plans=_plans(app.config, asking.configurations, after.streams),
         heard=tuple(heard),
         letters=letters,
         given_up=given_up,
@@ -269,11 +269,25 @@ def _members(found: Sequence[Monitored], of: Server) -> set[str]:
     return members
 
 
-def _plans(config: Config, configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, Plan]:
+def _plans(
+    config: Config, configurations: Mapping[str, Mapping[str, Any]], found: Mapping[str, Stream]
+) -> dict[str, Plan]:
     event_types = config.notification_schema.items()
     wanted = {f"event type {name}": streams.event_stream(name, each, config) for name, each in event_types}
     wanted |= {f"streams.{spec.name}": spec for spec in streams.declared(config)}
-    return {by: streams.plan(spec, configurations.get(spec.name)) for by, spec in wanted.items()}
+    return {
+        by: streams.plan(spec, configurations.get(spec.name), _stored(found.get(spec.name)))
+        for by, spec in wanted.items()
+    }
+
+
+def _stored(stream: Stream | None) -> Stored:
+    if stream is None:
+        return Stored()
+    state = stream.state
+    return Stored(
+        messages=state.messages, bytes=state.bytes, subjects=state.num_subjects, consumers=state.consumer_count
+    )
 
 
 def _backups(directory: Path) -> dict[str, Backup]:

@@ -174,11 +174,12 @@ def not_erasable(facts: Facts) -> Iterator[Finding]:
     "JS013",
     "Streams are as configured",
     why="workers and servers of the same configuration disagree about what is kept",
-    cure="`aviso-workers streams plan` shows it, `aviso-workers streams apply` does it",
+    cure="`aviso-workers streams plan` shows it, `aviso-workers streams apply` does it; what removes stored messages "
+    "only with --yes",
 )
 def drifted(facts: Facts) -> Iterator[Finding]:
     for configured, plan in facts.plans.items():
-        if plan.exists and (differences := (*plan.differences, *plan.fixed)):
+        if plan.exists and (differences := (*plan.differences, *plan.removing, *plan.fixed)):
             found = "; ".join(map(str, differences))
             state = State.FAIL if plan.storage_mismatch else None
             yield Finding(stream=plan.stream, found=f"{configured}: {found}", state=state)

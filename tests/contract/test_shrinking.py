@@ -1,0 +1,146 @@
+"""A configuration that keeps less than a stream stores: nothing stored is removed unless an operator says so."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from msgspec.structs import replace
+
+from aviso_workers import streams
+from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.events import Event, Events, StreamProvisioned
+from aviso_workers.streams import StreamSpec
+
+pytestmark = pytest.mark.anyio
+
+SECOND = 1_000_000_000
+WANTED = StreamSpec(
+    name="MARS",
+    subjects=("mars.>",),
+    keys={"max_msgs": "notification_backend.jetstream.max_messages", "max_age": "streams.MARS.max_age"},
+)
+
+
+@pytest.fixture
+def stated() -> list[Event]:
+    return []
+
+
+@pytest.fixture
+def provisioner(backend, stated: list[Event]) -> Provisioner:
+    events = Events()
+    events.listen(stated.append)
+    return Provisioner(backend, management="reconcile", events=events)
+
+
+@pytest.fixture
+def stored(create, publish):
+    """`await stored()`: a stream of six messages of two subjects, which both backends keep."""
+
+    async def stored(**stated) -> None:
+        await create(**stated)
+        for number in range(6):
+            await publish(f"mars.{number % 2}", b"x" * 100)
+
+    return stored
+
+
+@pytest.mark.parametrize(
+    ("narrower", "told"),
+    [
+        ({"max_msgs": 2}, "max_msgs: unlimited -> 2, which removes 4 of 6 messages"),
+        ({"max_bytes": 300}, "max_bytes: unlimited -> 300, which removes about 5 of 6 messages"),
+        ({"max_msgs_per_subject": 1}, "max_msgs_per_subject: unlimited -> 1, which removes 4 of 6 messages"),
+        ({"max_msgs_per_subject": 2}, "max_msgs_per_subject: unlimited -> 2, which removes up to 3 of 6 messages"),
+        ({"retention": "interest"}, "retention: limits -> interest, which removes 6 of 6 messages"),
+    ],
+)
+async def test_what_would_remove_stored_messages_is_not_done_and_told(
+    stored, backend, provisioner, stated, narrower, told
+) -> None:
+    await stored()
+
+    await provisioner.ensure(replace(WANTED, **narrower))
+
+    assert (await backend.stream_info("MARS")).messages == 6
+    [kept] = stated
+    assert (kept.action, kept.differences) == ("kept", (told,))
+    assert "would remove stored messages" in kept.refused
+
+
+async def test_what_is_older_than_a_shorter_age_is_counted(
+    stored, backend, publish, provisioner, stated, elapse
+) -> None:
+    await stored()
+    await elapse(1.5)
+    await publish("mars.new")
+
+    await provisioner.ensure(replace(WANTED, max_age=SECOND))
+
+    assert (await backend.stream_info("MARS")).messages == 7
+    [kept] = stated
+    assert kept.differences == ("max_age: unlimited -> 1s, which removes 6 of 7 messages",)
+    assert "streams.MARS.max_age" in kept.refused
+
+
+async def test_narrower_limits_that_remove_nothing_are_applied(stored, backend, provisioner, stated) -> None:
+    await stored()
+
+    await provisioner.ensure(replace(WANTED, max_msgs=6, max_bytes=10_000, max_age=3600 * SECOND))
+
+    config = (await backend.stream_info("MARS")).config
+    assert (config["max_msgs"], config["max_bytes"], config["max_age"]) == (6, 10_000, 3600 * SECOND)
+    assert [event.action for event in stated] == ["updated"]
+
+
+async def test_the_harmless_part_of_an_update_is_applied(stored, backend, provisioner, stated) -> None:
+    await stored(max_age=60 * SECOND)
+
+    await provisioner.ensure(replace(WANTED, max_msgs=2, max_age=120 * SECOND))
+
+    info = await backend.stream_info("MARS")
+    assert (info.messages, info.config["max_msgs"], info.config["max_age"]) == (6, -1, 120 * SECOND)
+    assert [event.action for event in stated] == ["kept", "updated"]
+    assert "notification_backend.jetstream.max_messages" in stated[0].refused
+
+
+async def test_an_operator_can_have_it_done(stored, backend, provisioner, stated) -> None:
+    await stored()
+    plan = await provisioner.plan(replace(WANTED, max_msgs=2, max_age=120 * SECOND))
+
+    await provisioner.carry_out(streams.with_removals(plan))
+
+    info = await backend.stream_info("MARS")
+    assert (info.messages, info.config["max_msgs"], info.config["max_age"]) == (2, 2, 120 * SECOND)
+
+
+async def test_a_full_stream_that_is_to_drop_its_oldest_is_left_as_it_is(stored, backend, provisioner, stated) -> None:
+    await stored(discard="new")
+    await provisioner.ensure(replace(WANTED, max_msgs=3))
+    assert (await backend.stream_info("MARS")).config["max_msgs"] == 3  # nothing goes: publishers are refused
+
+    provisioner.forget("MARS")
+    await provisioner.ensure(replace(WANTED, max_msgs=3, discard="old"))
+
+    info = await backend.stream_info("MARS")
+    assert (info.messages, info.config["discard"]) == (6, "new")
+    assert stated[-1].differences == ("discard: new -> old, which removes about 3 of 6 messages",)
+
+
+async def test_two_workers_of_different_configurations_remove_nothing_of_each_other(stored, backend) -> None:
+    await stored()
+    for _ in range(2):
+        async with anyio.create_task_group() as tasks:
+            for wanted in (replace(WANTED, max_msgs=2), replace(WANTED, max_msgs=100)):
+                tasks.start_soon(Provisioner(backend, management="reconcile", events=Events()).ensure, wanted)
+    assert (await backend.stream_info("MARS")).messages == 6
+
+
+async def test_readers_make_a_stream_that_is_missing_and_change_none(backend, provisioner, stated) -> None:
+    await provisioner.ensure_exists(replace(WANTED, max_msgs=7))
+    assert stated == [StreamProvisioned(stream="MARS", action="created")]
+    await provisioner.ensure_exists(replace(WANTED, max_msgs=9))
+    assert (await backend.stream_info("MARS")).config["max_msgs"] == 7
+
+    await provisioner.ensure(replace(WANTED, max_msgs=9))  # who writes still brings it in line
+    assert (await backend.stream_info("MARS")).config["max_msgs"] == 9
