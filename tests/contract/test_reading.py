@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import aclosing
 from datetime import UTC, datetime, timedelta, timezone
 
 import anyio
 import pytest
 
-from aviso_workers.backends import Backend, Message
+from aviso_workers.backends import Backend, Message, Outgoing, PubAck
 from aviso_workers.errors import NotFoundError
 
 pytestmark = pytest.mark.anyio
@@ -38,6 +39,21 @@ async def five(create, publish) -> None:
 def time_of(message: Message) -> datetime:
     """When it was stored, or less than a microsecond before."""
     return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=message.timestamp_ns // 1000)
+
+
+@pytest.fixture
+def publish_many(backend: Backend):
+    """`await publish_many(["mars.1", "mars.2"])`: a message on each of these subjects, in this order."""
+
+    async def publish_many(subjects: list[str]) -> None:
+        outgoing = [
+            Outgoing(Message(subject=subject, data=b"null"), f"message-{number}", "MARS")
+            for number, subject in enumerate(subjects)
+        ]
+        for result in await backend.publish_many(outgoing, timeout_seconds=10):
+            assert isinstance(result, PubAck), result
+
+    return publish_many
 
 
 async def following(messages, count: int) -> list[Message]:
@@ -191,6 +207,61 @@ async def test_many_messages_come_once_and_in_order(create, publish, sequences):
             tasks.start_soon(publish, f"mars.{number}")
 
     assert await sequences(last_sequence=2500) == list(range(1, 2501))
+
+
+def randomly_chosen(number: int) -> tuple[tuple[str, ...], list[str]]:
+    """Filters, and the subjects of 3,000 messages of which they take any share, from none to all."""
+    chance = random.Random(number)
+    share = chance.choice([0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 1.0])
+    filters = chance.choice([("mars.wanted.>",), ("mars.wanted.1", "mars.wanted.2", "mars.wanted.3")])
+    kinds = ["wanted" if chance.random() < share else "other" for _ in range(3000)]
+    return filters, [f"mars.{kind}.{chance.randint(1, 3)}" for kind in kinds]
+
+
+@pytest.mark.parametrize("number", range(6))
+async def test_whatever_share_of_a_stream_the_filters_take_all_of_it_comes(
+    create, backend, publish_many, sequences, number
+):
+    filters, subjects = randomly_chosen(number)
+    await create()
+    await publish_many(subjects)
+    wanted = [sequence for sequence, subject in enumerate(subjects, 1) if subject.startswith("mars.wanted.")]
+
+    assert await sequences(filter_subjects=filters, last_sequence=3000) == wanted
+    part = {"start_sequence": 1000, "last_sequence": 2500}
+    assert await sequences(filter_subjects=filters, **part) == [each for each in wanted if 1000 <= each <= 2500]
+    chunks = backend.read_chunks("MARS", filter_subjects=filters, start_sequence=1, last_sequence=3000)
+    assert [message.sequence async for chunk in chunks for message in chunk] == wanted
+
+
+@pytest.mark.parametrize("filters", [("mars.wanted",), ("mars.>",)])
+async def test_a_reading_ends_although_what_it_was_to_read_is_purged_meanwhile(create, backend, publish_many, filters):
+    await create()
+    await publish_many(["mars.wanted", "mars.other"] * 3000)
+    messages = backend.read("MARS", filter_subjects=filters, last_sequence=6000)
+
+    with anyio.fail_after(10):
+        came = [(await anext(messages)).sequence]
+        await backend.purge_stream("MARS", subject="mars.wanted")
+        came += [message.sequence async for message in messages]
+
+    assert came == sorted(set(came))
+    if filters == ("mars.>",):
+        assert set(range(2, 6001, 2)) <= set(came)
+
+
+async def test_a_reading_ends_although_the_last_message_is_deleted_meanwhile(create, backend, publish_many):
+    await create()
+    await publish_many(["mars.wanted"] * 3000)
+    messages = backend.read("MARS", filter_subjects=("mars.wanted",), last_sequence=3000)
+
+    with anyio.fail_after(10):
+        came = [(await anext(messages)).sequence]
+        for sequence in range(2991, 3001):
+            await backend.delete_message("MARS", sequence)
+        came += [message.sequence async for message in messages]
+
+    assert came == list(range(1, 2991))
 
 
 async def test_readings_do_not_know_of_each_other(five, sequences, backend):

@@ -28,7 +28,7 @@ def asked(played) -> list[dict[str, Any]]:
 
 async def test_a_request_is_for_some_messages_within_half_a_minute_and_not_too_many_bytes(played, pulls):
     await pulls.open()
-    pulls.ask(10, wait=True)
+    pulls.ask(10)
 
     assert asked(played) == [
         {"batch": 10, "max_bytes": MOST_BYTES, "expires": 30 * SECOND, "idle_heartbeat": 5 * SECOND}
@@ -40,7 +40,7 @@ async def test_a_request_has_room_for_the_largest_message_that_the_server_takes(
     played.max_payload = 64 * 1024 * 1024
     larger = PullSubscription(played, stream="MARS", consumer="agent", on_messages=print, on_change=lambda: None)
     await larger.open()
-    larger.ask(1, wait=True)
+    larger.ask(1)
 
     assert asked(played)[0]["max_bytes"] > played.max_payload
 
@@ -48,7 +48,7 @@ async def test_a_request_has_room_for_the_largest_message_that_the_server_takes(
 @pytest.mark.covers("002-67")
 async def test_a_request_obeys_the_limits_of_its_consumer(played, pulls):
     await pulls.open(limits={"max_batch": 5, "max_expires": 3 * SECOND, "max_bytes": 1000})
-    pulls.ask(10, wait=True)
+    pulls.ask(10)
 
     assert asked(played) == [{"batch": 5, "max_bytes": 1000, "expires": 3 * SECOND, "idle_heartbeat": SECOND}]
     assert pulls.outstanding == 5
@@ -83,7 +83,7 @@ async def test_a_status_ends_the_request_or_the_reading(
     played, pulls, status: str, description: str, left: dict[str, str], outstanding: int, error: type[BackendError]
 ):
     await pulls.open()
-    pulls.ask(10, wait=True)
+    pulls.ask(10)
 
     played.say(status=f"{status} {description}", **left)
 
@@ -92,12 +92,12 @@ async def test_a_status_ends_the_request_or_the_reading(
 
 async def test_requests_that_nobody_answers_are_an_error_when_they_are_lost_again(played, pulls):
     await pulls.open()
-    pulls.ask(10, wait=True)
+    pulls.ask(10)
     played.say(status="100")
     pulls.forget()
     assert pulls.error is None
 
-    pulls.ask(10, wait=True)
+    pulls.ask(10)
     pulls.forget()
 
     assert "requests for messages are not answered" in str(pulls.error)
@@ -105,7 +105,7 @@ async def test_requests_that_nobody_answers_are_an_error_when_they_are_lost_agai
 
 async def test_after_a_reconnect_nothing_is_outstanding_and_the_consumer_is_to_be_looked_at(played, pulls):
     await pulls.open()
-    pulls.ask(10, wait=True)
+    pulls.ask(10)
     assert not pulls.silent()
 
     for act in played.on_reconnect:
@@ -130,9 +130,9 @@ async def test_a_pinned_reader_asks_by_its_id_and_often_enough_until_it_is_anoth
     await pulls.open(limits=PINS)
     assert pulls.pin == ""
     for pin in ("one", "one", ""):
-        pulls.ask(1, wait=True)
+        pulls.ask(1)
         deliver(played, pin) if pin else played.say(status="423 Nats-Wrong-Pin-Id")
-    pulls.ask(1, wait=True)
+    pulls.ask(1)
 
     assert [request.get("id") for request in asked(played)] == [None, "one", "one", None]
     assert {request["group"] for request in asked(played)} == {"workers"}
@@ -142,7 +142,7 @@ async def test_a_pinned_reader_asks_by_its_id_and_often_enough_until_it_is_anoth
 
 async def test_a_reader_of_a_prioritized_consumer_says_how_near_it_is(played, pulls):
     await pulls.open(limits={"priority_policy": "prioritized", "priority_groups": ["others"]}, priority=3)
-    pulls.ask(1, wait=True)
+    pulls.ask(1)
 
     [request] = asked(played)
     assert (request["group"], request["priority"], request["expires"]) == ("others", 3, 30 * SECOND)

@@ -309,7 +309,7 @@ class PullConsumer:
                 return
             if outstanding and self._hold_seconds is not None:
                 return  # one request at a time, so that it is known for which one something came
-            self._pulls.ask(wanted, wait=True)
+            self._pulls.ask(wanted)
 
     async def _look(self) -> None:
         """Make sure that it is there and the one that was opened, then ask anew."""

@@ -16,7 +16,7 @@ import asyncio
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import msgspec
@@ -28,7 +28,7 @@ from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.streams import PINNED, PRIORITIZED
 
-__all__ = ["HEARTBEAT_SECONDS", "PullSubscription", "decode", "decode_all", "sequence_of"]
+__all__ = ["HEARTBEAT_SECONDS", "PullSubscription", "decode", "decode_all", "place_of"]
 
 EXPIRES_SECONDS = 30
 RENEWALS = 4
@@ -63,8 +63,6 @@ class PullSubscription:
     ) -> None:
         self.outstanding = 0
         """Messages asked for that have not come yet."""
-        self.exhausted = False
-        """Whether a request without waiting found nothing more."""
         self.error: BackendError | None = None
         """Why no further request can succeed, unless something is done about it."""
         self._connection = connection
@@ -116,19 +114,18 @@ class PullSubscription:
                 await self._connection.leave(self._interest)
                 self._interest = None
 
-    def ask(self, batch: int, *, wait: bool) -> None:
-        """Ask for `batch` messages: as they come within half a minute, or (not `wait`) those that are there."""
+    def ask(self, batch: int) -> None:
+        """Ask for `batch` messages, as they come within half a minute."""
         batch = min(batch, self._most_messages)
-        request: dict[str, Any] = {"batch": batch, "max_bytes": self._most_bytes, **self._group}
+        request: dict[str, Any] = {
+            "batch": batch,
+            "max_bytes": self._most_bytes,
+            "expires": self._expires_ns,
+            "idle_heartbeat": min(int(self._heartbeat_seconds * SECOND), self._expires_ns // 3),
+            **self._group,
+        }
         if self.pin:
             request["id"] = self.pin
-        if wait:
-            request |= {
-                "expires": self._expires_ns,
-                "idle_heartbeat": min(int(self._heartbeat_seconds * SECOND), self._expires_ns // 3),
-            }
-        else:
-            request["no_wait"] = True
         self.outstanding += batch
         self._last_heard = self.asked_at = self._now()
         self._connection.post(self._subject, msgspec.json.encode(request), reply=self._inbox)
@@ -182,7 +179,7 @@ class PullSubscription:
         self.outstanding = max(0, self.outstanding - int(headers.get("Nats-Pending-Messages", self.outstanding)))
         match code:
             case "404" | "408":
-                self.exhausted = True
+                pass  # the request has ended, which says nothing of the stream
             case "423":
                 self.pin = ""  # it is another reader's
             case "409" if "Consumer Deleted" in description:
@@ -241,10 +238,21 @@ def decode_all(arrivals: Sequence[Arrival]) -> Chunk:
     )
 
 
-def sequence_of(arrival: Arrival) -> int:
-    """The stream sequence of a message."""
+class Place(NamedTuple):
+    """Where a message stands."""
+
+    sequence: int
+    """In its stream."""
+    number: int
+    """Among all that its consumer has delivered, from 1 on without a gap."""
+    pending: int
+    """How many more the consumer had to deliver when it delivered this one."""
+
+
+def place_of(arrival: Arrival) -> Place:
     tokens = arrival[1].split(b".")
-    return int(tokens[_delivered(tokens) + 1])
+    delivered = _delivered(tokens)
+    return Place(int(tokens[delivered + 1]), int(tokens[delivered + 2]), int(tokens[delivered + 4]))
 
 
 def _delivered(tokens: Sequence[bytes]) -> int:

@@ -2,6 +2,12 @@
 
 An ephemeral consumer of our own, read ahead of the caller by a bounded buffer. When it cannot go on it raises; the
 engine opens the next one after the last sequence that was seen.
+
+A bounded reading ends where its end is proven: a message at or after the last sequence has come, or the stream's
+leader has said that no further message matches up to there. That nothing comes proves nothing: a request ends for
+many reasons, messages are deleted while others are read, and the consumer of a replicated stream may be on a server
+that has not stored the newest messages yet. Messages in between cannot be missed either, because a consumer numbers
+what it delivers.
 """
 
 from __future__ import annotations
@@ -22,11 +28,11 @@ from aviso_workers.backends.jetstream.pulling import (
     PullSubscription,
     decode,
     decode_all,
-    sequence_of,
+    place_of,
 )
 from aviso_workers.backends.jetstream.wire import Arrival, Headers
 from aviso_workers.codec import Message, store_time
-from aviso_workers.errors import BackendError, UnavailableError
+from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 
 __all__ = ["count", "message_of", "read", "read_chunks"]
 
@@ -36,6 +42,11 @@ CHUNK = 10_000
 CHUNK_BYTES = 4 * 1024 * 1024
 INACTIVE_SECONDS = 60
 """After this long without a pull the server removes the consumer: longer than any heartbeat, short for a crash."""
+LOOK_SECONDS = 1.0
+"""When nothing has come for so long, the stream's leader is asked whether anything is left to come."""
+MOST_LOOKS = 10
+"""How often in a row it may say so, while nothing comes."""
+NO_MESSAGE = 10037
 SECOND = 1_000_000_000
 
 
@@ -90,6 +101,17 @@ async def count(
     created = await _create_consumer(connection, stream, filter_subjects, _start(start_sequence, start_time))
     await _delete_consumer(connection, stream, created["name"])
     return int(created["num_pending"])
+
+
+async def next_sequence(connection: Connection, stream: str, subject: str, *, after: int) -> int | None:
+    """Return the sequence of the next message that a filter takes, as the stream's leader holds it; None for none."""
+    try:
+        answer = await connection.api(f"STREAM.MSG.GET.{stream}", {"seq": after + 1, "next_by_subj": subject})
+    except NotFoundError as error:
+        if error.code != NO_MESSAGE:
+            raise
+        return None
+    return int(answer["message"]["seq"])
 
 
 def message_of(answer: Mapping[str, Any]) -> Message:
@@ -149,7 +171,9 @@ async def _reader(
     last_sequence: int | None,
 ) -> AsyncIterator[_Reader]:
     created = await _create_consumer(connection, stream, filter_subjects, start)
-    reader = _Reader(connection, stream=stream, consumer=created["name"], ahead=ahead, last_sequence=last_sequence)
+    reader = _Reader(
+        connection, stream, created, filter_subjects=filter_subjects, ahead=ahead, last_sequence=last_sequence
+    )
     await reader.open()
     try:
         yield reader
@@ -159,28 +183,48 @@ async def _reader(
 
 
 class _Reader:
-    """A buffer that is kept filled from one ephemeral consumer, up to `last_sequence` or on and on."""
+    """A buffer that is kept filled from one ephemeral consumer, up to `last_sequence` or on and on.
+
+    `created` is what the server answered when the consumer was created.
+    """
 
     def __init__(
-        self, connection: Connection, *, stream: str, consumer: str, ahead: int, last_sequence: int | None
+        self,
+        connection: Connection,
+        stream: str,
+        created: Mapping[str, Any],
+        *,
+        filter_subjects: Sequence[str],
+        ahead: int,
+        last_sequence: int | None,
     ) -> None:
         self._connection = connection
         self._stream = stream
-        self._consumer = consumer
+        self._consumer: str = created["name"]
+        self._limits: Mapping[str, Any] = created["config"]
+        self._filters = filter_subjects or (">",)
         self._ahead = ahead
         self._last = last_sequence
         self._buffer: list[Arrival] = []
         self._buffered_bytes = 0
-        self._seen = 0
-        """The newest sequence that came."""
+        self._seen: int = created["delivered"]["stream_seq"]
+        """The sequence of the newest message that came; in the beginning, the one before the start."""
+        self._delivered = 0
+        """How many messages have come."""
+        self._pending: int = created["num_pending"]
+        """How many more match, as the consumer said with the newest message; 0 also where that may have changed."""
+        self._ended = self._has_passed(self._seen)
+        """Whether it is proven that nothing more comes."""
+        self._looks = 0
+        """How often in a row something was left to come, and nothing came."""
         self._changed = anyio.Event()
         self._lost: BackendError | None = None
         self._pulls = PullSubscription(
-            connection, stream=stream, consumer=consumer, on_messages=self._on_messages, on_change=self._change
+            connection, stream=stream, consumer=self._consumer, on_messages=self._on_messages, on_change=self._change
         )
 
     async def open(self) -> None:
-        await self._pulls.open()
+        await self._pulls.open(limits=self._limits)
         self._connection.on_disconnect.add(self._on_disconnect)
 
     async def close(self) -> None:
@@ -192,44 +236,78 @@ class _Reader:
         """The next messages, in order, as soon as there are so many; none where a bounded reading has seen all."""
         while True:
             self._ask()
-            complete = self._complete()
             enough = len(self._buffer) >= worth or self._buffered_bytes >= CHUNK_BYTES
-            if self._buffer and (enough or complete):
+            if self._buffer and (enough or self._ended):
                 arrivals, self._buffer, self._buffered_bytes = self._buffer, [], 0
                 return arrivals
+            if self._ended:
+                return []
             if lost := self._pulls.error or self._lost:
                 # The consumer is ours alone: whatever became of it, another one can read on.
                 raise UnavailableError(f"reading {self._stream} was interrupted: {lost}") from lost
-            if complete:
-                return []
-            self._changed = anyio.Event()
-            with anyio.move_on_after(HEARTBEAT_SECONDS):
-                await self._changed.wait()
-            if self._pulls.silent():
+            await self._wait()
+            if not self._ended and self._pulls.silent():
                 raise UnavailableError(f"the server is silent about consumer {self._consumer} of {self._stream}")
 
     def _ask(self) -> None:
         """Ask for more when half of what may be under way has come; never for what would be thrown away."""
-        if self._last is None:
-            self._pulls.exhausted = False  # a request has expired: the next one goes out at once
-        elif self._pulls.exhausted:
+        if self._ended:
             return
         under_way = len(self._buffer) + self._pulls.outstanding
         wanted = self._ahead // 2
         if self._last is not None:
             wanted = min(wanted, self._last - self._seen - self._pulls.outstanding)
         if wanted > 0 and under_way <= self._ahead // 2:
-            self._pulls.ask(wanted, wait=self._last is None)
+            self._pulls.ask(wanted)
 
-    def _complete(self) -> bool:
-        """Whether nothing more comes."""
-        return self._last is not None and (self._pulls.exhausted or not self._pulls.outstanding)
+    async def _wait(self) -> None:
+        """Return when something has come, or has changed, or the end is proven; after a while in any case."""
+        self._changed = anyio.Event()
+        bounded = self._last is not None
+        if bounded and not self._pending and await self._is_at_end():
+            self._ended = True
+            return
+        with anyio.move_on_after(LOOK_SECONDS if bounded else HEARTBEAT_SECONDS) as waiting:
+            await self._changed.wait()
+        if waiting.cancelled_caught:
+            self._pending = 0  # what it counts may have been deleted meanwhile
+
+    async def _is_at_end(self) -> bool:
+        """Whether the stream's leader holds no message that matches, after those that came and up to the last one.
+
+        Raises `UnavailableError` where it has some and they do not come.
+        """
+        seen = self._seen
+        for subject in self._filters:
+            following = await next_sequence(self._connection, self._stream, subject, after=seen)
+            if following is not None and not self._has_passed(following - 1):
+                break
+        else:
+            return seen == self._seen
+        self._looks += 1
+        if self._looks > MOST_LOOKS and seen == self._seen:
+            raise UnavailableError(f"consumer {self._consumer} delivers nothing of {self._stream} after {seen}")
+        return False
+
+    def _has_passed(self, sequence: int) -> bool:
+        """Whether nothing after this sequence is wanted."""
+        return self._last is not None and sequence >= self._last
 
     def _on_messages(self, arrivals: Sequence[Arrival]) -> None:
-        self._seen = sequence_of(arrivals[-1])
-        if self._last is not None and self._seen > self._last:
-            self._pulls.exhausted = True
-            arrivals = [arrival for arrival in arrivals if sequence_of(arrival) <= self._last]
+        if self._lost:
+            return
+        first, newest = place_of(arrivals[0]), place_of(arrivals[-1])
+        if (first.number, newest.number) != (self._delivered + 1, self._delivered + len(arrivals)):
+            # Some got lost on their way, or the consumer has begun anew, as one does whose server is replaced.
+            found = f"its message {first.number} came instead of {self._delivered + 1}"
+            self._lost = UnavailableError(f"consumer {self._consumer}: {found}")
+            self._change()
+            return
+        self._delivered, self._looks = newest.number, 0
+        self._seen, self._pending = newest.sequence, newest.pending
+        self._ended = self._ended or self._has_passed(self._seen)
+        if self._ended:
+            arrivals = [arrival for arrival in arrivals if not self._has_passed(place_of(arrival).sequence - 1)]
         self._buffer += arrivals
         self._buffered_bytes += sum([len(data) for _, _, _, data in arrivals])
         self._change()
