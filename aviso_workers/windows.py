@@ -1,15 +1,17 @@
 """Windows: notifications gathered by the time at which they happened, as one value for each key and stretch of time.
 
 Pure. What is known of a key is one `State`, and each step that it takes is a function here: a notification is counted,
-windows are closed, one is done. `engine.windowing` keeps the states where all workers find them, and says when a window
-closes. Times are seconds since 1970 UTC.
+windows are closed, one is done. What is known for all keys is a `Progress`, and a `Page` says with one bit for each
+sequence of the stream which notifications were counted that the states do not list any more. `engine.windowing` keeps
+all of these where all workers find them, and says when a window closes. Times are seconds since 1970 UTC.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
@@ -19,13 +21,36 @@ from aviso_workers.errors import DeclarationError, LateError
 from aviso_workers.literals import Duration
 from aviso_workers.notifications import Notification
 
-__all__ = ["State", "Window", "Windowing", "add", "close", "due", "has_missed", "newest", "prune", "without"]
+__all__ = [
+    "Page",
+    "Progress",
+    "Settled",
+    "State",
+    "Window",
+    "Windowing",
+    "add",
+    "close",
+    "due",
+    "first_end",
+    "has_missed",
+    "is_older",
+    "leave_out",
+    "newest",
+    "oldest",
+    "page_number",
+    "prune",
+    "without",
+]
 
 A = TypeVar("A")
 T = TypeVar("T")
 
 NEVER = -(2**53)
 """Before every time: the least whole number that JSON carries everywhere."""
+LISTED = 256
+"""So many notifications a state may list as counted; then the older half of them is left out."""
+PAGE_SEQUENCES = 16_384
+"""How many sequences of the stream a page is for: 2 KiB."""
 
 
 class Window(Struct, Generic[A], frozen=True, kw_only=True):
@@ -130,15 +155,68 @@ class State(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True):
     stored: float = NEVER
     """When the last was stored that was counted."""
     counted: dict[int, float] = {}
-    """By sequence, when each was stored that was counted and may come again: a stream that is made anew has the same
-    sequences."""
-    floor: tuple[int, float] = (0, NEVER)
-    """The greatest sequence and store time of those that were counted and left out of `counted`, because the server
-    knows that they are settled. They come again only where somebody resets the agent."""
+    """The newest that were counted: by sequence, when each was stored, because a stream that is made anew has the same
+    sequences. Fewer than `LISTED`, but for moments."""
     missed: dict[int, float] = {}
-    """As `counted`: those that came too late for one of their windows, and not for all."""
+    """Those of `counted` that came too late for one of their windows, and not for all."""
+    left_out: tuple[int, float] = (0, NEVER)
+    """The greatest sequence and store time of those that were counted and are not in `counted` any more: they are
+    settled, or on a `Page`."""
     retried: list[str] = []
-    """The dead letters that were tried again and counted. Their sequences are below the floor."""
+    """The dead letters that were tried again and counted. Their sequences may be settled all the same."""
+
+
+class Settled(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How far the server knows that everything is settled: nothing up to there comes again, but for a reset."""
+
+    sequence: int = 0
+    time: float = NEVER
+    """When the server said so. What was stored later is of a stream that was made anew."""
+
+    def covers(self, sequence: int, stored: float) -> bool:
+        """Whether the message of this sequence and store time is settled."""
+        return sequence <= self.sequence and stored <= self.time
+
+
+class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is known for all keys."""
+
+    closed: int = NEVER
+    """As `State.closed`."""
+    settled: Settled = Settled()
+
+
+class Page(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which of `PAGE_SEQUENCES` sequences were counted, whatever their keys: a bit each, the first one lowest."""
+
+    created: float
+    """When the stream was created whose sequences these are."""
+    newest: float = NEVER
+    """When the last of them was stored that was counted."""
+    counted: bytes = b""
+    missed: bytes = b""
+    """As `State.missed`."""
+
+    def has(self, sequence: int, stored: float) -> bool:
+        """Whether the message of this sequence and store time was counted."""
+        return self.created <= stored <= self.newest and _bit(self.counted, sequence)
+
+    def has_missed(self, sequence: int) -> bool:
+        """Whether one that it `has` came too late for one of its windows."""
+        return _bit(self.missed, sequence)
+
+    def plus(self, counted: Mapping[int, float], missed: Iterable[int]) -> Page:
+        """The page with these as well: store times by sequence, and those of them that were late for a window."""
+        return structs.replace(
+            self,
+            newest=max([self.newest, *counted.values()]),
+            counted=_with_bits(self.counted, counted),
+            missed=_with_bits(self.missed, missed),
+        )
+
+    def is_settled(self, number: int, settled: Settled) -> bool:
+        """Whether all that was counted on the page of this number is settled."""
+        return settled.covers((number + 1) * PAGE_SEQUENCES - 1, self.newest)
 
 
 def newest(states: Iterable[State[Any]]) -> tuple[float, int]:
@@ -191,15 +269,36 @@ def has_missed(state: State[Any], notification: Notification[Any]) -> bool:
     return state.missed.get(notification.sequence) == notification.time.timestamp()
 
 
-def prune(state: State[A], settled: int) -> State[A]:
-    """The state without what need not be remembered, as the server knows that all up to this sequence is settled."""
-    gone = {sequence: stored for sequence, stored in state.counted.items() if sequence <= settled}
-    sequence, stored = state.floor
+def prune(state: State[A], settled: Settled) -> State[A]:
+    """The state without those listed as counted that are settled."""
+    return leave_out(
+        state, [sequence for sequence, stored in state.counted.items() if settled.covers(sequence, stored)]
+    )
+
+
+def oldest(state: State[Any]) -> dict[int, float]:
+    """The older half of those listed as counted: what comes next is rarely older than that."""
+    return {sequence: state.counted[sequence] for sequence in sorted(state.counted)[: len(state.counted) // 2]}
+
+
+def leave_out(state: State[A], gone: Iterable[int]) -> State[A]:
+    """The state that does not list these sequences as counted any more; as it was, where there are none."""
+    left_out = {sequence: state.counted[sequence] for sequence in gone}
+    if not left_out:
+        return state
+    sequence, stored = state.left_out
     return structs.replace(
         state,
-        counted={sequence: stored for sequence, stored in state.counted.items() if sequence > settled},
-        floor=(max([sequence, *gone]), max([stored, *gone.values()])),
+        counted={sequence: stored for sequence, stored in state.counted.items() if sequence not in left_out},
+        missed={sequence: stored for sequence, stored in state.missed.items() if sequence not in left_out},
+        left_out=(max([sequence, *left_out]), max([stored, *left_out.values()])),
     )
+
+
+def is_older(state: State[Any], sequence: int, stored: float) -> bool:
+    """Whether the state alone cannot tell that a message was not counted, because it may have been left out."""
+    greatest, newest = state.left_out
+    return sequence <= greatest and stored <= newest and state.counted.get(sequence) != stored
 
 
 def close(state: State[A], until: float, windowing: Windowing[A, Any]) -> State[A]:
@@ -207,6 +306,13 @@ def close(state: State[A], until: float, windowing: Windowing[A, Any]) -> State[
     if not any(state.closed < start + windowing.size_seconds <= until for start in state.open):
         return state
     return structs.replace(state, closed=int(until // 1))
+
+
+def first_end(state: State[Any], windowing: Windowing[Any, Any]) -> float:
+    """When its first open window ends, as a time to close it by: before every time where one is closed and not done,
+    after every time where none is open."""
+    end = min(state.open, default=math.inf) + windowing.size_seconds
+    return NEVER if end <= state.closed else end
 
 
 def due(state: State[A], windowing: Windowing[A, Any]) -> list[int]:
@@ -219,17 +325,29 @@ def without(state: State[A], start: int) -> State[A]:
     if start not in state.open:
         return state
     values = {known: value for known, value in state.open.items() if known != start}
-    if values:
-        return structs.replace(state, open=values)
-    return structs.replace(state, open=values, missed={}, retried=[])
+    return structs.replace(state, open=values, retried=state.retried if values else [])
 
 
 def _is_counted(state: State[Any], sequence: int, stored: float, retry: str) -> bool:
-    if state.counted.get(sequence) == stored or state.missed.get(sequence) == stored:
-        return True
-    if retry:
-        return retry in state.retried
-    return sequence <= state.floor[0] and stored <= state.floor[1]
+    return state.counted.get(sequence) == stored or (retry != "" and retry in state.retried)
+
+
+def page_number(sequence: int) -> int:
+    """The number of the page that a sequence is on."""
+    return sequence // PAGE_SEQUENCES
+
+
+def _bit(bits: bytes, sequence: int) -> bool:
+    byte, bit = divmod(sequence % PAGE_SEQUENCES, 8)
+    return byte < len(bits) and bool(bits[byte] >> bit & 1)
+
+
+def _with_bits(bits: bytes, sequences: Iterable[int]) -> bytes:
+    changed = bytearray(bits.ljust(PAGE_SEQUENCES // 8, b"\0"))
+    for sequence in sequences:
+        byte, bit = divmod(sequence % PAGE_SEQUENCES, 8)
+        changed[byte] |= 1 << bit
+    return bytes(changed).rstrip(b"\0")
 
 
 @functools.cache

@@ -399,7 +399,7 @@ class DurableConsumer(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        info = self.durable.info
+        info = self.durable.info(now_ns=0)
         assert info.num_ack_pending == len(self.held_until) <= 3
         assert info.num_pending + info.num_ack_pending == self.last - len(self.settled)
 

@@ -186,7 +186,10 @@ def test_what_is_published_is_at_zero_before_the_first_event(metrics: Metrics) -
 def test_a_lag_that_nobody_has_asked_for_is_no_number(metrics: Metrics) -> None:
     for name in ("pending", "ack_pending"):
         assert math.isnan(sample(metrics, name, **OF_INDEX) or 0), name
-    metrics.lag("index", ConsumerInfo(name="field-index__index", config={}, num_pending=7, num_ack_pending=2))
+    metrics.lag(
+        "index",
+        ConsumerInfo(name="field-index__index", config={}, time=datetime.now(UTC), num_pending=7, num_ack_pending=2),
+    )
     assert (sample(metrics, "pending", **OF_INDEX), sample(metrics, "ack_pending", **OF_INDEX)) == (7, 2)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aviso_workers import Notification, Windowing, windows
 from aviso_workers.errors import DeclarationError, LateError
-from aviso_workers.windows import State
+from aviso_workers.windows import PAGE_SEQUENCES, Page, Settled, State
 
 
 def add(total: int, notification: Notification[int]) -> int:
@@ -134,16 +135,23 @@ class TestAState:
         assert windows.add(state, late, hopping, time=2) is state
         assert not windows.has_missed(state, notification(9, stored=10))
 
-    def test_forgets_what_is_settled_and_counts_it_once_all_the_same(self) -> None:
-        state = windows.prune(counted(State(), 1, 2, 3, window=windowing()), 2)
-        assert (set(state.counted), state.floor) == ({3}, (2, 2.0))
-        for sequence in (1, 2, 3):
-            again = notification(sequence)
-            assert windows.add(state, again, windowing(), time=1) is state
-        assert windows.add(state, notification(1, stored=10), windowing(), time=1).open == {0: 4}, "of a new stream"
+    def test_leaves_out_what_is_settled(self) -> None:
+        state = counted(State(), 1, 2, 3, window=windowing())
+        pruned = windows.prune(state, Settled(sequence=2, time=9))
+        assert (set(pruned.counted), pruned.left_out) == ({3}, (2, 2.0))
+        assert [windows.is_older(pruned, sequence, sequence) for sequence in (1, 2, 3, 4)] == [True, True, False, False]
+        assert not windows.is_older(pruned, 1, 10), "of a new stream"
+
+    def test_keeps_what_was_stored_after_the_server_said_what_is_settled(self) -> None:
+        state = counted(State(), 1, 2, 3, window=windowing())
+        assert windows.prune(state, Settled(sequence=3, time=0.5)) is state, "those sequences were of another stream"
+
+    def test_leaves_out_the_older_half_where_it_lists_too_many(self) -> None:
+        state = counted(State(), 1, 2, 3, 4, window=windowing())
+        assert windows.oldest(state) == {1: 1.0, 2: 2.0}
 
     def test_counts_a_dead_letter_that_is_tried_again_once(self) -> None:
-        state = windows.prune(counted(State(), 1, 2, window=windowing()), 2)
+        state = windows.prune(counted(State(), 1, 2, window=windowing()), Settled(sequence=2, time=9))
         late_letter = notification(1)
         state = windows.add(state, late_letter, windowing(), time=1, retry="letter")
         assert state.open == {0: 3}
@@ -156,13 +164,33 @@ class TestAState:
         assert windows.newest([]) == (windows.NEVER, 0)
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 60)), max_size=60),
-    st.integers(0, 70),
-    st.integers(0, 30),
-)
+class TestAPage:
+    @given(st.lists(st.integers(0, PAGE_SEQUENCES - 1)), st.lists(st.integers(0, PAGE_SEQUENCES - 1)))
+    def test_has_what_was_put_on_it(self, sequences: list[int], late: list[int]) -> None:
+        page = Page(created=0.0).plus({PAGE_SEQUENCES + each: 5.0 for each in [*sequences, *late]}, [])
+        page = page.plus({}, [PAGE_SEQUENCES + each for each in late])
+        found = {each for each in range(PAGE_SEQUENCES) if page.has(PAGE_SEQUENCES + each, 5.0)}
+        assert found == {*sequences, *late}
+        assert {each for each in found if page.has_missed(PAGE_SEQUENCES + each)} == set(late)
+
+    def test_has_nothing_of_a_stream_that_was_deleted_or_made_anew(self) -> None:
+        page = Page(created=3.0).plus({7: 5.0}, [])
+        assert [page.has(7, stored) for stored in (2.0, 5.0, 6.0)] == [False, True, False]
+
+    def test_is_small_whatever_it_has(self) -> None:
+        page = Page(created=0.0).plus(dict.fromkeys(range(PAGE_SEQUENCES), 1.0), range(PAGE_SEQUENCES))
+        assert len(msgspec.json.encode(page)) < 6000
+
+    def test_is_settled_when_its_last_sequence_is(self) -> None:
+        page = Page(created=0.0).plus({5: 5.0}, [])
+        last = PAGE_SEQUENCES - 1
+        settled = [Settled(sequence=last, time=5), Settled(sequence=last - 1, time=5), Settled(sequence=last, time=4)]
+        assert [page.is_settled(0, each) for each in settled] == [True, False, False]
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 60)), max_size=60), st.integers(0, 70))
 def test_whatever_comes_again_every_window_has_what_was_counted_in_it(
-    deliveries: list[tuple[int, int]], until: int, settled: int
+    deliveries: list[tuple[int, int]], until: int
 ) -> None:
     """Deliveries in any order, some of them again, some after windows have closed."""
     window, state = windowing(every="5s"), State[int]()
@@ -181,6 +209,4 @@ def test_whatever_comes_again_every_window_has_what_was_counted_in_it(
                     expected.setdefault(start, set()).add(sequence)
         if turn == len(deliveries) // 2:
             state = windows.close(state, until, window)
-            # Only what is counted is settled.
-            state = windows.prune(state, min(settled, *(set(range(1, 32)) - set(state.counted))) - 1)
     assert state.open == {start: len(members) for start, members in expected.items()}

@@ -141,6 +141,8 @@ class ConsumerInfo(Struct, frozen=True, kw_only=True):
     name: str
     config: Mapping[str, Any]
     """JetStream's consumer configuration, whole."""
+    time: datetime
+    """When the server said this, by its clock, which store times are of too."""
     num_pending: int = 0
     """Messages that match and were never delivered."""
     num_ack_pending: int = 0

@@ -244,7 +244,13 @@ class CachedBucket:
         """The revision up to which the server's changes have come here."""
         self._rows: dict[str, Entry] = {}
         """The newest that is known of each key. Our own deletions are in it until the server tells of them."""
+        self._changes = 0
         self.keys, self.revision, self.changes = bucket.keys, bucket.revision, bucket.changes
+
+    @property
+    def version(self) -> int | None:
+        """A number that is another one when `entries` tells something else; None while the server is asked."""
+        return self._changes if self._current else None
 
     async def keep(self) -> None:
         """Never returns."""
@@ -296,6 +302,7 @@ class CachedBucket:
     async def _follow(self, bucket: KeyValue) -> None:
         # Begun anew each time: what was forgotten during a long interruption is told of by nobody.
         self._rows, self._seen = {}, 0
+        self._changes += 1
         last = await bucket.revision()
         try:
             async with aclosing(bucket.changes(until=last)) as changes:
@@ -312,6 +319,7 @@ class CachedBucket:
         """Somebody else was faster than what comes here: see what there is."""
         newest = await self._bucket.get(key)
         if newest is None:
+            self._changes += 1
             self._rows.pop(key, None)
         else:
             self._note(key, newest.revision, newest.value)
@@ -321,6 +329,7 @@ class CachedBucket:
         known = self._rows.get(entry.key)
         if known is not None and known.revision > entry.revision:
             return
+        self._changes += known is None or known.revision < entry.revision
         if entry.deleted:
             self._rows.pop(entry.key, None)
         else:
@@ -330,6 +339,7 @@ class CachedBucket:
         known = self._rows.get(key)
         if revision > self._seen and (known is None or known.revision < revision):
             time = datetime.fromtimestamp(self._clock.time_ns() / 1e9, UTC)
+            self._changes += 1
             self._rows[key] = Entry(key=key, value=value or b"", revision=revision, time=time, deleted=value is None)
 
 

@@ -1,8 +1,8 @@
 """An agent's notifications counted in windows, and its function run for each window that is over.
 
 What is known of a key is one value in a bucket, changed by compare-and-set, so that all workers count in the same
-windows and none is lost with its worker. The value also says which notifications it has counted: one that is delivered
-again counts once.
+windows and none is lost with its worker. The value also says which notifications it has counted, and `counted` knows
+those that are older: one that is delivered again counts once.
 
 One worker, which holds a lease, closes windows. It takes the newest time that was counted, waits until the server knows
 that everything up to that notification is settled, whichever worker had it, and closes what ends `lateness` before that
@@ -13,7 +13,7 @@ more, and stays until the function has been run for it: whoever runs it again pu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
@@ -25,6 +25,8 @@ from msgspec import structs
 from aviso_workers import clocks, verdicts, windows
 from aviso_workers.agents import Agent
 from aviso_workers.backends import Backend, ConsumerInfo
+from aviso_workers.engine import counted
+from aviso_workers.engine.counted import PROGRESS, Counted
 from aviso_workers.engine.dead_lettering import RETRIED
 from aviso_workers.engine.handling import Kit, OneByOne
 from aviso_workers.engine.scheduling import Lease, drained
@@ -35,21 +37,19 @@ from aviso_workers.key_value import Entry
 from aviso_workers.notifications import Notification
 from aviso_workers.tables import decode_key, encode_key
 from aviso_workers.verdicts import Ack, Again
-from aviso_workers.windows import State, Window, Windowing
+from aviso_workers.windows import Progress, Settled, State, Window, Windowing
 
 __all__ = ["AsWindows", "unfinished"]
 
+_Change = Callable[[State[Any], Progress], Awaitable[State[Any]]]
+
 LOOK_SECONDS = 1.0
 """How often it is looked whether a window is over."""
-MANY = 100
-"""From so many remembered notifications of a key on, it is asked which of them are settled."""
-ASK_SECONDS = 0.1
-"""How often that is asked."""
 FORGOTTEN_AFTER_SECONDS = 86400.0
 """A key of which no window is open is forgotten after this: by then nothing comes again that was counted, and who was
 paused with a count in its hands has given up."""
-NO_KEY, PASSED = "=", "=passed"
-"""What no key is spelled like: that of windows without keys, and that of how far time has come for all."""
+NO_KEY = "="
+"""Of windows without keys. No key is spelled like this."""
 
 
 class AsWindows:
@@ -76,13 +76,12 @@ class AsWindows:
         self._states = _States(agent)
         bucket = SteadyBucket(backend, _bucket(app, agent), patience_seconds=patience_seconds)
         self._bucket = CachedBucket(bucket, backend.clock)
+        self._counted = Counted(bucket, backend, stream=stream)
         self._lease = Lease(backend, app, of=f"windows/{agent.name}")
         self._counting = OneByOne(kit, call=self._count)
         self._locks: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
         """By key, so that the calls of one worker do not get in each other's way."""
-        self._settled = 0
-        """The sequence up to which everything was settled when it was asked last."""
-        self._asked_at = -math.inf
+        self._held: _Held | None = None
         self._awaited: tuple[float, int] | None = None
         """A time that has come when everything up to this sequence is settled."""
         self._failures: dict[tuple[str, int], int] = {}
@@ -106,25 +105,31 @@ class AsWindows:
     async def _count(self, notification: Notification[Any]) -> None:
         """Raises `LateError`, and whatever the author's functions raise."""
         time, key = self._windowing.time_of(notification), self._windowing.key_of(notification)
+        sequence, stored = notification.sequence, notification.time.timestamp()
         retry = notification.headers.get(RETRIED, "")
-        passed = await self._passed()
-        state = await self._change(
-            _spelled(key),
-            lambda state: windows.add(state, notification, self._windowing, time=time, passed=passed, retry=retry),
-        )
-        if windows.has_missed(state, notification):
+        was_missed = False
+
+        async def add(state: State[Any], progress: Progress) -> State[Any]:
+            nonlocal was_missed
+            found = await self._counted.find(state, sequence, stored, retried=bool(retry))
+            was_missed = found == "missed"
+            if found is not None:
+                return state
+            return windows.add(state, notification, self._windowing, time=time, passed=progress.closed, retry=retry)
+
+        state = await self._change(_spelled(key), add)
+        if was_missed or windows.has_missed(state, notification):
             raise LateError("one of its windows had closed; it was counted in the others")
 
-    async def _change(self, spelled: str, change: Callable[[State[Any]], State[Any]]) -> State[Any]:
-        """Compare-and-set. Nothing is stored where the function returns what it is given."""
+    async def _change(self, spelled: str, change: _Change) -> State[Any]:
+        """Change the state of a key by compare-and-set. Nothing is stored where `change` returns what it is given."""
         async with self._locks.setdefault(spelled, anyio.Lock()):
             while True:
                 entry = await self._bucket.get(spelled)
+                progress = await self._progress()
                 state = self._states.read(entry) if entry else State()
-                if len(state.counted) >= MANY:
-                    await self._ask()
-                    state = windows.prune(state, self._settled)
-                changed = change(state)
+                state = await self._counted.shortened(state, progress.settled)
+                changed = await change(state, progress)
                 if changed is state:
                     return state
                 try:
@@ -132,11 +137,36 @@ class AsWindows:
                         spelled,
                         self._states.spell(changed),
                         revision=entry.revision if entry else 0,
-                        ttl_seconds=None if changed.open or spelled == PASSED else FORGOTTEN_AFTER_SECONDS,
+                        ttl_seconds=None if changed.open else FORGOTTEN_AFTER_SECONDS,
                     )
                 except ConflictError:
                     continue  # somebody else's change went through instead
                 return changed
+
+    async def _update(self, key: str, change: Callable[[State[Any]], State[Any]]) -> State[Any]:
+        """As `_change`, by what the state says alone."""
+
+        async def changed(state: State[Any], _: Progress) -> State[Any]:
+            return change(state)
+
+        return await self._change(_spelled(key), changed)
+
+    async def _progress(self) -> Progress:
+        return counted.read_progress(await self._bucket.get(PROGRESS))
+
+    async def _advance(self, change: Callable[[Progress], Progress]) -> Progress:
+        """Change what is known for all keys, as `_change` does."""
+        while True:
+            entry = await self._bucket.get(PROGRESS)
+            progress = counted.read_progress(entry)
+            changed = change(progress)
+            if changed == progress:
+                return progress
+            try:
+                await self._bucket.put(PROGRESS, msgspec.json.encode(changed), revision=entry.revision if entry else 0)
+            except ConflictError:
+                continue  # somebody else's change went through instead
+            return changed
 
     async def _keep_closing(self, stop: anyio.Event) -> None:
         self._awaited = None
@@ -148,44 +178,67 @@ class AsWindows:
             await clocks.sleep_until(self._kit.clock, LOOK_SECONDS, stop)
 
     async def _look(self, stop: anyio.Event) -> None:
-        states = self._states.by_key(await self._bucket.entries())
-        if not any(state.open for state in states.values()):
+        held = await self._read()
+        if held.first_end == math.inf:
             return
         info = await self._backend.consumer_info(self._stream, self._durable)
-        passed = await self._pass(states.values(), info)
-        idle = self._is_idle(states.values(), info)
-        for key, state in states.items():
+        progress = await self._settle(info, held)
+        passed = await self._pass(info, held, progress)
+        idle = self._is_idle(info, held)
+        if passed < held.first_end and not idle:
+            return
+        for key, state in held.states.items():
             until = max(state.open) + self._windowing.size_seconds if idle and state.open else passed
             if stop.is_set():
                 return
             if windows.due(windows.close(state, until, self._windowing), self._windowing):
                 await self._close(key, until)
 
-    async def _pass(self, states: Collection[State[Any]], info: ConsumerInfo) -> float:
+    async def _read(self) -> _Held:
+        """What the bucket holds. It is read again only where it has changed, because there may be many keys."""
+        version = self._bucket.version
+        if version is None or self._held is None or version != self._held.version:
+            entries = await self._bucket.entries()
+            self._held = _Held(version, entries, self._states.by_key(entries), self._windowing)
+        return self._held
+
+    async def _settle(self, info: ConsumerInfo, held: _Held) -> Progress:
+        """Note how far everything is settled, and remove the pages that nobody needs after that."""
+        settled = Settled(sequence=info.ack_floor, time=info.time.timestamp())
+
+        def advance(progress: Progress) -> Progress:
+            # A stream that was made anew begins at 1 again; an agent that was reset has counted what it had counted.
+            made_anew = counted.newest_stream(held.entries) > progress.settled.time
+            if settled.sequence <= progress.settled.sequence and not made_anew:
+                return progress
+            return structs.replace(progress, settled=settled)
+
+        progress = await self._advance(advance)
+        await self._counted.remove_settled(held.entries, progress.settled)
+        return progress
+
+    async def _pass(self, info: ConsumerInfo, held: _Held, progress: Progress) -> float:
         """Up to when windows are closed now. It is told to all before any window is."""
-        known = await self._passed()
-        time, sequence = self._awaited = self._awaited or windows.newest(states)
+        known = progress.closed
+        time, sequence = self._awaited = self._awaited or held.newest
         if info.ack_floor < sequence and (info.num_pending or info.num_ack_pending):
             return known
         self._awaited = None
         passed = int((time - self._windowing.lateness_seconds) // 1)
         if self._windowing.ended(passed) <= self._windowing.ended(known):
             return known
-        await self._change(PASSED, lambda state: structs.replace(state, closed=max(state.closed, passed)))
+        await self._advance(lambda progress: structs.replace(progress, closed=max(progress.closed, passed)))
         return passed
 
-    async def _passed(self) -> int:
-        entry = await self._bucket.get(PASSED)
-        return self._states.read(entry).closed if entry else windows.NEVER
-
-    def _is_idle(self, states: Collection[State[Any]], info: ConsumerInfo) -> bool:
+    def _is_idle(self, info: ConsumerInfo, held: _Held) -> bool:
+        """Whether the agent was given nothing for long, by the server's clock alone: the worker's may be wrong."""
         if self._windowing.idle_seconds is None or info.num_pending or info.num_ack_pending:
             return False
-        last = max(state.stored for state in states)
-        return self._kit.clock.time_ns() / 1e9 - last >= self._windowing.idle_seconds
+        delivered = info.last_delivered.timestamp() if info.last_delivered else windows.NEVER
+        return info.time.timestamp() - max(held.stored, delivered) >= self._windowing.idle_seconds
 
     async def _close(self, key: str, until: float) -> None:
-        state = await self._change(_spelled(key), lambda state: windows.close(state, until, self._windowing))
+        state = await self._update(key, lambda state: windows.close(state, until, self._windowing))
         for start in windows.due(state, self._windowing):
             if self._again_at.get((key, start), -math.inf) <= self._kit.clock.monotonic():
                 await self._finish(self._windowing.window(key, start, state.open[start]), start)
@@ -204,7 +257,7 @@ class AsWindows:
         failures, retry = self._failures.get(place, 0), self._agent.policy.retry
         verdict = verdicts.decide(outcome, failures=failures, retry=retry, classifiers=self._agent.classifiers)
         if isinstance(verdict, Ack):
-            await self._change(_spelled(window.key), lambda state: windows.without(state, start))
+            await self._update(window.key, lambda state: windows.without(state, start))
             self._failures.pop(place, None)
             self._again_at.pop(place, None)
             again = 0.0
@@ -224,12 +277,26 @@ class AsWindows:
             )
         )
 
-    async def _ask(self) -> None:
-        """What is settled; a moment ago is recent enough."""
-        now = self._kit.clock.monotonic()
-        if now - self._asked_at >= ASK_SECONDS:
-            self._asked_at = now
-            self._settled = (await self._backend.consumer_info(self._stream, self._durable)).ack_floor
+
+class _Held:
+    """What the bucket of an agent's windows holds, and what of it is asked again and again."""
+
+    def __init__(
+        self,
+        version: int | None,
+        entries: Sequence[Entry],
+        states: Mapping[str, State[Any]],
+        windowing: Windowing[Any, Any],
+    ) -> None:
+        self.version = version
+        """See `CachedBucket.version`."""
+        self.entries = [entry for entry in entries if counted.is_own(entry)]
+        """Those that are no states."""
+        self.states = states
+        self.newest = windows.newest(states.values())
+        self.stored = max((state.stored for state in states.values()), default=windows.NEVER)
+        """When the last was stored that was counted."""
+        self.first_end = min((windows.first_end(state, windowing) for state in states.values()), default=math.inf)
 
 
 class _States:
@@ -239,6 +306,8 @@ class _States:
         self._agent = agent
         kept: Any = State
         self._decoder: msgspec.json.Decoder[State[Any]] = msgspec.json.Decoder(kept[agent.argument_type])
+        self._known: dict[str, tuple[Entry, State[Any]]] = {}
+        """What `by_key` has read, so that it reads only what has changed since."""
 
     def read(self, entry: Entry) -> State[Any]:
         """Raises `UndecodableError` where the agent's type is another one than it was."""
@@ -252,11 +321,12 @@ class _States:
 
     def by_key(self, entries: Iterable[Entry]) -> dict[str, State[Any]]:
         """Raises as `read` does."""
-        return {
-            "" if entry.key == NO_KEY else decode_key(entry.key): self.read(entry)
-            for entry in entries
-            if entry.key != PASSED
-        }
+        known, self._known = self._known, {}
+        for entry in entries:
+            if not counted.is_own(entry):
+                found = known.get(entry.key)
+                self._known[entry.key] = found if found and found[0] is entry else (entry, self.read(entry))
+        return {"" if spelled == NO_KEY else decode_key(spelled): state for spelled, (_, state) in self._known.items()}
 
     def spell(self, state: State[Any]) -> bytes:
         """Raises `msgspec.ValidationError` where the author's `fold` has returned something else than it should."""

@@ -258,7 +258,7 @@ def durable(name: str, subject: str) -> ConsumerSpec:
 
 
 def consumer(**stated: Any) -> ConsumerInfo:
-    return ConsumerInfo(name="a__b", config={}, **stated)
+    return ConsumerInfo(name="a__b", config={}, time=datetime.now(UTC), **stated)
 
 
 AT_WORK: dict[str, Any] = {"num_pending": 5, "num_ack_pending": 1, "ack_floor": 7, "last_settled": datetime.now(UTC)}

@@ -11,10 +11,11 @@ import anyio
 import msgspec
 import pytest
 
-from aviso_workers import App, Backoff, Notification, Notify, Reject, Window, Windowing
-from aviso_workers.engine import windowing
+from aviso_workers import App, Backoff, Notification, Notify, Reject, Retry, Window, Windowing, windows
+from aviso_workers.clocks import LoopClock
 from aviso_workers.engine.windowing import AsWindows
 from aviso_workers.errors import LateError, RefusedError, UndecodableError
+from aviso_workers.events import Event, WindowDone
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
@@ -281,7 +282,7 @@ async def test_a_dead_letter_that_is_tried_again_counts_once(
 async def test_an_agent_that_is_reset_does_not_count_again_what_it_has_counted(
     app: App, url: str | None, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windowing, "MANY", 2)  # so that what is settled is forgotten soon
+    monkeypatch.setattr(windows, "LISTED", 2)  # so that what is settled is left out soon
     agent = declare(hourly())
     async with harness(app, server=url) as t:
         await notify(t, *range(10))
@@ -360,6 +361,44 @@ async def test_windows_close_when_nothing_comes_any_more(
         assert sums(t) == {"0-60 all": 1}
         await t.advance(4.5)
         assert sums(t) == {"0-60 all": 1, "60-120 all": 1}
+
+
+class FastClock(LoopClock):
+    """Ten minutes ahead of the server's."""
+
+    def time_ns(self) -> int:
+        return super().time_ns() + 600_000_000_000
+
+
+async def test_a_worker_whose_clock_is_ahead_closes_no_window_early(app: App, kind: str) -> None:
+    if kind == "in_memory":
+        pytest.skip("there is one clock")
+
+    @app.agent("mars", window=hourly(idle="5m"))
+    async def patient(window: Window[int]) -> None: ...
+
+    @app.agent("mars", window=hourly(idle="2s"))
+    async def prompt(window: Window[int]) -> None: ...
+
+    closed: list[WindowDone] = []
+    over = anyio.Event()
+
+    def note(event: Event) -> None:
+        if isinstance(event, WindowDone):
+            closed.append(event)
+            over.set()
+
+    app.events.listen(note)
+    stop = anyio.Event()
+    async with app, anyio.create_task_group() as tasks:
+        app.session.backend.clock = FastClock()  # type: ignore[misc]
+        tasks.start_soon(app.work, stop)
+        await app.notify("mars", mars(step=1), {"minute": 1})
+        with anyio.fail_after(15):
+            await over.wait()
+        stop.set()
+    assert [done.agent for done in closed] == ["prompt"]
+    assert closed[0].error is None
 
 
 async def test_by_default_a_notification_happened_when_it_was_stored(app: App, url: str | None) -> None:
@@ -466,19 +505,98 @@ async def test_what_dies_after_publishing_is_published_once(app: App) -> None:
         assert sums(t) == {"0-60 all": 1}
 
 
-async def test_what_is_known_of_a_key_stays_small(app: App, url: str | None, declare: Callable[..., Any]) -> None:
-    """The bucket holds what may come again, not all that ever came."""
-    declare(hourly(), concurrency=4)
+@pytest.fixture
+def stuck(app: App, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An agent of hourly sums whose notification of size 7 is tried again and again, until `stuck.clear()`."""
+    monkeypatch.setattr(windows, "LISTED", 16)
+    monkeypatch.setattr(windows, "PAGE_SEQUENCES", 64)
+    stuck = [True]
+
+    def add_later(total: int, notification: Notification[Field]) -> int:
+        if stuck and notification.payload.size == 7:
+            raise Retry(after=0.5)
+        return total + notification.payload.size
+
+    @app.agent("mars", window=hourly(fold=add_later, every="30m"), concurrency=4, retry=Backoff(attempts=1000))
+    async def sums(window: Window[int]) -> Notify:
+        return result(window)
+
+    return stuck
+
+
+async def test_while_one_is_tried_again_every_entry_stays_small(app: App, url: str | None, stuck: list[bool]) -> None:
     async with harness(app, server=url) as t:
-        for burst in range(3):
-            await app.notify_many(
-                Notify("mars", mars(step=burst * 100 + n), {"minute": 1, "size": 1}) for n in range(100)
-            )
-            await t.settle()
-            await t.advance(1.1)
-        bucket = await app.key_value("contract_windows_sums")
-        entry = max(await bucket.entries(), key=lambda entry: len(entry.value))
-        assert len(msgspec.json.decode(entry.value)["counted"]) <= 200
-        await notify(t, 61)
+        await notify(t, 1, size=7)
+        await many(app, 300)
+        await counted(t, 300)
+        entries = await (await app.key_value("contract_windows_sums")).entries()
+        (key,) = [msgspec.json.decode(entry.value) for entry in entries if entry.key == "="]
+        assert len(key["counted"]) < 16, "it lists all that was ever counted"
+        assert max(len(entry.value) for entry in entries) < 1000
+        stuck.clear()
+        await notify(t, 91)
         await t.settle()
-        assert sums(t) == {"0-60 all": 300}
+        assert sums(t) == {"-30-30 all": 307, "0-60 all": 307}
+
+
+async def test_what_comes_again_counts_once_however_much_was_counted_since(
+    app: App, url: str | None, stuck: list[bool]
+) -> None:
+    async with harness(app, server=url) as t:
+        await notify(t, 1, size=7)
+        await many(app, 150)
+        await counted(t, 150)
+        await app.session.backend.reset_consumer("MARS", "contract__sums", sequence=1)
+        await counted(t, 300)
+        stuck.clear()
+        await notify(t, 91)
+        await t.settle()
+        assert sums(t) == {"-30-30 all": 157, "0-60 all": 157}
+
+
+async def test_what_was_late_for_a_window_is_still_told_when_much_was_counted_since(
+    app: App, url: str | None, stuck: list[bool]
+) -> None:
+    async with harness(app, server=url) as t:
+        await notify(t, 31, 65)  # the first one's first window closes
+        await t.settle()
+        await notify(t, 40, size=7)
+        await notify(t, 40)
+        await many(app, 100, minute=66)
+        await counted(t, 103)
+        await app.session.backend.reset_consumer("MARS", "contract__sums", sequence=1)
+        await counted(t, 206)
+        assert t.outcomes("sums").count("dead_lettered") == 2, "once before the reset and once after it"
+        assert {letter.reason for letter in t.dead_letters} == {"late"}
+        stuck.clear()
+        await t.settle()
+
+
+async def test_nothing_is_kept_of_what_is_settled(app: App, url: str | None, stuck: list[bool]) -> None:
+    async with harness(app, server=url) as t:
+        await notify(t, 1, size=7)
+        await many(app, 200)
+        await counted(t, 200)
+        bucket = await app.key_value("contract_windows_sums")
+        assert [key for key in await bucket.keys() if key.startswith("=counted.")]
+        stuck.clear()
+        await t.settle()
+        await notify(t, 2)
+        with anyio.fail_after(10):
+            while await bucket.get("=counted.0"):
+                await t.advance(0.5)
+        await app.session.backend.reset_consumer("MARS", "contract__sums", sequence=1)
+        await notify(t, 91)
+        await t.settle()
+        assert sums(t) == {"-30-30 all": 208, "0-60 all": 208}
+
+
+async def many(app: App, count: int, *, minute: float = 1) -> None:
+    await app.notify_many(Notify("mars", mars(step=next(STEPS)), {"minute": minute, "size": 1}) for _ in range(count))
+
+
+async def counted(t: Harness, count: int) -> None:
+    """Wait until so many were settled in a way, what is tried again left out."""
+    with anyio.fail_after(20):
+        while sum(outcome != "retried" for outcome in t.outcomes("sums")) < count:
+            await t.advance(0.1)

@@ -156,15 +156,16 @@ class InMemoryBackend:
 
     async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
         await self._connection.reach()
-        return self._account.ensure_durable(stream, spec).info
+        return self._account.ensure_durable(stream, spec).info(now_ns=self._account.now_ns)
 
     async def consumer_info(self, stream: str, consumer: str) -> ConsumerInfo:
         await self._connection.reach()
-        return self._account.durable(stream, consumer).info
+        return self._account.durable(stream, consumer).info(now_ns=self._account.now_ns)
 
     async def consumers(self, stream: str) -> list[ConsumerInfo]:
         await self._connection.reach()
-        return [durable.info for durable in self._account.stream(stream).durables.values()]
+        now_ns = self._account.now_ns
+        return [durable.info(now_ns=now_ns) for durable in self._account.stream(stream).durables.values()]
 
     async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> None:
         await self._connection.reach()
@@ -173,7 +174,7 @@ class InMemoryBackend:
     async def reset_consumer(self, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
         await self._connection.reach()
         self._dispatcher(stream, consumer).reset(sequence)
-        return self._account.durable(stream, consumer).info
+        return self._account.durable(stream, consumer).info(now_ns=self._account.now_ns)
 
     @asynccontextmanager
     async def consume(

@@ -164,6 +164,11 @@ class Account:
             if taker.takes(subject):
                 self.store(taker, Message(subject=subject, data=msgspec.json.encode(advisory)))
 
+    @property
+    def now_ns(self) -> int:
+        """The time of day; nothing was stored later."""
+        return max(self._clock.time_ns(), self._last_ns)
+
     def store(self, stream: Stream, message: Message, *, message_id: str | None = None) -> tuple[int, bool]:
         # No two messages have the same time, so that one of two topics is always the older.
         self._last_ns = max(self._clock.time_ns(), self._last_ns + 1)

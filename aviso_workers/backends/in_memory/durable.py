@@ -62,11 +62,11 @@ class Durable:
         """Sequence and deliveries of what was delivered `max_deliver` times, until somebody takes note."""
         self._configure(msgspec.to_builtins(spec))
 
-    @property
-    def info(self) -> ConsumerInfo:
+    def info(self, *, now_ns: int) -> ConsumerInfo:
         return ConsumerInfo(
             name=self.config["name"],
             config=dict(self.config),
+            time=datetime.fromtimestamp(now_ns // 1000 / 1e6, UTC),
             num_pending=self.num_pending,
             num_ack_pending=len(self._outstanding),
             num_redelivered=sum(1 for message in self._outstanding.values() if message.num_delivered > 1),

@@ -77,7 +77,7 @@ class Stream:
         """Called after every change."""
         self.last_sequence = 0
         self._history = history
-        self._created = datetime.fromtimestamp(created_ns / 1e9, UTC)
+        self._created = datetime.fromtimestamp(created_ns // 1000 / 1e6, UTC)
         self._bytes = 0
         self._ends: list[tuple[int, int]] = []
         """When which sequence has outlived its TTL, the next one first."""

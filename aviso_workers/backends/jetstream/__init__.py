@@ -349,6 +349,7 @@ def _consumer_info(answer: Mapping[str, Any]) -> ConsumerInfo:
     return ConsumerInfo(
         name=answer["name"],
         config=answer["config"],
+        time=msgspec.convert(answer["ts"], datetime),
         num_pending=answer["num_pending"],
         num_ack_pending=answer["num_ack_pending"],
         num_redelivered=answer["num_redelivered"],
