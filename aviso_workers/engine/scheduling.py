@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import anyio
@@ -36,6 +36,8 @@ LOOK_SECONDS = 1.0
 """How often it is looked whether there is a leader."""
 LONGEST_SLEEP_SECONDS = 30.0
 """The time of day may be set while a timer waits for it."""
+MOST_SKEW = timedelta(seconds=10)
+"""A tick that was claimed further ahead of the bucket's own time than this was claimed by a clock that was wrong."""
 AGAIN_SECONDS = 1.0
 PATIENCE_SECONDS = 5.0
 LEADER = "leader"
@@ -175,13 +177,18 @@ class Claims:
         return self._lease.token
 
     async def last(self, now: datetime) -> datetime:
-        """After which the next tick is to be run: `now`, where the timer is new."""
+        """After which the next tick is to be run: `now`, where the timer is new.
+
+        A claim that a clock made which was ahead is believed up to the time at which the bucket stored it. Otherwise a
+        leader that is an hour ahead would silence its successors for an hour.
+        """
         entry = await self._bucket.get(self._timer)
         if entry is None:
             self._revision = await self._bucket.put(self._timer, msgspec.json.encode(Claim(time=now)), revision=0)
             return now
         self._revision = entry.revision
-        return msgspec.json.decode(entry.value, type=Claim).time
+        claimed = msgspec.json.decode(entry.value, type=Claim).time
+        return entry.time if claimed - entry.time > MOST_SKEW else claimed
 
     async def claim(self, tick: datetime) -> bool:
         """Whether it is ours to run. Raises `ConflictError` where another leader has claimed one since."""
@@ -198,9 +205,9 @@ async def _keep_ticking(
     last = None if claims else _now(clock)
     while not stop.is_set():
         try:
-            if last is None:
-                last = await claims.last(_now(clock)) if claims else _now(clock)
             now = _now(clock)
+            if last is None or last - now > MOST_SKEW:  # at first, and after the clock was set back
+                last = await claims.last(now) if claims else now
             tick = timers.next_tick(timer.schedule, last, now=now, catch_up=timer.catch_up)
             if tick > now:
                 seconds = min((tick - now).total_seconds(), LONGEST_SLEEP_SECONDS)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from aviso_workers import Router, Tick, config
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock
-from aviso_workers.engine.scheduling import LEASE_SECONDS, LOOK_SECONDS, Claims, Lease, run_timers
+from aviso_workers.engine.scheduling import LEASE_SECONDS, LOOK_SECONDS, Claim, Claims, Lease, run_timers
 from aviso_workers.engine.tabling import SteadyBucket
 from aviso_workers.errors import ConflictError
 from aviso_workers.events import Event, Events, LeadershipChanged, Ticked
@@ -22,7 +23,19 @@ from aviso_workers.events import Event, Events, LeadershipChanged, Ticked
 pytestmark = pytest.mark.anyio
 
 DRAIN_SECONDS = 30.0
+BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
 TAKEOVER_SECONDS = LEASE_SECONDS + 2 * LOOK_SECONDS
+
+
+class WallClock(VirtualClock):
+    """Virtual time whose time of day can be set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ahead_seconds = 0.0
+
+    def time_ns(self) -> int:
+        return super().time_ns() + round(self.ahead_seconds * 1e9)
 
 
 class Fleet:
@@ -30,7 +43,7 @@ class Fleet:
 
     def __init__(self, router: Router, tasks: anyio.abc.TaskGroup, running: AsyncExitStack) -> None:
         self.router = router
-        self.clock = VirtualClock()
+        self.clock = WallClock()
         self.facts: list[Event] = []
         self.backends: list[InMemoryBackend] = []
         self.stops: list[anyio.Event] = []
@@ -81,7 +94,7 @@ class Fleet:
 
 
 def seconds_of(time: datetime) -> float:
-    return (time - datetime(2026, 1, 1, tzinfo=UTC)).total_seconds()
+    return (time - BEGINNING).total_seconds()
 
 
 @pytest.fixture
@@ -207,6 +220,7 @@ async def test_of_two_that_believe_to_lead_one_may_run_a_tick(fleet: Fleet) -> N
         lease._until = math.inf
         assert await claims[-1].last(start) == start
 
+    await fleet.after(6 * 3600)
     assert await claims[0].claim(tick)
     with pytest.raises(ConflictError):
         await claims[1].claim(tick)
@@ -228,6 +242,34 @@ async def test_what_was_missed_while_no_worker_was_there(
     await fleet.start()
     await fleet.after(3600)
     assert fleet.ticks == ticks
+
+
+async def test_ticks_claimed_by_a_leader_that_was_an_hour_ahead_silence_no_successor(
+    router: Router, fleet: Fleet
+) -> None:
+    @router.every("10m", leader=True)
+    async def look() -> None: ...
+
+    # What that leader left behind: the bucket stored it an hour before the time that it names.
+    backend = fleet.streams.peer()
+    backend.reconnect()
+    claims = SteadyBucket(backend, "app_timers", patience_seconds=1)
+    await claims.put("look", msgspec.json.encode(Claim(time=BEGINNING + timedelta(hours=1), token=1)), revision=0)
+    await fleet.start()
+    await fleet.after(1801)
+    assert fleet.ticks == [600, 1200, 1800]
+
+
+async def test_a_timer_of_every_worker_goes_on_when_its_clock_is_set_back(router: Router, fleet: Fleet) -> None:
+    @router.every("10m")
+    async def look() -> None: ...
+
+    fleet.clock.ahead_seconds = 3600.0
+    await fleet.start()
+    await fleet.after(1)
+    fleet.clock.ahead_seconds = 0.0
+    await fleet.after(1801)
+    assert fleet.ticks == [600, 1200, 1800]
 
 
 async def test_a_tick_that_takes_longer_than_the_interval(router: Router, fleet: Fleet) -> None:
