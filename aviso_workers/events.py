@@ -26,6 +26,7 @@ __all__ = [
     "Events",
     "LeadershipChanged",
     "Measured",
+    "NotRemoved",
     "Overdue",
     "PublishOutcome",
     "Published",
@@ -64,6 +65,15 @@ class Overdue(Struct, frozen=True, kw_only=True):
     message_id: str
     error: Exception
     again_in_seconds: float
+
+
+class NotRemoved(Struct, frozen=True, kw_only=True):
+    """A notification that was due was stored, and could not be removed from the stream in which it waited."""
+
+    stream: str
+    """The one in which it waited."""
+    message_id: str
+    error: Exception
 
 
 SettledOutcome = Literal["acked", "retried", "dead_lettered"]
@@ -206,6 +216,7 @@ class Measured(Struct, frozen=True, kw_only=True):
 Event = (
     Published
     | Overdue
+    | NotRemoved
     | Settled
     | AgentStarted
     | AgentDisturbed

@@ -19,6 +19,7 @@ from aviso_workers.events import (
     ConsumerDiffers,
     Event,
     LeadershipChanged,
+    NotRemoved,
     Overdue,
     Settled,
     Skipped,
@@ -82,7 +83,7 @@ def observe(event: Event) -> None:
             )
         case AgentStopped():
             log.info("agent.stopped", agent=event.agent, finished=event.finished, returned=event.returned)
-        case Overdue() | TaskFailed() | Ticked() | WindowDone() | LeadershipChanged():
+        case Overdue() | NotRemoved() | TaskFailed() | Ticked() | WindowDone() | LeadershipChanged():
             _observe_beside(event)
         case Skipped():
             log.warning(
@@ -121,7 +122,7 @@ def _cure_of(event: ConsumerDiffers) -> str:
     )
 
 
-def _observe_beside(event: Overdue | TaskFailed | Ticked | WindowDone | LeadershipChanged) -> None:
+def _observe_beside(event: Overdue | NotRemoved | TaskFailed | Ticked | WindowDone | LeadershipChanged) -> None:
     match event:
         case Overdue():
             log.warning(
@@ -130,6 +131,14 @@ def _observe_beside(event: Overdue | TaskFailed | Ticked | WindowDone | Leadersh
                 message_id=event.message_id,
                 error=str(event.error),
                 again_in_seconds=round(event.again_in_seconds, 1),
+            )
+        case NotRemoved():
+            log.warning(
+                "notification.not_removed",
+                stream=event.stream,
+                message_id=event.message_id,
+                error=str(event.error),
+                cure=f"it was delivered; allow workers to publish to $JS.API.STREAM.MSG.DELETE.{event.stream}",
             )
         case TaskFailed():
             log.error(

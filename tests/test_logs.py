@@ -21,6 +21,7 @@ from aviso_workers.events import (
     AgentDisturbed,
     ConnectionChanged,
     ConsumerDiffers,
+    NotRemoved,
     Overdue,
     Settled,
     StreamProvisioned,
@@ -133,6 +134,15 @@ def test_a_success_is_not_worth_a_line(lines: Any) -> None:
         (
             Overdue(stream="MARS", message_id="mine", error=UnavailableError("no answer"), again_in_seconds=1.94),
             {"event": "notification.overdue", "level": "warning", "message_id": "mine", "again_in_seconds": 1.9},
+        ),
+        (
+            NotRemoved(stream="SCHEDULE", message_id="mine", error=RefusedError("denied")),
+            {
+                "event": "notification.not_removed",
+                "level": "warning",
+                "error": "denied",
+                "cure": "it was delivered; allow workers to publish to $JS.API.STREAM.MSG.DELETE.SCHEDULE",
+            },
         ),
         (
             StreamProvisioned(stream="MARS", action="updated", differences=("max_msgs: 1 -> 2",)),

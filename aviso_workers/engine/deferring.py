@@ -3,8 +3,10 @@
 They wait on the server, as message schedules (NATS ADR-51). What a schedule produces stays in its stream, and the
 stream of an event holds what an aviso-server would write there and nothing else; so they wait in a stream of our own,
 and when one is due the server moves it to where couriers read. Every worker of whatever app runs a courier. One of
-them publishes it where it belongs, under the message id that it was given at first, and then acknowledges it: when a
-courier dies in between another one does it again, and the duplicate window stores it once.
+them publishes it where it belongs, under the message id that it was given at first, and then acknowledges it. When a
+courier dies in between another one does it again: within the duplicate window the stream stores it once, and after that
+the courier finds it there by its id. It is removed from where it waited too; whether that succeeds changes nothing of
+this, and what was left is removed later.
 
 A schedule's subject follows from stream and message id, and a subject has one schedule: what is published again under
 its id while it waits takes its own place.
@@ -15,16 +17,17 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Container
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from datetime import UTC, datetime, timedelta
+from typing import Literal
 
 from aviso_workers import streams, topics
 from aviso_workers.backends import Backend, Delivery, Outgoing
-from aviso_workers.codec import Message
+from aviso_workers.codec import Message, store_time
 from aviso_workers.config import Config
 from aviso_workers.engine.ordering import Line
 from aviso_workers.errors import BackendError, InvalidNotificationError, NotFoundError, UndecodableError
-from aviso_workers.events import Events, Overdue, Published, PublishOutcome
+from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome
 from aviso_workers.notifications import Notify
 from aviso_workers.streams import StreamSpec
 from aviso_workers.verdicts import Backoff
@@ -46,11 +49,16 @@ STREAM = "aviso_workers_schedule"
 SUBJECT = "aviso_workers.schedule"
 DUE = f"{SUBJECT}.due"
 """Beneath it, by stream, is what couriers read."""
+MESSAGE_ID = "Nats-Msg-Id"
 TTL = "Nats-TTL"
 KEPT_TTL = "Aviso-TTL"
 """The header of one that waits: its time to live begins when it is delivered."""
 DIGEST_BYTES = 16
 TIMEOUT_SECONDS = 10.0
+REMOVE_SECONDS = 600.0
+"""How often it is looked whether there is something that was delivered and not removed."""
+SKEW = timedelta(minutes=1)
+"""The clocks of two servers differ by less than this."""
 AGAIN = Backoff(first=1, factor=2, max=60)
 """When a courier tries again to store what its stream does not take: without end, because it must not be lost."""
 
@@ -132,9 +140,12 @@ def original(message: Message) -> tuple[Outgoing, str]:
 class Courier:
     """A call form (see `pulling.Form`) of no author's: its notifications are those that are due."""
 
-    def __init__(self, backend: Backend, *, line: Line, event_types: Container[str], events: Events) -> None:
+    def __init__(
+        self, backend: Backend, *, line: Line, consumer: str, event_types: Container[str], events: Events
+    ) -> None:
         self._backend = backend
         self._line = line
+        self._consumer = consumer
         self._event_types = event_types
         """Those of this app's configuration: others' are brought all the same, and not counted here."""
         self._events = events
@@ -149,23 +160,68 @@ class Courier:
                 await self._bring(delivery, outgoing, event_type)
             self._line.done(delivery)
 
+    async def keep_removing(self) -> None:
+        """Remove, now and then, what was delivered and is still there. Never returns."""
+        while True:
+            with suppress(BackendError):  # the next time; what could not be removed was told of
+                await self._remove_acked()
+            await self._backend.clock.sleep(REMOVE_SECONDS)
+
     async def _bring(self, delivery: Delivery, outgoing: Outgoing, event_type: str) -> None:
         message_id, stream = outgoing.message_id, outgoing.stream
         try:
-            ack = await self._backend.publish(
-                outgoing.message, message_id=message_id, stream=stream, timeout_seconds=TIMEOUT_SECONDS
-            )
-            with suppress(NotFoundError):  # it was brought before
-                await self._backend.delete_message(STREAM, delivery.message.sequence, overwrite=False)
+            again = delivery.num_delivered > 1 and await self._is_stored(outgoing, due=store_time(delivery.message))
+            outcome: PublishOutcome = "duplicate" if again else await self._publish(outgoing)
         except BackendError as error:
             delay = AGAIN.delay_seconds(delivery.num_delivered)
             delivery.nak(delay_seconds=delay)
             self._events.emit(Overdue(stream=stream, message_id=message_id, error=error, again_in_seconds=delay))
             return
+        try:
+            await self._backend.delete_message(STREAM, delivery.message.sequence, overwrite=False)
+        except NotFoundError:
+            pass  # it was delivered before
+        except BackendError as error:
+            self._events.emit(NotRemoved(stream=STREAM, message_id=message_id, error=error))
         delivery.ack()
         if event_type in self._event_types:
-            outcome: PublishOutcome = "duplicate" if ack.duplicate else "stored"
             self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=delivery.num_delivered))
+
+    async def _publish(self, outgoing: Outgoing) -> Literal["stored", "duplicate"]:
+        ack = await self._backend.publish(
+            outgoing.message, message_id=outgoing.message_id, stream=outgoing.stream, timeout_seconds=TIMEOUT_SECONDS
+        )
+        return "duplicate" if ack.duplicate else "stored"
+
+    async def _is_stored(self, outgoing: Outgoing, *, due: datetime) -> bool:
+        """Whether an earlier delivery has stored it. The stream may not remember message ids for as long as that."""
+        subject, stream = outgoing.message.subject, outgoing.stream
+        try:
+            last = (await self._backend.stream_info(stream)).last_sequence
+            reading = self._backend.read(stream, filter_subjects=(subject,), start_time=due - SKEW, last_sequence=last)
+            async with aclosing(reading):
+                return any([(each.headers or {}).get(MESSAGE_ID) == outgoing.message_id async for each in reading])
+        except NotFoundError:
+            return False
+
+    async def _remove_acked(self) -> None:
+        acked = (await self._backend.consumer_info(STREAM, self._consumer)).ack_floor
+        if not acked:
+            return
+        reading = self._backend.read(STREAM, filter_subjects=(f"{DUE}.>",), last_sequence=acked)
+        async with aclosing(reading):
+            left = [message.sequence async for message in reading if _is_ours(message)]
+        for sequence in left:
+            with suppress(NotFoundError):  # another worker's courier was faster
+                await self._backend.delete_message(STREAM, sequence, overwrite=False)
+
+
+def _is_ours(message: Message) -> bool:
+    try:
+        original(message)
+    except UndecodableError:
+        return False  # it was delivered nowhere, and is kept for whoever looks for it
+    return True
 
 
 def stream_spec(config: Config) -> StreamSpec:

@@ -287,7 +287,13 @@ class Session:
             return  # nothing waits there
         clock = self.backend.clock
         line = Line(clock)
-        form = Courier(self.backend, line=line, event_types=self._config.notification_schema, events=self._events)
+        form = Courier(
+            self.backend,
+            line=line,
+            consumer=COURIER_DURABLE,
+            event_types=self._config.notification_schema,
+            events=self._events,
+        )
         run = AgentRun(
             form,
             line=line,
@@ -303,7 +309,10 @@ class Session:
             ),
             provisioner=self.own_streams,
         )
-        await self._supervise(COURIER, run, [feed], stop)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(form.keep_removing)
+            await self._supervise(COURIER, run, [feed], stop)
+            tasks.cancel_scope.cancel()
 
     async def _supervise(self, name: str, run: AgentRun, feeds: Sequence[Feed], stop: anyio.Event) -> None:
         await supervise_agent(

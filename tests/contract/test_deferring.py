@@ -12,8 +12,11 @@ from nats.aio.client import Client, ServerVersion
 
 from aviso_workers import App, Backoff, Notification, Notify
 from aviso_workers.backends import Message
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.engine import deferring
-from aviso_workers.errors import InvalidNotificationError, RefusedError, UnknownEventTypeError
+from aviso_workers.errors import InvalidNotificationError, RefusedError, UnavailableError, UnknownEventTypeError
+from aviso_workers.streams import SECOND
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 
@@ -184,6 +187,49 @@ async def test_what_its_stream_refuses_is_kept_until_it_takes_it(app: App, t: Ha
     await backend.update_stream({**(await backend.stream_info("PLAIN")).config, "allow_msg_ttl": True})
     await t.advance(5)
     assert delivered(t) == ["0", "2", "1"]
+
+
+async def remember_ids_for_a_second(app: App) -> None:
+    await app.notify("plain", {"a": 0, "b": "x"})
+    backend = app.session.backend
+    await backend.update_stream({**(await backend.stream_info("PLAIN")).config, "duplicate_window": SECOND})
+
+
+async def test_one_that_comes_again_after_the_duplicate_window_is_stored_once(
+    app: App, t: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where all workers die between storing it and acknowledging it, and the next one runs much later."""
+    await remember_ids_for_a_second(app)
+    publish, tried = type(app.session.backend).publish, []
+
+    async def publish_and_die(self: Any, message: Message, **stated: Any) -> Any:
+        if not message.subject.startswith("plain.1"):
+            return await publish(self, message, **stated)
+        tried.append(message)
+        if len(tried) == 1:
+            await publish(self, message, **stated)
+        if len(tried) < 3:
+            raise UnavailableError("the worker dies here")
+        return await publish(self, message, **stated)
+
+    monkeypatch.setattr(type(app.session.backend), "publish", publish_and_die)
+    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=0.5)
+    await t.advance(6)
+    assert delivered(t) == ["0", "1"]
+
+
+async def test_one_that_may_not_be_removed_is_stored_once(
+    app: App, t: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def deny(self: Any, stream: str, sequence: int, **stated: Any) -> None:
+        raise RefusedError("permissions violation")
+
+    for backend in (InMemoryBackend, JetStreamBackend):
+        monkeypatch.setattr(backend, "delete_message", deny)
+    await remember_ids_for_a_second(app)
+    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=0.5)
+    await t.advance(6)
+    assert delivered(t) == ["0", "1"]
 
 
 @pytest.mark.parametrize(

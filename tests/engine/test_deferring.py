@@ -8,8 +8,10 @@ import anyio
 import pytest
 from msgspec import structs
 
+from aviso_workers.engine import deferring
 from aviso_workers.engine.session import Session
-from aviso_workers.events import Overdue, Published
+from aviso_workers.errors import RefusedError
+from aviso_workers.events import NotRemoved, Overdue, Published
 from tests.engine.conftest import Facts, config_with
 from tests.engine.test_publishing import STEP_6, FlakyBackend
 
@@ -53,3 +55,26 @@ async def test_one_whose_stream_is_away_is_tried_again_more_and_more_rarely(
     assert (brought.outcome, brought.attempts) == ("stored", 10)
     waits = [late.again_in_seconds for late in facts.of(Overdue)]
     assert waits == [pytest.approx(seconds, rel=0.11) for seconds in (1, 2, 4, 8, 16, 32, 60, 60, 60)]
+
+
+DENIED = RefusedError("permissions violation for publish to $JS.API.STREAM.MSG.DELETE.aviso_workers_schedule")
+
+
+async def test_one_that_may_not_be_removed_is_stored_once_and_the_missing_right_is_told(
+    session: Session, backend: FlakyBackend, facts: Facts, stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def deny(stream: str, sequence: int, *, overwrite: bool = True) -> None:
+        raise DENIED
+
+    with monkeypatch.context() as denied:
+        denied.setattr(backend, "delete_message", deny)
+        await session.publisher.notify(structs.replace(STEP_6, deliver_after=60))
+        [kept] = await facts.wait_for(NotRemoved)
+        assert (kept.stream, kept.message_id, kept.error) == (deferring.STREAM, kept.message_id, DENIED)
+        await anyio.sleep(1000)  # some duplicate windows
+        assert len(await stored("MARS")) == 1
+        assert len(facts.of(NotRemoved)) == 1
+        assert await backend.subject_counts(deferring.STREAM) == {f"{deferring.DUE}.MARS": 1}
+    await anyio.sleep(deferring.REMOVE_SECONDS)
+    assert await backend.subject_counts(deferring.STREAM) == {}, "it may be removed now"
+    assert len(await stored("MARS")) == 1
