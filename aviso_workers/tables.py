@@ -6,12 +6,15 @@ values, and compare-and-set. Where it is kept, tried again and cached is `engine
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from datetime import datetime
 from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
+import anyio
 import msgspec
 from msgspec import Struct
 
@@ -25,6 +28,8 @@ T = TypeVar("T")
 LONGEST_KEY = 512
 """Bytes, as a bucket spells it."""
 MOST_HISTORY = 64
+LONGEST_WAIT_SECONDS = 0.5
+"""After a conflict with another process an update waits for a random time before it is tried again, at most so long."""
 
 
 class Change(Struct, Generic[T], frozen=True, kw_only=True):
@@ -49,6 +54,8 @@ class Table(Generic[T]):
         self.keeps_history = history
         self.cached = cached
         self._bucket: KeyValue | None = None
+        self._turns: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
+        """By key as it is spelled, the updates that wait for each other."""
         try:
             self._decoder = msgspec.json.Decoder(type)
             self._default = None if default is None else self._encode(default)
@@ -81,18 +88,24 @@ class Table(Generic[T]):
         has changed since, so that it cannot be told whether this update took part in it.
         """
         kept, spelled = self._kept, encode_key(key)
-        while True:
-            entry = await kept.get(spelled)
-            revision = entry.revision if entry else 0
-            value = change(self._value(entry))
-            try:
-                if value is not None:
-                    await kept.put(spelled, self._encode(value), revision=revision)
-                elif entry is not None:
-                    await kept.delete(spelled, revision=revision)
-            except ConflictError:
-                continue  # somebody else's update went through instead
-            return value
+        conflicts = 0
+        # Callers of one process take turns: side by side they would only defeat each other's compare-and-set.
+        async with self._turns.setdefault(spelled, anyio.Lock()):
+            while True:
+                began = anyio.current_time()
+                entry = await kept.get(spelled)
+                revision = entry.revision if entry else 0
+                value = change(self._value(entry))
+                try:
+                    if value is not None:
+                        await kept.put(spelled, self._encode(value), revision=revision)
+                    elif entry is not None:
+                        await kept.delete(spelled, revision=revision)
+                    return value
+                except ConflictError:  # another process was faster
+                    conflicts += 1
+                    longest_wait = (anyio.current_time() - began) * 2**conflicts
+                    await anyio.sleep(random.uniform(0, min(longest_wait, LONGEST_WAIT_SECONDS)))
 
     async def delete(self, key: str) -> None:
         """Forget a key and its history. One that is missing is no error."""

@@ -105,6 +105,21 @@ async def test_no_update_is_lost_among_many(counts: Table[int]) -> None:
     assert await counts.get("od") == 80
 
 
+async def test_updates_of_one_process_take_turns_and_are_each_made_once(counts: Table[int]) -> None:
+    made = 0
+
+    def one_more(count: int) -> int:
+        nonlocal made
+        made += 1
+        return count + 1
+
+    async with anyio.create_task_group() as updating:
+        for _ in range(32):
+            updating.start_soon(counts.update, "od", one_more)
+    assert made == 32
+    assert await counts.get("od") == 32
+
+
 async def test_an_update_that_somebody_else_was_faster_than_is_made_again(counts: Table[int], app: App) -> None:
     bucket = await app.key_value("contract__counts")
     await counts.put("od", 1)
