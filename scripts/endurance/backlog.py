@@ -13,8 +13,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ from rich.table import Table
 from aviso_workers import App, Batch, Notification, Notify, Stream, Window, Windowing, config
 from aviso_workers.agents import durable_name
 from aviso_workers.backends import Administration
-from aviso_workers.errors import AvisoWorkersError, BackendError
+from aviso_workers.errors import AvisoWorkersError
 from aviso_workers.server import NatsServer
-from aviso_workers.server.running import free_ports
+from endurance.clusters import connected, started
 from main_job.children import ShortfallError
 
 APP = "backlog"
@@ -166,32 +166,18 @@ def main() -> int:
 
 def conduct(kind: str, *, count: int, servers: int, leader_change: bool) -> Result:
     """Raises `ShortfallError` where something was not handled."""
-    with tempfile.TemporaryDirectory(prefix="aviso-workers-backlog-") as directory, started(directory, servers) as urls:
-        return anyio.run(_drain, kind, count, servers, leader_change, urls)
+    with (
+        tempfile.TemporaryDirectory(prefix="aviso-workers-backlog-") as directory,
+        started(directory, servers) as nodes,
+    ):
+        return anyio.run(_drain, kind, count, leader_change, nodes)
 
 
-@contextmanager
-def started(directory: str, servers: int) -> Iterator[str]:
-    """The URLs of that many servers, which form one JetStream."""
-    routing = free_ports(servers)
-    routes = ", ".join(f"nats-route://127.0.0.1:{port}" for port in routing)
-    with ExitStack() as running:
-        nodes = []
-        for port in routing:
-            joined = f'cluster {{ name: backlog, listen: "127.0.0.1:{port}", routes: [{routes}] }}\n'
-            store_dir = Path(directory) / f"node-{port}"
-            nodes.append(NatsServer.start(store_dir=store_dir, config=joined if servers > 1 else ""))
-            running.enter_context(nodes[-1])
-        yield ",".join(node.url for node in nodes)
-        for node in nodes:
-            node.kill()  # one that is about to shut down takes its time
-
-
-async def _drain(kind: str, count: int, servers: int, leader_change: bool, urls: str) -> Result:
+async def _drain(kind: str, count: int, leader_change: bool, nodes: Sequence[NatsServer]) -> Result:
     record = Record()
-    app = App(APP, config=config.load(CONFIG, environ=_environment(urls, replicas=servers)))
+    app = App(APP, config=config.load(CONFIG, environ=_environment(nodes)))
     KINDS[kind](app, record)
-    async with _running(app) as administration:
+    async with connected(app) as administration:
         await _store(app, count, delayed=kind == "delayed")
         record.times.append(time.monotonic())
         async with _at_work(app):
@@ -204,23 +190,6 @@ async def _drain(kind: str, count: int, servers: int, leader_change: bool, urls:
     again = sum(times > 1 for times in record.numbers.values())
     seconds = record.times[-1] - record.times[0]
     return Result(kind, len(record.numbers), again, count / seconds, record.longest_pause_seconds)
-
-
-@asynccontextmanager
-async def _running(app: App) -> AsyncIterator[Administration]:
-    """The app, connected to servers that have elected their leader."""
-    deadline = time.monotonic() + READY_SECONDS
-    async with app:
-        administration = app.session.backend.administration()
-        while True:
-            try:
-                await administration.api("STREAM.NAMES")
-                break
-            except BackendError as error:
-                if time.monotonic() > deadline:
-                    raise ShortfallError(f"JetStream is not ready: {error}") from error
-                await anyio.sleep(SHORT_SECONDS)
-        yield administration
 
 
 @asynccontextmanager
@@ -256,9 +225,9 @@ async def _until(condition: Callable[[], bool], record: Record) -> None:
         await anyio.sleep(SHORT_SECONDS)
 
 
-def _environment(urls: str, *, replicas: int) -> dict[str, str]:
+def _environment(nodes: Sequence[NatsServer]) -> dict[str, str]:
     prefix = "AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__"
-    return {f"{prefix}NATS_URL": urls, f"{prefix}REPLICAS": str(replicas)}
+    return {f"{prefix}NATS_URL": ",".join(node.url for node in nodes), f"{prefix}REPLICAS": str(len(nodes))}
 
 
 def _number(notification: Notification[Any]) -> int:

@@ -1,4 +1,4 @@
-"""Short forms of `scripts/chaos`, `outage` and `backlog`: that they end well, say so, and leave nothing behind."""
+"""Short forms of the scripts for endurance: they end well, say so, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -121,6 +121,16 @@ def test_outage_of_half_a_minute_is_waited_out(start: Callable[..., Script]) -> 
 )
 def test_backlog_on_a_cluster_of_three_is_drained(start: Callable[..., Script], asked: tuple[str, ...]) -> None:
     script = start("backlog", "--count", "1000", *asked)
+
+    code, output = script.end(within_seconds=150)
+
+    assert code == 0, output
+    assert "as it should be" in output
+    assert script.left_behind() == []
+
+
+def test_replays_of_any_filter_are_complete_on_a_cluster_that_is_behind(start: Callable[..., Script]) -> None:
+    script = start("replays", "--count", "30000", "--servers", "3", "--filters", "8")
 
     code, output = script.end(within_seconds=150)
 
