@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from datetime import datetime
 from typing import Any
 
 from aviso_workers import clocks, topics
 from aviso_workers.backends import Backend, Message
 from aviso_workers.codec import NotificationReader, store_time
-from aviso_workers.errors import UnavailableError, UndecodableError
+from aviso_workers.errors import NotFoundError, UnavailableError, UndecodableError
 from aviso_workers.events import Events, Skipped
 from aviso_workers.notifications import Notification
 from aviso_workers.positions import Position
@@ -22,6 +23,8 @@ from aviso_workers.schema import EventType, Where
 __all__ = ["Replayer", "message_at"]
 
 AGAIN_AFTER_SECONDS = 1.0
+MOST_FRUITLESS = 60
+"""How often in a row a replay is begun again while there is a connection, and nothing comes of it."""
 
 
 async def message_at(backend: Backend, stream: str, sequence: int) -> Message | None:
@@ -46,10 +49,9 @@ class Replayer:
 
     async def replay(self, start: Position, end: Position) -> AsyncGenerator[Notification[Any], None]:
         """What is stored now between the two ends, both inclusive."""
-        last = (await self._backend.stream_info(self._stream)).last_sequence
-        if end.sequence is not None:
-            last = min(last, end.sequence)
-        async with aclosing(self._messages(start, last)) as messages:
+        info = await self._backend.stream_info(self._stream)
+        last = info.last_sequence if end.sequence is None else min(info.last_sequence, end.sequence)
+        async with aclosing(self._messages(start, last, created=info.created)) as messages:
             async for message in messages:
                 if end.time is not None and store_time(message) > end.time:
                     return
@@ -65,30 +67,44 @@ class Replayer:
                 if (notification := self._matching(message)) is not None:
                     yield notification
 
-    async def _messages(self, start: Position, last: int | None) -> AsyncGenerator[Message, None]:
+    async def _messages(
+        self, start: Position, last: int | None, *, created: datetime | None = None
+    ) -> AsyncGenerator[Message, None]:
         """In order, once each, also where reading was interrupted in between.
 
-        Raises `BackendError` when the connection is lost for good.
+        Raises `NotFoundError` where the stream is gone, or is another one than that `created` then; `BackendError` when
+        the connection is lost for good, or what is stored up to `last` does not come although there is a connection.
         """
-        seen = 0
+        seen, fruitless = 0, 0
         while last is None or (start.sequence or 0) <= last:
-            reading = self._backend.read(
-                self._stream,
-                filter_subjects=self._filters,
-                start_sequence=start.sequence or 1,
-                start_time=start.time,
-                last_sequence=last,
-            )
             try:
+                created = await self._created(created)
+                reading = self._backend.read(
+                    self._stream,
+                    filter_subjects=self._filters,
+                    start_sequence=start.sequence or 1,
+                    start_time=start.time,
+                    last_sequence=last,
+                )
                 async with aclosing(reading):
                     async for message in reading:
-                        seen = message.sequence
+                        seen, fruitless = message.sequence, 0
                         yield message
                 return
             except UnavailableError:
+                fruitless = fruitless + 1 if self._backend.connected else 0
+                if last is not None and fruitless == MOST_FRUITLESS:
+                    raise
                 start = Position(sequence=seen + 1) if seen else start
                 with clocks.move_on_after(self._backend.clock, AGAIN_AFTER_SECONDS):
                     await self._backend.failed()
+
+    async def _created(self, known: datetime | None) -> datetime | None:
+        """When the stream was created. Raises `NotFoundError` where it is not the one that is known."""
+        found = (await self._backend.stream_info(self._stream)).created
+        if known is not None and found != known:
+            raise NotFoundError(f"stream {self._stream} was deleted and made anew while it was read: begin again")
+        return found
 
     def _matching(self, message: Message) -> Notification[Any] | None:
         try:

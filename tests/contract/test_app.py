@@ -19,6 +19,7 @@ from aviso_workers.errors import (
     UnknownEventTypeError,
 )
 from aviso_workers.ops import wiping
+from aviso_workers.streams import StreamSpec
 from tests.contract.settings import app_config, mars
 
 pytestmark = pytest.mark.anyio
@@ -136,6 +137,22 @@ async def test_a_watch_goes_from_history_to_what_comes(app: App) -> None:
                     break
                 await app.notify("mars", mars(step=len(seen) + 1), {})
     assert seen == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+async def test_what_is_read_does_not_go_on_in_a_stream_that_was_made_anew(app: App, bounded: bool) -> None:
+    notifications = [Notify("mars", mars(step=step % 300, expver=step // 300), {}) for step in range(3000)]
+    await app.notify_many(notifications)
+    backend = app.session.backend
+    reading = app.replay("mars", from_id=1) if bounded else app.watch("mars", from_id=1)
+    with anyio.fail_after(10):
+        async with aclosing(reading):
+            await anext(reading)
+            await backend.delete_stream("MARS")
+            await backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
+            await app.notify_many(notifications)
+            with pytest.raises(NotFoundError, match="MARS was deleted and made anew"):
+                [notification async for notification in reading]
 
 
 async def test_a_watch_without_a_start_shows_only_what_comes(app: App) -> None:

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from aviso_workers.backends import Backend, Message, Outgoing, PubAck
-from aviso_workers.errors import NotFoundError
+from aviso_workers.errors import NotFoundError, UnavailableError
 
 pytestmark = pytest.mark.anyio
 
@@ -270,6 +270,18 @@ async def test_readings_do_not_know_of_each_other(five, sequences, backend):
 
         assert await sequences(last_sequence=5) == [1, 2, 3, 4, 5]
         assert [message.sequence for message in await following(messages, 2)] == [4, 5]
+
+
+async def test_a_reading_ends_with_its_stream_and_goes_on_in_no_other(five, create, publish, backend):
+    async with aclosing(backend.read("MARS", filter_subjects=("mars.>",))) as messages:
+        await following(messages, 5)
+        await backend.delete_stream("MARS")
+        await create()
+        for number in range(7):
+            await publish(f"mars.{number}", message_id=f"anew-{number}")
+
+        with pytest.raises((UnavailableError, NotFoundError)):
+            await following(messages, 1)
 
 
 async def test_a_reading_takes_nothing_from_a_consumer(five, sequences, ensure, eventually):

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from typing import Any
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 
 from aviso_workers import config
 from aviso_workers.backends import Message, Outgoing, PubAck
-from aviso_workers.backends.jetstream import JetStreamBackend, pulling, wire
+from aviso_workers.backends.jetstream import JetStreamBackend, pulling, reading, wire
+from aviso_workers.backends.jetstream.wire import Interest
+from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.server import NatsServer
 from aviso_workers.streams import StreamSpec
+from tests.jetstream.conftest import PlayedConnection
 
 pytestmark = pytest.mark.anyio
 
@@ -46,8 +51,8 @@ async def read(backend: JetStreamBackend, filters: tuple[str, ...], last: int, *
         if not chunks:
             messages = backend.read("MARS", filter_subjects=filters, last_sequence=last)
             return [message.sequence async for message in messages]
-        reading = backend.read_chunks("MARS", filter_subjects=filters, start_sequence=1, last_sequence=last)
-        return [sequence async for chunk in reading for sequence in chunk.sequences]
+        found = backend.read_chunks("MARS", filter_subjects=filters, start_sequence=1, last_sequence=last)
+        return [sequence async for chunk in found for sequence in chunk.sequences]
 
 
 @pytest.mark.parametrize("count", [1, 100, 30_000])
@@ -90,3 +95,72 @@ async def test_what_comes_after_a_request_has_expired_comes_at_once(nats_server,
             tasks.start_soon(publish_later)
             await anext(messages)
             assert time.monotonic() - published < 0.5
+
+
+class PlayedStream(PlayedConnection):
+    """A server whose stream holds more than it delivers: message `held`, after whatever is asked about."""
+
+    def __init__(self, held: int | None) -> None:
+        super().__init__()
+        self.on_disconnect: set[Callable[[], None]] = set()
+        self.held = held
+        self.asked: list[dict[str, Any]] = []
+
+    async def api(self, subject: str, request: Any = None) -> dict[str, Any]:
+        match subject.partition(".MARS")[0]:
+            case "CONSUMER.CREATE":
+                return {"name": "reader", "config": {}, "delivered": {"stream_seq": 0}, "num_pending": 5}
+            case "STREAM.MSG.GET" if self.held is None:
+                raise NotFoundError("no message found", code=10037)
+            case "STREAM.MSG.GET":
+                self.asked.append(request)
+                return {"message": {"seq": self.held}}
+        return {}
+
+    async def leave(self, interest: Interest) -> None:
+        pass
+
+    def deliver(self, sequence: int, number: int, *, pending: int) -> None:
+        """Deliver a message of the stream, the so manieth one of its consumer."""
+        self.heard([(b"mars.od", b"$JS.ACK.MARS.reader.1.%d.%d.1.%d" % (sequence, number, pending), b"", b"{}")])
+
+
+WHOLE = {"filter_subjects": ["mars.>"], "start_sequence": 1, "start_time": None, "last_sequence": 5}
+
+
+async def deliver_later(stream: PlayedStream, *deliveries: tuple[int, int, int]) -> None:
+    """Deliver once the consumer was asked, each in a turn of the loop of its own."""
+    while not stream.sent:
+        await checkpoint()
+    for sequence, number, pending in deliveries:
+        stream.deliver(sequence, number, pending=pending)
+        await anyio.wait_all_tasks_blocked()
+
+
+async def test_a_message_that_got_lost_on_its_way_is_noticed() -> None:
+    stream = PlayedStream(held=None)
+    async with aclosing(reading.read(stream, "MARS", **WHOLE)) as messages, anyio.create_task_group() as tasks:
+        tasks.start_soon(deliver_later, stream, (1, 1, 4), (3, 3, 2))
+        assert (await anext(messages)).sequence == 1
+        with pytest.raises(UnavailableError, match="its message 3 came instead of 2"):
+            await anext(messages)
+
+
+async def test_a_consumer_that_begins_anew_delivers_nothing_twice() -> None:
+    stream = PlayedStream(held=None)
+    async with aclosing(reading.read(stream, "MARS", **WHOLE)) as messages, anyio.create_task_group() as tasks:
+        tasks.start_soon(deliver_later, stream, (1, 1, 4), (2, 2, 3), (1, 1, 4))
+        assert [(await anext(messages)).sequence for _ in range(2)] == [1, 2]
+        with pytest.raises(UnavailableError, match="its message 1 came instead of 3"):
+            await anext(messages)
+
+
+async def test_a_reading_raises_where_its_stream_holds_more_than_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "LOOK_SECONDS", 0.01)
+    stream = PlayedStream(held=4)
+    async with aclosing(reading.read(stream, "MARS", **WHOLE)) as messages, anyio.create_task_group() as tasks:
+        tasks.start_soon(deliver_later, stream, (1, 1, 0))
+        assert (await anext(messages)).sequence == 1
+        with pytest.raises(UnavailableError, match="delivers nothing of MARS after 1"):
+            await anext(messages)
+    assert stream.asked == [{"seq": 2, "next_by_subj": "mars.>"}] * (reading.MOST_LOOKS + 1)

@@ -69,8 +69,10 @@ class Account:
         found = self._streams.get(spec.name)
         if found is None:
             self._refuse_overlap(wanted)
+            # No two streams are made at the same time, so that one can be told from the one before it.
+            self._last_ns = max(self._clock.time_ns(), self._last_ns + 1000)
             self._streams[spec.name] = Stream(
-                wanted, history=self._settings.max_history_per_topic, created_ns=self._clock.time_ns()
+                wanted, history=self._settings.max_history_per_topic, created_ns=self._last_ns
             )
         elif found.config != wanted:
             raise RefusedError(f"stream {spec.name}: in use with a different configuration", code=10058)

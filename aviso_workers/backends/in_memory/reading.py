@@ -32,7 +32,7 @@ async def read(
 ) -> AsyncGenerator[Message, None]:
     """See `backends.Backend.read`. Raises `UnavailableError` where the connection was lost meanwhile."""
     await connection.reach()
-    watchers, losses = account.stream(stream).watchers, connection.losses
+    opened, losses = account.stream(stream), connection.losses
     wanted = pattern(filter_subjects)
     position, start_ns = _start(start_sequence, start_time)
     changed = anyio.Event()
@@ -40,7 +40,7 @@ async def read(
     def wake() -> None:
         changed.set()
 
-    watchers.add(wake)
+    opened.watchers.add(wake)
     connection.watchers.add(wake)
     try:
         while True:
@@ -48,6 +48,8 @@ async def read(
             if connection.losses > losses:
                 raise UnavailableError(f"in_memory: the connection was lost while reading {stream}")
             held = account.stream(stream)
+            if held is not opened:
+                raise UnavailableError(f"in_memory: {stream} was deleted and made anew while it was read")
             message = held.next_message(position, wanted)
             if message is None and last_sequence is None:
                 position = max(position, held.last_sequence + 1)
@@ -60,7 +62,7 @@ async def read(
                 await checkpoint()
                 yield message
     finally:
-        watchers.discard(wake)
+        opened.watchers.discard(wake)
         connection.watchers.discard(wake)
 
 
