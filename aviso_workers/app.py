@@ -168,6 +168,24 @@ class App(Router):
                 found += error.mistakes
         return found
 
+    def warnings(self) -> list[str]:
+        """What is no mistake and may lose something: what the configuration looks like, and each agent whose stream
+        keeps the newest notification of a subject only, without anybody having said that it is enough."""
+        if self.config.notification_backend.kind != "jetstream":
+            return list(self.config.warnings)
+        event_types = self.config.notification_schema
+        undecided = [agent for agent in self.agents if event_types[agent.event_type].allow_duplicates is None]
+        return [
+            *self.config.warnings,
+            *(
+                f"agent {agent.name!r}: the stream of {agent.event_type!r} keeps one notification per subject: a newer "
+                "one replaces an older one also before the agent has handled it. Set "
+                f"notification_schema.{agent.event_type}.storage_policy.allow_duplicates: true where each one counts, "
+                "or false where the newest is enough"
+                for agent in undecided
+            ),
+        ]
+
     async def notify(
         self,
         event_type: str,

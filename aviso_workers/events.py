@@ -28,6 +28,7 @@ __all__ = [
     "Measured",
     "NotRemoved",
     "Overdue",
+    "Passed",
     "PublishOutcome",
     "Published",
     "Settled",
@@ -101,10 +102,24 @@ class Settled(Struct, frozen=True, kw_only=True):
         return f"{self.event_type}@{self.sequence}"
 
 
+class Passed(Struct, frozen=True):
+    """How far a consumer that reads the whole of its stream has come."""
+
+    deliveries: int
+    """Since it was created or reset, repeats included."""
+    sequence: int
+    """Of the stream: up to it, everything was delivered, or had left the stream."""
+
+
 class AgentStarted(Struct, frozen=True, kw_only=True):
+    """An agent begins to read a stream."""
+
     agent: str
     stream: str
     consumer: str
+    passed: Passed | None = None
+    """How far its consumer had come before; of a consumer that has delivered nothing yet, all that is stored counts as
+    passed. None where the agent does not read the whole stream."""
 
 
 class AgentDisturbed(Struct, frozen=True, kw_only=True):

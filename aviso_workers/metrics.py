@@ -34,6 +34,7 @@ from aviso_workers.events import (
     ConnectionSlow,
     Event,
     Measured,
+    Passed,
     Published,
     Settled,
     Ticked,
@@ -94,7 +95,7 @@ class _Agent:
 
     def __init__(self, line: Callable[[], Line | None]) -> None:
         self.line = line
-        self.pending = self.ack_pending = math.nan
+        self.pending = self.ack_pending = self.missed = math.nan
         self.outcomes = _Counts(OUTCOMES)
         self.retries = _Counts(RETRY_REASONS)
         self.dead_letters = _Counts(DEAD_LETTER_REASONS)
@@ -105,6 +106,31 @@ class _Agent:
         self.handler = _Seconds()
         self.stored_to_settled = _Seconds()
         self.waited = _Seconds()
+        self._passed: Passed | None = None
+
+    def started(self, passed: Passed) -> None:
+        """Begin to count what is missed, or go on where the consumer is the one that it was."""
+        if self._passed is not None and passed.deliveries >= self._passed.deliveries:
+            self.came_to(passed)
+            return
+        self._passed = passed
+        self.missed = 0 if math.isnan(self.missed) else self.missed
+
+    def came_to(self, passed: Passed) -> None:
+        """Count the sequences that the consumer has passed without a delivery: each but once, and those beyond doubt.
+
+        A delivery that is a repeat hides a sequence that was missed meanwhile. A consumer that was reset delivers from
+        0 on: what it was taken past was passed over on purpose, and what it comes by again is counted already.
+        """
+        before = self._passed
+        if before is None:
+            return
+        if passed.sequence <= before.sequence:
+            self._passed = Passed(passed.deliveries, before.sequence)
+            return
+        if passed.deliveries >= before.deliveries:
+            self.missed += max(0, passed.sequence - before.sequence - (passed.deliveries - before.deliveries))
+        self._passed = passed
 
     def settled(self, event: Settled) -> None:
         self.outcomes[event.outcome] += 1
@@ -215,6 +241,12 @@ PER_AGENT = (
         ("reason",),
     ),
     Metric(Counter, "redelivered", "Deliveries that were not their notification's first.", lambda a: a.redelivered),
+    Metric(
+        Counter,
+        "missed",
+        "Notifications that left the stream before they were delivered, over all workers; NaN where a filter hides it.",
+        lambda a: a.missed,
+    ),
     Metric(
         Counter,
         "pull_errors",
@@ -339,16 +371,23 @@ class Metrics:
                 self._agents[agent].pull_errors.add(_code(error))
                 if isinstance(error, NotFoundError):
                     self._gone.add((agent, stream))
-            case AgentStarted(agent=agent, stream=stream) if (agent, stream) in self._gone:
-                self._gone.remove((agent, stream))
-                self._agents[agent].recreations += 1
+            case AgentStarted(agent=agent) if agent in self._agents:
+                self._started(event)
             case Measured(name=name):
                 self._measured[name] = event
 
     def lag(self, agent: str, consumer: ConsumerInfo) -> None:
-        """Note what is left to do for an agent."""
+        """Note what is left to do for an agent, and what it has missed."""
         self._agents[agent].pending = consumer.num_pending
         self._agents[agent].ack_pending = consumer.num_ack_pending
+        self._agents[agent].came_to(Passed(consumer.deliveries, consumer.position))
+
+    def _started(self, event: AgentStarted) -> None:
+        if event.passed is not None:
+            self._agents[event.agent].started(event.passed)
+        if (event.agent, event.stream) in self._gone:
+            self._gone.remove((event.agent, event.stream))
+            self._agents[event.agent].recreations += 1
 
     def render(self) -> bytes:
         """The numbers in Prometheus' text format."""

@@ -285,7 +285,8 @@ class PayloadRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StoragePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What an event type's stream keeps; None leaves the choice to the backend's configuration.
 
-    `allow_duplicates` keeps every notification of a topic instead of the newest one.
+    `allow_duplicates` keeps every notification of a topic instead of the newest one; None is the same as false, and
+    says that nobody has decided it.
     """
 
     retention_time: Duration | None = None
@@ -302,6 +303,11 @@ class EventType(msgspec.Struct, frozen=True, kw_only=True):
     topic: Topic | None = None
     payload: PayloadRule | None = None
     storage_policy: StoragePolicy | None = None
+
+    @property
+    def allow_duplicates(self) -> bool | None:
+        """As the storage policy says; None where it does not."""
+        return self.storage_policy.allow_duplicates if self.storage_policy else None
 
 
 class Where(msgspec.Struct, frozen=True, kw_only=True):

@@ -52,7 +52,7 @@ async def serve(app: App, *, status_port: int | None = None, member: Member | No
     if member is not None:
         structlog.contextvars.bind_contextvars(process=member.name)
         app.events.listen(member.observe, Settled)
-    for warning in app.config.warnings:
+    for warning in app.warnings():
         log.warning("config.warning", text=warning)
     readiness = _Readiness(app)
     health = readiness.health

@@ -8,7 +8,7 @@ ours to say: it is left out when a stream is created, never compared, and never 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 from typing import Any, Literal
 
@@ -47,6 +47,7 @@ __all__ = [
     "own_stream",
     "plan",
     "readable",
+    "reads_all",
     "shorter_age",
     "starting",
     "stated",
@@ -375,6 +376,12 @@ def filters_of(consumer: Mapping[str, Any]) -> list[str]:
     """The filters of a consumer as a server reports it: a single one may be under another name than several."""
     single = consumer.get("filter_subject")
     return [single] if single else list(consumer.get("filter_subjects") or ())
+
+
+def reads_all(consumer: Mapping[str, Any], subjects: Collection[str]) -> bool:
+    """Whether a consumer's filters leave out nothing of a stream of these subjects."""
+    filters = filters_of(consumer)
+    return not filters or set(subjects) <= set(filters)
 
 
 def consumer_differences(wanted: ConsumerSpec, found: Mapping[str, Any]) -> tuple[Difference, ...]:

@@ -19,7 +19,16 @@ from aviso_workers.codec import Message
 from aviso_workers.config import load
 from aviso_workers.engine.ordering import Line
 from aviso_workers.errors import DeclarationError, NotFoundError, UnavailableError
-from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged, Published, Settled, Ticked, WindowDone
+from aviso_workers.events import (
+    AgentDisturbed,
+    AgentStarted,
+    ConnectionChanged,
+    Passed,
+    Published,
+    Settled,
+    Ticked,
+    WindowDone,
+)
 from aviso_workers.metrics import MOST_REASONS, RETRY_REASONS, FleetMetrics, Metrics
 
 OF_APP = {"app": "field-index"}
@@ -191,6 +200,40 @@ def test_a_lag_that_nobody_has_asked_for_is_no_number(metrics: Metrics) -> None:
         ConsumerInfo(name="field-index__index", config={}, time=datetime.now(UTC), num_pending=7, num_ack_pending=2),
     )
     assert (sample(metrics, "pending", **OF_INDEX), sample(metrics, "ack_pending", **OF_INDEX)) == (7, 2)
+
+
+READ = structs.replace(STARTED, passed=Passed(10, 100))
+
+
+@pytest.mark.parametrize(
+    ("came_to", "missed"),
+    [
+        ([(12, 102)], 0),
+        ([(12, 105)], 3),
+        ([(12, 105), (12, 105), (13, 107)], 4),
+        ([(15, 102)], 0),  # repeats
+        ([(15, 103), (16, 105)], 1),  # what a repeat hid stays hidden, and no more
+        ([(0, 149), (2, 153)], 2),  # reset forwards, on purpose
+        ([(0, 49), (30, 80), (40, 101), (41, 103)], 1),  # reset backwards: what it comes by again is counted once
+    ],
+)
+def test_what_a_consumer_passes_without_delivering_it_is_missed(
+    metrics: Metrics, came_to: list[tuple[int, int]], missed: int
+) -> None:
+    assert math.isnan(sample(metrics, "missed_total", **OF_INDEX) or 0)
+    metrics.observe(READ)
+    for deliveries, position in came_to:
+        info = ConsumerInfo(name="i", config={}, time=datetime.now(UTC), deliveries=deliveries, position=position)
+        metrics.lag("index", info)
+    assert sample(metrics, "missed_total", **OF_INDEX) == missed
+
+
+def test_a_consumer_that_is_made_anew_has_missed_nothing_yet(metrics: Metrics) -> None:
+    metrics.observe(READ)
+    metrics.observe(structs.replace(READ, passed=Passed(11, 103)))  # opened again after a disturbance
+    assert sample(metrics, "missed_total", **OF_INDEX) == 2
+    metrics.observe(structs.replace(READ, passed=Passed(0, 500)))
+    assert sample(metrics, "missed_total", **OF_INDEX) == 2
 
 
 def test_settlements_are_counted_by_outcome_and_reason(metrics: Metrics) -> None:

@@ -148,6 +148,10 @@ class ConsumerInfo(Struct, frozen=True, kw_only=True):
     num_ack_pending: int = 0
     """Messages delivered and not settled."""
     num_redelivered: int = 0
+    deliveries: int = 0
+    """How often it has delivered, repeats included; a reset begins at 0 again."""
+    position: int = 0
+    """The stream sequence that it has come to: up to it, everything was delivered, or is not in the stream."""
     ack_floor: int = 0
     """The stream sequence up to which everything is settled."""
     last_delivered: datetime | None = None

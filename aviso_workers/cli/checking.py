@@ -21,6 +21,6 @@ def check(
     app = find_app(target, agent=agent, config=config)
     if mistakes := app.mistakes():
         raise ConfigError(mistakes)
-    for warning in app.config.warnings:
+    for warning in app.warnings():
         typer.echo(f"warning: {warning}", err=True)
     typer.echo(f"{app.name}: {len(app.agents)} agents, {len(app.timers)} timers, {len(app.tasks)} tasks, no mistakes")

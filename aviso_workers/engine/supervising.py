@@ -8,17 +8,17 @@ from contextlib import suppress
 from typing import Any
 
 import anyio
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
-from aviso_workers import clocks
+from aviso_workers import clocks, streams
 from aviso_workers.agents import Task
-from aviso_workers.backends import Backend, Delivery
+from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.engine import calling
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.pulling import AgentRun
 from aviso_workers.errors import BackendError, NotFoundError
-from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, TaskFailed
+from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, Passed, TaskFailed
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 
 __all__ = ["Feed", "supervise_agent", "supervise_task"]
@@ -101,6 +101,7 @@ async def _read(
     stream, consumer = feed.stream.name, feed.consumer.durable_name
     await feed.provisioner.ensure(feed.stream)
     info = await feed.provisioner.ensure_consumer(stream, feed.consumer)
+    passed = await _passed(backend, feed.stream, info)
     if feed.in_order and info.num_ack_pending and not len(run.line):
         await clocks.sleep_until(backend.clock, feed.consumer.ack_wait / 1e9 + EXPIRY_SECONDS, stop)
 
@@ -113,7 +114,7 @@ async def _read(
     room = feed.room or run.room
     async with backend.consume(stream, consumer, deliver=deliver, room=room, priority=feed.priority) as opened:
         run.attach(stream, opened)
-        events.emit(AgentStarted(agent=name, stream=stream, consumer=consumer))
+        events.emit(AgentStarted(agent=name, stream=stream, consumer=consumer, passed=passed))
         delays.started()
         try:
             await _until(stop, opened.lost)
@@ -124,6 +125,16 @@ async def _read(
                 await opened.settled()
         finally:
             run.detach(stream)
+
+
+async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> Passed | None:
+    """See `AgentStarted.passed`."""
+    if stream.subjects is UNSET or not streams.reads_all(info.config, stream.subjects):
+        return None
+    if info.deliveries or not info.num_pending:
+        return Passed(info.deliveries, info.position)
+    # What left the stream before there was the agent, the agent has not missed.
+    return Passed(0, (await backend.stream_info(stream.name)).last_sequence)
 
 
 async def supervise_task(task: Task, app: Any, *, clock: Clock, events: Events, stop: anyio.Event) -> None:

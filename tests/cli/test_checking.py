@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +45,22 @@ async def tail(app: App) -> None: ...
         code=0, out="checked: 1 agents, 0 timers, 1 tasks, no mistakes\n", err=""
     )
     assert run("check", module).code == 0
+
+
+@pytest.mark.parametrize(("decided", "told"), [(None, True), (False, False), (True, False)])
+def test_an_agent_on_a_stream_of_one_notification_per_subject_is_told_of(
+    run: Run, unreachable: Path, write_module, decided: bool | None, told: bool
+) -> None:
+    document = json.loads(unreachable.read_text())
+    document["notification_schema"]["mars"]["storage_policy"] = {} if decided is None else {"allow_duplicates": decided}
+    unreachable.write_text(json.dumps(document))
+    module = write_module("""
+@app.agent("mars")
+async def index(notification: Notification) -> None: ...
+""")
+    ran = run("check", f"{module}:app", "--config", unreachable)
+    assert (ran.code, "agent 'index': the stream of 'mars' keeps one notification per subject" in ran.err) == (0, told)
+    assert ("notification_schema.mars.storage_policy.allow_duplicates" in ran.err) is told
 
 
 @pytest.mark.usefixtures("unreachable")

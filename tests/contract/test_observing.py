@@ -54,6 +54,32 @@ async def test_a_stream_without_consumers_lists_none_and_no_stream_is_an_error(c
         await backend.consumers("OTHER")
 
 
+async def test_a_consumer_tells_how_often_it_has_delivered_and_how_far_it_has_come(
+    create, ensure, publish, backend, inbox, eventually
+):
+    await create(max_msgs_per_subject=1)
+    await publish("mars.before")
+    created = await ensure()
+    for subject in ("mars.a", "mars.a", "mars.a", "mars.b"):
+        await publish(subject)
+
+    async with backend.consume("MARS", "agent", deliver=inbox.deliver, room=inbox.room) as consumer:
+        before, replaced_twice, repeated = await inbox.take(3)
+        before.ack()
+        replaced_twice.ack()
+        repeated.nak()
+        (again,) = await inbox.take(1)
+        again.ack()
+        await consumer.settled()
+        await eventually(num_ack_pending=0)
+        read = await backend.consumer_info("MARS", "agent")
+
+    assert (created.deliveries, created.position) == (0, 0)
+    assert (read.deliveries, read.position) == (4, 5), "of five sequences three were delivered, one of them twice"
+    reset = await backend.reset_consumer("MARS", "agent", sequence=5)
+    assert (reset.deliveries, reset.position) == (0, 4)
+
+
 async def test_a_consumer_knows_when_it_last_delivered_and_when_something_was_last_settled(
     create, ensure, publish, backend, inbox, eventually
 ):

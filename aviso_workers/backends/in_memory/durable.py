@@ -51,6 +51,7 @@ class Durable:
         self.config: dict[str, Any] = {"name": spec.durable_name}
         self._messages = messages
         self._cursor = _start(spec, messages, last_sequence) - 1
+        self._deliveries = 0
         self._waiting: OrderedDict[int, None] = OrderedDict()
         self._outstanding: dict[int, Outstanding] = {}
         self._due: OrderedDict[int, None] = OrderedDict()
@@ -70,6 +71,8 @@ class Durable:
             num_pending=self.num_pending,
             num_ack_pending=len(self._outstanding),
             num_redelivered=sum(1 for message in self._outstanding.values() if message.num_delivered > 1),
+            deliveries=self._deliveries,
+            position=self._cursor,
             ack_floor=min(self._outstanding) - 1 if self._outstanding else self._cursor,
             last_delivered=_time(self.last_delivered_ns),
             last_settled=_time(self.last_settled_ns),
@@ -89,6 +92,7 @@ class Durable:
     def reset(self, sequence: int) -> None:
         """Go on at `sequence`, and know nothing of what was delivered before."""
         self._cursor = sequence - 1
+        self._deliveries = 0
         self._outstanding.clear()
         self._due.clear()
         self.last_delivered_ns = self.last_settled_ns = 0
@@ -113,6 +117,7 @@ class Durable:
             outstanding = self._outstanding[sequence]
             if outstanding.num_delivered < self.config["max_deliver"] or self.config["max_deliver"] < 1:
                 outstanding.num_delivered += 1
+                self._deliveries += 1
                 outstanding.deadline = now + self.ack_wait_seconds
                 return self._messages[sequence], outstanding.num_delivered
             del self._outstanding[sequence]
@@ -120,6 +125,7 @@ class Durable:
         if not self._waiting or len(self._outstanding) >= self.config["max_ack_pending"] > 0:
             return None
         self._cursor, _ = self._waiting.popitem(last=False)
+        self._deliveries += 1
         self._outstanding[self._cursor] = Outstanding(deadline=now + self.ack_wait_seconds)
         return self._messages[self._cursor], 1
 

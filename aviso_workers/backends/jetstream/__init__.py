@@ -353,6 +353,8 @@ def _consumer_info(answer: Mapping[str, Any]) -> ConsumerInfo:
         num_pending=answer["num_pending"],
         num_ack_pending=answer["num_ack_pending"],
         num_redelivered=answer["num_redelivered"],
+        deliveries=answer["delivered"]["consumer_seq"],
+        position=answer["delivered"]["stream_seq"],
         ack_floor=answer["ack_floor"]["stream_seq"],
         last_delivered=_time(answer["delivered"].get("last_active")),
         last_settled=_time(answer["ack_floor"].get("last_active")),

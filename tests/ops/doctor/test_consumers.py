@@ -19,6 +19,7 @@ from aviso_workers.notifications import Batching
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Advisory
 from aviso_workers.ops.doctor.facts import Facts
+from aviso_workers.schema import StoragePolicy
 from tests.ops.doctor.conftest import (
     SECOND,
     Seen,
@@ -164,6 +165,22 @@ def test_a_consumer_that_nobody_has_used_for_a_week(broken: Seen) -> None:
     found = later.found("JS035")
     assert found["MARS > plain"].startswith("nobody asks, and nothing was delivered since")
     assert not {"MARS > pinned", "MARS > pushing"} & found.keys()  # in use
+
+
+def test_an_agent_whose_stream_keeps_the_newest_of_a_subject_only(broken: Seen) -> None:
+    """By hand, of real consumers: the stream, and what the configuration says of it."""
+    assert broken.state("JS063") is State.PASS
+    stream = broken.facts.streams["MARS"]
+    one_per_subject = structs.replace(stream, config=structs.replace(stream.config, max_msgs_per_subject=1))
+    facts = structs.replace(broken.facts, after=structs.replace(broken.facts.after, streams={"MARS": one_per_subject}))
+
+    found = judged(facts).found("JS063")
+
+    assert found == {"mars > field__index": "max_msgs_per_subject 1", "mars > field__load": "max_msgs_per_subject 1"}
+    mars = facts.config.notification_schema["mars"]
+    enough = structs.replace(mars, storage_policy=StoragePolicy(allow_duplicates=False))
+    decided = structs.replace(facts, config=structs.replace(facts.config, notification_schema={"mars": enough}))
+    assert judged(decided).state("JS063") is State.PASS
 
 
 def test_a_pause_that_was_forgotten(broken: Seen) -> None:

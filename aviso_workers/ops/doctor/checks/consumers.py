@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 
+from aviso_workers.config.stream_keys import event_streams
 from aviso_workers.engine import sweeping
 from aviso_workers.notifications import Batch
 from aviso_workers.ops.doctor.answers import Consumer
@@ -208,6 +209,26 @@ def not_pinned(facts: Facts) -> Iterator[Finding]:
             yield about(consumer, f"{consumer.num_pending} pending, and no client pinned in {', '.join(free)}")
         elif pinned[key] >= PINNED_AGAIN:
             yield about(consumer, f"pinned {pinned[key]} times within {facts.elapsed_seconds:.0f} s")
+
+
+@declare(
+    "JS063",
+    "Agents are given every notification",
+    why="with max_msgs_per_subject a newer notification replaces an older one, also before an agent has handled it",
+    cure="set notification_schema.{place}.storage_policy.allow_duplicates: true where each one counts" + APPLY + "; "
+    "where the newest is enough, set it to false, which says so",
+)
+def replaced(facts: Facts) -> Iterator[Finding]:
+    event_types = facts.config.notification_schema
+    by_stream = event_streams(event_types)
+    for consumer in facts.consumers.values():
+        stream, event_type = facts.event_streams.get(consumer.stream_name), by_stream.get(consumer.stream_name, "")
+        if stream is None or not consumer.ours or event_types[event_type].allow_duplicates is False:
+            continue
+        if (kept := stream.config.max_msgs_per_subject) > 0:
+            yield Finding(
+                place=event_type, stream=stream.name, consumer=consumer.name, found=f"max_msgs_per_subject {kept}"
+            )
 
 
 @declare(

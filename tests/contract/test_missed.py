@@ -1,0 +1,85 @@
+"""Notifications that a newer one of their subject replaced before their agent came to them, and how they count."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import App, Notification
+from aviso_workers.events import Settled
+from aviso_workers.metrics import Metrics
+from tests.contract.settings import mars
+
+pytestmark = pytest.mark.anyio
+
+Working = Callable[[int], AbstractAsyncContextManager[Metrics]]
+
+
+@pytest.fixture
+def working(app: App) -> Working:
+    """`async with working(2) as metrics`: a new worker, entered when its agent has done so many."""
+
+    @asynccontextmanager
+    async def working(count: int) -> AsyncIterator[Metrics]:
+        metrics = Metrics(app, ready=lambda: True, loop_lag_seconds=lambda: 0.0)
+        app.events.listen(metrics.observe)
+        handled = anyio.Semaphore(0)
+        app.events.listen(lambda _: handled.release(), Settled)
+        stop = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(app.work, stop)
+            with anyio.fail_after(10):
+                for _ in range(count):
+                    await handled.acquire()
+            yield metrics
+            stop.set()
+
+    return working
+
+
+async def missed(app: App, metrics: Metrics, agent: Any) -> str:
+    metrics.lag(agent.name, await app.session.consumer_info(agent))
+    (line,) = (line for line in metrics.render().decode().splitlines() if line.startswith("aviso_worker_missed_total{"))
+    return line.split()[-1]
+
+
+async def publish(app: App, *steps: int) -> None:
+    for step in steps:
+        await app.notify("mars", mars(step=step), {})
+
+
+async def test_what_was_replaced_while_no_worker_ran_is_counted(app: App, working: Working) -> None:
+    @app.agent("mars")
+    async def index(notification: Notification) -> None: ...
+
+    async with app:
+        await publish(app, 1)
+        async with working(1) as metrics:
+            assert await missed(app, metrics, index) == "0.0"
+        await publish(app, 2, 2, 2, 3)
+        async with working(2) as metrics:
+            assert await missed(app, metrics, index) == "2.0"
+
+
+async def test_what_was_replaced_before_there_was_the_agent_is_not(app: App, working: Working) -> None:
+    @app.agent("mars")
+    async def index(notification: Notification) -> None: ...
+
+    async with app:
+        await publish(app, 1, 2, 2, 2, 1)
+        async with working(2) as metrics:
+            assert await missed(app, metrics, index) == "0.0"
+
+
+async def test_what_a_filter_leaves_out_is_not_taken_for_missed(app: App, working: Working) -> None:
+    @app.agent("mars", where={"step": 2})
+    async def index(notification: Notification) -> None: ...
+
+    async with app:
+        await publish(app, 1, 2, 3, 3)
+        async with working(1) as metrics:
+            assert await missed(app, metrics, index) == "NaN"
