@@ -58,7 +58,7 @@ def free_port() -> Iterator[int]:
 
 
 def write_mars_config(path: Path, nats_url: str, **jetstream: Any) -> Path:
-    """A file with the event type `mars` (class and step), on that server."""
+    """A file with the event type `mars` (class and step), on that server. A key that is None is left out."""
     identifier = {"class": {"type": "StringHandler"}, "step": {"type": "IntHandler", "range": [0, 1000]}}
     mars = {
         "topic": {"base": "mars", "key_order": ["class", "step"]},
@@ -67,7 +67,10 @@ def write_mars_config(path: Path, nats_url: str, **jetstream: Any) -> Path:
     }
     backend = {"nats_url": nats_url, "reconnect_delay_ms": 100, "max_reconnect_attempts": 0, **jetstream}
     document = {
-        "notification_backend": {"kind": "jetstream", "jetstream": backend},
+        "notification_backend": {
+            "kind": "jetstream",
+            "jetstream": {key: value for key, value in backend.items() if value is not None},
+        },
         "notification_schema": {"mars": mars},
         "workers": {"status": {"port": 0}, "logging": {"format": "json"}},
     }

@@ -62,11 +62,18 @@ class JetStream(Struct, frozen=True, kw_only=True):
     ] = field(default_factory=lambda: ServerUrls(DEFAULT_URL))
     token: Annotated[Secret | None, about("Token to authenticate with. Default: NATS_TOKEN of the environment.")] = None
     timeout_seconds: Annotated[Positive, about("Seconds for one attempt to connect.")] = 30
-    retry_attempts: Annotated[Positive, about("Attempts to connect at startup before giving up.")] = 3
+    retry_attempts: Annotated[
+        Positive,
+        about("Attempts to connect at startup before giving up. A worker for which it is not set tries without end."),
+    ] = 3
 
     enable_auto_reconnect: Annotated[bool, about("Connect again when a connection is lost after startup.")] = True
     max_reconnect_attempts: Annotated[
-        Count, about("Attempts to reconnect before giving up for good; 0 is without end.")
+        Count,
+        about(
+            "Attempts to reconnect before giving up for good; 0 is without end. A worker for which it is not set tries "
+            "without end."
+        ),
     ] = 5
     reconnect_delay_ms: Annotated[Positive, about("Milliseconds between two attempts, at startup as later.")] = 2000
 

@@ -260,6 +260,30 @@ def test_a_server_that_is_killed_and_comes_back_costs_nothing(
     assert {step: counts[step] for step in range(100) if counts[step] > 1} == {}
 
 
+def hang_up(port: int, times: int) -> None:
+    """Be no NATS server on this port: return when that was seen by so many connections."""
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        listener.settimeout(PATIENCE_SECONDS)
+        for _ in range(times):
+            listener.accept()[0].close()
+
+
+def test_a_worker_that_is_told_nothing_else_waits_for_its_server_without_end(
+    start: Start, tmp_path: Path, free_port: int, write_config: Callable[..., Path]
+) -> None:
+    """Commands give up after three attempts to connect and five to reconnect."""
+    config = write_config(f"nats://127.0.0.1:{free_port}", max_reconnect_attempts=None)
+    worker = start("worker", "agents:app", "--config", config)
+    hang_up(free_port, 6)
+    with NatsServer.start(store_dir=tmp_path / "store", port=free_port):
+        worker.until("agent.started")
+    hang_up(free_port, 12)
+    with NatsServer.start(store_dir=tmp_path / "store", port=free_port):
+        worker.until("connection.up")
+        worker.until("agent.started")
+    assert worker.end(signal.SIGTERM) == 0, "".join(worker.told)
+
+
 class TestAWorkerThatCannotStart:
     def test_names_the_server_and_the_attempts(
         self, start: Start, free_port: int, write_config: Callable[..., Path]

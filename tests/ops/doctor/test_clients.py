@@ -157,7 +157,8 @@ def test_backups(left: Seen, tmp_path: Path) -> None:
 def configured(left: Seen, **jetstream: Any) -> Config:
     backend = left.facts.config.notification_backend
     changed = structs.replace(backend, jetstream=structs.replace(backend.jetstream, **jetstream))
-    return structs.replace(left.facts.config, notification_backend=changed)
+    given = {f"notification_backend.jetstream.{key}": "config.yaml:1" for key in jetstream}
+    return structs.replace(left.facts.config, notification_backend=changed, origins=given)
 
 
 @pytest.mark.parametrize(
