@@ -364,8 +364,10 @@ class Backend(Protocol):
         Raises `NotFoundError`.
         """
 
-    async def subject_counts(self, stream: str) -> dict[str, int]:
-        """How many messages of each subject a stream holds: for one of few subjects. Raises `NotFoundError`."""
+    async def subject_counts(self, stream: str, *, subject: str = ">") -> dict[str, int]:
+        """How many messages of each subject that a filter takes a stream holds, as its leader counts them: for few
+        subjects. Raises `NotFoundError`, and `UnavailableError` where subjects come and go faster than they are listed.
+        """
 
     async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
         """Create the durable consumer, or update it where it differs in what can be updated."""

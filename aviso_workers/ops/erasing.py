@@ -34,6 +34,7 @@ from aviso_workers.errors import (
     InvalidNotificationError,
     NotFoundError,
     RefusedError,
+    UnavailableError,
     UndecodableError,
 )
 from aviso_workers.ops.wiping import event_type_of
@@ -167,7 +168,8 @@ class Eraser:
 
     async def _look_into_ours(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
         if self._stream in infos:
-            await self._add(found, self._stream, f"notifications of {self._name}", self._matches)
+            filters = topics.filter_subjects(self._where)
+            await self._add_counted(found, self._stream, f"notifications of {self._name}", self._matches, filters)
         carrying = {dead_lettering.STREAM: _buried, dead_lettering.RETRIES: _requeued, deferring.STREAM: _deferred}
         for stream, original in carrying.items():
             if stream in infos:
@@ -176,20 +178,48 @@ class Eraser:
             stream, subject = f"KV_{bucket}", f"$KV.{bucket}.{key}"
             if stream not in infos:
                 raise NotFoundError(f"no bucket {bucket!r}")
-            await self._add(found, stream, "key of a table", partial(_is_of, subject))
+            await self._add_counted(found, stream, "key of a table", partial(_is_of, subject), [subject])
 
-    async def _add(self, found: dict[str, Finding], stream: str, what: str, matches: Matches) -> None:
+    async def _add_counted(
+        self, found: dict[str, Finding], stream: str, what: str, matches: Matches, filters: Sequence[str]
+    ) -> None:
+        """Add what is found, and make sure that the server counts no more on the subjects that match.
+
+        What is stored meanwhile is looked for as well. Raises `UnavailableError` where the two do not agree.
+        """
+        last = await self._add(found, stream, what, matches)
+        for _ in range(ROUNDS):
+            counts = [await self._backend.subject_counts(stream, subject=each) for each in filters]
+            counted = sum(
+                count
+                for each in counts
+                for subject, count in each.items()
+                if matches(Message(subject=subject, data=b""))
+            )
+            if counted <= len(found[stream].sequences):
+                return
+            last = await self._add(found, stream, what, matches, after=last)
+        raise UnavailableError(
+            f"{stream}: the server counts {counted} messages that match, and reading finds "
+            f"{len(found[stream].sequences)}: begin again, when less of it is published"
+        )
+
+    async def _add(self, found: dict[str, Finding], stream: str, what: str, matches: Matches, *, after: int = 0) -> int:
+        """Add what matches after a sequence; returns the one up to which the stream was read."""
+        last = (await self._backend.stream_info(stream)).last_sequence
         known = self._known.setdefault(stream, set())
-        sequences = {message.sequence async for message in self._messages(stream) if matches(message)}
+        sequences = {message.sequence async for message in self._messages(stream, after, last) if matches(message)}
         known |= sequences
         if stream in found:
             sequences |= set(found[stream].sequences)
         found[stream] = Finding(stream=stream, what=what, sequences=tuple(sorted(sequences)))
+        return last
 
-    async def _messages(self, stream: str) -> AsyncIterator[Message]:
-        last = (await self._backend.stream_info(stream)).last_sequence
+    async def _messages(self, stream: str, after: int, last: int) -> AsyncIterator[Message]:
         filters = topics.filter_subjects(self._where) if stream == self._stream else ()
-        reading = self._backend.read_chunks(stream, filter_subjects=filters, start_sequence=1, last_sequence=last)
+        reading = self._backend.read_chunks(
+            stream, filter_subjects=filters, start_sequence=after + 1, last_sequence=last
+        )
         async with aclosing(reading):
             async for chunk in reading:
                 for message in chunk:

@@ -105,14 +105,7 @@ async def count(app: App, stream: str, subject: str) -> int:
     """How many messages match a subject, without a consumer: a work queue does not take one more. Raises
     `NotFoundError`.
     """
-    api = app.session.backend.administration().api
-    counts: dict[str, int] = {}
-    while True:
-        page = await api(f"STREAM.INFO.{stream}", {"subjects_filter": subject, "offset": len(counts)})
-        found = page["state"].get("subjects") or {}
-        counts |= found
-        if len(counts) >= page["total"] or not found:
-            return sum(counts.values())
+    return sum((await app.session.backend.subject_counts(stream, subject=subject)).values())
 
 
 async def message(app: App, stream: str, *, sequence: int | None = None, subject: str | None = None) -> StoredMessage:

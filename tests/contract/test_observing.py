@@ -120,6 +120,9 @@ async def test_messages_are_counted_by_subject(create, publish, backend):
         await publish(subject)
 
     assert await backend.subject_counts("MARS") == {"mars.od": 2, "mars.rd": 1}
+    assert await backend.subject_counts("MARS", subject="mars.*") == {"mars.od": 2, "mars.rd": 1}
+    assert await backend.subject_counts("MARS", subject="mars.rd") == {"mars.rd": 1}
+    assert await backend.subject_counts("MARS", subject="mars.ai") == {}
     with pytest.raises(NotFoundError):
         await backend.subject_counts("OTHER")
 

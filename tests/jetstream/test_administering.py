@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import anyio
 import pytest
@@ -11,6 +12,7 @@ from aviso_workers import config
 from aviso_workers.backends import Administration
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
+from aviso_workers.backends.jetstream.administering import Administration as Administered
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.server import NatsServer
 
@@ -81,3 +83,33 @@ async def test_nobody_to_ask_is_said(administration: Administration) -> None:
 async def test_there_is_nothing_to_administer_in_memory() -> None:
     with pytest.raises(RefusedError, match="in-memory backend has no server"):
         InMemoryBackend(config.InMemory()).administration()
+
+
+class ListingConnection:
+    """A connection to a server whose answers to a listing are these, one after another."""
+
+    def __init__(self, *answers: tuple[int, list[str]]) -> None:
+        self._answers = list(answers)
+        self.offsets: list[int] = []
+
+    async def api(self, subject: str, request: dict[str, Any]) -> dict[str, Any]:
+        self.offsets.append(request["offset"])
+        total, names = self._answers.pop(0)
+        return {"total": total, "limit": 2, "streams": names, "state": {"subjects": dict.fromkeys(names, 1)}}
+
+
+async def test_a_listing_that_changes_while_it_is_read_is_begun_again() -> None:
+    # Without the first one, the second page begins one entry later than it should.
+    changing = ListingConnection((4, ["a", "b"]), (3, ["d"]), (3, ["b", "c"]), (3, ["d"]))
+    assert await Administered(changing).pages("STREAM.NAMES", "streams") == ["b", "c", "d"]
+    assert changing.offsets == [0, 2, 0, 2]
+
+
+async def test_subjects_are_counted_whole_or_not_at_all() -> None:
+    assert await Administered(ListingConnection((3, ["a", "b"]), (3, ["c"]))).subject_counts("MARS", ">") == {
+        "a": 1,
+        "b": 1,
+        "c": 1,
+    }
+    with pytest.raises(UnavailableError, match="2 of its 3 subjects were listed"):
+        await Administered(ListingConnection((3, ["a", "b"]), (3, []))).subject_counts("MARS", ">")

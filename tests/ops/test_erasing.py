@@ -12,8 +12,8 @@ import anyio
 import pytest
 
 from aviso_workers import App, Notification, Reject
-from aviso_workers.backends import Administration, Message
-from aviso_workers.errors import InvalidNotificationError, NotFoundError, RefusedError
+from aviso_workers.backends import Administration, Chunk, Message
+from aviso_workers.errors import InvalidNotificationError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.ops.erasing import Eraser, Survey
 from aviso_workers.server import NatsServer
 
@@ -159,6 +159,39 @@ async def test_the_key_of_a_table_goes_with_its_history(place: Place) -> None:
     assert [place.on_disk(text) for text in ("secret-value", "another", "of-somebody-else")] == [0, 0, 1]
     assert await bucket.get("od") is None
     assert (await bucket.get("rd")) is not None
+
+
+async def test_an_erasure_that_does_not_find_what_the_server_counts_is_no_success(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await place.notify("od", range(3))
+    await place.notify("rd", range(3))
+    backend = place.app.session.backend
+    whole = backend.read_chunks
+
+    async def short(stream: str, **bounds: Any) -> AsyncGenerator[Chunk, None]:
+        async for chunk in whole(stream, **bounds):
+            yield chunk.only([sequence != 2 for sequence in chunk.sequences])
+
+    monkeypatch.setattr(backend, "read_chunks", short)
+    with pytest.raises(UnavailableError, match="MARS: the server counts 3 messages that match, and reading finds 2"):
+        await place.erase(where={"class": "od"})
+    assert not place.audit.exists()
+
+
+async def test_what_is_stored_during_a_survey_is_found(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    await place.notify("od", range(3))
+    backend = place.app.session.backend
+    whole = backend.read_chunks
+
+    async def late(stream: str, **bounds: Any) -> AsyncGenerator[Chunk, None]:
+        async for chunk in whole(stream, **bounds):
+            yield chunk
+        if stream == "MARS" and bounds["start_sequence"] == 1:
+            await place.notify("od", [3])
+
+    monkeypatch.setattr(backend, "read_chunks", late)
+    assert _found(await Eraser(place.app, "mars", where={"class": "od"}).survey()) == {"MARS": (1, 2, 3, 4)}
 
 
 async def test_one_notification_is_erased_by_its_id(place: Place) -> None:

@@ -36,6 +36,7 @@ from aviso_workers.backends.in_memory import reading
 from aviso_workers.backends.in_memory.account import MAX_PAYLOAD, Account
 from aviso_workers.backends.in_memory.connection import Connection
 from aviso_workers.backends.in_memory.consuming import Dispatcher, InMemoryConsumer
+from aviso_workers.backends.in_memory.subjects import pattern
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, RefusedError
@@ -150,9 +151,10 @@ class InMemoryBackend:
         await self._connection.reach()
         return self._account.stream(stream).newest(subject)
 
-    async def subject_counts(self, stream: str) -> dict[str, int]:
+    async def subject_counts(self, stream: str, *, subject: str = ">") -> dict[str, int]:
         await self._connection.reach()
-        return {subject: len(sequences) for subject, sequences in self._account.stream(stream).subjects.items()}
+        wanted, held = pattern([subject]), self._account.stream(stream).subjects
+        return {found: len(sequences) for found, sequences in held.items() if wanted.fullmatch(found)}
 
     async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
         await self._connection.reach()

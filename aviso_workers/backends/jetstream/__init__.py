@@ -159,14 +159,8 @@ class JetStreamBackend:
             return None
         return reading.message_of(answer["message"])
 
-    async def subject_counts(self, stream: str) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        while True:
-            page = await self._connection.api(f"STREAM.INFO.{stream}", {"subjects_filter": ">", "offset": len(counts)})
-            found = page["state"].get("subjects") or {}
-            counts |= found
-            if len(counts) >= page["total"] or not found:
-                return counts
+    async def subject_counts(self, stream: str, *, subject: str = ">") -> dict[str, int]:
+        return await self._administration.subject_counts(stream, subject)
 
     async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
         subject = f"CONSUMER.CREATE.{stream}.{spec.durable_name}"

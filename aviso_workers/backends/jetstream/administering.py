@@ -21,6 +21,9 @@ from aviso_workers.errors import UnavailableError
 
 __all__ = ["Administration"]
 
+MOST_LISTINGS = 5
+"""How often a listing is begun again, because it changed while it was read."""
+
 
 class Administration:
     """See `backends.Administration`."""
@@ -43,14 +46,29 @@ class Administration:
         return await self._connection.api(subject, request, prefix=prefix, timeout_seconds=timeout_seconds)
 
     async def pages(self, subject: str, found: str) -> list[Any]:
-        everything: list[Any] = []
-        offset = 0
-        while True:
-            page = await self._connection.api(subject, {"offset": offset})
-            everything += page[found] or ()
-            offset += page["limit"]  # not by how many came: a cluster leaves out those that do not answer
-            if offset >= page["total"]:
-                return everything
+        return [each for page in await self._listing(subject, {}) for each in page[found] or ()]
+
+    async def subject_counts(self, stream: str, subject: str) -> dict[str, int]:
+        """See `backends.Backend.subject_counts`."""
+        pages = await self._listing(f"STREAM.INFO.{stream}", {"subjects_filter": subject})
+        counts: dict[str, int] = {}
+        for page in pages:
+            counts |= page["state"].get("subjects") or {}
+        if len(counts) != pages[0]["total"]:
+            raise UnavailableError(f"{stream}: {len(counts)} of its {pages[0]['total']} subjects were listed")
+        return counts
+
+    async def _listing(self, subject: str, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """All pages of a listing, of one time: where the number of entries changes meanwhile, it is begun again."""
+        for _ in range(MOST_LISTINGS):
+            pages: list[dict[str, Any]] = []
+            offset = 0  # not by how many came: a cluster leaves out those that do not answer
+            while not pages or pages[-1]["total"] == pages[0]["total"]:
+                pages.append(await self._connection.api(subject, {**request, "offset": offset}))
+                offset += pages[-1]["limit"]
+                if offset >= pages[-1]["total"] == pages[0]["total"]:
+                    return pages
+        raise UnavailableError(f"{subject}: entries come and go faster than they are listed")
 
     async def request(self, subject: str, data: bytes = b"", *, timeout_seconds: float = API_TIMEOUT_SECONDS) -> Heard:
         sent = anyio.current_time()
