@@ -20,6 +20,8 @@
     │       ├── NotFoundError       no such stream, consumer, key or message
     │       └── ConflictError       somebody else was faster: what it depended on is not so any more
     ├── BackupError                 a backup cannot be made, or it is damaged, or it does not fit where it is to go
+    ├── WorkerDiedError             a worker process ended while it handled a notification
+    ├── DeliveriesExhaustedError    a notification was delivered too often, and its failures could not be counted
     ├── TakenOverError              a singleton's notification may have been given to another worker
     ├── ResourceError               a resource that an author declared cannot be opened
     ├── ServerProcessError          a nats-server of our own could not be found or started
@@ -44,6 +46,7 @@ __all__ = [
     "ConflictError",
     "DataLossError",
     "DeclarationError",
+    "DeliveriesExhaustedError",
     "ExecutorError",
     "InvalidIdentifierError",
     "InvalidKeyError",
@@ -64,6 +67,7 @@ __all__ = [
     "UnavailableError",
     "UndecodableError",
     "UnknownEventTypeError",
+    "WorkerDiedError",
     "WorkerProcessError",
 ]
 
@@ -165,6 +169,22 @@ class ConflictError(RefusedError):
 
 class BackupError(AvisoWorkersError):
     """A backup cannot be written or read, is damaged or not whole, or does not fit where it is to go."""
+
+
+class WorkerDiedError(AvisoWorkersError):
+    """A notification was being handled, and nothing else in its process, when the process ended."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+        super().__init__(f"its worker process ended while it was handled (failed attempts so far: {times})")
+
+
+class DeliveriesExhaustedError(AvisoWorkersError):
+    """A notification was delivered very often, and its failures could not be counted."""
+
+    def __init__(self, num_delivered: int) -> None:
+        self.num_delivered = num_delivered
+        super().__init__(f"delivered {num_delivered} times, and its failures could not be stored")
 
 
 class TakenOverError(AvisoWorkersError):

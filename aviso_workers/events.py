@@ -24,6 +24,7 @@ __all__ = [
     "ConsumerDiffers",
     "Event",
     "Events",
+    "FailuresNotStored",
     "LeadershipChanged",
     "Measured",
     "NotRemoved",
@@ -109,6 +110,14 @@ class Passed(Struct, frozen=True):
     """Since it was created or reset, repeats included."""
     sequence: int
     """Of the stream: up to it, everything was delivered, or had left the stream."""
+
+
+class FailuresNotStored(Struct, frozen=True, kw_only=True):
+    """The bucket of an agent's failure counts cannot be used. Stated once, until it can be again."""
+
+    agent: str
+    bucket: str
+    error: Exception
 
 
 class AgentStarted(Struct, frozen=True, kw_only=True):
@@ -233,6 +242,7 @@ Event = (
     | Overdue
     | NotRemoved
     | Settled
+    | FailuresNotStored
     | AgentStarted
     | AgentDisturbed
     | AgentStopped

@@ -18,6 +18,7 @@ from aviso_workers.events import (
     ConnectionSlow,
     ConsumerDiffers,
     Event,
+    FailuresNotStored,
     LeadershipChanged,
     NotRemoved,
     Overdue,
@@ -83,7 +84,15 @@ def observe(event: Event) -> None:
             )
         case AgentStopped():
             log.info("agent.stopped", agent=event.agent, finished=event.finished, returned=event.returned)
-        case Overdue() | NotRemoved() | TaskFailed() | Ticked() | WindowDone() | LeadershipChanged():
+        case (
+            FailuresNotStored()
+            | Overdue()
+            | NotRemoved()
+            | TaskFailed()
+            | Ticked()
+            | WindowDone()
+            | LeadershipChanged()
+        ):
             _observe_beside(event)
         case Skipped():
             log.warning(
@@ -122,8 +131,18 @@ def _cure_of(event: ConsumerDiffers) -> str:
     )
 
 
-def _observe_beside(event: Overdue | NotRemoved | TaskFailed | Ticked | WindowDone | LeadershipChanged) -> None:
+def _observe_beside(
+    event: FailuresNotStored | Overdue | NotRemoved | TaskFailed | Ticked | WindowDone | LeadershipChanged,
+) -> None:
     match event:
+        case FailuresNotStored():
+            log.warning(
+                "failures.not_stored",
+                agent=event.agent,
+                bucket=event.bucket,
+                error=str(event.error),
+                cure="let the worker's user read and write the bucket; until then each process counts by itself",
+            )
         case Overdue():
             log.warning(
                 "notification.overdue",

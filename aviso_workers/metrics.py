@@ -52,6 +52,7 @@ RETRY_REASONS = ("dead_letter_failed", "taken_over")
 """Those that are no exception of an author's."""
 DEAD_LETTER_REASONS = (
     *("attempts_exhausted", "invalid_notification", "late", "max_deliveries", "rejected", "undecodable"),
+    "worker_died",
 )
 ENDINGS = ("crashed", "in_order")
 MOST_REASONS = 50

@@ -453,7 +453,7 @@ class _Recorder:
 
     async def key_value(self, bucket: str, **stated: Any) -> KeyValue:
         self._note_stream(f"KV_{bucket}")
-        return await self._backend.key_value(bucket, **stated)
+        return cast(KeyValue, _MortalBucket(await self._backend.key_value(bucket, **stated), self))
 
     async def publish(self, message: Message, **stated: Any) -> PubAck:
         if self.cut_off:
@@ -488,6 +488,19 @@ class _Recorder:
             deliver(_Mortal(delivery, self))
 
         return self._backend.consume(stream, consumer, deliver=deliver_mortal, **stated)
+
+
+class _MortalBucket:
+    """A bucket in which nothing is changed by a worker that is dead."""
+
+    def __init__(self, bucket: KeyValue, holder: _Recorder) -> None:
+        self._bucket = bucket
+        self._holder = holder
+
+    def __getattr__(self, name: str) -> Any:
+        if self._holder.cut_off:
+            raise UnavailableError("the worker was ended")
+        return getattr(self._bucket, name)
 
 
 class _Mortal:

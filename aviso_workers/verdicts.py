@@ -8,12 +8,36 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from msgspec import Struct
 
-from aviso_workers.errors import DeclarationError, InvalidNotificationError, LateError, UndecodableError
+from aviso_workers.errors import (
+    DeclarationError,
+    DeliveriesExhaustedError,
+    InvalidNotificationError,
+    LateError,
+    UndecodableError,
+    WorkerDiedError,
+)
 
-__all__ = ["Ack", "Again", "Backoff", "Classifier", "DeadLetter", "Reject", "Retry", "Verdict", "decide"]
+__all__ = [
+    "Ack",
+    "Again",
+    "Backoff",
+    "Classifier",
+    "DeadLetter",
+    "Record",
+    "Reject",
+    "Retry",
+    "Verdict",
+    "before_handling",
+    "decide",
+]
+
+SUSPECT_AFTER = 2
+"""After so many deliveries without a recorded failure a notification is run alone: it may be what ends its workers.
+One is common, because a deploy gives back what it had not begun."""
 
 _SENSIBLE = {
     "first": (0, math.inf),
@@ -89,9 +113,35 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class Record(Struct, frozen=True, kw_only=True):
+    """What is known of a notification that was delivered before."""
+
+    failures: int = 0
+    began: bool = False
+    """It was run alone, and its worker has neither settled it nor given it back."""
+    stored: bool = True
+    """Whether failures can be stored; where not, some may be unknown."""
+
+
 Verdict = Ack | Again | DeadLetter
 Classifier = Callable[[Exception], Retry | Reject | None]
 """What an author makes of an exception: tried again, rejected, or (None) done all the same."""
+
+
+def before_handling(
+    record: Record, *, num_delivered: int, attempts: int
+) -> Literal["run", "run_alone", "worker_died", "give_up"]:
+    """What to do with a notification that is delivered again, before its handler is run.
+
+    `worker_died` counts as a failed attempt, `give_up` is the end of what cannot be counted.
+    """
+    if record.began:
+        return "worker_died"
+    if not record.stored and record.failures >= attempts:
+        return "give_up"
+    if num_delivered - 1 - record.failures >= SUSPECT_AFTER:
+        return "run_alone"
+    return "run"
 
 
 def decide(
@@ -104,10 +154,10 @@ def decide(
     """The verdict on what a handler returned, or on the exception that it raised.
 
     `failures` is how often it failed before. The first of `classifiers` whose exception type fits is asked; what one
-    raises takes the exception's place.
+    raises takes the exception's place. They are not asked about a worker that died, which no handler has raised.
     """
     for kind, classify in classifiers:
-        if isinstance(outcome, kind):
+        if isinstance(outcome, kind) and not isinstance(outcome, WorkerDiedError | DeliveriesExhaustedError):
             try:
                 outcome = classify(outcome)
             except Exception as raised:
@@ -122,6 +172,10 @@ def decide(
             return DeadLetter(reason="late")
         case Reject():
             return DeadLetter(reason="rejected")
+        case DeliveriesExhaustedError():
+            return DeadLetter(reason="max_deliveries")
+        case WorkerDiedError() if failures + 1 >= retry.attempts:
+            return DeadLetter(reason="worker_died")
         case Exception() if failures + 1 >= retry.attempts:
             return DeadLetter(reason="attempts_exhausted")
         case Retry(after=float() | int() as after):

@@ -25,11 +25,18 @@ class InBatches:
         origin = kit.outputs.origin()
         while first := await line.take():
             deliveries = [first]
-            with clocks.move_on_after(kit.clock, batching.within):
-                while len(deliveries) < batching.size and (delivery := await line.take()):
-                    deliveries.append(delivery)
+            apart: Delivery | None = None
+            if not line.alone(first):
+                with clocks.move_on_after(kit.clock, batching.within):
+                    while len(deliveries) < batching.size and (delivery := await line.take()):
+                        if line.alone(delivery):
+                            apart = delivery
+                            break
+                        deliveries.append(delivery)
             await kit.pace.wait()
             await self._handle(deliveries, origin)
+            if apart is not None:
+                await self._handle([apart], origin)
 
     async def _handle(self, deliveries: list[Delivery], origin: Origin) -> None:
         kit = self._kit

@@ -1,9 +1,9 @@
-"""How often a notification has failed, kept where every worker finds it.
+"""How often a notification has failed, and whether it ended its worker, kept where every worker finds it.
 
 The delivery count of a server also rises when a worker dies or is replaced, and a deploy must not use up attempts.
 So failures are counted in a bucket of the app's own. It is asked only where a notification may have failed before,
-which is rare, and forgets what nobody asked for within a week. Where it cannot be reached, at worst one attempt too
-many is made.
+which is rare, and forgets what nobody asked for within a week. Where it cannot be used, failures are counted in this
+process, and a notification is given up after more deliveries than any deploy would cost it.
 """
 
 from __future__ import annotations
@@ -13,59 +13,118 @@ from typing import TypeVar
 
 from aviso_workers.backends import Backend, Delivery, KeyValue
 from aviso_workers.errors import BackendError
+from aviso_workers.events import Events, FailuresNotStored
+from aviso_workers.verdicts import SUSPECT_AFTER, Record
 
 __all__ = ["Failures"]
 
 T = TypeVar("T")
 
 FORGOTTEN_AFTER_SECONDS = 7 * 86400.0
+UNCOUNTED_DELIVERIES = 20
+"""How many deliveries of a notification may have ended without a failure, where failures cannot be stored."""
+MOST_REMEMBERED = 10_000
+"""Failure counts that a process remembers of notifications that it has given back, where they cannot be stored."""
 
 
 class Failures:
     """The failure counts of one agent."""
 
-    def __init__(self, backend: Backend, *, app: str, agent: str, stream: str) -> None:
+    def __init__(self, backend: Backend, *, app: str, agent: str, stream: str, events: Events) -> None:
         self._backend = backend
+        self._agent = agent
         self._bucket = f"{app}_failures"
         self._prefix = f"{agent}.{stream}"
+        self._events = events
         self._values: KeyValue | None = None
-        self._kept: dict[str, int] = {}
-        """By key: failures of what stays here and waits in its lane, and is not delivered anew."""
+        self._counts: dict[str, int] = {}
+        """By key: of what is held here and has failed, and of what could not be stored."""
+        self._begun: set[str] = set()
+        """Keys of which the bucket says that a worker has begun."""
+        self._stored = True
+        """Whether the last failure could be stored."""
 
-    async def count(self, delivery: Delivery) -> int:
-        """How often it failed before."""
+    async def look(self, delivery: Delivery) -> Record:
+        """What is known of a notification that was delivered before. `count` says the same from then on."""
         key = self._key(delivery)
-        kept = self._kept.get(key, 0)
-        if delivery.num_delivered == 1:
-            return kept
         entry = await self._try(lambda values: values.get(key))
-        return max(kept, int(entry.value)) if entry else kept
+        failures = max(self._counts.get(key, 0), int(entry.value) if entry else 0)
+        if not self._stored:
+            failures = max(failures, delivery.num_delivered - 1 - UNCOUNTED_DELIVERIES)
+        if failures:
+            self._remember(key, failures)
+        began = False
+        if delivery.num_delivered > SUSPECT_AFTER:  # before, nobody makes that record
+            began = await self._try(lambda values: values.get(_began(key))) is not None
+        if began:
+            self._begun.add(key)
+        return Record(failures=failures, began=began, stored=self._stored)
+
+    def count(self, delivery: Delivery) -> int:
+        """How often one that is held here failed before."""
+        return self._counts.get(self._key(delivery), 0)
+
+    async def begin(self, delivery: Delivery) -> None:
+        """Record that its handler begins, so that it is known which notification ended this process."""
+        key = self._key(delivery)
+        self._begun.add(key)
+        await self._write(lambda values: values.put(_began(key), str(delivery.num_delivered).encode()))
+
+    async def clear(self, delivery: Delivery) -> None:
+        """Its handler does not run, and this process lives: remove the record that it began."""
+        key = self._key(delivery)
+        if key in self._begun:
+            self._begun.discard(key)
+            await self._write(lambda values: values.delete(_began(key)))
 
     async def add(self, delivery: Delivery, *, before: int, kept: bool) -> None:
         """Remember one more failure. `kept`: it stays here, and is not given back to the server."""
-        key = self._key(delivery)
-        if kept:
-            self._kept[key] = before + 1
-        await self._try(lambda values: values.put(key, str(before + 1).encode()))
+        key, failures = self._key(delivery), before + 1
+        await self.clear(delivery)
+        stored = await self._write(lambda values: values.put(key, str(failures).encode()))
+        if kept or not stored:
+            self._remember(key, failures)
+        else:
+            self._counts.pop(key, None)
 
     async def forget(self, delivery: Delivery) -> None:
         """It is settled."""
-        if delivery.num_delivered == 1 and not self._kept:
+        if delivery.num_delivered == 1 and not self._counts:
             return
         key = self._key(delivery)
-        if await self.count(delivery):
-            self._kept.pop(key, None)
-            await self._try(lambda values: values.delete(key))
+        await self.clear(delivery)
+        if self._counts.pop(key, 0):
+            await self._write(lambda values: values.delete(key))
+
+    def _remember(self, key: str, failures: int) -> None:
+        self._counts[key] = failures
+        if len(self._counts) > MOST_REMEMBERED:
+            del self._counts[next(iter(self._counts))]
+
+    async def _write(self, deed: Callable[[KeyValue], Awaitable[int]]) -> bool:
+        """Whether it was done."""
+        done = await self._try(deed) is not None
+        self._stored = self._stored or done
+        return done
 
     async def _try(self, deed: Callable[[KeyValue], Awaitable[T]]) -> T | None:
+        """None where the bucket cannot be used, which is said once, until something can be stored again."""
         try:
             if self._values is None:
                 self._values = await self._backend.key_value(self._bucket, ttl_seconds=FORGOTTEN_AFTER_SECONDS)
             return await deed(self._values)
-        except BackendError:
+        except BackendError as error:
             self._values = None  # it may have been deleted
+            if self._stored:
+                self._stored = False
+                self._events.emit(FailuresNotStored(agent=self._agent, bucket=self._bucket, error=error))
             return None
 
     def _key(self, delivery: Delivery) -> str:
         # With its time, because a stream that is made anew counts from 1 again.
         return f"{self._prefix}.{delivery.message.sequence}.{delivery.message.timestamp_ns}"
+
+
+def _began(key: str) -> str:
+    """The key of the record that a handler began. Apart from the count, which workers of older versions read too."""
+    return f"{key}.began"

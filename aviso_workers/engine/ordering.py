@@ -17,6 +17,7 @@ from anyio.lowlevel import checkpoint
 
 from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock
+from aviso_workers.engine.isolation import Isolation
 
 __all__ = ["Line"]
 
@@ -40,10 +41,20 @@ class _Place:
 class Line:
     """Deliveries that wait or run. With `key` of a subject, those of one key form a lane; without, each is its own."""
 
-    def __init__(self, clock: Clock, *, key: Callable[[str], Hashable] | None = None) -> None:
+    def __init__(
+        self, clock: Clock, *, key: Callable[[str], Hashable] | None = None, isolation: Isolation | None = None
+    ) -> None:
+        """With `isolation`, what was delivered before is given to `take_redelivered` first."""
         self.ordered = key is not None
+        self.closed = False
+        """Whether nothing is handed out any more."""
         self._clock = clock
         self._key = key
+        self._sorts_out = isolation is not None
+        self._isolation = isolation or Isolation(clock)
+        self._isolation.join(self)
+        self._redelivered: deque[Delivery] = deque()
+        self._redelivery = anyio.Event()
         self._held: dict[int, _Place] = {}
         """All, by sequence, in order of arrival."""
         self._ready: deque[Delivery] = deque()
@@ -53,7 +64,6 @@ class Line:
         self._waking = False
         """Whether somebody who was idle has been called and has not come yet."""
         self._taken_at = self._turn_ends = 0.0
-        self._closed = False
         self.running = 0
         """Deliveries whose handling has begun."""
         self.finished = 0
@@ -115,7 +125,7 @@ class Line:
             await checkpoint()
             self._turn_ends = self._clock.monotonic() + TURN_SECONDS
         while (place := self._next()) is None:
-            if self._closed:
+            if self.closed:
                 await checkpoint()  # who asks again and again must not stop the loop
                 return None
             await self._turn()
@@ -125,7 +135,37 @@ class Line:
         place.waited = now - place.since
         self.running += 1
         self.made_room()
+        if place.delivery is self._isolation.alone:
+            await self._isolation.begin()
         return place.delivery
+
+    async def take_redelivered(self) -> Delivery | None:
+        """The next that was delivered before, for whoever decides whether it may be taken; None when closed."""
+        while not self._redelivered:
+            if self.closed:
+                return None
+            self._redelivery = anyio.Event()
+            await self._redelivery.wait()
+        return self._redelivered.popleft()
+
+    def admit(self, delivery: Delivery, *, first: bool = False) -> None:
+        """Let it be taken, before all others or after them."""
+        if self.closed:
+            return
+        if first:
+            self._ready.appendleft(delivery)
+        else:
+            self._ready.append(delivery)
+        self._wake()
+
+    def alone(self, delivery: Delivery) -> bool:
+        """Whether it is to be handled by itself, and not together with others."""
+        return delivery is self._isolation.alone
+
+    def wake(self) -> None:
+        """Handlers may begin again."""
+        if self._ready:
+            self._wake()
 
     def done(self, delivery: Delivery) -> None:
         """It is settled: it is held no more, and what waits behind it may go."""
@@ -151,7 +191,11 @@ class Line:
 
     def close(self) -> None:
         """Hand out nothing any more, and let the workers end. What arrives now is only held."""
-        self._closed = True
+        self.closed = True
+        self._redelivered.clear()
+        self._redelivery.set()
+        if any(map(self.alone, self._ready)):
+            self._isolation.note_end(self._ready[0])  # it has not begun, and will not
         self._ready.clear()
         self._lanes.clear()
         while self._idle:
@@ -183,8 +227,12 @@ class Line:
         """It does not run, or not any more."""
         self.running -= place.waited is not None
         place.waited = None
+        if self._isolation.alone is not None:
+            self._isolation.note_end(place.delivery)
 
     def _next(self) -> _Place | None:
+        if self._isolation.closed and not (self._ready and self.alone(self._ready[0])):
+            return None
         while self._ready:
             delivery = self._ready.popleft()
             if place := self._place(delivery):
@@ -208,9 +256,11 @@ class Line:
         self._waking = False
 
     def _offer(self, delivery: Delivery) -> None:
-        if not self._closed:
-            self._ready.append(delivery)
-            self._wake()
+        if self._sorts_out and delivery.num_delivered > 1 and not self.closed:
+            self._redelivered.append(delivery)
+            self._redelivery.set()
+        else:
+            self.admit(delivery)
 
     def _wake(self) -> None:
         if self._idle and not self._waking:

@@ -12,6 +12,7 @@ import anyio
 from aviso_workers.backends import Consumer
 from aviso_workers.clocks import Clock
 from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.redeliveries import Redeliveries
 
 __all__ = ["MOST_PREFETCH", "AgentRun", "Form"]
 
@@ -46,12 +47,14 @@ class AgentRun:
         prefetch: int,
         ack_wait_seconds: float,
         most_prefetch: int = MOST_PREFETCH,
+        redeliveries: Redeliveries | None = None,
     ) -> None:
         self.line = line
         self.line.made_room = self._refill
         self.returned = 0
         """Deliveries that were given back because the worker stops."""
         self._form = form
+        self._redeliveries = redeliveries
         self._clock = clock
         self._workers = workers
         self._least = self._prefetch = prefetch
@@ -89,6 +92,8 @@ class AgentRun:
             try:
                 with anyio.CancelScope() as draining:
                     async with anyio.create_task_group() as workers:
+                        if self._redeliveries is not None:
+                            workers.start_soon(self._redeliveries.work)
                         for _ in range(self._workers):
                             workers.start_soon(self._form.work)
                         await stop.wait()

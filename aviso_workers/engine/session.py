@@ -20,10 +20,12 @@ from aviso_workers.engine.dead_lettering import DeadLetters, Requeued, retry_sub
 from aviso_workers.engine.deferring import Courier
 from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.handling import Kit, OneByOne
+from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publishing import Publisher
 from aviso_workers.engine.pulling import MOST_PREFETCH, AgentRun, Form
+from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.replaying import Replayer
 from aviso_workers.engine.returning import Outputs
 from aviso_workers.engine.scheduling import run_timers
@@ -46,8 +48,6 @@ __all__ = ["Session", "open_session"]
 
 MAX_ACK_PENDING = 10_000
 """Unsettled notifications of one agent over all its workers; those that wait for a retry count."""
-CRASHES = 20
-"""How many deliveries of a notification may end without a verdict, because the worker died, before it is given up."""
 LANES_PREFETCH = 1000
 """What may wait with an ordered agent: more than its concurrency, because what waits in a lane holds a place."""
 STREAM_PREFETCH = 16
@@ -81,6 +81,7 @@ class Session:
         )
         self.runs: dict[str, AgentRun] = {}
         """The agents at work, by name."""
+        self._isolation = Isolation(backend.clock)
         self._dead_letters = DeadLetters(backend, app=app, config=config, provisioner=self.own_streams)
         self._app = app
         self._config = config
@@ -184,12 +185,17 @@ class Session:
         where = schema.parse_where(agent.event_type, declared, agent.where)
         stream = streams.event_stream(agent.event_type, declared, self._config)
         clock, policy = self.backend.clock, agent.policy
-        line = Line(clock, key=topics.key_of(where.topic, policy.order_by) if policy.order_by else None)
+        line = Line(
+            clock,
+            key=topics.key_of(where.topic, policy.order_by) if policy.order_by else None,
+            isolation=self._isolation,
+        )
+        failures = Failures(self.backend, app=self._app, agent=agent.name, stream=stream.name, events=self._events)
         settler = Settler(
             agent,
             stream=stream.name,
             line=line,
-            failures=Failures(self.backend, app=self._app, agent=agent.name, stream=stream.name),
+            failures=failures,
             dead_letters=self._dead_letters,
             clock=clock,
             events=self._events,
@@ -208,16 +214,23 @@ class Session:
             # A singleton holds one at a time, and asks for the next one whenever one begins.
             most_prefetch=1 if policy.singleton else MOST_PREFETCH,
             ack_wait_seconds=min(policy.ack_wait, SINGLETON_BEAT_SECONDS) if policy.singleton else policy.ack_wait,
+            redeliveries=Redeliveries(
+                line=line,
+                failures=failures,
+                settler=settler,
+                isolation=self._isolation,
+                attempts=policy.retry.attempts,
+                clock=clock,
+            ),
         )
         self.runs[agent.name] = run
         durable = agent.durable_name(self._app)
-        max_deliver = policy.retry.attempts + CRASHES
         filters = topics.filter_subjects(where)
         feeds = [
             Feed(
                 stream=stream,
                 consumer=_served(
-                    _consumer(durable, filters, policy.ack_wait, max_deliver, start=policy.start),
+                    _consumer(durable, filters, policy.ack_wait, start=policy.start),
                     singleton=policy.singleton,
                     priority=self._priority,
                 ),
@@ -230,7 +243,7 @@ class Session:
             Feed(
                 stream=dead_lettering.retries_spec(self._config),
                 consumer=_served(
-                    _consumer(durable, (retry_subject(self._app, agent.name),), policy.ack_wait, max_deliver),
+                    _consumer(durable, (retry_subject(self._app, agent.name),), policy.ack_wait),
                     singleton=policy.singleton,
                 ),
                 provisioner=self.own_streams,
@@ -274,7 +287,7 @@ class Session:
         )
         feed = Feed(
             stream=sweeping.advisories_spec(self._config),
-            consumer=_consumer(f"{self._app}__{SWEEP}", (sweeping.ADVISORIES,), SWEEP_ACK_WAIT, max_deliver=-1),
+            consumer=_consumer(f"{self._app}__{SWEEP}", (sweeping.ADVISORIES,), SWEEP_ACK_WAIT),
             provisioner=self.own_streams,
         )
         await self._supervise(SWEEP, run, [feed], stop)
@@ -304,9 +317,7 @@ class Session:
         )
         feed = Feed(
             stream=deferring.stream_spec(self._config),
-            consumer=_consumer(
-                COURIER_DURABLE, (f"{deferring.DUE}.>",), COURIER_ACK_WAIT, max_deliver=-1, max_ack_pending=-1
-            ),
+            consumer=_consumer(COURIER_DURABLE, (f"{deferring.DUE}.>",), COURIER_ACK_WAIT, max_ack_pending=-1),
             provisioner=self.own_streams,
         )
         async with anyio.create_task_group() as tasks:
@@ -366,7 +377,6 @@ def _consumer(
     durable: str,
     filters: tuple[str, ...],
     ack_wait: float,
-    max_deliver: int,
     *,
     max_ack_pending: int = MAX_ACK_PENDING,
     start: str = "all",
@@ -376,7 +386,7 @@ def _consumer(
         filter_subjects=filters,
         ack_wait=int(ack_wait * streams.SECOND),
         max_ack_pending=max_ack_pending,
-        max_deliver=max_deliver,
+        max_deliver=-1,  # only an agent gives up, when its dead letter is stored
         **streams.starting(start),
     )
 

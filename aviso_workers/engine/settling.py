@@ -103,7 +103,7 @@ class Settler:
 
     async def _carry_out(self, delivery: Delivery, error: Exception) -> _End:
         policy = self._agent.policy
-        failures = await self._failures.count(delivery)
+        failures = self._failures.count(delivery)
         verdict = verdicts.decide(error, failures=failures, retry=policy.retry, classifiers=self._agent.classifiers)
         match verdict:
             case Ack():

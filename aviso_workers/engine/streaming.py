@@ -27,14 +27,15 @@ class AsStream:
         """See `pulling.Form`. The function is run again and again, each time when there is something for it."""
         kit = self._kit
         origin = kit.outputs.origin()
-        while (delivery := await kit.line.take()) is not None:
+        delivery = await kit.line.take()
+        while delivery is not None:
             source = _Source(delivery, kit=kit, origin=origin)
             outcome: object = None
             try:
                 await kit.outputs.publish(await kit.call(Stream(source)))
             except Exception as raised:
                 outcome = raised
-            await source.end(outcome)
+            delivery = await source.end(outcome) or await kit.line.take()
 
 
 class _Source:
@@ -64,12 +65,19 @@ class _Source:
         """What was handed out is done."""
         await self._settle(None)
 
-    async def end(self, outcome: object) -> None:
-        """The function has returned, or raised: that concerns what it was given, or the first if it took nothing."""
+    async def end(self, outcome: object) -> Delivery | None:
+        """The function has returned, or raised: that concerns what it was given, or the first if it took nothing.
+
+        Returns what was taken from the line to be handled by itself, and was not handed out.
+        """
+        gave = bool(self._handed_out)
         await self._settle(outcome)
+        if gave and self._next_up is not None:
+            return self._next_up
         if self._next_up is not None:
             nothing_taken = outcome or RuntimeError("the function returned and has asked for no notification")
             await self._kit.settler.settle(self._next_up, nothing_taken, started=self._kit.clock.monotonic())
+        return None
 
     async def _settle(self, outcome: object) -> None:
         handed_out, self._handed_out = self._handed_out, []
@@ -78,8 +86,13 @@ class _Source:
             await self._kit.settler.settle(delivery, outcome, started=started)
 
     async def _next(self) -> Notification[Any] | None:
-        while (delivery := self._next_up or await self._kit.line.take()) is not None:
+        line = self._kit.line
+        if any(line.alone(delivery) for delivery, _ in self._handed_out):
+            return None
+        while (delivery := self._next_up or await line.take()) is not None:
             self._next_up = delivery
+            if self._handed_out and line.alone(delivery):
+                return None  # what was handed out comes first
             started = self._kit.clock.monotonic()
             notification = await self._kit.read(delivery, started=started)
             if notification is None:

@@ -106,6 +106,8 @@ class Book:
         """By sequence: lane and payload."""
         self.failures: Counter[tuple[str, int]] = Counter()
         """Runs that have failed."""
+        self.deaths: Counter[tuple[str, int]] = Counter()
+        """How often the engine has said that its worker died while it ran alone. Each is a failed attempt."""
         self.successes: Counter[tuple[str, int]] = Counter()
         self.ended: Counter[tuple[str, int]] = Counter()
         """How often the engine has said that it is done with it."""
@@ -116,8 +118,12 @@ class Book:
         self.too_early: list[str] = []
 
     def hear(self, event: Any) -> None:
-        if isinstance(event, Settled) and event.outcome != "retried":
-            self.ended[event.agent, int(event.notification.partition("@")[2])] += 1
+        if not isinstance(event, Settled):
+            return
+        key = event.agent, event.sequence
+        self.deaths[key] += event.reason in ("WorkerDiedError", "worker_died")
+        if event.outcome != "retried":
+            self.ended[key] += 1
 
     def begin(self, agent: str, sequence: int) -> None:
         """In a lane nothing may begin before all that came earlier has ended."""
@@ -140,19 +146,24 @@ class Book:
         if schedule.workers == 1:
             yield from self.too_early
         uncounted = sum(map(_uncounted, schedule.steps))
+        crashes = sum(step.what in ("crash", "disconnect") for step in schedule.steps)
         for sequence, (_, payload) in self.published.items():
             for agent in AGENTS:
                 key = agent, sequence
+                deaths = self.deaths[key]
                 letters = [(letter.reason, letter.attempts) for letter in t.dead_letters if _is_of(letter, key)]
                 if (found := self.settled[key]) != 1:
                     yield f"{agent}: {sequence} was settled {found} times"
                 if (found := self.ended[key] - self.unheard[key]) != 1:
                     yield f"{agent}: {sequence} was said to be settled {found} times"
-                if letters != (wanted := _letters(payload)):
-                    yield f"{agent}: {sequence} has the dead letters {letters}, not {wanted}"
-                if not wanted and not self.successes[key]:
+                if deaths > crashes:
+                    yield f"{agent}: {sequence} is said to have ended its worker {deaths} times, not {crashes}"
+                if letters not in (wanted := _letters(payload, deaths)):
+                    yield f"{agent}: {sequence} has the dead letters {letters}, not one of {wanted}"
+                if not letters and not self.successes[key]:
                     yield f"{agent}: {sequence} was acked and never handled"
-                if not (most := _failures(payload)) <= self.failures[key] <= most + uncounted * bool(most):
+                most = _failures(payload)
+                if not most - deaths <= self.failures[key] <= most + uncounted * bool(most):
                     yield f"{agent}: {sequence} failed {self.failures[key]} times, not {most}"
 
 
@@ -160,17 +171,23 @@ def _is_of(letter: Any, key: tuple[str, int]) -> bool:
     return (letter.agent, letter.original.sequence) == key
 
 
-def _letters(payload: Deed | str) -> list[tuple[str, int]]:
-    """Reason and attempts of each dead letter that there must be."""
+def _letters(payload: Deed | str, deaths: int) -> list[list[tuple[str, int]]]:
+    """Reason and attempts of each dead letter that there must be: one of these lists.
+
+    A crash that keeps a failure from being counted leaves an attempt more, and a death takes one away.
+    """
+    exhausted = [[("attempts_exhausted", ATTEMPTS)], [("worker_died", ATTEMPTS)]]
     match payload:
         case str():
-            return [("undecodable", 1)]
+            return [[("undecodable", 1 + deaths)], *exhausted[:deaths]]
         case Deed(rejects=True):
-            return [("rejected", 1)]
+            return [[("rejected", 1 + deaths)], *exhausted[:deaths]]
         case Deed(fails=fails) if fails >= ATTEMPTS:
-            return [("attempts_exhausted", ATTEMPTS)]
+            return exhausted[: 1 + deaths]
+        case Deed(fails=fails) if fails + deaths >= ATTEMPTS:
+            return [[], *exhausted]
         case _:
-            return []
+            return [[]]
 
 
 def _failures(payload: Deed | str) -> int:

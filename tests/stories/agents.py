@@ -24,6 +24,7 @@ __all__ = [
     "WINDOW_SECONDS",
     "Deed",
     "app",
+    "deadly",
     "lanes",
     "other",
     "outputs",
@@ -52,6 +53,8 @@ class Deed(Struct, frozen=True):
     sends: int = 0
     """Megabytes to publish afterwards."""
     filler: str = ""
+    kills: bool = False
+    """End the process at once."""
     keeps: int = 0
     """Megabytes not to give back."""
 
@@ -63,6 +66,7 @@ threads = App("threads")
 outputs = App("outputs")
 ticking = App("ticking")
 windows = App("windows")
+deadly = App("deadly")
 singletons = App("singletons")
 kept: list[bytes] = []
 
@@ -75,6 +79,20 @@ async def work(notification: Notification[Deed]) -> None:
 @other.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
 async def work_too(notification: Notification[Deed]) -> None:
     await _do(notification.payload, other)
+
+
+@deadly.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=Backoff(first=0.4, attempts=2))
+async def crash(notification: Notification[Deed]) -> None:
+    if notification.payload.kills:
+        _write("killed", notification.payload.n)
+        os._exit(137)
+    await _do(notification.payload, deadly)
+
+
+@deadly.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=Backoff(attempts=1))
+async def beside(notification: Notification[Deed]) -> None:
+    await anyio.sleep(notification.payload.seconds)
+    _write("beside", notification.payload.n)
 
 
 @lanes.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=RETRY, order_by=("expver",))

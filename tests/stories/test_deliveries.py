@@ -211,3 +211,27 @@ async def test_attempts_are_counted_over_restarts_of_the_worker_and_crashes_are_
 
     assert len(record.of("begun", 0)) == RETRY.attempts
     assert [letter.attempts for letter in await dead_letters(server)] == [RETRY.attempts]
+
+
+async def test_a_notification_that_ends_its_process_becomes_a_dead_letter_and_nothing_else_does(
+    run_worker, publish, record, server
+):
+    numbers = range(40)
+    worker = run_worker(app="deadly")
+    await worker.ready()
+    await publish([number for number in numbers if number != 5], seconds=0.05)
+    await publish([5], kills=True)
+    with anyio.fail_after(60):
+        while not worker.logged("notification.dead_lettered"):
+            if worker.process.poll() is not None:
+                worker = run_worker(app="deadly")
+            await anyio.sleep(0.05)
+    await all_done(record, range(6, 40))
+
+    (letter,) = await dead_letters(server)
+    assert (letter.agent, letter.reason, letter.attempts) == ("crash", "worker_died", 2)
+    assert letter.error == "WorkerDiedError: its worker process ended while it was handled (failed attempts so far: 2)"
+    assert len(record.of("killed", 5)) == 4  # twice beside others, then twice alone
+    assert {number for number in numbers if number != 5} == set(record.numbers("done"))
+    await until(lambda: set(record.numbers("beside")) == set(numbers), what=lambda: record.numbers("beside"))
+    assert [await unfinished(server, f"deadly__{agent}") for agent in ("crash", "beside")] == [(0, 0), (0, 0)]

@@ -1,0 +1,77 @@
+"""What becomes of a delivery that is not its notification's first, before its handler is run.
+
+A notification whose handler ends its process (a crash in a library, memory used up) takes along whatever the process
+held, and the server delivers all of it again. So what came back several times without a recorded failure is run alone
+(`isolation`), after a record that it began. A record that is still there when the notification comes again says that
+the process ended while it ran. That is a failure like any other: it counts as an attempt. What never began is run, and
+counts as nothing.
+"""
+
+from __future__ import annotations
+
+import anyio
+
+from aviso_workers import verdicts
+from aviso_workers.backends import Delivery
+from aviso_workers.clocks import Clock
+from aviso_workers.engine.failing import Failures
+from aviso_workers.engine.isolation import Isolation
+from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.settling import Settler
+from aviso_workers.errors import DeliveriesExhaustedError, WorkerDiedError
+
+__all__ = ["Redeliveries"]
+
+
+class Redeliveries:
+    """Lets the redelivered notifications of one agent run, alone where they may end their process."""
+
+    def __init__(
+        self,
+        *,
+        line: Line,
+        failures: Failures,
+        settler: Settler,
+        isolation: Isolation,
+        attempts: int,
+        clock: Clock,
+    ) -> None:
+        self._line = line
+        self._failures = failures
+        self._settler = settler
+        self._isolation = isolation
+        self._attempts = attempts
+        self._clock = clock
+
+    async def work(self) -> None:
+        """Take what was delivered again from the line, until the line is closed."""
+        async with anyio.create_task_group() as tasks:
+            while (delivery := await self._line.take_redelivered()) is not None:
+                tasks.start_soon(self._decide, delivery)
+
+    async def _decide(self, delivery: Delivery) -> None:
+        record = await self._failures.look(delivery)
+        match verdicts.before_handling(record, num_delivered=delivery.num_delivered, attempts=self._attempts):
+            case "run":
+                self._line.admit(delivery)
+            case "run_alone":
+                await self._run_alone(delivery)
+            case "worker_died":
+                await self._fail(delivery, WorkerDiedError(record.failures + 1))
+            case "give_up":
+                await self._fail(delivery, DeliveriesExhaustedError(delivery.num_delivered))
+
+    async def _run_alone(self, delivery: Delivery) -> None:
+        async with self._isolation.of(delivery, begin=lambda: self._failures.begin(delivery)):
+            if self._line.closed or not self._line.holds(delivery):
+                return
+            self._line.admit(delivery, first=True)
+            try:
+                await self._isolation.ended()
+            finally:
+                with anyio.CancelScope(shield=True):  # before it is given back, or it would count as a failure
+                    await self._failures.clear(delivery)
+
+    async def _fail(self, delivery: Delivery, error: Exception) -> None:
+        if not self._line.closed:
+            await self._settler.settle(delivery, error, started=self._clock.monotonic())

@@ -1,0 +1,203 @@
+"""Notifications whose handler kills its worker process: they become dead letters, and those beside them do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+from msgspec import structs
+
+from aviso_workers import Agent, App, Backoff, Batch, Batching, Notification, Notify, Stream
+from aviso_workers.errors import NotFoundError
+from aviso_workers.testing import Harness, harness
+from tests.contract.settings import mars
+
+pytestmark = pytest.mark.anyio
+
+COUNT = 40
+ATTEMPTS = 3
+RETRY = Backoff(first=0.05, factor=1, attempts=ATTEMPTS, jitter=0)
+ONCE = Backoff(attempts=1)
+ACK_WAIT_SECONDS = 0.4
+HANDLING_SECONDS = 0.02
+PATIENCE_SECONDS = 40.0
+
+
+class Handlers:
+    """What the handlers of a test do: most of them wait a little, those of the deadly steps end their worker."""
+
+    def __init__(self, app: App, *deadly: int) -> None:
+        self.deadly = set(deadly)
+        self.began: Counter[int] = Counter()
+        """By step, how often it was handed to a function."""
+        self.killed = anyio.Event()
+        self.deaths = 0
+        self._app = app
+
+    async def handle(self, *notifications: Notification[Any]) -> None:
+        steps = [int(notification.identifier["step"]) for notification in notifications]
+        self.began.update(steps)
+        if self.deadly & set(steps):
+            self.killed.set()
+            await anyio.sleep_forever()
+        await self._app.session.backend.clock.sleep(HANDLING_SECONDS)
+
+    async def crash_until_done(self, t: Harness, *agents: Agent[Any, Any]) -> None:
+        """End the worker whenever a deadly notification is handled, until every notification is settled."""
+        deadline = t.clock.monotonic() + PATIENCE_SECONDS
+        while await self._unsettled(*agents):
+            assert t.clock.monotonic() < deadline, f"{self.deaths} deaths, and began: {self.began}"
+            if self.killed.is_set():
+                self.killed = anyio.Event()
+                self.deaths += 1
+                await t.crash()
+            await t.advance(0.01)
+
+    async def _unsettled(self, *agents: Agent[Any, Any]) -> int:
+        try:
+            infos = [await self._app.session.consumer_info(agent) for agent in agents]
+        except NotFoundError:
+            return COUNT  # the worker is about to make the consumer
+        return sum(info.num_pending + info.num_ack_pending for info in infos)
+
+
+def one_by_one(app: App, handlers: Handlers, *, retry: Backoff = RETRY, **policy: Any) -> Agent[Any, Any]:
+    @app.agent("mars", retry=retry, ack_wait=ACK_WAIT_SECONDS, **policy)
+    async def index(notification: Notification[Any]) -> None:
+        await handlers.handle(notification)
+
+    return index
+
+
+def in_batches(app: App, handlers: Handlers) -> Agent[Any, Any]:
+    @app.agent("mars", retry=RETRY, ack_wait=ACK_WAIT_SECONDS, batch=Batching(size=10, within=0.05), concurrency=2)
+    async def index(batch: Batch[Any]) -> None:
+        await handlers.handle(*batch)
+
+    return index
+
+
+def as_stream(app: App, handlers: Handlers) -> Agent[Any, Any]:
+    @app.agent("mars", retry=RETRY, ack_wait=ACK_WAIT_SECONDS)
+    async def index(stream: Stream[Any]) -> None:
+        async for notification in stream:
+            await handlers.handle(notification)
+
+    return index
+
+
+def as_stream_of_lists(app: App, handlers: Handlers) -> Agent[Any, Any]:
+    @app.agent("mars", retry=RETRY, ack_wait=ACK_WAIT_SECONDS)
+    async def index(stream: Stream[Any]) -> None:
+        async for notifications in stream.take(10, within=0.05):
+            await handlers.handle(*notifications)
+
+    return index
+
+
+FORMS: dict[str, Callable[[App, Handlers], Agent[Any, Any]]] = {
+    "one at a time": one_by_one,
+    "eight at a time": lambda app, handlers: one_by_one(app, handlers, concurrency=8),
+    "in order of a key": lambda app, handlers: one_by_one(app, handlers, concurrency=4, order_by=("expver",)),
+    "as a singleton": lambda app, handlers: one_by_one(app, handlers, singleton=True),
+    "in batches": in_batches,
+    "as a stream": as_stream,
+    "as a stream of lists": as_stream_of_lists,
+}
+
+
+async def publish(app: App) -> None:
+    await app.notify_many(
+        Notify("mars", mars(step=step, expver=f"000{step % 4}"), {"n": step}) for step in range(COUNT)
+    )
+
+
+def dead_letters(t: Harness) -> list[tuple[str, str, int]]:
+    """Of each dead letter the agent, the reason, and the step of the notification."""
+    return [(letter.agent, letter.reason, int(letter.original.subject.split(".")[-1])) for letter in t.dead_letters]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("deadly", [(5,), (3, 25)], ids=["one deadly", "two deadly"])
+async def test_only_what_kills_its_worker_becomes_a_dead_letter(
+    form: str, deadly: tuple[int, ...], app: App, url: str | None
+) -> None:
+    handlers = Handlers(app, *deadly)
+    agent = FORMS[form](app, handlers)
+    async with harness(app, server=url) as t:
+        await publish(app)
+
+        await handlers.crash_until_done(t, agent)
+
+        assert sorted(dead_letters(t)) == [("index", "worker_died", step) for step in sorted(deadly)]
+        assert [letter.attempts for letter in t.dead_letters] == [ATTEMPTS] * len(deadly)
+        assert {step for step in range(COUNT) if handlers.began[step] == 0} == set()
+        assert handlers.deaths <= len(deadly) * (ATTEMPTS + 3)
+
+
+async def test_of_an_agent_that_tries_once_nothing_else_becomes_a_dead_letter_either(app: App, url: str | None) -> None:
+    handlers = Handlers(app, 3, 25)
+    agent = one_by_one(app, handlers, retry=ONCE, concurrency=8)
+    async with harness(app, server=url) as t:
+        await publish(app)
+
+        await handlers.crash_until_done(t, agent)
+
+        assert sorted(dead_letters(t)) == [("index", "worker_died", 3), ("index", "worker_died", 25)]
+
+
+async def test_another_agent_of_the_same_process_loses_nothing(app: App, url: str | None) -> None:
+    handlers, innocent = Handlers(app, 5), Handlers(app)
+    agent = one_by_one(app, handlers, concurrency=4)
+
+    @app.agent("mars", retry=ONCE, ack_wait=ACK_WAIT_SECONDS, concurrency=4)
+    async def beside(notification: Notification[Any]) -> None:
+        await innocent.handle(notification)
+
+    async with harness(app, server=url) as t:
+        await publish(app)
+
+        await handlers.crash_until_done(t, agent, beside)
+
+        assert dead_letters(t) == [("index", "worker_died", 5)]
+        assert set(innocent.began) == set(range(COUNT))
+        assert t.outcomes(beside).count("acked") >= COUNT
+
+
+async def test_a_worker_that_gives_back_what_it_cannot_finish_is_no_failure(
+    app: App, url: str | None, drained_at_once: None
+) -> None:
+    began = anyio.Event()
+
+    @app.agent("mars", retry=ONCE, ack_wait=ACK_WAIT_SECONDS)
+    async def index(notification: Notification[Any]) -> None:
+        began.set()
+        if t.settled(index) == [] and deploys < 6:
+            await app.session.backend.clock.sleep(3600)
+
+    deploys = 0
+    async with harness(app, server=url) as t:
+        await app.notify("mars", mars(), {})
+        while deploys < 6:
+            await until(began, t)
+            deploys, began = deploys + 1, anyio.Event()
+            await t.stop()
+            await t.start()
+        await t.settle()
+        assert t.outcomes(index) == ["acked"]
+        assert t.settled(index)[0].num_delivered > 6
+
+
+async def until(event: anyio.Event, t: Harness) -> None:
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while not event.is_set():
+            await t.advance(0.01)
+
+
+@pytest.fixture
+def drained_at_once(app: App) -> None:
+    """A worker that stops gives its handlers no time."""
+    app.configure(structs.replace(app.config, workers=structs.replace(app.config.workers, drain_timeout_seconds=0.1)))
