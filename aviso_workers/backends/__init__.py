@@ -125,6 +125,8 @@ class Chunk(Struct, frozen=True, kw_only=True):
 class StreamInfo(Struct, frozen=True, kw_only=True):
     config: Mapping[str, Any]
     """JetStream's stream configuration, whole."""
+    time: datetime
+    """When the server said this, by its clock, which store times are of too."""
     messages: int = 0
     bytes: int = 0
     subjects: int = 0

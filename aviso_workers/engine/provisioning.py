@@ -7,13 +7,13 @@ makes it with `streams apply --yes`. Who only reads changes no stream at all.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import UTC, datetime
+from datetime import timedelta
 
 import anyio
 
 from aviso_workers import streams
 from aviso_workers.backends import Backend, ConsumerInfo, StreamInfo
-from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.events import ConsumerDiffers, Events, StreamProvisioned
 from aviso_workers.streams import ConsumerSpec, Difference, Plan, Stored, StreamSpec
 
@@ -129,13 +129,13 @@ class Provisioner:
         max_age = streams.shorter_age(spec, found.config)
         if max_age is None:
             return None
-        since = datetime.fromtimestamp((self._backend.clock.time_ns() - max_age) / 1e9, UTC)
+        since = found.time - timedelta(microseconds=max_age / 1000)
         if found.first_time is None or found.first_time >= since:
             return 0
         try:
             return found.messages - await self._backend.count(spec.name, filter_subjects=(), start_time=since)
-        except RefusedError:
-            return None  # such as a stream of jobs, which no further consumer may read
+        except BackendError:
+            return None  # such as a stream of jobs, or a user, that no further consumer is made for
 
     async def _create(self, plan: Plan) -> Plan:
         """The plan that is left after creating: none, unless somebody else was faster."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import anyio
 import pytest
 from msgspec.structs import replace
 
 from aviso_workers import streams
 from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.errors import UnavailableError
 from aviso_workers.events import Event, Events, StreamProvisioned
 from aviso_workers.streams import StreamSpec
 
@@ -81,6 +84,36 @@ async def test_what_is_older_than_a_shorter_age_is_counted(
     [kept] = stated
     assert kept.differences == ("max_age: unlimited -> 1s, which removes 6 of 7 messages",)
     assert "streams.MARS.max_age" in kept.refused
+
+
+async def test_the_age_of_what_is_stored_is_judged_by_the_clock_that_stored_it(
+    kind, stored, backend, publish, provisioner, elapse, monkeypatch
+) -> None:
+    if kind == "in_memory":
+        pytest.skip("in memory there is one clock")
+    await stored()
+    await elapse(1.5)
+    monkeypatch.setattr(backend.clock, "time_ns", lambda: time.time_ns() - 3600 * SECOND)
+
+    await provisioner.ensure(replace(WANTED, max_age=SECOND))
+
+    assert (await backend.stream_info("MARS")).messages == 6
+
+
+async def test_what_cannot_be_counted_may_be_everything(
+    stored, backend, provisioner, stated, elapse, monkeypatch
+) -> None:
+    async def refuse(*_, **__) -> int:
+        raise UnavailableError("nobody answers, as where the user may make no consumer")
+
+    await stored()
+    await elapse(1.5)
+    monkeypatch.setattr(backend, "count", refuse)
+
+    await provisioner.ensure(replace(WANTED, max_age=SECOND))
+
+    [kept] = stated
+    assert kept.differences == ("max_age: unlimited -> 1s, which removes up to 6 of 6 messages",)
 
 
 async def test_narrower_limits_that_remove_nothing_are_applied(stored, backend, provisioner, stated) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,7 @@ class TestLoss:
         ],
     )
     def test_what_is_missing_is_named(self, state: dict[str, Any], first: int, gone: str):
-        info = StreamInfo(**{"config": {}, "messages": 3, **state})
+        info = StreamInfo(**{"config": {}, "time": datetime.now(UTC), "messages": 3, **state})
 
         loss = offsets.missing(info, stream="MARS", first=first, created_then="")
 

@@ -112,15 +112,15 @@ class InMemoryBackend:
 
     async def stream_info(self, stream: str) -> StreamInfo:
         await self._connection.reach()
-        return self._account.stream(stream).info
+        return self._account.stream(stream).info(now_ns=self._account.now_ns)
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:
         await self._connection.reach()
-        return self._account.create(spec).info
+        return self._account.create(spec).info(now_ns=self._account.now_ns)
 
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
         await self._connection.reach()
-        return self._account.update(config).info
+        return self._account.update(config).info(now_ns=self._account.now_ns)
 
     async def purge_stream(self, stream: str, *, subject: str = "") -> int:
         await self._connection.reach()

@@ -84,10 +84,10 @@ class Stream:
         self._message_ids: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self.configure(config)
 
-    @property
-    def info(self) -> StreamInfo:
+    def info(self, *, now_ns: int) -> StreamInfo:
         return StreamInfo(
             config=dict(self.config),
+            time=datetime.fromtimestamp(now_ns // 1000 / 1e6, UTC),
             messages=len(self.messages),
             bytes=self._bytes,
             subjects=len(self.subjects),

@@ -328,6 +328,7 @@ def _stream_info(answer: Mapping[str, Any]) -> StreamInfo:
     state = answer["state"]
     return StreamInfo(
         config=answer["config"],
+        time=msgspec.convert(answer["ts"], datetime),
         messages=state["messages"],
         bytes=state["bytes"],
         subjects=state.get("num_subjects", 0),
