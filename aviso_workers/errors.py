@@ -18,6 +18,7 @@
     │   ├── OutcomeUnknownError     it may have been done; try again with the same message id
     │   └── RefusedError            not done and not worth repeating
     │       ├── NotFoundError       no such stream, consumer, key or message
+    │       ├── FullError           the stream has reached a limit and refuses what is new
     │       └── ConflictError       somebody else was faster: what it depended on is not so any more
     ├── BackupError                 a backup cannot be made, or it is damaged, or it does not fit where it is to go
     ├── WorkerDiedError             a worker process ended while it handled a notification
@@ -48,6 +49,7 @@ __all__ = [
     "DeclarationError",
     "DeliveriesExhaustedError",
     "ExecutorError",
+    "FullError",
     "InvalidIdentifierError",
     "InvalidKeyError",
     "InvalidNotificationError",
@@ -161,6 +163,10 @@ class RefusedError(BackendError):
 
 class NotFoundError(RefusedError):
     """The stream, consumer, key or message that was named does not exist."""
+
+
+class FullError(RefusedError):
+    """The stream has reached a limit and refuses what is new, until it has lost or removed something."""
 
 
 class ConflictError(RefusedError):

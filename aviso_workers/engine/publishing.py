@@ -26,6 +26,7 @@ from aviso_workers.engine import deferring, holding, originating
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import (
     BackendError,
+    FullError,
     InvalidNotificationError,
     InvalidPayloadError,
     OutcomeUnknownError,
@@ -44,6 +45,8 @@ ACK_TIMEOUT_SECONDS = 5.0
 """How long one attempt waits for its acknowledgement."""
 LONGEST_DELAY_SECONDS = 1.0
 """Attempts do not get rarer than this: an election ends within seconds, and nobody should wait much longer than it."""
+MAY_PASS = (UnavailableError, OutcomeUnknownError, FullError)
+"""What may be cured by the next attempt. A full stream may have room again: publishers wait for it."""
 CHUNK = 500
 """Notifications that are sent together when many are to be stored."""
 CHUNK_BYTES = 1024 * 1024
@@ -282,10 +285,11 @@ class Publisher:
                 if isinstance(result, PubAck):
                     acks[prepared.outgoing.message_id] = result
                     stored[prepared.event_type, _outcome(prepared, result)] += 1
-                elif isinstance(result, UnavailableError | OutcomeUnknownError):
+                elif isinstance(result, MAY_PASS):
                     left.append(prepared)
                     error = result
-                    failure = OutcomeUnknownError if isinstance(result, OutcomeUnknownError) else failure
+                    if failure is not OutcomeUnknownError:
+                        failure = type(result)
                 else:
                     self._emit(prepared.event_type, "failed", attempt)
                     raise result

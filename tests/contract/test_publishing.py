@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from aviso_workers.backends import PubAck
-from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
+from aviso_workers.errors import FullError, NotFoundError, RefusedError, UnavailableError
 
 pytestmark = pytest.mark.anyio
 
@@ -343,7 +343,7 @@ async def test_of_many_a_full_stream_takes_as_many_as_it_has_room_for(create, pu
 
     results = await publish_many([f"mars.{number}" for number in range(50)])
 
-    assert [type(result) for result in results] == [PubAck] * 20 + [RefusedError] * 30
+    assert [type(result) for result in results] == [PubAck] * 20 + [FullError] * 30
     assert {result.code for result in results[20:]} == {10077}
     assert len(await stored()) == 20
 

@@ -18,6 +18,7 @@ from aviso_workers.engine import publishing
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import (
     BackendError,
+    FullError,
     InvalidIdentifierError,
     InvalidNotificationError,
     InvalidPayloadError,
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.anyio
 
 
 class FlakyBackend(InMemoryBackend):
-    """Fails as it is told: `unavailable` before it stores, `unanswered` after it has stored."""
+    """Fails as it is told: `unavailable` or `refused` before it stores, `unanswered` after it has stored."""
 
     def __init__(self, *failures: str) -> None:
         super().__init__(config.InMemory(max_history_per_topic=1000))
@@ -49,6 +50,8 @@ class FlakyBackend(InMemoryBackend):
         failure = self.failures.pop(0) if self.failures else ""
         if failure == "unavailable":
             raise UnavailableError("no leader")
+        if failure == "refused":
+            raise RefusedError("not here")
         ack = await super().publish(message, message_id=message_id, **stated)
         if failure == "unanswered":
             raise OutcomeUnknownError("no answer")
@@ -164,13 +167,36 @@ async def test_given_up_after_one_unanswered_attempt_it_may_be_stored(facts: Fac
 
 
 async def test_what_is_refused_is_not_tried_again(facts: Facts) -> None:
+    async with FlakyBackend("refused") as backend:
+        with pytest.raises(RefusedError, match="not here"):
+            await session_on(backend, facts).publisher.notify(STEP_6)
+    assert len(backend.tries) == 1
+    assert facts.of(Published)[-1] == Published(event_type="mars", outcome="failed", attempts=1)
+
+
+async def test_publishers_wait_until_a_full_stream_has_room_again(facts: Facts) -> None:
     async with FlakyBackend() as backend:
         publisher = session_on(backend, facts, max_messages=1, discard_policy="new").publisher
         await publisher.notify(STEP_6)
-        with pytest.raises(RefusedError, match="is full"):
+        async with anyio.create_task_group() as publishing:
+            publishing.start_soon(publisher.notify, STEP_6)
+            await anyio.sleep(10)
+            await backend.purge_stream("MARS")
+        assert (await backend.stream_info("MARS")).last_sequence == 2
+    assert facts.of(Published)[-1].outcome == "stored"
+
+
+async def test_a_stream_that_stays_full_is_told_when_the_deadline_is_over(facts: Facts) -> None:
+    async with FlakyBackend() as backend:
+        stated = {"max_messages": 1, "discard_policy": "new", "publish_deadline_seconds": 30.0}
+        publisher = session_on(backend, facts, **stated).publisher
+        await publisher.notify(STEP_6)
+        began = anyio.current_time()
+        with pytest.raises(FullError, match="is full: maximum messages exceeded; given up after"):
             await publisher.notify(STEP_6)
-    assert len(backend.tries) == 2
-    assert facts.of(Published)[-1] == Published(event_type="mars", outcome="failed", attempts=1)
+        assert 28 < anyio.current_time() - began < 31
+    assert len({message_id for _, message_id in backend.tries}) == 2
+    assert facts.of(Published)[-1].outcome == "failed"
 
 
 STRICT = structs.replace(MARS, payload=PayloadRule(required=True))

@@ -22,7 +22,7 @@ from aviso_workers.backends import StreamInfo
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.subjects import pattern
 from aviso_workers.codec import MARKER_HEADER, Message, store_time
-from aviso_workers.errors import ConflictError, NotFoundError, RefusedError
+from aviso_workers.errors import ConflictError, FullError, NotFoundError, RefusedError
 
 __all__ = ["Stream", "complete", "payload_size", "total_of", "ttl_of"]
 
@@ -240,7 +240,7 @@ class Stream:
         return max(limit, self._history) if self.keeps_topics else limit
 
     def refuse_when_full(self, messages: Sequence[Message]) -> None:
-        """Raise `RefusedError` where there is no room for all of them."""
+        """Raise `FullError` where there is no room for all of them."""
         if self.config["discard"] != "new":
             return
         # A message that replaces one of its own subject needs no more room than that one leaves.
@@ -250,9 +250,9 @@ class Stream:
             too_many = max(0, len(held) + count - self._subject_limit)
             leaving += [self.messages[sequence] for position, sequence in enumerate(held) if position < too_many]
         if len(self.messages) - len(leaving) + len(messages) > self._limit("max_msgs"):
-            raise RefusedError(f"stream {self.config['name']} is full: maximum messages exceeded", code=10077)
+            raise FullError(f"stream {self.config['name']} is full: maximum messages exceeded", code=10077)
         if self._bytes - sum(map(_size, leaving)) + sum(map(_size, messages)) > self._limit("max_bytes"):
-            raise RefusedError(f"stream {self.config['name']} is full: maximum bytes exceeded", code=10077)
+            raise FullError(f"stream {self.config['name']} is full: maximum bytes exceeded", code=10077)
 
     def _add(self, message: Message) -> None:
         self.messages[message.sequence] = message

@@ -16,6 +16,7 @@ import nats.js.errors
 from aviso_workers.errors import (
     BackendError,
     ConflictError,
+    FullError,
     NotFoundError,
     OutcomeUnknownError,
     RefusedError,
@@ -34,6 +35,9 @@ CONFLICT = {
     10071,  # wrong last sequence, and which one it is
     10164,  # wrong last sequence
 }
+FULL = 10077
+PER_SUBJECT = "per subject"
+"""In the description of 10077: a stream refuses a second message of a subject, which no waiting cures."""
 TRANSIENT = {
     10004,  # peers are rebuilding
     10007,  # cluster no longer a member
@@ -76,6 +80,8 @@ def from_api(what: str, error: Mapping[str, Any]) -> BackendError:
         return NotFoundError(message, code=code)
     if code in CONFLICT:
         return ConflictError(message, code=code)
+    if code == FULL and PER_SUBJECT not in message:
+        return FullError(message, code=code)
     if code in TRANSIENT:
         return UnavailableError(message, code=code)
     return RefusedError(message, code=code)
