@@ -425,8 +425,10 @@ class Backend(Protocol):
     ) -> AsyncGenerator[Message, None]:
         """Stored messages in sequence order, without acks: up to `last_sequence`, else on and on as they come.
 
-        A `start_time` wins over `start_sequence`; both are inclusive. Raises `UnavailableError` where reading was
-        interrupted (read on after the last sequence that came), `NotFoundError` where the stream is gone.
+        A `start_time` wins over `start_sequence`; both are inclusive. It ends where nothing more matches up to
+        `last_sequence`, and not before. Raises `UnavailableError` where reading was interrupted (read on after the last
+        sequence that came), `NotFoundError` where the stream is gone. A stream that was deleted and made anew is
+        another one, and interrupts it.
         """
 
     def read_chunks(
@@ -442,7 +444,9 @@ class Backend(Protocol):
         start_sequence: int = 1,
         start_time: datetime | None = None,
     ) -> int:
-        """How many messages `read` would give now. Raises `NotFoundError`."""
+        """How many messages `read` would give now, as one server of the stream counts them: one that is behind counts
+        fewer. Raises `NotFoundError`.
+        """
 
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
         """Store one message; see `Outgoing`. These of its headers are obeyed, as JetStream does:

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -16,7 +17,7 @@ from aviso_workers import config
 from aviso_workers.backends import Message, Outgoing, PubAck
 from aviso_workers.backends.jetstream import JetStreamBackend, pulling, reading, wire
 from aviso_workers.backends.jetstream.wire import Interest
-from aviso_workers.errors import NotFoundError, UnavailableError
+from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.server import NatsServer
 from aviso_workers.streams import StreamSpec
 from tests.jetstream.conftest import PlayedConnection
@@ -74,6 +75,19 @@ async def test_all_that_filters_of_any_density_take_comes(backend: JetStreamBack
         expected = [sequence for sequence, number in enumerate(numbers[:last], 1) if number in wanted]
 
         assert await read(backend, filters, last, chunks=chance.random() < 0.5) == expected, filters
+
+
+async def test_who_may_not_ask_for_the_end_is_told_so(tmp_path: Path) -> None:
+    denied = '{ publish: { deny: "$JS.API.STREAM.MSG.GET.>" } }'
+    users = f"authorization {{ users: [{{ user: reader, password: secret, permissions: {denied} }}] }}\n"
+    with NatsServer.start(store_dir=tmp_path, config=users) as server:
+        url = server.url.replace("//", "//reader:secret@")
+        async with JetStreamBackend(config.JetStream(nats_url=config.ServerUrls(url))) as backend:
+            await store(backend, ["mars.0.1", "mars.0.2"])
+
+            assert await read(backend, ("mars.0.2",), 2, chunks=False) == [2]  # it is the last one: nothing is asked
+            with pytest.raises(RefusedError, match=r"STREAM\.MSG\.GET\.MARS.*permissions violation"):
+                await read(backend, ("mars.0.1",), 2, chunks=False)
 
 
 async def test_what_comes_after_a_request_has_expired_comes_at_once(nats_server, monkeypatch):
