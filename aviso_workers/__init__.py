@@ -7,10 +7,11 @@ from aviso_workers.key_value import KeyValue
 from aviso_workers.notifications import Batch, Batching, Notification, Notify, Receipt, Stream
 from aviso_workers.tables import Change, Counter, Table
 from aviso_workers.timers import Tick, Timer
-from aviso_workers.verdicts import Backoff, Reject, Retry
+from aviso_workers.verdicts import Ack, Backoff, Reject, Retry
 from aviso_workers.windows import Window, Windowing
 
 __all__ = [
+    "Ack",
     "Agent",
     "App",
     "AvisoWorkersError",

@@ -22,7 +22,7 @@ from aviso_workers.notifications import Batch, Batching, Notification, Stream
 from aviso_workers.resources import Resource
 from aviso_workers.tables import Counter, Table
 from aviso_workers.timers import Schedule, Timer
-from aviso_workers.verdicts import Backoff, Classifier
+from aviso_workers.verdicts import Backoff, Classifier, Reject, Retry
 from aviso_workers.windows import Window, Windowing
 
 __all__ = ["Agent", "Policy", "Router", "Task", "check_name", "durable_name"]
@@ -77,10 +77,11 @@ class Agent(Generic[P, R]):
         self.__doc__ = function.__doc__
 
     def on_error(self, *kinds: type[Exception]) -> Callable[[Classifier], Classifier]:
-        """Declare what exceptions of these types mean: the function is given one and returns Retry, Reject or None.
+        """Declare what exceptions of these types mean: the function is given one and returns an answer.
 
-        None: the notification is done all the same. The first declaration that fits is asked; an exception for
-        which there is none is tried again as `retry` says.
+        `Retry` and `Reject` mean what they mean from the handler. `Ack`: the notification is done all the same, which
+        is logged. None: no answer. The declarations that fit are asked in turn until one answers; an exception for
+        which none does is tried again as `retry` says. A `Retry` or `Reject` of the handler's is an answer already.
         """
 
         def declare(classify: Classifier) -> Classifier:
@@ -125,6 +126,8 @@ class Agent(Generic[P, R]):
             problem = "a function of a Stream must be async"
         if inspect.isgeneratorfunction(self.function):
             problem = "a function that yields must be async; a plain one may return a list"
+        if _holds_instruction_class(_hint(self.name, self.function, "return")):
+            problem = "annotated to return the class Retry or Reject: return Retry() or Reject(reason) instead"
         if problem:
             raise DeclarationError(f"agent {self.name!r}: {problem}")
 
@@ -392,6 +395,14 @@ def _hint(name: str, function: Callable[..., Any], parameter: str) -> Any:
             f"agent {name!r}: its annotation cannot be resolved ({error}); "
             "declare the payload type at module level, before the agent"
         ) from error
+
+
+def _holds_instruction_class(annotation: Any) -> bool:
+    """Whether `type[Retry]` or `type[Reject]` is a part of the annotation."""
+    parts = typing.get_args(annotation)
+    if typing.get_origin(annotation) is type:
+        return bool({Retry, Reject}.intersection(parts))
+    return any(map(_holds_instruction_class, parts))
 
 
 def _refuse_unreadable(name: str, payload_type: Any) -> None:

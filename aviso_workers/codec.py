@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from aviso_workers import schema, spatial, topics
-from aviso_workers.errors import InvalidPayloadError, UndecodableError
+from aviso_workers.errors import InvalidPayloadError, UndecodableError, describe
 from aviso_workers.notifications import Notification
 from aviso_workers.schema import EventType, PointCloudHandler, PolygonHandler, Where, parse_where
 
@@ -269,6 +269,8 @@ def _payload_decoder(payload_type: Any) -> Callable[[bytes], Any]:
             raise UndecodableError(f"the payload does not fit: {error}") from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return decode_text(data.decode("utf-8", "replace"))
+        except Exception as error:  # the type's own, as from `__post_init__`
+            raise UndecodableError(f"the payload does not fit: {describe(error)}") from error
 
     def decode_text(text: str) -> Any:
         try:
@@ -279,6 +281,8 @@ def _payload_decoder(payload_type: Any) -> Callable[[bytes], Any]:
             return msgspec.convert(value, payload_type)
         except msgspec.ValidationError as error:
             raise UndecodableError(f"the payload does not fit: {error}") from error
+        except Exception as error:
+            raise UndecodableError(f"the payload does not fit: {describe(error)}") from error
 
     return decode
 

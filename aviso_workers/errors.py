@@ -71,6 +71,8 @@ __all__ = [
     "UnknownEventTypeError",
     "WorkerDiedError",
     "WorkerProcessError",
+    "describe",
+    "text_of",
 ]
 
 
@@ -234,3 +236,19 @@ class PipelineError(SparkError):
 
 class SparkRestError(SparkError):
     """Spark's REST API could not be asked, or what answered is another one's."""
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of any exception, whatever its `__str__` does; of a group, with what is in it."""
+    try:
+        text = str(error)
+    except BaseException as raised:  # an author's code as well
+        text = f"its text cannot be had, as __str__ raises {type(raised).__name__}"
+    if isinstance(error, BaseExceptionGroup):
+        return f"{text}: {', '.join(map(describe, error.exceptions))}"
+    return text
+
+
+def describe(error: BaseException) -> str:
+    """Return `Type: text` of any exception, with the text of `text_of`."""
+    return f"{type(error).__name__}: {text_of(error)}"

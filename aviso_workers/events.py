@@ -95,7 +95,7 @@ class Settled(Struct, frozen=True, kw_only=True):
     stored_to_settled_seconds: float
     """From the time at which the stream stored the notification."""
     num_delivered: int
-    error: Exception | None = None
+    error: BaseException | None = None
 
     @property
     def notification(self) -> str:
@@ -154,7 +154,7 @@ class TaskFailed(Struct, frozen=True, kw_only=True):
     """A long-running task of an app raised and is started again after a wait."""
 
     task: str
-    error: Exception
+    error: BaseException
     again_in_seconds: float
 
 
@@ -168,7 +168,7 @@ class Ticked(Struct, frozen=True, kw_only=True):
     """How much later it began."""
     seconds: float
     """How long it took."""
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class WindowDone(Struct, frozen=True, kw_only=True):
@@ -180,7 +180,7 @@ class WindowDone(Struct, frozen=True, kw_only=True):
     end: datetime
     seconds: float
     """How long it took."""
-    error: Exception | None = None
+    error: BaseException | None = None
     again_in_seconds: float = 0.0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 
 from aviso_workers.config import Logging
-from aviso_workers.errors import AvisoWorkersError
+from aviso_workers.errors import AvisoWorkersError, text_of
 from aviso_workers.events import (
     AgentDisturbed,
     AgentStarted,
@@ -61,7 +61,7 @@ def configure(settings: Logging) -> None:
 def observe(event: Event) -> None:
     """An observer of the engine's facts."""
     match event:
-        case Settled(outcome="acked"):
+        case Settled(outcome="acked", error=None):
             pass
         case Settled():
             _observe_end(event)
@@ -166,9 +166,9 @@ def _observe_beside(
                 again_in_seconds=round(event.again_in_seconds, 1),
                 exc_info=event.error,
             )
-        case Ticked(error=Exception() as error):
+        case Ticked(error=BaseException() as error):
             log.error("timer.failed", timer=event.timer, tick=event.time.isoformat(), exc_info=error)
-        case WindowDone(error=Exception() as error):
+        case WindowDone(error=BaseException() as error):
             log.error(
                 "window.failed",
                 agent=event.agent,
@@ -189,6 +189,8 @@ def _observe_end(event: Settled) -> None:
             log.error("dead_letter.not_stored", **_of(event))
         case Settled(outcome="retried"):
             log.warning("notification.retried", **_of(event))
+        case Settled(outcome="acked"):
+            log.warning("notification.acked", **_of(event))
 
 
 def _of(event: Settled) -> dict[str, object]:
@@ -201,7 +203,7 @@ def _of(event: Settled) -> dict[str, object]:
     }
     error = event.error
     if error is None or isinstance(error, AvisoWorkersError):
-        return fields | {"error": str(error)}
+        return fields | {"error": text_of(error) if error else "None"}
     frames = error.__traceback__
     while frames and frames.tb_next and Path(frames.tb_frame.f_code.co_filename).is_relative_to(OURS):
         frames = frames.tb_next  # the author's frames are what helps

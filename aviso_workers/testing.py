@@ -46,7 +46,15 @@ from aviso_workers.engine import dead_lettering, deferring, sweeping, windowing
 from aviso_workers.engine.dead_lettering import DeadLetter
 from aviso_workers.engine.handling import in_thread
 from aviso_workers.engine.session import COURIER, COURIER_DURABLE, SWEEP, Session, open_session
-from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, NotFoundError, UnavailableError
+from aviso_workers.errors import (
+    AvisoWorkersError,
+    BackendError,
+    ConfigError,
+    NotFoundError,
+    UnavailableError,
+    describe,
+    text_of,
+)
 from aviso_workers.events import AgentDisturbed, Event, Events, Settled, Ticked, WindowDone
 from aviso_workers.notifications import Notification, Notify, Receipt, Source, Stream
 from aviso_workers.streams import StreamSpec
@@ -367,13 +375,17 @@ class Harness:
         if not all(worker.session.backend.connected for worker in self._workers):
             yield "the connection was taken away"
         if last := self.settled(agent)[-1:]:
-            yield f"the last one was {last[0].outcome} ({last[0].reason or 'done'}: {last[0].error})"
+            yield f"the last one was {last[0].outcome} ({last[0].reason or 'done'}: {_text(last[0].error)})"
         if (ran := self.windows(agent)[-1:]) and ran[0].error:
-            yield f"the last window failed: {ran[0].error!r}"
+            yield f"the last window failed: {describe(ran[0].error)}"
         if agent in self._disturbed:
             yield f"reading was disturbed: {self._disturbed[agent]}"
         if any(name == agent for name, _ in self._code.running.values()):
             yield "its code runs, in real time; `advance` lets time pass meanwhile"
+
+
+def _text(error: BaseException | None) -> str:
+    return text_of(error) if error else "no error"
 
 
 class _Worker:

@@ -1,6 +1,8 @@
-"""What becomes of a delivery: the one place that decides.
+"""What becomes of a notification that was not handled: the one place that decides.
 
-Pure. The engine runs the author's function, asks `decide` and carries the verdict out (`engine.settling`).
+Pure, and two steps. The engine runs the author's function and makes a `Failure` of what went wrong, where it went
+wrong; `classify` asks the author what the exception means, and `decide` returns the verdict, which `engine.settling`
+carries out.
 """
 
 from __future__ import annotations
@@ -12,14 +14,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from aviso_workers.errors import (
-    DeclarationError,
-    DeliveriesExhaustedError,
-    InvalidNotificationError,
-    LateError,
-    UndecodableError,
-    WorkerDiedError,
-)
+from aviso_workers.errors import DeclarationError
 
 __all__ = [
     "Ack",
@@ -27,12 +22,17 @@ __all__ = [
     "Backoff",
     "Classifier",
     "DeadLetter",
+    "Failure",
+    "FinalError",
+    "FinalReason",
     "Record",
     "Reject",
     "Retry",
     "Verdict",
     "before_handling",
+    "classify",
     "decide",
+    "failure_returned",
 ]
 
 SUSPECT_AFTER = 2
@@ -52,12 +52,13 @@ class Backoff(Struct, frozen=True, kw_only=True):
     """How often and how fast a failed notification is tried again.
 
     The wait after the n-th failure is `first * factor ** (n - 1)` seconds, at most `max`, varied by
-    plus or minus `jitter` of itself, so that what failed together does not come back together. Raises
-    `DeclarationError` for numbers that make no sense.
+    plus or minus `jitter` of itself, so that what failed together does not come back together. The default waits for 71
+    seconds in all: with handlers of up to 8 seconds, all six tries are within a duplicate window of 2 minutes, so that
+    what each of them publishes is stored once. Raises `DeclarationError` for numbers that make no sense.
     """
 
     first: float = 1.0
-    factor: float = 3.0
+    factor: float = 2.5
     max: float = 600.0
     attempts: int = 6
     """Tries in all; after the last one the notification becomes a dead letter."""
@@ -89,15 +90,20 @@ class Retry(Exception):  # noqa: N818 - an instruction, also given as a value
 
 
 class Reject(Exception):  # noqa: N818 - an instruction, also given as a value
-    """Raised or returned by an agent: this notification can never be handled, keep it as a dead letter."""
+    """Raised or returned by an agent: this notification can never be handled, keep it as a dead letter.
 
-    def __init__(self, reason: str) -> None:
+    Raises `DeclarationError` where the reason is missing, as in `raise Reject`.
+    """
+
+    def __init__(self, reason: str = "") -> None:
+        if not reason:
+            raise DeclarationError('Reject: say why the notification can never be handled: Reject("no such field")')
         self.reason = reason
         super().__init__(reason)
 
 
 class Ack(Struct, frozen=True):
-    """It is done."""
+    """Returned by a function of `on_error`: the notification is done, although its handler raised."""
 
 
 class Again(Struct, frozen=True, kw_only=True):
@@ -123,9 +129,34 @@ class Record(Struct, frozen=True, kw_only=True):
     """Whether failures can be stored; where not, some may be unknown."""
 
 
-Verdict = Ack | Again | DeadLetter
-Classifier = Callable[[Exception], Retry | Reject | None]
-"""What an author makes of an exception: tried again, rejected, or (None) done all the same."""
+Verdict = Again | DeadLetter
+Instruction = Retry | Reject
+Classifier = Callable[[Exception], Retry | Reject | Ack | None]
+"""What an author makes of an exception: tried again, rejected, done all the same, or (None) no answer."""
+FinalReason = Literal["undecodable", "invalid_notification", "late", "max_deliveries"]
+"""Why a notification would fail each time that it is tried."""
+
+
+class Failure(Struct, frozen=True):
+    """Why a notification was not handled: what the author's code raised, or returned instead of raising it."""
+
+    error: BaseException
+    instruction: Instruction | None = None
+    """What the author has said of it."""
+    final: FinalReason | None = None
+    """Set by the step of ours that found it, never by the type of the error: what a handler raises may be about
+    something else than its notification."""
+    worker_died: bool = False
+    """No handler has raised it: the worker ended while the handler ran."""
+
+
+class FinalError(Exception):
+    """Raised by a step of ours to say that trying again cannot help. No author's code raises it."""
+
+    def __init__(self, error: Exception, *, reason: FinalReason) -> None:
+        self.error = error
+        self.reason: FinalReason = reason
+        super().__init__(reason)
 
 
 def before_handling(
@@ -144,43 +175,65 @@ def before_handling(
     return "run"
 
 
-def decide(
-    outcome: object,
-    *,
-    failures: int,
-    retry: Backoff,
-    classifiers: Sequence[tuple[type[Exception], Classifier]] = (),
-) -> Verdict:
-    """The verdict on what a handler returned, or on the exception that it raised.
+def failure_returned(output: object) -> Failure | None:
+    """The failure that a handler returned or yielded; None where it is something else."""
+    if isinstance(output, type) and issubclass(output, Retry | Reject):
+        call = 'Reject("no such field")' if issubclass(output, Reject) else "Retry()"
+        return Failure(DeclarationError(f"the handler returned the class {output.__name__}: return {call} instead"))
+    if isinstance(output, BaseException):
+        return Failure(output)
+    return None
 
-    `failures` is how often it failed before. The first of `classifiers` whose exception type fits is asked; what one
-    raises takes the exception's place. They are not asked about a worker that died, which no handler has raised.
+
+def classify(failure: Failure, classifiers: Sequence[tuple[type[Exception], Classifier]]) -> Failure | Ack:
+    """The failure with what the author says of it, or `Ack` where it is done all the same.
+
+    Those of `classifiers` whose exception type fits are asked in turn, until one answers. `Retry` and `Reject` from the
+    handler are answers already. A classifier that fails, or answers something else, is a failure instead of this one.
+    They are not asked about a worker that died, which no handler has raised.
     """
-    for kind, classify in classifiers:
-        if isinstance(outcome, kind) and not isinstance(outcome, WorkerDiedError | DeliveriesExhaustedError):
-            try:
-                outcome = classify(outcome)
-            except Exception as raised:
-                outcome = raised
-            break
-    match outcome:
-        case UndecodableError():
-            return DeadLetter(reason="undecodable")
-        case InvalidNotificationError():
-            return DeadLetter(reason="invalid_notification")
-        case LateError():
-            return DeadLetter(reason="late")
-        case Reject():
-            return DeadLetter(reason="rejected")
-        case DeliveriesExhaustedError():
-            return DeadLetter(reason="max_deliveries")
-        case WorkerDiedError() if failures + 1 >= retry.attempts:
-            return DeadLetter(reason="worker_died")
-        case Exception() if failures + 1 >= retry.attempts:
-            return DeadLetter(reason="attempts_exhausted")
-        case Retry(after=float() | int() as after):
-            return Again(after_seconds=float(after), reason="Retry")
-        case Exception():
-            return Again(after_seconds=retry.delay_seconds(failures + 1), reason=type(outcome).__name__)
-        case _:
-            return Ack()
+    if failure.worker_died or failure.final == "max_deliveries":
+        return failure
+    if isinstance(failure.error, Instruction):
+        return Failure(failure.error, instruction=failure.error)
+    for kind, classifier in classifiers:
+        if isinstance(failure.error, kind) and (answer := _answer(classifier, failure.error)) is not None:
+            return answer if isinstance(answer, Ack) else _explained(failure, answer)
+    return failure
+
+
+def decide(failure: Failure, *, failures: int, retry: Backoff) -> Verdict:
+    """The verdict on a failure. `failures` is how often the notification failed before."""
+    if isinstance(failure.instruction, Reject):
+        return DeadLetter(reason="rejected")
+    if failure.final and failure.instruction is None:
+        return DeadLetter(reason=failure.final)
+    if failures + 1 >= retry.attempts:
+        return DeadLetter(reason="worker_died" if failure.worker_died else "attempts_exhausted")
+    if failure.instruction is None:
+        return Again(after_seconds=retry.delay_seconds(failures + 1), reason=type(failure.error).__name__)
+    after = failure.instruction.after
+    return Again(after_seconds=retry.delay_seconds(failures + 1) if after is None else float(after), reason="Retry")
+
+
+def _answer(classifier: Classifier, error: Exception) -> Ack | BaseException | None:
+    """What the classifier returns or raises."""
+    try:
+        answer: object = classifier(error)
+    except BaseException as raised:
+        return raised
+    if answer is None or isinstance(answer, Ack | Instruction):
+        return answer
+    name = getattr(classifier, "__name__", "the function")
+    return DeclarationError(
+        f"on_error: {name} returned {type(answer).__name__}: return Retry(), Reject(reason), Ack() or None"
+    )
+
+
+def _explained(failure: Failure, answer: BaseException) -> Failure:
+    if isinstance(answer, Instruction):
+        return Failure(failure.error, instruction=answer)
+    if answer is failure.error:  # raised again
+        return failure
+    answer.__context__ = failure.error
+    return Failure(answer)

@@ -20,6 +20,7 @@ from msgspec import Struct, structs
 from aviso_workers.errors import DeclarationError, LateError
 from aviso_workers.literals import Duration
 from aviso_workers.notifications import Notification
+from aviso_workers.verdicts import FinalError
 
 __all__ = [
     "Page",
@@ -34,6 +35,7 @@ __all__ = [
     "first_end",
     "has_missed",
     "is_older",
+    "late",
     "leave_out",
     "newest",
     "oldest",
@@ -236,7 +238,7 @@ def add(
     """The state with the notification counted in each of its windows that is open; as it was, where it had been before.
 
     `time` is when it happened. Windows that end by `passed` are closed, whatever the key. `retry` is the id of the dead
-    letter that it was, if it was one. Raises `LateError` where none of its windows is open.
+    letter that it was, if it was one. Raises `FinalError` where none of its windows is open.
     """
     sequence, stored = notification.sequence, notification.time.timestamp()
     if _is_counted(state, sequence, stored, retry):
@@ -245,7 +247,7 @@ def add(
     closed = max(passed, state.closed)
     taking = [start for start in starts if start + windowing.size_seconds > closed]
     if not taking:
-        raise LateError(f"all of its windows have closed, the last at {_text(starts[0] + windowing.size_seconds)}")
+        raise late(f"all of its windows have closed, the last at {_text(starts[0] + windowing.size_seconds)}")
     values = dict(state.open)
     for start in taking:
         before = values[start] if start in values else copy.deepcopy(windowing.initial)
@@ -262,6 +264,11 @@ def add(
         missed=state.missed if len(taking) == len(starts) else state.missed | this,
         retried=[*state.retried, retry] if retry else state.retried,
     )
+
+
+def late(text: str) -> FinalError:
+    """The error of a notification that came too late: it would be late again."""
+    return FinalError(LateError(text), reason="late")
 
 
 def has_missed(state: State[Any], notification: Notification[Any]) -> bool:

@@ -157,6 +157,9 @@ def test_what_does_not_go_with_a_call_form_is_refused(
         router.agent("mars", **stated)(function)
 
 
+async def returning_a_class(notification: Notification[Field]) -> type[Retry] | None: ...
+
+
 async def windowed(window: Window[int]) -> None: ...
 
 
@@ -183,6 +186,7 @@ class TestAnAgentOfAWindow:
             (index, {"window": hourly()}, "window= is for a function of a Window"),
             (windowed, {}, r"a function of a Window needs window=Windowing\(...\)"),
             (windowed, {"window": hourly(), "order_by": ["step"]}, "order_by= is for a function of a Notification"),
+            (returning_a_class, {}, r"annotated to return the class Retry or Reject: return Retry\(\) or Reject"),
             (windowed, {"window": hourly(initial="none")}, "initial= is no value of its Window: Expected `int`"),
             (windowed, {"window": hourly(fold=lambda total: total)}, "fold= must be a function of a value and"),
             (windowed, {"window": hourly(fold=max)}, "fold= must be a function of a value and .*, found <built-in"),

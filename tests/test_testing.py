@@ -12,7 +12,7 @@ import anyio
 import msgspec
 import pytest
 
-from aviso_workers import App, Backoff, Batch, Batching, Notification, Reject, Retry, Stream, Tick, config
+from aviso_workers import Ack, App, Backoff, Batch, Batching, Notification, Reject, Retry, Stream, Tick, config
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, UnavailableError
 from aviso_workers.server import NatsServer
@@ -190,7 +190,8 @@ class TestFailures:
             raise KeyError("known already")
 
         @index.on_error(KeyError)
-        def all_the_same(error: Exception) -> None: ...
+        def all_the_same(error: Exception) -> Ack:
+            return Ack()
 
         @index.on_error(ConnectionError)
         def at_once(error: Exception) -> Retry:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from aviso_workers import clocks
+from aviso_workers import clocks, verdicts
 from aviso_workers.backends import Delivery
+from aviso_workers.engine import calling
 from aviso_workers.engine.handling import Kit
 from aviso_workers.engine.originating import Origin
 from aviso_workers.notifications import Batch, Notification
+from aviso_workers.verdicts import Failure
 
 __all__ = ["InBatches"]
 
@@ -43,18 +45,22 @@ class InBatches:
         started = kit.clock.monotonic()
         wanted: list[tuple[Delivery, Notification[Any]]] = []
         for delivery in deliveries:
-            notification = await kit.read(delivery, started=started)
-            if notification is not None:
+            notification = kit.read(delivery)
+            if isinstance(notification, Notification):
                 wanted.append((delivery, notification))
+            else:
+                await kit.settle_unread(delivery, notification)
         if not wanted:
             return
         batch = Batch([notification for _, notification in wanted])
-        rest: object = None
-        try:
-            origin.begin(*[delivery.message for delivery, _ in wanted])
-            rest = await kit.call(batch)
-            await kit.outputs.publish(rest)
-        except Exception as raised:
-            rest = raised
+        origin.begin(*[delivery.message for delivery, _ in wanted])
+        rest = await calling.attempt(kit.step, batch)
         for delivery, notification in wanted:
-            await kit.settler.settle(delivery, batch.outcomes.get(notification.sequence, rest), started=started)
+            await kit.settler.settle(delivery, _failure_of(notification, batch, rest), started=started)
+
+
+def _failure_of(notification: Notification[Any], batch: Batch[Any], rest: Failure | None) -> Failure | None:
+    """What was said of this notification; where nothing was, what came of the call."""
+    if notification.sequence not in batch.outcomes:
+        return rest
+    return verdicts.failure_returned(batch.outcomes[notification.sequence])

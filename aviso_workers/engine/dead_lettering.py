@@ -21,7 +21,7 @@ from aviso_workers.codec import Message, store_time
 from aviso_workers.config import Config
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.replaying import message_at
-from aviso_workers.errors import RefusedError, UnavailableError, UndecodableError
+from aviso_workers.errors import RefusedError, UnavailableError, UndecodableError, describe
 from aviso_workers.streams import StreamSpec
 
 __all__ = [
@@ -105,7 +105,7 @@ class DeadLetters:
         self._spec = stream_spec(config)
 
     async def bury(
-        self, message: Message, *, agent: str, stream: str, reason: str, attempts: int, error: Exception | None
+        self, message: Message, *, agent: str, stream: str, reason: str, attempts: int, error: BaseException | None
     ) -> None:
         """Store a copy, acknowledged. Raises `BackendError`: then the original must not be given up."""
         await self._provisioner.ensure(self._spec)
@@ -119,7 +119,7 @@ class DeadLetters:
             "Aviso-Agent": agent,
             "Aviso-Attempts": str(attempts),
             "Aviso-Reason": reason,
-            "Aviso-Error": _one_line(f"{type(error).__name__}: {error}" if error else ""),
+            "Aviso-Error": _one_line(describe(error) if error else ""),
             "Aviso-Traceback": _digest(error),
         }
         kept = _without(message.headers, "Nats-")
@@ -236,12 +236,13 @@ def _original(message: Message, headers: Mapping[str, str]) -> Message:
     )
 
 
-def _digest(error: Exception | None) -> str:
+def _digest(error: BaseException | None) -> str:
     """Where it was raised, the innermost place last, in one line."""
     frames = traceback.extract_tb(error.__traceback__) if error else []
     return _one_line(" > ".join(f"{Path(at.filename).name}:{at.lineno} {at.name}" for at in frames[-DEEPEST_FRAMES:]))
 
 
 def _one_line(text: str) -> str:
-    """As a header can carry it: an error may quote a file name that is no text."""
-    return " ".join(text.split())[:LONGEST_ERROR].encode(errors="replace").decode()
+    """As a header can carry it: an error may quote a file name that is no text, or bytes."""
+    cut = " ".join(text.split())[:LONGEST_ERROR]
+    return "".join(character if character.isprintable() else "?" for character in cut)

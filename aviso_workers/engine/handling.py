@@ -1,7 +1,8 @@
-"""One notification at a time per worker: decoded, handled within its time, settled.
+"""One notification at a time per worker: read, handled within its time, settled.
 
 The plainest of the call forms; `batching`, `streaming` and `windowing` are the others. All take their deliveries from
-the agent's line and hand them to the settler.
+the agent's line, take the steps of a `Kit`, and hand what came of them to the settler: None for success, or the
+`Failure` of the one step that failed.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+from anyio.lowlevel import checkpoint_if_cancelled
 
-from aviso_workers import clocks
+from aviso_workers import clocks, verdicts
 from aviso_workers.agents import Agent
 from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock
@@ -27,8 +29,12 @@ from aviso_workers.engine.returning import Outputs
 from aviso_workers.engine.settling import Settler
 from aviso_workers.errors import UndecodableError
 from aviso_workers.notifications import Notification
+from aviso_workers.verdicts import Failure
 
 __all__ = ["Kit", "OneByOne", "in_thread"]
+
+Step = Callable[[Any], Awaitable[Failure | None]]
+"""What is done with what an author's function takes: None for success."""
 
 
 class Kit:
@@ -50,65 +56,73 @@ class Kit:
         self.outputs = outputs
         self.settler = settler
         self.clock = clock
-        self.call = _caller(agent, clock, outputs=outputs)
-        if agent.policy.singleton:
-            self.call = WhileHeld(_publishing(self.call, outputs), line)
         self.pace = Pace(clock, per_second=agent.policy.rate_limit)
+        self._call = _caller(agent, clock, outputs=outputs)
+        self.step: Step = self._call_and_publish
+        """Calls the author's function and publishes what it returns. None when both succeeded."""
+        if agent.policy.singleton:
+            self.step = WhileHeld(self.step, line)
 
-    async def read(self, delivery: Delivery, *, started: float) -> Notification[Any] | None:
-        """The notification; None where it is settled already, because it cannot be read or was not asked for."""
+    def read(self, delivery: Delivery) -> Notification[Any] | Failure | None:
+        """Return the notification, or why it cannot be read; None where the agent did not ask for it."""
         try:
-            notification = self.reader.notification(delivery.message, num_delivered=delivery.num_delivered)
+            return self.reader.notification(delivery.message, num_delivered=delivery.num_delivered)
         except UndecodableError as error:
-            await self.settler.settle(delivery, error, started=started)
-            return None
-        if notification is None:
+            return Failure(error, final="undecodable")
+        except BaseException as error:  # the author's payload type has code as well
+            return Failure(error)
+
+    async def settle_unread(self, delivery: Delivery, failure: Failure | None) -> None:
+        """End a delivery of which `read` returned no notification."""
+        if failure is None:
             self.settler.pass_over(delivery)
-        return notification
+        else:
+            await self.settler.settle(delivery, failure, started=self.clock.monotonic())
+
+    async def _call_and_publish(self, argument: Any) -> Failure | None:
+        returned = await self._call(argument)
+        if returned is None:
+            return None
+        if failure := verdicts.failure_returned(returned):
+            return failure
+        await checkpoint_if_cancelled()  # what a cancelled call returns is not published
+        await self.outputs.publish(returned)
+        return None
 
 
 class OneByOne:
     """Runs `async def agent(notification: Notification[T])`, or something else for each."""
 
-    def __init__(self, kit: Kit, *, call: Callable[[Any], Awaitable[object]] | None = None) -> None:
-        self._line = kit.line
-        self._reader = kit.reader
-        self._outputs = kit.outputs
-        self._settler = kit.settler
-        self._clock = kit.clock
-        self._call = call or kit.call
-        self._pace = kit.pace
+    def __init__(self, kit: Kit, *, step: Step | None = None) -> None:
+        self._kit = kit
+        self._step = step or kit.step
 
     async def work(self) -> None:
         """See `pulling.Form`."""
-        origin = self._outputs.origin()
-        while (delivery := await self._line.take()) is not None:
-            if self._pace.limited:
-                await self._pace.wait()
-            await self._handle(delivery, origin)
+        kit = self._kit
+        origin, run = kit.outputs.origin(), calling.runner(self._step)
+        while (delivery := await kit.line.take()) is not None:
+            if kit.pace.limited:
+                await kit.pace.wait()
+            await self._handle(delivery, origin, run)
 
-    async def _handle(self, delivery: Delivery, origin: Origin) -> None:
-        started = self._clock.monotonic()
-        outcome: object
-        try:
-            notification = self._reader.notification(delivery.message, num_delivered=delivery.num_delivered)
-            if notification is None:
-                self._settler.pass_over(delivery)
-                return
-            origin.begin(delivery.message)
-            outcome = await self._call(notification)
-            if outcome is not None:
-                await self._outputs.publish(outcome)
-        except Exception as raised:
-            outcome = raised
-        await self._settler.settle(delivery, outcome, started=started)
+    async def _handle(self, delivery: Delivery, origin: Origin, run: Step) -> None:
+        started = self._kit.clock.monotonic()
+        notification = self._kit.read(delivery)
+        if not isinstance(notification, Notification):
+            await self._kit.settle_unread(delivery, notification)
+            return
+        origin.begin(delivery.message)
+        failure = await run(notification)
+        await self._kit.settler.settle(delivery, failure, started=started)
 
 
 def _caller(agent: Agent[Any, Any], clock: Clock, *, outputs: Outputs) -> Callable[[Any], Awaitable[object]]:
     """The author's function, made awaitable and given its time; one that yields includes what becomes of its outputs.
 
     A plain function runs in a thread, at most `concurrency` of them at a time; when its time is over it is left
-    behind, and nobody waits for it.
+    behind, and nobody waits for it. Raises TimeoutError, also where the function catches its cancellation and returns:
+    it was not left the time to say that it is done.
     """
     function: Callable[[Any], Awaitable[object]] = agent.function
     if agent.yields:
@@ -118,7 +132,7 @@ def _caller(agent: Agent[Any, Any], clock: Clock, *, outputs: Outputs) -> Callab
     timeout = agent.policy.timeout
 
     if timeout is None:
-        return partial(calling.call, function)
+        return function
 
     async def call_in_time(argument: Any) -> object:
         with clocks.fail_after(clock, timeout):
@@ -127,23 +141,21 @@ def _caller(agent: Agent[Any, Any], clock: Clock, *, outputs: Outputs) -> Callab
     return call_in_time
 
 
-def _publishing(call: Callable[[Any], Awaitable[object]], outputs: Outputs) -> Callable[[Any], Awaitable[object]]:
-    """The call, and with it what becomes of what it returns."""
-
-    async def call_and_publish(argument: Any) -> object:
-        outcome = await call(argument)
-        await outputs.publish(outcome)
-        return outcome if isinstance(outcome, Exception) else None
-
-    return call_and_publish
-
-
 def in_thread(agent: Agent[Any, Any]) -> Callable[[Any], Awaitable[object]]:
     """The author's plain function, run in a thread."""
     limiter = anyio.CapacityLimiter(agent.policy.concurrency)
 
+    def call_here(argument: Any, **resources: Any) -> object:
+        try:
+            return agent.function(argument, **resources)
+        except GeneratorExit as error:  # asyncio would close the coroutine that waits, instead of raising it there
+            return Failure(error)
+
     async def call(argument: Any, **resources: Any) -> object:
-        function = partial(agent.function, argument, **resources)
-        return await anyio.to_thread.run_sync(function, limiter=limiter, abandon_on_cancel=True)
+        function = partial(call_here, argument, **resources)
+        returned = await anyio.to_thread.run_sync(function, limiter=limiter, abandon_on_cancel=True)
+        if isinstance(returned, Failure):
+            raise returned.error
+        return returned
 
     return call

@@ -15,8 +15,10 @@ from typing import Any
 import anyio
 
 from aviso_workers.backends import Delivery
+from aviso_workers.engine import calling
 from aviso_workers.engine.ordering import Line
 from aviso_workers.errors import TakenOverError
+from aviso_workers.verdicts import Failure
 
 __all__ = ["WhileHeld", "check"]
 
@@ -26,19 +28,19 @@ _HANDLED: ContextVar[Delivery | None] = ContextVar("handled", default=None)
 class WhileHeld:
     """Calls a singleton's function, one call at a time, and ends it when what it handles is lost."""
 
-    def __init__(self, call: Callable[[Any], Awaitable[object]], line: Line) -> None:
+    def __init__(self, call: Callable[[Any], Awaitable[Failure | None]], line: Line) -> None:
         self._call = call
         self._line = line
         self._handled: Delivery | None = None
         self._scope = anyio.CancelScope()
         line.on_lost = self._end
 
-    async def __call__(self, notification: Any) -> object:
+    async def __call__(self, notification: Any) -> Failure | None:
         self._handled = self._line.delivery_of(notification.sequence)
         _HANDLED.set(self._handled)
         check()
         with anyio.CancelScope() as self._scope:
-            return await self._call(notification)
+            return await calling.call(self._call, notification)
         raise TakenOverError
 
     def _end(self, delivery: Delivery) -> None:

@@ -19,6 +19,7 @@ from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.settling import Settler
 from aviso_workers.errors import DeliveriesExhaustedError, WorkerDiedError
+from aviso_workers.verdicts import Failure
 
 __all__ = ["Redeliveries"]
 
@@ -57,9 +58,10 @@ class Redeliveries:
             case "run_alone":
                 await self._run_alone(delivery)
             case "worker_died":
-                await self._fail(delivery, WorkerDiedError(record.failures + 1))
+                await self._fail(delivery, Failure(WorkerDiedError(record.failures + 1), worker_died=True))
             case "give_up":
-                await self._fail(delivery, DeliveriesExhaustedError(delivery.num_delivered))
+                exhausted = DeliveriesExhaustedError(delivery.num_delivered)
+                await self._fail(delivery, Failure(exhausted, final="max_deliveries"))
 
     async def _run_alone(self, delivery: Delivery) -> None:
         async with self._isolation.of(delivery, begin=lambda: self._failures.begin(delivery)):
@@ -72,6 +74,6 @@ class Redeliveries:
                 with anyio.CancelScope(shield=True):  # before it is given back, or it would count as a failure
                     await self._failures.clear(delivery)
 
-    async def _fail(self, delivery: Delivery, error: Exception) -> None:
+    async def _fail(self, delivery: Delivery, failure: Failure) -> None:
         if not self._line.closed:
-            await self._settler.settle(delivery, error, started=self._clock.monotonic())
+            await self._settler.settle(delivery, failure, started=self._clock.monotonic())

@@ -7,8 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from aviso_workers import resources
-from aviso_workers.errors import AvisoWorkersError, ResourceError
+from aviso_workers.engine import calling
+from aviso_workers.errors import AvisoWorkersError, ResourceError, describe
 from aviso_workers.resources import Resource
+from aviso_workers.verdicts import Failure
 
 __all__ = ["opened"]
 
@@ -20,13 +22,15 @@ async def opened(declared: Sequence[Resource], app: Any) -> AsyncIterator[Mappin
     async with AsyncExitStack() as stack:
         for resource in resources.in_order(declared):
             given = {name: values[wanted] for name, wanted in resource.needs.items()}
-            try:
-                opening = asynccontextmanager(resource.function)(**given)
-                values[resource.gives] = await stack.enter_async_context(opening)
-            except AvisoWorkersError:
-                raise
-            except Exception as error:
-                raise ResourceError(
-                    f"resource {resource.name!r} cannot be opened: {type(error).__name__}: {error}"
-                ) from error
+            opening = asynccontextmanager(resource.function)(**given)
+            opened = await calling.attempt(stack.enter_async_context, opening)
+            if isinstance(opened, Failure):
+                raise _cannot_be_opened(resource, opened.error) from opened.error
+            values[resource.gives] = opened
         yield values
+
+
+def _cannot_be_opened(resource: Resource, error: BaseException) -> AvisoWorkersError:
+    if isinstance(error, AvisoWorkersError):
+        return error
+    return ResourceError(f"resource {resource.name!r} cannot be opened: {describe(error)}")

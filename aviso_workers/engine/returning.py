@@ -1,7 +1,8 @@
 """What an agent's function returns or yields, published before that from which it comes is settled.
 
-The call forms use it. A publish that fails is a failure of the handling, as if the function had raised it. What is no
-notification, nor a list of them, means nothing.
+The call forms use it. A publish that fails is a failure of the handling, as if the function had raised it; of what is
+no valid notification it is certain that the handler made it, so that trying again cannot help. What is no notification,
+nor a list of them, means nothing.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import Any
 
+from aviso_workers import verdicts
 from aviso_workers.agents import Agent
 from aviso_workers.engine.originating import Origin
 from aviso_workers.engine.publishing import Publisher
 from aviso_workers.errors import InvalidNotificationError
 from aviso_workers.notifications import Notify
+from aviso_workers.verdicts import FinalError
 
 __all__ = ["Outputs"]
 
@@ -31,7 +34,22 @@ class Outputs:
         return Origin(self._prefix)
 
     async def publish(self, output: object) -> None:
-        """Raises as `Publisher.notify` does."""
+        """Raises `FinalError` for what is no valid notification, else as `Publisher.notify` does."""
+        try:
+            await self._publish(output)
+        except InvalidNotificationError as error:
+            raise FinalError(error, reason="invalid_notification") from error
+
+    async def run(self, argument: Any) -> None:
+        """Run the agent's async generator: what it yields is stored when it goes on. Raises as `publish` does, and an
+        exception that it yields."""
+        async with aclosing(self._agent.function(argument)) as outputs:
+            async for output in outputs:
+                if failure := verdicts.failure_returned(output):
+                    raise failure.error
+                await self.publish(output)
+
+    async def _publish(self, output: object) -> None:
         if isinstance(output, Notify):
             await self._publisher.notify(output)
             return
@@ -41,11 +59,3 @@ class Outputs:
             if not isinstance(each, Notify):
                 raise InvalidNotificationError(f"among the notifications to be published there is {each!r:.100}")
         await self._publisher.notify_many(output)
-
-    async def run(self, argument: Any) -> None:
-        """Run the agent's async generator: what it yields is stored when it goes on."""
-        async with aclosing(self._agent.function(argument)) as outputs:
-            async for output in outputs:
-                if isinstance(output, Exception):  # Retry or Reject, as one would return it
-                    raise output
-                await self.publish(output)

@@ -27,6 +27,7 @@ from aviso_workers.engine.tabling import SteadyBucket
 from aviso_workers.errors import BackendError, ConflictError
 from aviso_workers.events import Events, LeadershipChanged, Ticked
 from aviso_workers.timers import Tick, Timer
+from aviso_workers.verdicts import Failure
 
 __all__ = ["LEASE_SECONDS", "Lease", "drained", "run_timers"]
 
@@ -224,13 +225,11 @@ async def _keep_ticking(
 
 
 async def _run(timer: Timer[Any, Any], tick: Tick, clock: Clock, events: Events) -> None:
-    began, error = clock.monotonic(), None
+    began = clock.monotonic()
     late = (_now(clock) - tick.time).total_seconds()
-    try:
-        given = {timer.tick_argument: tick} if timer.tick_argument else {}
-        await calling.call(lambda given: timer.function(**given), given)
-    except Exception as raised:
-        error = raised
+    given = {timer.tick_argument: tick} if timer.tick_argument else {}
+    returned = await calling.attempt(lambda given: timer.function(**given), given)
+    error = returned.error if isinstance(returned, Failure) else None
     seconds = clock.monotonic() - began
     events.emit(Ticked(timer=timer.name, time=tick.time, late_seconds=late, seconds=seconds, error=error))
 

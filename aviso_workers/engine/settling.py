@@ -15,7 +15,7 @@ from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.ordering import Line
 from aviso_workers.errors import BackendError
 from aviso_workers.events import Events, Settled, SettledOutcome
-from aviso_workers.verdicts import Ack, Again
+from aviso_workers.verdicts import Ack, Again, Failure
 
 __all__ = ["Settler"]
 
@@ -28,9 +28,11 @@ class _End(NamedTuple):
 
     outcome: SettledOutcome
     reason: str = ""
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
+ON_ERROR = "on_error"
+"""The reason of what is acked although its handler raised."""
 ACKED = _End("acked")
 TAKEN_OVER = _End("retried", "taken_over")
 
@@ -64,24 +66,23 @@ class Settler:
         else:
             self._line.done(delivery)
 
-    async def settle(self, delivery: Delivery, outcome: object, *, started: float) -> None:
-        """End the delivery by what the handler returned, or the exception that it raised.
+    async def settle(self, delivery: Delivery, failure: Failure | None, *, started: float) -> None:
+        """End a delivery whose handling succeeded (None) or failed, and state what became of it.
 
-        `started` is when the handling began, on the agent's clock. A cancellation cuts off no dead letter, and what
-        succeeded is acked at once.
+        `started` is when the handling began, on the agent's clock.
         """
         waited = self._line.waited_seconds(delivery)
         if waited is None:
             self._line.done(delivery)
             return
-        now = self._clock.monotonic()
+        ended = self._clock.monotonic()
         end = ACKED
         if not delivery.held:
             end = TAKEN_OVER
             self._line.done(delivery)
-        elif isinstance(outcome, Exception):
-            with anyio.CancelScope(shield=True):
-                end = await self._carry_out(delivery, outcome)
+        elif failure is not None:
+            with anyio.CancelScope(shield=True):  # a cancellation cuts off no dead letter
+                end = await self._end_failed(delivery, failure)
         else:
             self._ack(delivery)
         self._events.emit(
@@ -91,7 +92,7 @@ class Settler:
                 sequence=delivery.message.sequence,
                 outcome=end.outcome,
                 reason=end.reason,
-                seconds=now - started,
+                seconds=ended - started,
                 waited_seconds=waited,
                 stored_to_settled_seconds=(self._clock.time_ns() - delivery.message.timestamp_ns) / 1e9,
                 num_delivered=delivery.num_delivered,
@@ -101,18 +102,18 @@ class Settler:
         if end.outcome != "retried":
             await self._failures.forget(delivery)
 
-    async def _carry_out(self, delivery: Delivery, error: Exception) -> _End:
-        policy = self._agent.policy
+    async def _end_failed(self, delivery: Delivery, failure: Failure) -> _End:
+        classified = verdicts.classify(failure, self._agent.classifiers)
+        if isinstance(classified, Ack):
+            self._ack(delivery)
+            return _End("acked", ON_ERROR, failure.error)
         failures = self._failures.count(delivery)
-        verdict = verdicts.decide(error, failures=failures, retry=policy.retry, classifiers=self._agent.classifiers)
-        match verdict:
-            case Ack():
-                self._ack(delivery)
-                return _End("acked", error=error)
-            case Again(after_seconds=delay):
-                await self._failures.add(delivery, before=failures, kept=self._line.ordered)
-                self._give_back(delivery, delay)
-                return _End("retried", verdict.reason, error)
+        verdict = verdicts.decide(classified, failures=failures, retry=self._agent.policy.retry)
+        error = classified.error
+        if isinstance(verdict, Again):
+            await self._failures.add(delivery, before=failures, kept=self._line.ordered)
+            self._give_back(delivery, verdict.after_seconds)
+            return _End("retried", verdict.reason, error)
         try:
             await self._dead_letters.bury(
                 delivery.message,

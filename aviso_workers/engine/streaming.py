@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from anyio.lowlevel import checkpoint_if_cancelled
+
 from aviso_workers import clocks
 from aviso_workers.backends import Delivery
+from aviso_workers.engine import calling
 from aviso_workers.engine.handling import Kit
 from aviso_workers.engine.originating import Origin
 from aviso_workers.notifications import Notification, Stream
+from aviso_workers.verdicts import Failure
 
 __all__ = ["AsStream"]
 
@@ -30,12 +34,8 @@ class AsStream:
         delivery = await kit.line.take()
         while delivery is not None:
             source = _Source(delivery, kit=kit, origin=origin)
-            outcome: object = None
-            try:
-                await kit.outputs.publish(await kit.call(Stream(source)))
-            except Exception as raised:
-                outcome = raised
-            delivery = await source.end(outcome) or await kit.line.take()
+            failure = await calling.attempt(kit.step, Stream(source))
+            delivery = await source.end(failure) or await kit.line.take()
 
 
 class _Source:
@@ -62,28 +62,29 @@ class _Source:
         return None
 
     async def settle(self) -> None:
-        """What was handed out is done."""
+        """What was handed out is done, unless the function was cancelled and asks for more all the same."""
+        await checkpoint_if_cancelled()
         await self._settle(None)
 
-    async def end(self, outcome: object) -> Delivery | None:
-        """The function has returned, or raised: that concerns what it was given, or the first if it took nothing.
+    async def end(self, failure: Failure | None) -> Delivery | None:
+        """The function has ended: that concerns what it was given, or the first if it took nothing.
 
         Returns what was taken from the line to be handled by itself, and was not handed out.
         """
         gave = bool(self._handed_out)
-        await self._settle(outcome)
+        await self._settle(failure)
         if gave and self._next_up is not None:
             return self._next_up
         if self._next_up is not None:
-            nothing_taken = outcome or RuntimeError("the function returned and has asked for no notification")
+            nothing_taken = failure or Failure(RuntimeError("the function returned and has asked for no notification"))
             await self._kit.settler.settle(self._next_up, nothing_taken, started=self._kit.clock.monotonic())
         return None
 
-    async def _settle(self, outcome: object) -> None:
+    async def _settle(self, failure: Failure | None) -> None:
         handed_out, self._handed_out = self._handed_out, []
         self._origin.begin()
         for delivery, started in handed_out:
-            await self._kit.settler.settle(delivery, outcome, started=started)
+            await self._kit.settler.settle(delivery, failure, started=started)
 
     async def _next(self) -> Notification[Any] | None:
         line = self._kit.line
@@ -93,10 +94,10 @@ class _Source:
             self._next_up = delivery
             if self._handed_out and line.alone(delivery):
                 return None  # what was handed out comes first
-            started = self._kit.clock.monotonic()
-            notification = await self._kit.read(delivery, started=started)
-            if notification is None:
+            notification = self._kit.read(delivery)
+            if not isinstance(notification, Notification):
                 self._next_up = None
+                await self._kit.settle_unread(delivery, notification)
                 continue
             await self._kit.pace.wait()
             self._next_up = None

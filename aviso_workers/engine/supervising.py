@@ -20,6 +20,7 @@ from aviso_workers.engine.pulling import AgentRun
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, Passed, TaskFailed
 from aviso_workers.streams import ConsumerSpec, StreamSpec
+from aviso_workers.verdicts import Failure
 
 __all__ = ["Feed", "supervise_agent", "supervise_task"]
 
@@ -140,16 +141,21 @@ async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> P
 async def supervise_task(task: Task, app: Any, *, clock: Clock, events: Events, stop: anyio.Event) -> None:
     """Run the task until `stop`; when it raises, start it again after a wait. One that returns is done."""
     delays = _Delays(clock)
+    ended: object
+
+    async def run() -> None:
+        nonlocal ended
+        ended = await calling.attempt(task.function, app)
+
     while not stop.is_set():
         delays.started()
-        try:
-            await _until(stop, lambda: calling.call(task.function, app))
-        except Exception as error:
-            delay = delays.next()
-            events.emit(TaskFailed(task=task.name, error=error, again_in_seconds=delay))
-            await clocks.sleep_until(clock, delay, stop)
-        else:
+        ended = None
+        await _until(stop, run)
+        if not isinstance(ended, Failure):
             return
+        delay = delays.next()
+        events.emit(TaskFailed(task=task.name, error=ended.error, again_in_seconds=delay))
+        await clocks.sleep_until(clock, delay, stop)
 
 
 async def _until(stop: anyio.Event, function: Callable[[], Coroutine[Any, Any, None]]) -> None:

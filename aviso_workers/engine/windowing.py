@@ -25,18 +25,18 @@ from msgspec import structs
 from aviso_workers import clocks, verdicts, windows
 from aviso_workers.agents import Agent
 from aviso_workers.backends import Backend, ConsumerInfo
-from aviso_workers.engine import counted
+from aviso_workers.engine import calling, counted
 from aviso_workers.engine.counted import PROGRESS, Counted
 from aviso_workers.engine.dead_lettering import RETRIED
 from aviso_workers.engine.handling import Kit, OneByOne
 from aviso_workers.engine.scheduling import Lease, drained
 from aviso_workers.engine.tabling import CachedBucket, SteadyBucket
-from aviso_workers.errors import BackendError, ConflictError, LateError, NotFoundError, UndecodableError
+from aviso_workers.errors import BackendError, ConflictError, NotFoundError, UndecodableError
 from aviso_workers.events import Events, WindowDone
 from aviso_workers.key_value import Entry
 from aviso_workers.notifications import Notification
 from aviso_workers.tables import decode_key, encode_key
-from aviso_workers.verdicts import Ack, Again
+from aviso_workers.verdicts import Ack, Again, Failure
 from aviso_workers.windows import Progress, Settled, State, Window, Windowing
 
 __all__ = ["AsWindows", "unfinished"]
@@ -78,7 +78,7 @@ class AsWindows:
         self._bucket = CachedBucket(bucket, backend.clock)
         self._counted = Counted(bucket, backend, stream=stream)
         self._lease = Lease(backend, app, of=f"windows/{agent.name}")
-        self._counting = OneByOne(kit, call=self._count)
+        self._counting = OneByOne(kit, step=self._count)
         self._locks: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
         """By key, so that the calls of one worker do not get in each other's way."""
         self._held: _Held | None = None
@@ -103,7 +103,7 @@ class AsWindows:
             keeping.cancel_scope.cancel()
 
     async def _count(self, notification: Notification[Any]) -> None:
-        """Raises `LateError`, and whatever the author's functions raise."""
+        """Raises `FinalError` for one that is late, and whatever the author's functions raise."""
         time, key = self._windowing.time_of(notification), self._windowing.key_of(notification)
         sequence, stored = notification.sequence, notification.time.timestamp()
         retry = notification.headers.get(RETRIED, "")
@@ -119,7 +119,7 @@ class AsWindows:
 
         state = await self._change(_spelled(key), add)
         if was_missed or windows.has_missed(state, notification):
-            raise LateError("one of its windows had closed; it was counted in the others")
+            raise windows.late("one of its windows had closed; it was counted in the others")
 
     async def _change(self, spelled: str, change: _Change) -> State[Any]:
         """Change the state of a key by compare-and-set. Nothing is stored where `change` returns what it is given."""
@@ -248,23 +248,12 @@ class AsWindows:
         kit, place = self._kit, (window.key, start)
         kit.outputs.origin().begin_with(f"{window.start:%Y%m%dT%H%M%SZ}", of=f"{window.end.isoformat()} {window.key}")
         began = kit.clock.monotonic()
-        outcome: object = None
-        try:
-            outcome = await kit.call(window)
-            await kit.outputs.publish(outcome)
-        except Exception as raised:
-            outcome = raised
-        failures, retry = self._failures.get(place, 0), self._agent.policy.retry
-        verdict = verdicts.decide(outcome, failures=failures, retry=retry, classifiers=self._agent.classifiers)
-        if isinstance(verdict, Ack):
+        failure = await calling.attempt(kit.step, window)
+        again = self._again_in_seconds(place, failure)
+        if again is None:
             await self._update(window.key, lambda state: windows.without(state, start))
             self._failures.pop(place, None)
             self._again_at.pop(place, None)
-            again = 0.0
-        else:  # a window is no notification that could become a dead letter
-            again = verdict.after_seconds if isinstance(verdict, Again) else retry.delay_seconds(failures + 1)
-            self._failures[place] = failures + 1
-            self._again_at[place] = kit.clock.monotonic() + again
         self._events.emit(
             WindowDone(
                 agent=self._agent.name,
@@ -272,10 +261,25 @@ class AsWindows:
                 start=window.start,
                 end=window.end,
                 seconds=kit.clock.monotonic() - began,
-                error=outcome if isinstance(outcome, Exception) else None,
-                again_in_seconds=again,
+                error=failure.error if failure else None,
+                again_in_seconds=again or 0.0,
             )
         )
+
+    def _again_in_seconds(self, place: tuple[str, int], failure: Failure | None) -> float | None:
+        """After how long the function is to be run again for a window; None where it is done."""
+        if failure is None:
+            return None
+        classified = verdicts.classify(failure, self._agent.classifiers)
+        if isinstance(classified, Ack):
+            return None
+        failures, retry = self._failures.get(place, 0), self._agent.policy.retry
+        verdict = verdicts.decide(classified, failures=failures, retry=retry)
+        # A window is no notification that could become a dead letter.
+        again = verdict.after_seconds if isinstance(verdict, Again) else retry.delay_seconds(failures + 1)
+        self._failures[place] = failures + 1
+        self._again_at[place] = self._kit.clock.monotonic() + again
+        return again
 
 
 class _Held:

@@ -11,7 +11,7 @@ import anyio
 import msgspec
 import pytest
 
-from aviso_workers import App, Backoff, Notification, Notify, Reject, Retry, Window, Windowing, windows
+from aviso_workers import Ack, App, Backoff, Notification, Notify, Reject, Retry, Window, Windowing, windows
 from aviso_workers.clocks import LoopClock
 from aviso_workers.engine.windowing import AsWindows
 from aviso_workers.errors import LateError, RefusedError, UndecodableError
@@ -199,7 +199,12 @@ async def test_an_author_may_say_what_becomes_of_what_is_late(
 ) -> None:
     agent = declare(hourly())
     late: list[Exception] = []
-    agent.on_error(LateError)(late.append)
+
+    @agent.on_error(LateError)
+    def let_it_go(error: Exception) -> Ack:
+        late.append(error)
+        return Ack()
+
     async with harness(app, server=url) as t:
         await notify(t, 70)
         await t.settle()
@@ -449,9 +454,10 @@ async def test_values_of_another_type_are_told_with_the_cure(
         with pytest.raises(UndecodableError, match=r"hold is no <class 'int'>.*give the agent another name"):
             await t.settle()
         with anyio.fail_after(10):
-            while not t.dead_letters:  # noqa: ASYNC110 - it is told before the letter is stored
+            while not t.settled("sums"):  # noqa: ASYNC110 - it is told before the delivery is settled
                 await anyio.sleep(0.01)
-        assert [letter.reason for letter in t.dead_letters] == ["undecodable"]
+        (settled,) = t.settled("sums")
+        assert (settled.outcome, settled.reason) == ("retried", "UndecodableError"), "the payload can be read"
 
 
 async def test_a_value_may_be_made_of_parts(app: App, url: str | None) -> None:
