@@ -45,7 +45,7 @@ def apply(yes: Yes = False, config: ConfigOption = None) -> None:
         if any(found.needed and _removing(found) for found in plans):
             confirm(yes, to="do all of it, and remove the stored messages that are counted above")
         for needed in (found for found in plans if found.needed):
-            await stream_policy.carry_out(app, needed)
+            await stream_policy.carry_out(app, needed, removals=yes)
             typer.echo(f"{' '.join(_names(needed)).strip()}: done")
         return not any(found.fixed for found in plans)
 

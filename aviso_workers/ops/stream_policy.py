@@ -15,7 +15,7 @@ from aviso_workers.app import App
 from aviso_workers.config import Config
 from aviso_workers.config.declared_streams import as_jetstream
 from aviso_workers.config.stream_keys import event_streams
-from aviso_workers.errors import NotFoundError, UnknownEventTypeError
+from aviso_workers.errors import NotFoundError, RefusedError, UnknownEventTypeError
 from aviso_workers.streams import ConsumerPlan, Plan, Stored, StreamSpec
 
 __all__ = ["PolicyRow", "carry_out", "effective_policy", "plans", "sections"]
@@ -73,12 +73,17 @@ async def plans(app: App) -> list[Plan | ConsumerPlan]:
     return found
 
 
-async def carry_out(app: App, plan: Plan | ConsumerPlan) -> None:
-    """Do what is planned, as far as it can be done, also what removes stored messages.
+async def carry_out(app: App, plan: Plan | ConsumerPlan, *, removals: bool = False) -> None:
+    """Do what is planned, as far as it can be done; what removes stored messages only with `removals`.
 
-    Raises `RefusedError` where the server refuses.
+    A stream is planned anew, because it may have changed since. Raises `RefusedError` where the server refuses, and
+    where stored messages would be removed without `removals`: then nothing is done.
     """
     if isinstance(plan, Plan):
+        plan = await app.session.provisioner.plan(plan.wanted)
+        if plan.removing and not removals:
+            differences = "; ".join(map(str, plan.removing))
+            raise RefusedError(f"stream {plan.stream}: {differences}; say --yes to have it done")
         await app.session.provisioner.carry_out(streams.with_removals(plan))
     elif plan.needed:
         await _carry_out_consumer(app, plan)

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from aviso_workers import App, Notify
+from aviso_workers.errors import RefusedError
+from aviso_workers.ops import stream_policy
+from aviso_workers.streams import Plan
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]
@@ -56,6 +60,27 @@ def test_stored_messages_are_counted_and_removed_with_a_yes_only(
     assert (applied.code, "MARS: done" in applied.out) == (0, True), applied
     assert len(run("replay", "mars", "--config", config).lines) == 1
     assert "keep" in run("streams", "plan", "--config", narrower).out
+
+
+@pytest.mark.anyio
+async def test_what_was_stored_since_the_plan_is_not_removed_without_a_yes(
+    nats_server, config: Path, write_config: Callable[..., Path]
+) -> None:
+    narrower = write_config(nats_server.url, name="narrower.yaml", max_messages=2)
+    async with App("publisher", config=config) as publisher, App("operator", config=narrower) as operator:
+        await publisher.notify("mars", {"class": "od", "step": 1})
+        [plan] = await stream_policy.plans(operator)
+        assert isinstance(plan, Plan)
+        assert plan.removing == ()
+        await publisher.notify_many(Notify("mars", {"class": "od", "step": step}) for step in (2, 3))
+
+        with pytest.raises(RefusedError, match=r"removes 1 of 3 messages.* --yes"):
+            await stream_policy.carry_out(operator, plan)
+        kept = await operator.session.backend.stream_info("MARS")
+        await stream_policy.carry_out(operator, plan, removals=True)
+        left = await operator.session.backend.stream_info("MARS")
+
+    assert (kept.messages, left.messages) == (3, 2)
 
 
 @pytest.mark.parametrize(
