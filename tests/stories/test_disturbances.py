@@ -141,6 +141,48 @@ class TestTheServer:
             await worker.unready("permissions violation for publish to")
             assert [entry["stream"] for entry in worker.logged("agent.started")].count(STREAM) == 0
 
+    async def test_that_denies_us_to_acknowledge_is_told_before_anything_is_handled(
+        self, tmp_path, run_worker, publish, record
+    ):
+        users = (
+            "authorization { users: [ { user: publisher, password: secret }, { user: worker, password: secret, "
+            'permissions: { publish: { deny: "$JS.ACK.>" } } } ] }\n'
+        )
+        with Server(tmp_path / "guarded", config=users) as guarded:
+            await publish([1], url=guarded.url.replace("nats://", "nats://publisher:secret@"))
+            settings = {
+                "notification_backend.jetstream.user": "worker",
+                "notification_backend.jetstream.password": "secret",
+            }
+            worker = run_worker(url=guarded.url, settings=settings)
+
+            await worker.unready('permissions violation for publish to "$js.ack.mars.')
+            assert [entry["stream"] for entry in worker.logged("agent.started")].count(STREAM) == 0
+            assert record.acts == []
+
+    async def test_that_takes_the_right_to_acknowledge_away_makes_the_worker_unready(
+        self, tmp_path, run_worker, publish, record
+    ):
+        users = (
+            "authorization {{ users: [ {{ user: publisher, password: secret }}, {{ user: worker, password: secret, "
+            'permissions: {{ publish: {{ allow: [">"], deny: [{}] }} }} }} ] }}\n'
+        )
+        with Server(tmp_path / "guarded", config=users.format("")) as guarded:
+            url = guarded.url.replace("nats://", "nats://publisher:secret@")
+            settings = {
+                "notification_backend.jetstream.user": "worker",
+                "notification_backend.jetstream.password": "secret",
+            }
+            worker = run_worker(url=guarded.url, settings=settings)
+            await goes_on(worker, publish, record, 1, url=url)
+
+            guarded.stop()
+            guarded.config = users.format('"$JS.ACK.>"')
+            guarded.start()
+            await publish([2], url=url)
+
+            await worker.unready('permissions violation for publish to "$js.ack.mars.')
+
     async def test_that_ends_the_connection_for_good_ends_the_worker(self, run_worker, publish, record, proxy):
         worker = run_worker(url=proxy.url)
         await goes_on(worker, publish, record, 1)

@@ -34,6 +34,8 @@ SILENT_PINGS = 2
 """A server that leaves so many PINGs in a row unanswered is left. One may be our own fault: a loop that was stuck."""
 REFUSALS = 3
 """Attempts in a row to which a server answers that it does not take our credentials, before we believe it."""
+MOST_DENIALS = 1000
+"""How many subjects that were denied are remembered: each message is settled on a subject of its own."""
 FLUSH_AGAIN_SECONDS = 0.1
 CLOSE_SECONDS = 3.0
 
@@ -52,7 +54,7 @@ class Connection:
         self._last_error = ""
         self._refusals = 0
         self._denials: dict[str, float] = {}
-        """By what the server said, when it last denied us a subject."""
+        """By what the server said, when it last denied us a subject; the oldest first."""
         self._pongs: set[asyncio.Future[bool]] = set()
         self._server_version = (0, 0)
         self._lost = anyio.Event()
@@ -205,6 +207,12 @@ class Connection:
             if when >= since and (f'"{subject.lower()}"' in said or 'subscription to "_inbox' in said):
                 raise RefusedError(f"{subject}: {said.removeprefix('nats: ')}")
 
+    def check_allowed_below(self, prefix: str, *, since: float) -> None:
+        """Raise `RefusedError` where the server has denied us to publish to a subject that begins so."""
+        for said, when in self._denials.items():
+            if when >= since and f'publish to "{prefix.lower()}' in said:
+                raise RefusedError(f"{prefix}>: {said.removeprefix('nats: ')}")
+
     @property
     def _urls(self) -> str:
         return ", ".join(self._settings.masked_servers)
@@ -243,7 +251,10 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         self._last_error = str(error) or type(error).__name__
         if "permissions violation" in self._last_error:
+            self._denials.pop(self._last_error, None)
             self._denials[self._last_error] = anyio.current_time()
+            if len(self._denials) > MOST_DENIALS:
+                del self._denials[next(iter(self._denials))]
         if self._opened and faults.is_refusal(self._last_error):
             self._refusals += 1
             if self._refusals == REFUSALS:

@@ -220,6 +220,9 @@ class PullConsumer:
         self._outbox = outbox
         self._consumer = (stream, consumer)
         self._name = f"consumer {consumer} of stream {stream}"
+        self._settlements = f"$JS.ACK.{stream}.{consumer}."
+        """What the subjects begin with by which its messages are settled."""
+        self._opened_at = 0.0
         self._made = made
         self._made_at = ""
         self._deliver = deliver
@@ -249,8 +252,21 @@ class PullConsumer:
         if info["config"].get("priority_policy") == PINNED:
             self._hold_seconds = info["config"]["ack_wait"] / SECOND
         await self._pulls.open(limits=info["config"], priority=self._priority)
+        await self._check_settling()
         self._ask()
         await self._pulls.check_allowed()
+
+    async def _check_settling(self) -> None:
+        """Raise `RefusedError` where the server denies us to settle. It says so beside the settlement, and nobody could
+        tell what was handled from what was not: so that is tried before anything is asked for, with a sign of life for
+        no message.
+        """
+        self._opened_at = asyncio.get_running_loop().time()
+        subject = f"{self._settlements}0.0.0.0.0"
+        self._connection.wire.send(subject.encode(), IN_PROGRESS)
+        if not await self._connection.answers():
+            raise UnavailableError(f"{self._name}: no answer in time")
+        self._connection.check_allowed(subject, since=self._opened_at)
 
     async def run(self) -> None:
         """Keep the consumer asked, until it is lost or this is cancelled."""
@@ -263,6 +279,7 @@ class PullConsumer:
                     await self._look()
                 if self._pulls.error:
                     raise self._pulls.error
+                self._connection.check_allowed_below(self._settlements, since=self._opened_at)
                 self._outbox.repeat()
                 self._ask()
         except NotFoundError as error:
