@@ -20,7 +20,7 @@ from aviso_workers.notifications import Notification
 from aviso_workers.positions import Position
 from aviso_workers.schema import EventType, Where
 
-__all__ = ["Replayer", "message_at"]
+__all__ = ["Replayer", "message_at", "when_created"]
 
 AGAIN_AFTER_SECONDS = 1.0
 MOST_FRUITLESS = 60
@@ -32,6 +32,14 @@ async def message_at(backend: Backend, stream: str, sequence: int) -> Message | 
     reading = backend.read(stream, filter_subjects=(), start_sequence=sequence, last_sequence=sequence)
     async with aclosing(reading):
         return await anext(reading, None)
+
+
+async def when_created(backend: Backend, stream: str, *, known: datetime | None) -> datetime | None:
+    """Return when the stream was created. Raises `NotFoundError` where it is gone, or not the one that is known."""
+    found = (await backend.stream_info(stream)).created
+    if known is not None and found != known:
+        raise NotFoundError(f"stream {stream} was deleted and made anew while it was read: begin again")
+    return found
 
 
 class Replayer:
@@ -78,7 +86,7 @@ class Replayer:
         seen, fruitless = 0, 0
         while last is None or (start.sequence or 0) <= last:
             try:
-                created = await self._created(created)
+                created = await when_created(self._backend, self._stream, known=created)
                 reading = self._backend.read(
                     self._stream,
                     filter_subjects=self._filters,
@@ -98,13 +106,6 @@ class Replayer:
                 start = Position(sequence=seen + 1) if seen else start
                 with clocks.move_on_after(self._backend.clock, AGAIN_AFTER_SECONDS):
                     await self._backend.failed()
-
-    async def _created(self, known: datetime | None) -> datetime | None:
-        """When the stream was created. Raises `NotFoundError` where it is not the one that is known."""
-        found = (await self._backend.stream_info(self._stream)).created
-        if known is not None and found != known:
-            raise NotFoundError(f"stream {self._stream} was deleted and made anew while it was read: begin again")
-        return found
 
     def _matching(self, message: Message) -> Notification[Any] | None:
         try:

@@ -19,7 +19,7 @@ from aviso_workers import clocks, streams
 from aviso_workers.backends import Backend, Message, PubAck
 from aviso_workers.clocks import Clock
 from aviso_workers.config import Config
-from aviso_workers.engine import holding
+from aviso_workers.engine import holding, replaying
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import (
     BackendError,
@@ -167,10 +167,17 @@ class SteadyBucket:
     async def changes(
         self, key: str | None = None, *, after: int = 0, until: int | None = None
     ) -> AsyncGenerator[Entry, None]:
-        """Read on where reading was interrupted. Raises `BackendError` when the connection is lost for good."""
+        """Read on where reading was interrupted.
+
+        Raises `NotFoundError` where the bucket was deleted, also where it was made anew, because its revisions begin
+        again then; `BackendError` when the connection is lost for good.
+        """
+        created: datetime | None = None
         while True:
             try:
-                async with aclosing((await self.opened()).changes(key, after=after, until=until)) as changes:
+                bucket = await self.opened()
+                created = await replaying.when_created(self._backend, f"KV_{self._name}", known=created)
+                async with aclosing(bucket.changes(key, after=after, until=until)) as changes:
                     async for entry in changes:
                         after = entry.revision
                         yield entry

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from aviso_workers import App, Change, Table
-from aviso_workers.errors import DeclarationError, InvalidKeyError, RefusedError, UndecodableError
+from aviso_workers.errors import DeclarationError, InvalidKeyError, NotFoundError, RefusedError, UndecodableError
 
 pytestmark = pytest.mark.anyio
 
@@ -171,6 +171,18 @@ async def test_a_watch_tells_what_there_is_and_what_becomes_of_it(counts: Table[
         assert told(await next_change()) == ("od", None)
     async with aclosing(counts.watch("rd")) as changes:
         assert told(await anext(changes)) == ("rd", 2)
+
+
+async def test_a_watch_ends_with_its_table_and_goes_on_in_no_other(app: App, counts: Table[int]) -> None:
+    for number in range(5):
+        await counts.put("od", number)
+    async with aclosing(counts.watch()) as changes:
+        assert told(await anext(changes)) == ("od", 4)
+        await app.session.backend.delete_stream(f"KV_{app.name}__counts")
+        await app.session.backend.key_value(f"{app.name}__counts")
+        await counts.put("rd", 1)
+        with anyio.fail_after(10), pytest.raises(NotFoundError, match="deleted and made anew"):
+            await anext(changes)
 
 
 def told(change: Change[int]) -> tuple[str, int | None]:
