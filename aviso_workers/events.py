@@ -25,6 +25,7 @@ __all__ = [
     "Event",
     "Events",
     "FailuresNotStored",
+    "FiltersDiffer",
     "LeadershipChanged",
     "Measured",
     "NotRemoved",
@@ -216,6 +217,24 @@ class ConsumerDiffers(Struct, frozen=True, kw_only=True):
     differences: tuple[str, ...]
 
 
+class FiltersDiffer(Struct, frozen=True, kw_only=True):
+    """Which other versions of an agent, with another filter, read its consumer is not what it was before.
+
+    While there are some, each worker gives back what only others want. Where there is none any more, it passes over
+    what only they wanted.
+    """
+
+    agent: str
+    stream: str
+    consumer: str
+    own: tuple[str, ...]
+    """Filter subjects of this worker's version."""
+    others: tuple[tuple[str, ...], ...]
+    """Filter subjects of each of the other versions."""
+    gone: tuple[tuple[str, ...], ...]
+    """Of those that were among them until now."""
+
+
 class ConnectionChanged(Struct, frozen=True, kw_only=True):
     connected: bool
     reason: str
@@ -252,6 +271,7 @@ Event = (
     | Skipped
     | StreamProvisioned
     | ConsumerDiffers
+    | FiltersDiffer
     | ConnectionChanged
     | ConnectionSlow
     | Measured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import structlog
@@ -19,6 +20,7 @@ from aviso_workers.events import (
     ConsumerDiffers,
     Event,
     FailuresNotStored,
+    FiltersDiffer,
     LeadershipChanged,
     NotRemoved,
     Overdue,
@@ -65,14 +67,8 @@ def observe(event: Event) -> None:
             pass
         case Settled():
             _observe_end(event)
-        case ConsumerDiffers():
-            log.warning(
-                "consumer.differs",
-                stream=event.stream,
-                consumer=event.consumer,
-                differences=list(event.differences),
-                cure=_cure_of(event),
-            )
+        case ConsumerDiffers() | FiltersDiffer():
+            _observe_consumer(event)
         case AgentStarted():
             log.info("agent.started", agent=event.agent, stream=event.stream, consumer=event.consumer)
         case AgentDisturbed():
@@ -115,6 +111,27 @@ def observe(event: Event) -> None:
             log.warning("connection.down", reason=event.reason)
         case ConnectionSlow():
             log.warning("connection.slow", reason=event.reason, cure="install the nats-py that aviso-workers asks for")
+
+
+def _observe_consumer(event: ConsumerDiffers | FiltersDiffer) -> None:
+    if isinstance(event, ConsumerDiffers):
+        log.warning(
+            "consumer.differs",
+            stream=event.stream,
+            consumer=event.consumer,
+            differences=list(event.differences),
+            cure=_cure_of(event),
+        )
+        return
+    of = {"agent": event.agent, "stream": event.stream, "consumer": event.consumer, "own": " ".join(event.own)}
+    if event.others:
+        log.warning("consumer.filters_differ", **of, others=_spelled(event.others))
+    if event.gone or not event.others:
+        log.warning("consumer.filter_narrowed", **of, gone=_spelled(event.gone))
+
+
+def _spelled(versions: Iterable[tuple[str, ...]]) -> list[str]:
+    return [" ".join(version) or "everything" for version in versions]
 
 
 def _cure_of(event: ConsumerDiffers) -> str:

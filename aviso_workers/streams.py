@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
+from itertools import chain
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, structs
 
+from aviso_workers import subjects
 from aviso_workers.config import Config
 from aviso_workers.config.declared_streams import SECOND, as_jetstream
 from aviso_workers.config.stream_keys import event_streams, stated_by_aviso
@@ -42,12 +44,14 @@ __all__ = [
     "consumer_plan",
     "declared",
     "event_stream",
+    "filter_versions",
     "filters_of",
     "is_unfinished",
     "own_stream",
     "plan",
     "readable",
     "reads_all",
+    "shared",
     "shorter_age",
     "starting",
     "stated",
@@ -66,6 +70,8 @@ UPDATABLE = PRIORITY | {"ack_wait", "filter_subjects", "max_ack_pending", "max_d
 STARTING = frozenset({"deliver_policy", "opt_start_seq", "opt_start_time", "metadata"})
 """What says where a consumer begins: told apart by what was declared, not by what became of that."""
 START = "aviso-workers-start"
+VERSIONS = "aviso-workers-versions"
+"""The metadata of a durable consumer that says which versions of an agent read it: see `filter_versions`."""
 FENCED = "aviso-workers-fenced"
 """The metadata of a stream that was fenced when its mirror was promoted: which subjects it had."""
 UNFINISHED = "aviso-workers-unfinished"
@@ -392,7 +398,31 @@ def consumer_differences(wanted: ConsumerSpec, found: Mapping[str, Any]) -> tupl
     if wanted.priority_policy == "none" and found.get("priority_policy") == PRIORITIZED:
         passed_over |= PRIORITY  # another worker's wish, which changes nothing for those that are near
     fields = {name: value for name, value in msgspec.to_builtins(wanted).items() if name not in passed_over}
+    if noted := {name: text for name, text in (wanted.metadata or {}).items() if name != START}:
+        fields["metadata"] = noted
     return (*_differences(fields, found), *([start] if start else ()))
+
+
+def filter_versions(consumer: Mapping[str, Any]) -> dict[tuple[str, ...], int]:
+    """By its filter subjects, each version of an agent that reads the consumer, and how often it was heard of.
+
+    One that no version has noted itself in is taken for that of one version, whose filter it has.
+    """
+    noted = (consumer.get("metadata") or {}).get(VERSIONS)
+    if not noted:
+        return {tuple(sorted(filters_of(consumer))): 0}
+    return {tuple(version.split()): heard for version, heard in msgspec.json.decode(noted, type=dict[str, int]).items()}
+
+
+def shared(spec: ConsumerSpec, versions: Mapping[tuple[str, ...], int]) -> ConsumerSpec:
+    """The consumer with these versions noted, and a filter that lets through what any of them wants."""
+    noted = msgspec.json.encode({" ".join(version): heard for version, heard in sorted(versions.items())}).decode()
+    everything = not all(versions)
+    return structs.replace(
+        spec,
+        filter_subjects=() if everything else subjects.union(chain.from_iterable(versions)),
+        metadata={**(spec.metadata or {}), VERSIONS: noted},
+    )
 
 
 def starting(start: str) -> dict[str, Any]:

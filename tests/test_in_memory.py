@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import permutations
 
 import anyio
 import anyio.lowlevel
@@ -19,10 +20,10 @@ from aviso_workers import config
 from aviso_workers.backends import Delivery, Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.in_memory.durable import Durable
-from aviso_workers.backends.in_memory.subjects import overlap, pattern
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.errors import RefusedError, UnavailableError
 from aviso_workers.streams import ConsumerSpec, StreamSpec
+from aviso_workers.subjects import matcher, overlap, pattern, union
 
 SECOND = 1_000_000_000
 
@@ -313,6 +314,17 @@ class TestSubjects:
     def test_a_filter_takes_what_nats_says(self, filter_tokens, subject_tokens):
         matched = pattern([".".join(filter_tokens)]).fullmatch(".".join(subject_tokens)) is not None
         assert matched == takes(filter_tokens, subject_tokens)
+
+    @given(st.lists(filters, max_size=3), subjects)
+    def test_the_fast_way_says_the_same(self, filter_lists, subject_tokens):
+        written, subject = [".".join(each) for each in filter_lists], ".".join(subject_tokens)
+        assert bool(matcher(written)(subject)) == (pattern(written).fullmatch(subject) is not None)
+
+    @given(st.lists(filters, min_size=1, max_size=4), subjects)
+    def test_a_union_takes_what_one_of_its_filters_takes_and_a_server_takes_it(self, filter_lists, subject_tokens):
+        united, subject = union(".".join(each) for each in filter_lists), ".".join(subject_tokens)
+        assert bool(matcher(united)(subject)) == any(takes(each, subject_tokens) for each in filter_lists)
+        assert not any(pattern([wide]).fullmatch(narrow) for wide, narrow in permutations(united, 2))
 
     @given(filters, filters, subjects)
     def test_filters_overlap_where_both_take_a_subject(self, left, right, subject_tokens):

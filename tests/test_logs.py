@@ -21,6 +21,7 @@ from aviso_workers.events import (
     AgentDisturbed,
     ConnectionChanged,
     ConsumerDiffers,
+    FiltersDiffer,
     NotRemoved,
     Overdue,
     Settled,
@@ -119,6 +120,12 @@ def test_a_success_is_not_worth_a_line(lines: Any) -> None:
     assert lines(settled(outcome="acked", error=None)) == []
 
 
+def differing(*, others: tuple[tuple[str, ...], ...] = (), gone: tuple[tuple[str, ...], ...] = ()) -> FiltersDiffer:
+    return FiltersDiffer(
+        agent="index", stream="MARS", consumer="app__index", own=("mars.od.>",), others=others, gone=gone
+    )
+
+
 @pytest.mark.parametrize(
     ("event", "expected"),
     [
@@ -161,6 +168,19 @@ def test_a_success_is_not_worth_a_line(lines: Any) -> None:
                 "cure": "an agent that has run goes on where it is; to take it to its new start: "
                 "aviso-workers reset index --app app --to all",
             },
+        ),
+        (
+            differing(others=(("mars.od.>", "mars.rd.>"),)),
+            {
+                "event": "consumer.filters_differ",
+                "level": "warning",
+                "own": "mars.od.>",
+                "others": ["mars.od.> mars.rd.>"],
+            },
+        ),
+        (
+            differing(gone=((),)),
+            {"event": "consumer.filter_narrowed", "level": "warning", "consumer": "app__index", "gone": ["everything"]},
         ),
         (
             TaskFailed(task="tail", error=ValueError("boom"), again_in_seconds=1.0),

@@ -30,6 +30,7 @@ from aviso_workers.engine.replaying import Replayer
 from aviso_workers.engine.returning import Outputs
 from aviso_workers.engine.scheduling import run_timers
 from aviso_workers.engine.settling import Settler
+from aviso_workers.engine.shared_filters import SharedFilter
 from aviso_workers.engine.streaming import AsStream
 from aviso_workers.engine.supervising import Feed, supervise_agent, supervise_task
 from aviso_workers.engine.sweeping import Sweep
@@ -225,15 +226,27 @@ class Session:
         )
         self.runs[agent.name] = run
         durable = agent.durable_name(self._app)
-        filters = topics.filter_subjects(where)
+        consumer = _served(
+            _consumer(durable, topics.filter_subjects(where), policy.ack_wait, start=policy.start),
+            singleton=policy.singleton,
+            priority=self._priority,
+        )
+        shared = SharedFilter(
+            consumer,
+            agent=agent.name,
+            stream=stream.name,
+            backend=self.backend,
+            provisioner=self.provisioner,
+            events=self._events,
+        )
+        everything = topics.filter_subjects(schema.parse_where(agent.event_type, declared, {}))
+        takes = None if consumer.filter_subjects == everything else shared.takes
         feeds = [
             Feed(
                 stream=stream,
-                consumer=_served(
-                    _consumer(durable, filters, policy.ack_wait, start=policy.start),
-                    singleton=policy.singleton,
-                    priority=self._priority,
-                ),
+                consumer=consumer,
+                ensure=shared.ensure,
+                takes=takes,
                 provisioner=self.provisioner,
                 in_order=line.ordered,
                 # Who is busy, or waits for something to come, goes on asking, or would not stay pinned.
@@ -248,13 +261,17 @@ class Session:
                 ),
                 provisioner=self.own_streams,
                 unwrap=Requeued,
+                takes=takes,
                 room=(lambda: int(run.pinned(stream.name))) if policy.singleton else None,
             ),
         ]
-        async with anyio.create_task_group() as tasks:
-            if windows is not None:
-                tasks.start_soon(windows.close, stop, self._config.workers.drain_timeout_seconds)
-            await self._supervise(agent.name, run, feeds, stop)
+        async with anyio.create_task_group() as looking:
+            looking.start_soon(shared.keep)
+            async with anyio.create_task_group() as tasks:
+                if windows is not None:
+                    tasks.start_soon(windows.close, stop, self._config.workers.drain_timeout_seconds)
+                await self._supervise(agent.name, run, feeds, stop)
+            looking.cancel_scope.cancel()
 
     def _windows(self, kit: Kit, stream: str) -> AsWindows | None:
         """Of an agent that has some."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -46,6 +46,10 @@ class Feed(Struct, frozen=True, kw_only=True):
     """How many deliveries could be taken now; None where that is the agent's to say."""
     priority: int = 0
     """See `Backend.consume`."""
+    ensure: Callable[[], Awaitable[ConsumerInfo]] | None = None
+    """Creates the consumer or brings it in line; None where `consumer` says all that is wanted of it."""
+    takes: Callable[[Delivery], bool] | None = None
+    """Whether the agent is to have a delivery; one that it is not to have is settled by this. None: it has all."""
 
 
 async def supervise_agent(
@@ -101,18 +105,13 @@ async def _read(
 ) -> None:
     stream, consumer = feed.stream.name, feed.consumer.durable_name
     await feed.provisioner.ensure(feed.stream)
-    info = await feed.provisioner.ensure_consumer(stream, feed.consumer)
+    info = await (feed.ensure() if feed.ensure else feed.provisioner.ensure_consumer(stream, feed.consumer))
     passed = await _passed(backend, feed.stream, info)
     if feed.in_order and info.num_ack_pending and not len(run.line):
         await clocks.sleep_until(backend.clock, feed.consumer.ack_wait / 1e9 + EXPIRY_SECONDS, stop)
 
-    deliver: Callable[[Delivery], None] = run.line.put
-    if unwrap := feed.unwrap:
-
-        def deliver(delivery: Delivery) -> None:
-            run.line.put(unwrap(delivery))
-
     room = feed.room or run.room
+    deliver = _delivering(feed, run.line.put)
     async with backend.consume(stream, consumer, deliver=deliver, room=room, priority=feed.priority) as opened:
         run.attach(stream, opened)
         events.emit(AgentStarted(agent=name, stream=stream, consumer=consumer, passed=passed))
@@ -136,6 +135,21 @@ async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> P
         return Passed(info.deliveries, info.position)
     # What left the stream before there was the agent, the agent has not missed.
     return Passed(0, (await backend.stream_info(stream.name)).last_sequence)
+
+
+def _delivering(feed: Feed, put: Callable[[Delivery], None]) -> Callable[[Delivery], None]:
+    """What a delivery goes through before the agent holds it."""
+    unwrap, takes = feed.unwrap, feed.takes
+    if unwrap is None and takes is None:
+        return put
+
+    def deliver(delivery: Delivery) -> None:
+        if unwrap:
+            delivery = unwrap(delivery)
+        if takes is None or takes(delivery):
+            put(delivery)
+
+    return deliver
 
 
 async def supervise_task(task: Task, app: Any, *, clock: Clock, events: Events, stop: anyio.Event) -> None:

@@ -36,11 +36,11 @@ from aviso_workers.backends.in_memory import reading
 from aviso_workers.backends.in_memory.account import MAX_PAYLOAD, Account
 from aviso_workers.backends.in_memory.connection import Connection
 from aviso_workers.backends.in_memory.consuming import Dispatcher, InMemoryConsumer
-from aviso_workers.backends.in_memory.subjects import pattern
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, RefusedError
 from aviso_workers.streams import ConsumerSpec, StreamSpec
+from aviso_workers.subjects import pattern
 
 __all__ = ["InMemoryBackend"]
 

@@ -15,11 +15,11 @@ from aviso_workers.backends import Outgoing, PubAck
 from aviso_workers.backends.in_memory import schedules
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.stream import Stream, complete, payload_size, total_of, ttl_of
-from aviso_workers.backends.in_memory.subjects import overlap
 from aviso_workers.clocks import Clock
 from aviso_workers.codec import Message
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.streams import ConsumerSpec, StreamSpec
+from aviso_workers.subjects import overlap
 
 __all__ = ["MAX_PAYLOAD", "Account"]
 

@@ -242,6 +242,8 @@ class Dispatcher:
                 self.pin(reader)
             self.durable.last_delivered_ns = self._clock.time_ns()
             self._look_at(now + self.durable.ack_wait_seconds)
+            self._readers.remove(reader)
+            self._readers.append(reader)  # the others come first next time
             reader.deliver(InMemoryDelivery(self, reader, message, num_delivered))
         while self.durable.given_up:
             self._on_given_up(*self.durable.given_up.pop())
@@ -249,13 +251,10 @@ class Dispatcher:
     def _next_reader(self) -> InMemoryConsumer | None:
         if self.durable.policy == PINNED and self.pinned and not self._given_up(self.pinned):
             return self.pinned if self._unpin_at == math.inf else None
-        nearest = min((reader.priority for reader in self._readers if reader.ready), default=0)
-        for _ in range(len(self._readers)):
-            self._readers.rotate(-1)
-            reader = self._readers[-1]
-            if reader.ready and (self.durable.policy != PRIORITIZED or reader.priority == nearest):
-                return reader
-        return None
+        ready = [reader for reader in self._readers if reader.ready]
+        if self.durable.policy == PRIORITIZED:
+            return min(ready, key=lambda reader: reader.priority, default=None)  # the first of those that are nearest
+        return ready[0] if ready else None
 
     def _given_up(self, pinned: InMemoryConsumer) -> bool:
         """Whether it has asked for nothing for too long."""

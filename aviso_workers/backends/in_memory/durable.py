@@ -18,10 +18,10 @@ from msgspec import Struct
 
 from aviso_workers import streams
 from aviso_workers.backends import ConsumerInfo
-from aviso_workers.backends.in_memory.subjects import pattern
 from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import RefusedError
 from aviso_workers.streams import ConsumerSpec
+from aviso_workers.subjects import pattern
 
 __all__ = ["Durable"]
 

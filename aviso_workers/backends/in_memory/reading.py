@@ -11,9 +11,9 @@ from anyio.lowlevel import checkpoint
 from aviso_workers.backends.in_memory.account import Account
 from aviso_workers.backends.in_memory.connection import Connection
 from aviso_workers.backends.in_memory.stream import Stream
-from aviso_workers.backends.in_memory.subjects import pattern
 from aviso_workers.codec import Message
 from aviso_workers.errors import UnavailableError
+from aviso_workers.subjects import pattern
 
 __all__ = ["count", "read"]
 

@@ -20,9 +20,9 @@ import msgspec
 from aviso_workers import topics
 from aviso_workers.backends import StreamInfo
 from aviso_workers.backends.in_memory.durable import Durable
-from aviso_workers.backends.in_memory.subjects import pattern
 from aviso_workers.codec import MARKER_HEADER, Message, store_time
 from aviso_workers.errors import ConflictError, FullError, NotFoundError, RefusedError
+from aviso_workers.subjects import pattern
 
 __all__ = ["Stream", "complete", "payload_size", "total_of", "ttl_of"]
 

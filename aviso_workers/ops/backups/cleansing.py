@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from aviso_workers import schema, topics
-from aviso_workers.backends.in_memory import subjects
+from aviso_workers import schema, subjects, topics
 from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.codec import Message, NotificationReader
 from aviso_workers.config import Config

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
-__all__ = ["overlap", "pattern"]
+__all__ = ["matcher", "overlap", "pattern", "union"]
 
 # A filter matches a narrower filter as it matches a subject; but `*` is not as wide as `>`.
 _WILDCARDS = {"*": r"(?!>$)[^.]+", ">": ".+"}
@@ -15,6 +15,14 @@ _WILDCARDS = {"*": r"(?!>$)[^.]+", ">": ".+"}
 def pattern(filters: Sequence[str]) -> re.Pattern[str]:
     """What `fullmatch`es each subject that one of the filters takes; all subjects where there is none."""
     return re.compile("|".join(_expression(subject) for subject in filters or (">",)), re.DOTALL)
+
+
+def matcher(filters: Sequence[str]) -> Callable[[str], object]:
+    """Whether one of the filters takes a subject, as `pattern` says it; faster where none has a `*`."""
+    if not filters or any("*" in each or not each.endswith(".>") for each in filters):
+        return pattern(filters).fullmatch
+    beginnings = tuple(each.removesuffix(">") for each in filters)
+    return lambda subject: subject.startswith(beginnings)
 
 
 def overlap(left: str, right: str) -> bool:
@@ -27,6 +35,16 @@ def overlap(left: str, right: str) -> bool:
         if a != b and "*" not in (a, b):
             return False
     return True
+
+
+def union(filters: Iterable[str]) -> tuple[str, ...]:
+    """The filters without those that lie within another one, which a server refuses beside it; sorted."""
+    distinct = sorted(set(filters))
+    return tuple(
+        narrow
+        for narrow in distinct
+        if not any(wide != narrow and pattern([wide]).fullmatch(narrow) for wide in distinct)
+    )
 
 
 def _expression(subject: str) -> str:

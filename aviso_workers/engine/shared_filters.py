@@ -1,0 +1,189 @@
+"""The filter of a durable consumer while workers of several versions of an agent read it, as in a deploy.
+
+A `where` that was changed makes another version of the agent, and all of them read one consumer. Its filter is the
+union of what its versions want, and its metadata names them. A worker that opens the consumer only adds its own
+version: it cannot know whether another one, newer or older than itself, still runs. Each version is heard of while
+there are several, because its workers count up a number in the metadata. One that nobody has heard of for
+`GONE_SECONDS`, by the clock of the worker that looks, is taken out, and the filter with it.
+
+So a worker is also given what lies outside its own filter. It gives that back with a delay until it comes to a worker
+that wants it: this is no failure, and the agent never sees it. It acks it only where it knows that no other version
+wants it, from a look at the consumer that began after the notification was stored. A version that is widened later
+begins with what is stored from then on.
+
+A server looks at subjects only. What an agent leaves out of its own subjects, such as all numbers beyond a range, it
+acks whatever other versions want: see `settling.Settler.pass_over`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import anyio
+from msgspec import Struct
+
+from aviso_workers import clocks, streams, subjects
+from aviso_workers.backends import Backend, ConsumerInfo, Delivery
+from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.errors import BackendError, NotFoundError
+from aviso_workers.events import Events, FiltersDiffer
+from aviso_workers.streams import ConsumerSpec
+
+__all__ = ["SharedFilter"]
+
+LOOK_SECONDS = 30.0
+"""How often a worker looks which versions there are."""
+LOOK_AGAIN_SECONDS = 1.0
+"""How soon it does where it has just opened the consumer, or was given what it does not want."""
+GONE_SECONDS = 300.0
+"""A version that was not heard of for so long has no worker. Longer than a network is usually interrupted: what only
+workers want that are cut off for longer is given up."""
+LONGEST_DELAY_SECONDS = 5.0
+
+Version = tuple[str, ...]
+"""Filter subjects; none means everything."""
+
+
+class _Heard(Struct, frozen=True):
+    """The number of a version, and since when it is that one."""
+
+    number: int
+    since: float
+
+
+class SharedFilter:
+    """What one worker knows of the versions of its agent; `consumer` states what its own version wants."""
+
+    def __init__(
+        self,
+        consumer: ConsumerSpec,
+        *,
+        agent: str,
+        stream: str,
+        backend: Backend,
+        provisioner: Provisioner,
+        events: Events,
+    ) -> None:
+        self._consumer = consumer
+        self._agent = agent
+        self._stream = stream
+        self._backend = backend
+        self._provisioner = provisioner
+        self._events = events
+        self._own: Version = tuple(sorted(consumer.filter_subjects))
+        self._wants = subjects.matcher(self._own)
+        self._others: dict[Version, Callable[[str], object]] = {}
+        """The other versions, and what of a subject they want."""
+        self._heard: dict[Version, _Heard] = {}
+        self._given_back = 0
+        """The newest sequence that was given back."""
+        self._known_up_to = 0
+        """Up to this sequence, notifications were stored before the last look."""
+        self._looked_at = 0.0
+        self._told = False
+        """Whether it was stated that what nobody wants any more is passed over."""
+        self._look_soon = anyio.Event()
+
+    async def ensure(self) -> ConsumerInfo:
+        """Create the consumer, or bring it in line so that this version is among those that it serves.
+
+        Raises as `Backend.ensure_consumer` does.
+        """
+        try:
+            found = await self._backend.consumer_info(self._stream, self._consumer.durable_name)
+            versions = streams.filter_versions(found.config)
+        except NotFoundError:
+            versions = {}
+        versions.setdefault(self._own, 0)
+        self._given_back = self._known_up_to = 0  # the stream may be another one now, and count from 1 again
+        info = await self._provisioner.ensure_consumer(self._stream, streams.shared(self._consumer, versions))
+        self._note(versions)
+        if self._others:
+            self._look_soon.set()  # two that open it at once may have overwritten each other
+        return info
+
+    def takes(self, delivery: Delivery) -> bool:
+        """Whether this version wants the delivery; one that it does not want is settled."""
+        if self._wants(delivery.message.subject):
+            return True
+        self._leave(delivery)
+        return False
+
+    def _leave(self, delivery: Delivery) -> None:
+        """Give it back to the other versions, or ack it where none of them wants it."""
+        message = delivery.message
+        known = message.sequence <= self._known_up_to
+        if known and not any(wants(message.subject) for wants in self._others.values()):
+            delivery.ack()
+            if not self._told:
+                self._state(gone=())
+            return
+        if not known:
+            self._given_back = max(self._given_back, message.sequence)
+            self._look_soon.set()
+        delivery.nak(delay_seconds=min(LONGEST_DELAY_SECONDS, 2.0 ** (min(delivery.num_delivered, 8) - 1)))
+
+    async def keep(self) -> None:
+        """Look which versions there are, again and again, and take out those that are gone."""
+        while True:
+            with clocks.move_on_after(self._backend.clock, LOOK_SECONDS):
+                await self._look_soon.wait()
+            await self._backend.clock.sleep(LOOK_AGAIN_SECONDS)
+            self._look_soon = anyio.Event()
+            await self._look()
+
+    async def _look(self) -> None:
+        stored_before = self._given_back
+        try:
+            found = await self._backend.consumer_info(self._stream, self._consumer.durable_name)
+            noted = streams.filter_versions(found.config)
+            versions = self._still_there(noted)
+            wanted = streams.shared(self._consumer, versions)
+            if versions != noted or tuple(sorted(streams.filters_of(found.config))) != wanted.filter_subjects:
+                await self._backend.ensure_consumer(self._stream, wanted)
+        except BackendError:
+            return
+        self._note(versions)
+        self._known_up_to = max(self._known_up_to, stored_before)
+
+    def _still_there(self, noted: Mapping[Version, int]) -> dict[Version, int]:
+        """The versions that were heard of, this one among them and, where it is not the only one, heard of again."""
+        now = self._backend.clock.monotonic()
+        if now - self._looked_at > 2 * LOOK_SECONDS + LOOK_AGAIN_SECONDS:
+            self._heard.clear()  # who could not look has heard nothing, and the others may have been cut off as well
+        self._looked_at = now
+        self._heard = {version: self._when_heard(version, number, now) for version, number in noted.items()}
+        versions = {
+            version: number
+            for version, number in noted.items()
+            if version == self._own or now - self._heard[version].since < GONE_SECONDS
+        }
+        own = self._heard.get(self._own)
+        if own is None:
+            versions[self._own] = 0  # another worker's update overwrote ours, or has taken us for gone
+        elif len(versions) > 1 and now - own.since >= LOOK_SECONDS:
+            versions[self._own] += 1
+        return versions
+
+    def _when_heard(self, version: Version, number: int, now: float) -> _Heard:
+        before = self._heard.get(version)
+        return before if before is not None and before.number == number else _Heard(number, now)
+
+    def _note(self, versions: Mapping[Version, int]) -> None:
+        before = self._others.keys()
+        self._others = {version: subjects.matcher(version) for version in versions if version != self._own}
+        if self._others.keys() != before:
+            self._state(gone=tuple(before - self._others.keys()))
+
+    def _state(self, *, gone: tuple[Version, ...]) -> None:
+        self._told = not self._others
+        self._events.emit(
+            FiltersDiffer(
+                agent=self._agent,
+                stream=self._stream,
+                consumer=self._consumer.durable_name,
+                own=self._own,
+                others=tuple(self._others),
+                gone=gone,
+            )
+        )

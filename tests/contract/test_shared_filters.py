@@ -1,0 +1,163 @@
+"""Workers whose agents want different notifications of one durable consumer, as while a deploy replaces them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import Agent, App, Notification, Router
+from aviso_workers.backends import ConsumerInfo
+from aviso_workers.engine import shared_filters
+from aviso_workers.events import AgentStarted, FiltersDiffer
+from aviso_workers.streams import ConsumerSpec, shared
+from aviso_workers.testing import Harness, harness
+from tests.contract.settings import mars
+
+pytestmark = pytest.mark.anyio
+
+NARROW = ("mars.od.>",)
+WIDE = ("mars.od.>", "mars.rd.>")
+
+
+class Deployment:
+    """The app's agent `index` in versions that want different classes, and what each of them has handled."""
+
+    def __init__(self, t: Harness) -> None:
+        self.t = t
+        self.handled: list[tuple[str, str, str]] = []
+        """Version, class and step."""
+        self.stated: list[FiltersDiffer] = []
+        t.app.events.listen(self.stated.append, FiltersDiffer)
+
+    def version(self, *classes: str) -> Agent[Any, Any]:
+        name = " ".join(classes)
+
+        async def index(notification: Notification[Any]) -> None:
+            self.handled.append((name, notification.identifier["class"], notification.identifier["step"]))
+
+        return Router("deployed").agent("mars", where={"class": list(classes)}, name="index")(index)
+
+    @asynccontextmanager
+    async def worker(self, *classes: str) -> AsyncIterator[None]:
+        """A worker of the version that wants these classes, from when it reads until the block is left."""
+        started, stop = anyio.Event(), anyio.Event()
+        self.t.app.events.listen(lambda event: started.set() if event.stream == "MARS" else None, AgentStarted)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.t.app.session.run_agent, self.version(*classes), stop)
+            await started.wait()
+            yield
+            stop.set()
+
+    async def publish(self, *classes: str, steps: range) -> None:
+        for step in steps:
+            for name in classes:
+                await self.t.notify("mars", mars(step=step, **{"class": name}), {})
+
+    async def info(self) -> ConsumerInfo:
+        return await self.t.app.session.backend.consumer_info("MARS", "contract__index")
+
+    async def until(self, expected: Callable[[ConsumerInfo], bool], *, seconds: float = 60.0) -> None:
+        """Let time pass until the consumer is as expected."""
+        passed = 0.0
+        while not expected(info := await self.info()):
+            assert passed < seconds, f"after {passed:.1f} s the consumer is still {info}"
+            await self.t.advance(0.1)
+            passed += 0.1
+
+    async def settled(self) -> None:
+        await self.until(lambda info: info.num_pending == info.num_ack_pending == 0)
+
+    def by(self, version: str) -> set[tuple[str, str]]:
+        return {(name, step) for by, name, step in self.handled if by == version}
+
+
+@pytest.fixture
+async def deployment(app: App, nats_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Deployment]:
+    monkeypatch.setattr(shared_filters, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(shared_filters, "LOOK_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(shared_filters, "GONE_SECONDS", 2.0)
+    async with harness(app, server=nats_url or None) as t:
+        await t.notify("mars", mars(step=0, **{"class": "xx"}), {})  # makes the stream
+        yield Deployment(t)
+
+
+def each(*classes: str, steps: range) -> set[tuple[str, str]]:
+    return {(name, str(step)) for step in steps for name in classes}
+
+
+async def test_a_deploy_that_widens_a_filter_loses_nothing(deployment: Deployment) -> None:
+    async with deployment.worker("od"), deployment.worker("od", "rd"):
+        await deployment.publish("od", "rd", steps=range(20))
+        await deployment.settled()
+        await deployment.until(lambda _: len(deployment.stated) == 2)
+
+    assert {(name, step) for _, name, step in deployment.handled} == each("od", "rd", steps=range(20))
+    assert len(deployment.handled) == 40, "something was handled twice"
+    assert {name for name, _ in deployment.by("od")} <= {"od"}
+    assert deployment.t.dead_letters == []
+    assert {(event.own, event.others) for event in deployment.stated} == {(NARROW, (WIDE,)), (WIDE, (NARROW,))}
+
+
+async def test_an_old_worker_that_is_started_again_beside_new_ones_hides_nothing_from_them(
+    deployment: Deployment,
+) -> None:
+    async with deployment.worker("od"):
+        pass
+    async with deployment.worker("od", "rd"):
+        async with deployment.worker("od"):
+            await deployment.publish("rd", steps=range(5))
+            await deployment.settled()
+        await deployment.publish("rd", steps=range(5, 10))
+        await deployment.settled()
+
+    assert deployment.by("od rd") == each("rd", steps=range(10))
+
+
+async def test_what_only_a_version_that_is_gone_has_wanted_is_passed_over_after_a_while(
+    deployment: Deployment,
+) -> None:
+    async with deployment.worker("od", "rd"):
+        pass
+    await deployment.publish("rd", steps=range(5))
+    async with deployment.worker("od"):
+        await deployment.publish("od", steps=range(5))
+        await deployment.until(lambda info: info.num_ack_pending == 5)
+        assert tuple((await deployment.info()).config["filter_subjects"]) == WIDE
+
+        await deployment.until(lambda info: tuple(info.config["filter_subjects"]) == NARROW)
+        await deployment.settled()
+
+    assert deployment.by("od") == each("od", steps=range(5))
+    assert deployment.t.dead_letters == []
+    assert [event.gone for event in deployment.stated if event.own == NARROW] == [(), (WIDE,)]
+
+
+async def test_a_version_that_wants_more_takes_its_part_while_a_narrower_one_is_deployed(
+    deployment: Deployment,
+) -> None:
+    async with deployment.worker("od", "rd"), deployment.worker("od"):
+        await deployment.t.advance(4.0)  # longer than it takes to be given up
+        await deployment.publish("rd", steps=range(10))
+        await deployment.settled()
+
+    assert deployment.by("od rd") == each("rd", steps=range(10))
+
+
+async def test_an_update_that_overwrites_another_is_mended(deployment: Deployment) -> None:
+    async with deployment.worker("od", "rd"):
+        found = await deployment.info()
+        spec = ConsumerSpec(
+            durable_name=found.name,
+            filter_subjects=NARROW,
+            ack_wait=found.config["ack_wait"],
+            max_ack_pending=found.config["max_ack_pending"],
+            max_deliver=found.config["max_deliver"],
+        )
+        await deployment.t.app.session.backend.ensure_consumer("MARS", shared(spec, {NARROW: 0}))
+        assert tuple((await deployment.info()).config["filter_subjects"]) == NARROW
+
+        await deployment.until(lambda info: tuple(info.config["filter_subjects"]) == WIDE)
