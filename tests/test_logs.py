@@ -116,6 +116,22 @@ def test_a_dead_letter_that_could_not_be_stored_is_an_error_of_its_own(lines: An
     )
 
 
+def test_what_is_done_although_it_raised_is_told_with_the_exception(lines: Any) -> None:
+    (line,) = lines(settled(outcome="acked", reason="on_error", error=failure("known already")))
+    assert (line["event"], line["level"], line["reason"]) == ("notification.acked", "warning", "on_error")
+    assert line["exception"].endswith("ValueError: known already")
+
+
+def test_an_exception_without_a_text_is_told_all_the_same(lines: Any) -> None:
+    class UnspeakableError(Exception):
+        def __str__(self) -> str:
+            raise KeyError("no text")
+
+    (line,) = lines(settled(error=UnspeakableError()))
+    assert line["event"] == "notification.retried"
+    assert "UnspeakableError" in line["exception"]
+
+
 def test_a_success_is_not_worth_a_line(lines: Any) -> None:
     assert lines(settled(outcome="acked", error=None)) == []
 

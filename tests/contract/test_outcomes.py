@@ -29,7 +29,7 @@ from aviso_workers import (
 )
 from aviso_workers.config import Config
 from aviso_workers.engine.dead_lettering import DeadLetter
-from aviso_workers.errors import InvalidNotificationError, LateError, UndecodableError
+from aviso_workers.errors import InvalidNotificationError, LateError, ResourceError, UndecodableError
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 
@@ -206,6 +206,35 @@ async def test_an_exit_of_a_window_lets_it_be_run_again(app: App, url: str | Non
         while len(t.windows(total)) < 2:
             await t.advance(0.2)
         assert [type(run.error) for run in t.windows(total)] == [SystemExit, type(None)]
+
+
+async def test_an_exit_of_a_timer_or_a_task_is_its_failure(app: App, url: str | None) -> None:
+    starts: list[int] = []
+
+    @app.every("1s")
+    async def tidy() -> None:
+        sys.exit("no room")
+
+    @app.task
+    async def follow(app: App) -> None:
+        starts.append(1)
+        sys.exit("no peer")
+
+    async with harness(app, server=url) as t:
+        while len(t.ticks(tidy)) < 2 or len(starts) < 2:
+            await t.advance(0.5)
+        assert {repr(tick.error) for tick in t.ticks(tidy)} == {"SystemExit('no room')"}
+
+
+async def test_an_exit_of_a_resource_says_that_it_cannot_be_opened(app: App, url: str | None) -> None:
+    @app.resource
+    async def lengths() -> AsyncIterator[Length]:
+        sys.exit("no database")
+        yield Length("m")
+
+    with pytest.raises(ResourceError, match="resource 'lengths' cannot be opened: SystemExit: no database"):
+        async with harness(app, server=url):
+            pass
 
 
 @pytest.mark.parametrize("declare", [one_by_one, in_batches, as_a_stream], indirect=True)
