@@ -84,6 +84,19 @@ async def test_what_is_done_is_forgotten(line_of: Callable[..., Any], clock: Vir
     assert (line.running, len(line), line.waited_seconds(delivery)) == (0, 0, None)
 
 
+async def test_what_is_delivered_again_while_it_is_held_is_settled_by_the_older_delivery(
+    line_of: Callable[..., Any],
+) -> None:
+    line, (older,) = line_of("a", ordered=False)
+    line.put(Held(1, "a"))
+    assert (len(line), line.delivery_of(1)) == (1, older)
+    assert await line.take() is older
+    line.put(Held(1, "a"))
+    assert (line.running, line.holds(older)) == (1, True)
+    line.done(older)
+    assert (len(line), line.running) == (0, 0)
+
+
 class TickingClock(VirtualClock):
     """A millisecond passes whenever somebody looks."""
 
@@ -158,6 +171,27 @@ async def test_what_is_there_is_taken_also_where_one_whose_turn_it_was_is_cancel
         await anyio.wait_all_tasks_blocked()
         line.put(Held(1, "a"))  # type: ignore[arg-type]
         first.cancel()
+        await anyio.wait_all_tasks_blocked()
+        line.close()
+
+    assert [delivery.message.sequence for delivery in taken if delivery] == [1]
+
+
+async def test_what_comes_while_one_that_waits_is_being_cancelled_is_taken_by_another() -> None:
+    line = Line(VirtualClock())
+    taken: list[Any] = []
+
+    async def take(scope: anyio.CancelScope) -> None:
+        with scope:
+            taken.append(await line.take())
+
+    first, second = anyio.CancelScope(), anyio.CancelScope()
+    async with anyio.create_task_group() as tasks:
+        for scope in (first, second):
+            tasks.start_soon(take, scope)
+            await anyio.wait_all_tasks_blocked()
+        first.cancel()
+        line.put(Held(1, "a"))  # it is the turn of the first, which does not come any more
         await anyio.wait_all_tasks_blocked()
         line.close()
 

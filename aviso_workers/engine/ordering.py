@@ -197,7 +197,6 @@ class Line:
         if any(map(self.alone, self._ready)):
             self._isolation.note_end(self._ready[0])  # it has not begun, and will not
         self._ready.clear()
-        self._lanes.clear()
         while self._idle:
             self._idle.popleft().set()
 
