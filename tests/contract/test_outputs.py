@@ -127,6 +127,26 @@ async def test_what_a_failed_handling_has_published_is_stored_once(app: App, url
         assert len(set(await stored_ids(app))) == many + 2
 
 
+async def test_what_a_loop_publishes_for_one_has_nothing_to_do_with_those_before_it(app: App, url: str | None) -> None:
+    """So that it is stored once also where it comes again alone."""
+    tries: list[str] = []
+
+    @app.agent("mars", retry=PROMPT)
+    async def derive(stream: Stream[Any]) -> None:
+        async for notification in stream:
+            tries.append(step := notification.identifier["step"])
+            await app.notify("plain", {"a": step, "b": "x"})
+            if step == "1" and tries.count(step) == 1:
+                raise ConnectionError
+
+    async with harness(app, server=url) as t:
+        for step in range(2):
+            await t.notify("mars", mars(step=step), {})
+        await t.settle()
+        assert tries == ["0", "1", "1"]
+        assert sorted(outputs(t)) == [("0", "x"), ("1", "x")]
+
+
 async def test_in_another_order_they_are_stored_once_all_the_same(app: App, url: str | None) -> None:
     tries: list[int] = []
 

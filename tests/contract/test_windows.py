@@ -258,9 +258,11 @@ async def test_a_window_waits_for_what_is_tried_again(app: App, url: str | None)
         assert (sums(t), t.dead_letters) == ({"0-60 all": 7}, [])
 
 
+@pytest.mark.parametrize("since", [0, 20])
 async def test_a_dead_letter_that_is_tried_again_counts_once(
-    app: App, url: str | None, declare: Callable[..., Any]
+    app: App, url: str | None, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, since: int
 ) -> None:
+    monkeypatch.setattr(windows, "LISTED", 4)
     broken = [True]
 
     def add_if_it_works(total: int, notification: Notification[Field]) -> int:
@@ -273,6 +275,11 @@ async def test_a_dead_letter_that_is_tried_again_counts_once(
         await notify(t, 10, size=7)
         await notify(t, 11)
         await t.settle()
+        await many(app, since)
+        await t.settle()
+        await t.advance(1.5)  # it is noted that all of this is settled
+        await many(app, since)
+        await t.settle()
         broken.clear()
         office = DeadLetterOffice(app)
         (letter,) = [letter async for letter in office.letters(Selection())]
@@ -280,8 +287,8 @@ async def test_a_dead_letter_that_is_tried_again_counts_once(
         await t.settle()
         await notify(t, 61)
         await t.settle()
-        assert t.outcomes(agent) == ["dead_lettered", "acked", "acked", "acked"]
-        assert sums(t) == {"0-60 all": 8}
+        assert t.outcomes(agent) == ["dead_lettered", *["acked"] * (3 + 2 * since)]
+        assert sums(t) == {"0-60 all": 8 + 2 * since}
 
 
 async def test_an_agent_that_is_reset_does_not_count_again_what_it_has_counted(
@@ -366,6 +373,48 @@ async def test_windows_close_when_nothing_comes_any_more(
         assert sums(t) == {"0-60 all": 1}
         await t.advance(4.5)
         assert sums(t) == {"0-60 all": 1, "60-120 all": 1}
+
+
+async def test_while_something_is_tried_again_nothing_is_idle(app: App, url: str | None) -> None:
+    tries: list[int] = []
+
+    def add_at_the_second_try(total: int, notification: Notification[Field]) -> int:
+        if notification.payload.size == 7:
+            tries.append(1)
+            if len(tries) == 1:
+                raise Retry(after=5)
+        return total + notification.payload.size
+
+    @app.agent("mars", window=hourly(fold=add_at_the_second_try, idle="1s"))
+    async def sums_of_all(window: Window[int]) -> Notify:
+        return result(window)
+
+    async with harness(app, server=url) as t:
+        await notify(t, 10)
+        await notify(t, 11, size=7)
+        await t.advance(4)
+        assert sums(t) == {}
+        await t.advance(6)
+        assert (sums(t), t.dead_letters) == ({"0-60 all": 8}, [])
+
+
+async def test_while_something_was_not_delivered_nothing_is_idle(
+    app: App, url: str | None, declare: Callable[..., Any]
+) -> None:
+    declare(hourly(idle="2s"))
+    async with harness(app, server=url) as t:
+        await notify(t, 10)
+        await t.settle()
+        backend, consumer = app.session.backend, "contract__sums"
+        await backend.pause_consumer("MARS", consumer, until=datetime(2100, 1, 1, tzinfo=UTC))
+        await notify(t, 12)
+        await t.advance(5)
+        assert sums(t) == {}
+        await backend.pause_consumer("MARS", consumer, until=None)
+        with anyio.fail_after(20):
+            while not sums(t):
+                await t.advance(0.5)
+        assert (sums(t), t.dead_letters) == ({"0-60 all": 2}, [])
 
 
 class FastClock(LoopClock):

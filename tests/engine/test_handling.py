@@ -13,10 +13,12 @@ from msgspec import Struct
 from aviso_workers import Backoff, Notification, Router, config
 from aviso_workers.backends import Message, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.engine.dead_lettering import LONGEST_ERROR, STREAM
+from aviso_workers.engine import sweeping
+from aviso_workers.engine.dead_lettering import LONGEST_ERROR, RETRIES, STREAM, DeadLetter, retry_of
+from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import BackendError, OutcomeUnknownError, UnavailableError, UndecodableError
-from aviso_workers.events import Settled
+from aviso_workers.events import Events, Settled
 from tests.engine.conftest import Facts
 
 pytestmark = pytest.mark.anyio
@@ -34,11 +36,14 @@ class GraveyardGuard(InMemoryBackend):
     def __init__(self) -> None:
         super().__init__(config.InMemory(max_history_per_topic=1000))
         self.closed: BackendError | None = None
+        self.slow_seconds = 0.0
         self.looks = 0
 
     async def publish(self, message: Message, *, stream: str, **stated: Any) -> PubAck:
         if self.closed is not None and stream == STREAM:
             raise self.closed
+        if stream == STREAM:
+            await anyio.sleep(self.slow_seconds)
         return await super().publish(message, stream=stream, **stated)
 
     async def stream_info(self, stream: str) -> StreamInfo:
@@ -310,3 +315,114 @@ async def test_a_time_out_of_the_authors_own_is_a_failure_like_any_other(
     async with working(index):
         (settled,) = await facts.wait_for(Settled)
     assert (settled.outcome, type(settled.error)) == ("dead_lettered", TimeoutError)
+
+
+async def test_a_dead_letter_that_is_being_stored_is_stored_also_when_the_worker_has_to_end(
+    backend: GraveyardGuard, session: Session, router: Router, notify, stored, working, facts: Facts
+) -> None:
+    failed = anyio.Event()
+
+    @router.agent("mars", retry=Backoff(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        failed.set()
+        raise ValueError
+
+    backend.slow_seconds = 60.0  # longer than the drain timeout
+    await notify(6)
+    async with working(index) as stop:
+        await failed.wait()
+        stop.set()
+    assert [(event.outcome, event.reason) for event in facts.of(Settled)] == [("dead_lettered", "attempts_exhausted")]
+    assert len(await stored(STREAM)) == 1
+    assert await unsettled(session, index) == (0, 0)
+
+
+class Failed:
+    """A delivery whose handling has failed."""
+
+    def __init__(self, sequence: int = 1, timestamp_ns: int = 1) -> None:
+        self.message = Message(subject="mars", data=b"", sequence=sequence, timestamp_ns=timestamp_ns)
+        self.num_delivered = 2
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_failures_are_those_of_one_notification_and_one_agent(backend: GraveyardGuard, kept: bool) -> None:
+    def counts(**stated: str) -> Failures:
+        return Failures(backend, **{"app": "tests", "agent": "index", "stream": "MARS", **stated}, events=Events())
+
+    index = counts()
+    for failures in range(2):
+        await index.add(Failed(), before=failures, kept=kept)
+    for anew in (index, counts()):
+        assert (await anew.look(Failed())).failures == 2
+        assert (await anew.look(Failed(sequence=2))).failures == 0, "of another notification"
+        assert (await anew.look(Failed(timestamp_ns=2))).failures == 0, "of a stream that was made anew"
+    for stated in ({"agent": "sum"}, {"stream": "RD"}, {"app": "others"}):
+        assert (await counts(**stated).look(Failed())).failures == 0, stated
+
+
+@pytest.mark.parametrize("order_by", [(), ("class",)])
+async def test_failures_are_forgotten_when_a_notification_is_settled(
+    backend: GraveyardGuard, router: Router, notify, working, facts: Facts, order_by: tuple[str, ...]
+) -> None:
+    tries: list[str] = []
+
+    @router.agent("mars", retry=Backoff(first=1, attempts=2, jitter=0), order_by=order_by)
+    async def index(notification: Notification[Any]) -> None:
+        tries.append(step := notification.identifier["step"])
+        if step == "0" or tries.count(step) == 1:
+            raise ConnectionError
+
+    await notify(0)
+    await notify(6)
+    async with working(index):
+        await facts.wait_for(Settled)
+        assert await (await backend.key_value("tests_failures")).keys() != []
+        await facts.wait_for(Settled, 4)
+    assert sorted(event.outcome for event in facts.of(Settled)) == ["acked", "dead_lettered", "retried", "retried"]
+    assert await (await backend.key_value("tests_failures")).keys() == []
+
+
+async def test_what_failed_for_good_in_its_lane_has_all_attempts_again_when_it_is_tried_again(
+    backend: GraveyardGuard, router: Router, notify, stored, working, facts: Facts
+) -> None:
+    tries: list[str] = []
+
+    @router.agent("mars", retry=Backoff(first=1, attempts=2, jitter=0), order_by=("class",))
+    async def index(notification: Notification[Any]) -> None:
+        tries.append(notification.identifier["step"])
+        if len(tries) < 4:
+            raise ConnectionError
+
+    await notify(0)
+    async with working(index):
+        await facts.wait_for(Settled, 2)
+        (letter,) = await stored(STREAM)
+        retry, message_id = retry_of(DeadLetter.read(letter))
+        await backend.publish(retry, message_id=message_id, stream=RETRIES, timeout_seconds=1)
+        await facts.wait_for(Settled, 4)
+    assert [event.outcome for event in facts.of(Settled)] == ["retried", "dead_lettered", "retried", "acked"]
+
+
+async def test_what_its_server_gave_up_is_kept_although_the_dead_letter_cannot_be_stored_at_once(
+    backend: GraveyardGuard, session: Session, router: Router, notify, stored, facts: Facts
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    await notify(6)
+    backend.closed = UnavailableError("no answer")
+    stop = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(session.run_sweep, [index], stop)
+        await anyio.wait_all_tasks_blocked()
+        subject = f"{sweeping.SUBJECT}.MARS.tests__index"
+        given_up = b'{"stream": "MARS", "consumer": "tests__index", "stream_seq": 1, "deliveries": 26}'
+        advisory = Message(subject=subject, data=given_up)
+        await backend.publish(advisory, message_id="1", stream=sweeping.STREAM, timeout_seconds=1)
+        await facts.wait_for(Settled)
+        backend.closed = None
+        await facts.wait_for(Settled, 2)
+        stop.set()
+    assert [event.reason for event in facts.of(Settled)] == ["dead_letter_failed", "max_deliveries"]
+    assert len(await stored(STREAM)) == 1

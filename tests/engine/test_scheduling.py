@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from aviso_workers import Router, Tick, config
+from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.engine.scheduling import LEASE_SECONDS, LOOK_SECONDS, Claim, Claims, Lease, run_timers
@@ -226,6 +227,40 @@ async def test_of_two_that_believe_to_lead_one_may_run_a_tick(fleet: Fleet) -> N
         await claims[1].claim(tick)
     assert claims[0].token < claims[1].token
     assert await claims[1].last(start) == tick
+
+
+async def test_without_its_lease_nobody_claims_a_tick(fleet: Fleet) -> None:
+    tick = BEGINNING + timedelta(hours=6)
+    backend = fleet.streams.peer()
+    backend.reconnect()
+    lease = Lease(backend, "app")
+    await lease.take(anyio.Event())
+    claims = Claims("daily", SteadyBucket(backend, "app_timers", patience_seconds=1), lease)
+    await claims.last(BEGINNING)
+    await fleet.after(LEASE_SECONDS)
+    assert not await claims.claim(tick)
+    assert await claims.last(BEGINNING) == BEGINNING
+
+
+async def test_a_lease_is_counted_from_when_it_was_asked_for(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server counts from when it stored it, which is before the answer comes."""
+    backend = fleet.streams.peer()
+    backend.reconnect()
+    publish = backend.publish
+
+    async def publish_and_answer_late(message: Message, **stated: Any) -> PubAck:
+        ack = await publish(message, **stated)
+        await fleet.clock.sleep(3)
+        return ack
+
+    monkeypatch.setattr(backend, "publish", publish_and_answer_late)
+    lease = Lease(backend, "app")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lease.take, anyio.Event())
+        await fleet.after(3)
+    assert lease.held
+    await fleet.after(LEASE_SECONDS - 3)
+    assert not lease.held
 
 
 @pytest.mark.parametrize(("catch_up", "ticks"), [(False, [3600, 10800, 14400]), (True, [3600, 7200, 10800, 14400])])

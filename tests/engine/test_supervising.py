@@ -15,6 +15,7 @@ from aviso_workers.backends import ConsumerInfo, Delivery, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.in_memory.consuming import InMemoryConsumer
 from aviso_workers.clocks import LoopClock
+from aviso_workers.engine.session import Session
 from aviso_workers.engine.supervising import HEALTHY_SECONDS, supervise_task
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Settled, TaskFailed
@@ -231,6 +232,34 @@ class TestAnAgent:
             backend.disconnect()
         assert facts.of(AgentDisturbed) == []
         assert facts.of(AgentStopped) == [AgentStopped(agent="index", finished=1, returned=0)]
+
+    async def test_that_keeps_an_order_waits_for_what_a_dead_worker_held(
+        self, backend: LosingBackend, session: Session, router: Router, notify, working
+    ) -> None:
+        seen: list[str] = []
+        done = anyio.Event()
+
+        @router.agent("mars", order_by=("class",), ack_wait=5.0)
+        async def index(notification: Notification[Any]) -> None:
+            seen.append(notification.identifier["step"])
+            if len(seen) == 2:
+                done.set()
+
+        await notify(0)
+        await notify(1)
+        async with working(index):  # makes the consumer
+            await done.wait()
+        durable, died = index.durable_name("tests"), anyio.Event()
+        await backend.reset_consumer("MARS", durable, sequence=1)
+        async with InMemoryBackend.consume(
+            backend, "MARS", durable, deliver=lambda delivery: died.set(), room=lambda: int(not died.is_set())
+        ):
+            await died.wait()  # it took the first, and dies with it
+        seen.clear()
+        done = anyio.Event()
+        async with working(index):
+            await done.wait()
+        assert seen == ["0", "1"]
 
 
 class TestATask:

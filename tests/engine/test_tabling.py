@@ -156,6 +156,23 @@ async def test_ones_own_writes_are_told_at_once(cached: CachedBucket) -> None:
     assert await value(cached) is None
 
 
+async def test_ones_own_write_does_not_bring_back_what_was_deleted_before_its_answer_came(
+    backend: Lossy, cached: CachedBucket, other: KeyValue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = backend.publish
+
+    async def publish_and_answer_late(message: Message, **stated: Any) -> PubAck:
+        ack = await publish(message, **stated)
+        await other.delete("od")
+        await at_rest()  # until the cache has heard of both
+        return ack
+
+    monkeypatch.setattr(backend, "publish", publish_and_answer_late)
+    await cached.put("od", b"1")
+    assert await value(cached) is None
+    assert await cached.entries() == []
+
+
 async def test_after_an_interruption_a_cache_begins_anew(backend: Lossy, cached: CachedBucket, other: KeyValue) -> None:
     await cached.put("od", b"1")
     await cached.put("rd", b"1")
