@@ -38,7 +38,9 @@ LOOK_AGAIN_SECONDS = 1.0
 GONE_SECONDS = 300.0
 """A version that was not heard of for so long has no worker. Longer than a network is usually interrupted: what only
 workers want that are cut off for longer is given up."""
+FIRST_DELAY_SECONDS = 0.1
 LONGEST_DELAY_SECONDS = 5.0
+"""What is given back comes again after a delay that doubles with each delivery, between these two."""
 
 Version = tuple[str, ...]
 """Filter subjects; none means everything."""
@@ -121,7 +123,8 @@ class SharedFilter:
         if not known:
             self._given_back = max(self._given_back, message.sequence)
             self._look_soon.set()
-        delivery.nak(delay_seconds=min(LONGEST_DELAY_SECONDS, 2.0 ** (min(delivery.num_delivered, 8) - 1)))
+        delay = FIRST_DELAY_SECONDS * 2.0 ** min(delivery.num_delivered - 1, 10)
+        delivery.nak(delay_seconds=min(LONGEST_DELAY_SECONDS, delay))
 
     async def keep(self) -> None:
         """Look which versions there are, again and again, and take out those that are gone."""
