@@ -22,6 +22,8 @@ __all__ = [
     "ConnectionChanged",
     "ConnectionSlow",
     "ConsumerDiffers",
+    "DeadLettersRefused",
+    "DeadLettersStored",
     "Event",
     "Events",
     "FailuresNotStored",
@@ -111,6 +113,20 @@ class Passed(Struct, frozen=True):
     """Since it was created or reset, repeats included."""
     sequence: int
     """Of the stream: up to it, everything was delivered, or had left the stream."""
+
+
+class DeadLettersRefused(Struct, frozen=True, kw_only=True):
+    """An agent's dead letters cannot be stored. Their originals come again, and until then no other is tried."""
+
+    agent: str
+    error: Exception
+    again_in_seconds: float
+
+
+class DeadLettersStored(Struct, frozen=True, kw_only=True):
+    """After `DeadLettersRefused`: one was stored, or for some time none had to be."""
+
+    agent: str
 
 
 class FailuresNotStored(Struct, frozen=True, kw_only=True):
@@ -261,6 +277,8 @@ Event = (
     | Overdue
     | NotRemoved
     | Settled
+    | DeadLettersRefused
+    | DeadLettersStored
     | FailuresNotStored
     | AgentStarted
     | AgentDisturbed

@@ -18,6 +18,8 @@ from aviso_workers.events import (
     ConnectionChanged,
     ConnectionSlow,
     ConsumerDiffers,
+    DeadLettersRefused,
+    DeadLettersStored,
     Event,
     FailuresNotStored,
     FiltersDiffer,
@@ -81,7 +83,9 @@ def observe(event: Event) -> None:
         case AgentStopped():
             log.info("agent.stopped", agent=event.agent, finished=event.finished, returned=event.returned)
         case (
-            FailuresNotStored()
+            DeadLettersRefused()
+            | DeadLettersStored()
+            | FailuresNotStored()
             | Overdue()
             | NotRemoved()
             | TaskFailed()
@@ -148,10 +152,17 @@ def _cure_of(event: ConsumerDiffers) -> str:
     )
 
 
-def _observe_beside(
-    event: FailuresNotStored | Overdue | NotRemoved | TaskFailed | Ticked | WindowDone | LeadershipChanged,
-) -> None:
+def _observe_beside(event: Event) -> None:
     match event:
+        case DeadLettersRefused():
+            log.error(
+                "dead_letters.not_stored",
+                agent=event.agent,
+                error=str(event.error),
+                again_in_seconds=round(event.again_in_seconds, 1),
+            )
+        case DeadLettersStored():
+            log.info("dead_letters.stored", agent=event.agent)
         case FailuresNotStored():
             log.warning(
                 "failures.not_stored",
@@ -203,7 +214,7 @@ def _observe_end(event: Settled) -> None:
         case Settled(outcome="dead_lettered"):
             log.error("notification.dead_lettered", **_of(event))
         case Settled(outcome="retried", reason="dead_letter_failed"):
-            log.error("dead_letter.not_stored", **_of(event))
+            pass  # `DeadLettersRefused` says so for all of an agent's
         case Settled(outcome="retried"):
             log.warning("notification.retried", **_of(event))
         case Settled(outcome="acked"):

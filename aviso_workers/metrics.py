@@ -32,6 +32,8 @@ from aviso_workers.events import (
     AgentStarted,
     ConnectionChanged,
     ConnectionSlow,
+    DeadLettersRefused,
+    DeadLettersStored,
     Event,
     Measured,
     Passed,
@@ -101,6 +103,7 @@ class _Agent:
         self.retries = _Counts(RETRY_REASONS)
         self.dead_letters = _Counts(DEAD_LETTER_REASONS)
         self.pull_errors = _Counts()
+        self.dead_letters_refused = False
         self.redelivered = 0
         self.recreations = 0
         self.settled_at = 0.0
@@ -181,7 +184,12 @@ class Metric(Struct, frozen=True):
 
 
 OF_PROCESS = (
-    Metric(Gauge, "ready", "Whether /readyz says yes: connected, and every agent reads.", lambda own: own.ready()),
+    Metric(
+        Gauge,
+        "ready",
+        "Whether /readyz says yes: connected, and every agent reads and can store its dead letters.",
+        lambda own: own.ready(),
+    ),
     Metric(Gauge, "connected", "Whether the backend is connected.", lambda own: own.connected),
     Metric(
         Gauge,
@@ -240,6 +248,12 @@ PER_AGENT = (
         "Notifications that became dead letters, by reason.",
         lambda a: a.dead_letters,
         ("reason",),
+    ),
+    Metric(
+        Gauge,
+        "dead_letters_refused",
+        "Whether dead letters of this agent cannot be stored now, so that their originals wait.",
+        lambda a: a.dead_letters_refused,
     ),
     Metric(Counter, "redelivered", "Deliveries that were not their notification's first.", lambda a: a.redelivered),
     Metric(
@@ -368,6 +382,10 @@ class Metrics:
                 self.connections += connected
             case ConnectionSlow():
                 self.slow = True
+            case DeadLettersRefused(agent=agent):
+                self._agents[agent].dead_letters_refused = True
+            case DeadLettersStored(agent=agent):
+                self._agents[agent].dead_letters_refused = False
             case AgentDisturbed(agent=agent, stream=stream, error=error) if agent in self._agents:
                 self._agents[agent].pull_errors.add(_code(error))
                 if isinstance(error, NotFoundError):

@@ -19,7 +19,15 @@ from aviso_workers import logs
 from aviso_workers.app import App
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError, ConfigError, ResourceError
-from aviso_workers.events import AgentDisturbed, AgentStarted, ConnectionChanged, Event, Settled
+from aviso_workers.events import (
+    AgentDisturbed,
+    AgentStarted,
+    ConnectionChanged,
+    DeadLettersRefused,
+    DeadLettersStored,
+    Event,
+    Settled,
+)
 from aviso_workers.member import Member
 from aviso_workers.metrics import Metrics
 from aviso_workers.status import Health, StatusServer
@@ -29,6 +37,8 @@ __all__ = ["run", "serve"]
 log = structlog.get_logger("aviso_workers")
 
 LAG_SECONDS = 2.0
+DEAD_LETTERS = "dead letters"
+"""No stream's name, in the place of one."""
 
 
 def run(app: App, *, status_port: int | None = None, member: Member | None = None) -> None:
@@ -63,7 +73,9 @@ async def serve(app: App, *, status_port: int | None = None, member: Member | No
     metrics = Metrics(app, ready=lambda: not health.unready, loop_lag_seconds=health.late_seconds)
     app.events.listen(logs.observe)
     app.events.listen(metrics.observe)
-    app.events.listen(readiness.observe, ConnectionChanged, AgentStarted, AgentDisturbed)
+    app.events.listen(
+        readiness.observe, ConnectionChanged, AgentStarted, AgentDisturbed, DeadLettersRefused, DeadLettersStored
+    )
     port = settings.status.port if status_port is None else status_port
     host, port = (settings.status.host, port) if member is None else ("127.0.0.1", 0)  # the fleet's supervisor asks
     with StatusServer(host=host, port=port, health=health, metrics=metrics.render) as status:
@@ -150,7 +162,7 @@ async def _measure_lag(app: App, metrics: Metrics) -> None:
 
 
 class _Readiness:
-    """Ready means: connected, every agent reads, and nobody has told us to stop."""
+    """Ready means: connected, every agent reads and can store its dead letters, and nobody has told us to stop."""
 
     def __init__(self, app: App) -> None:
         self.health = Health()
@@ -170,6 +182,10 @@ class _Readiness:
                 self._agents.pop((agent, stream), None)
             case AgentDisturbed(agent=agent, stream=stream, error=error):
                 self._agents[agent, stream] = str(error)
+            case DeadLettersRefused(agent=agent, error=error):
+                self._agents[agent, DEAD_LETTERS] = f"dead letters cannot be stored: {error}"
+            case DeadLettersStored(agent=agent):
+                self._agents.pop((agent, DEAD_LETTERS), None)
         self._say()
 
     def stop(self) -> None:

@@ -42,7 +42,7 @@ from aviso_workers.codec import Message, NotificationReader
 from aviso_workers.config import Config, JetStream
 from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
-from aviso_workers.engine import dead_lettering, deferring, sweeping, windowing
+from aviso_workers.engine import dead_lettering, deferring, parts, sweeping, windowing
 from aviso_workers.engine.dead_lettering import DeadLetter
 from aviso_workers.engine.handling import in_thread
 from aviso_workers.engine.session import COURIER, COURIER_DURABLE, SWEEP, Session, open_session
@@ -95,6 +95,8 @@ class Harness:
         """What the agents and the test have published, in order, with canonical identifiers."""
         self.dead_letters: list[DeadLetter] = []
         """What was given up, in order."""
+        self._first_parts: dict[int, bytes] = {}
+        """By sequence, of dead letters that are stored as two."""
         self._code = _Code()
         self._clock = None if server else _Clock(self._code)
         self._server = server
@@ -280,9 +282,16 @@ class Harness:
         if ack.duplicate:
             return
         if ack.stream == dead_lettering.STREAM:
-            self.dead_letters.append(DeadLetter.read(stored))
+            self._note_dead_letter(stored)
         elif (reader := self._readers.get(ack.stream)) and (found := reader.notification(stored)):
             self.published.append(Notify(found.event_type, found.identifier, found.payload))
+
+    def _note_dead_letter(self, stored: Message) -> None:
+        if parts.is_first_part(stored):
+            self._first_parts[stored.sequence] = stored.data
+            return
+        first = self._first_parts.get(parts.first_part_of(stored), b"")
+        self.dead_letters.append(DeadLetter.read(structs.replace(stored, data=first + stored.data)))
 
     def _hear(self, event: Event) -> None:
         match event:

@@ -38,6 +38,8 @@ __all__ = [
 SUSPECT_AFTER = 2
 """After so many deliveries without a recorded failure a notification is run alone: it may be what ends its workers.
 One is common, because a deploy gives back what it had not begun."""
+UNCOUNTED_DELIVERIES = 20
+"""How many deliveries of a notification may have ended without a failure, where failures cannot be stored."""
 
 _SENSIBLE = {
     "first": (0, math.inf),
@@ -168,7 +170,7 @@ def before_handling(
     """
     if record.began:
         return "worker_died"
-    if not record.stored and record.failures >= attempts:
+    if not record.stored and num_delivered - 1 - UNCOUNTED_DELIVERIES >= attempts:
         return "give_up"
     if num_delivered - 1 - record.failures >= SUSPECT_AFTER:
         return "run_alone"

@@ -21,6 +21,7 @@ from aviso_workers.events import (
     AgentDisturbed,
     ConnectionChanged,
     ConsumerDiffers,
+    DeadLettersRefused,
     FiltersDiffer,
     NotRemoved,
     Overdue,
@@ -108,9 +109,11 @@ def test_one_of_our_errors_is_told_in_a_sentence(lines: Any) -> None:
 
 
 def test_a_dead_letter_that_could_not_be_stored_is_an_error_of_its_own(lines: Any) -> None:
-    (line,) = lines(settled(reason="dead_letter_failed", error=RefusedError("the stream is full")))
+    refused = DeadLettersRefused(agent="index", error=RefusedError("the stream is full"), again_in_seconds=10.0)
+    assert lines(settled(reason="dead_letter_failed", error=refused.error)) == []
+    (line,) = lines(refused)
     assert (line["event"], line["level"], line["error"]) == (
-        "dead_letter.not_stored",
+        "dead_letters.not_stored",
         "error",
         "the stream is full",
     )

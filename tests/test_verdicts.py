@@ -24,9 +24,11 @@ from aviso_workers.verdicts import (
     Backoff,
     DeadLetter,
     Failure,
+    Record,
     Reject,
     Retry,
     Verdict,
+    before_handling,
     classify,
     decide,
     failure_returned,
@@ -232,3 +234,25 @@ def test_what_failed_together_does_not_come_back_together() -> None:
 def test_numbers_that_make_no_sense_are_refused(stated: dict[str, float], complaint: str) -> None:
     with pytest.raises(DeclarationError, match=complaint):
         Backoff(**stated)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("known", "num_delivered", "expected"),
+    [
+        ({}, 2, "run"),
+        ({}, 3, "run_alone"),
+        ({"failures": 1}, 3, "run"),
+        ({"failures": 1}, 4, "run_alone"),
+        ({"failures": 3}, 4, "run"),
+        ({"began": True}, 4, "worker_died"),
+        ({"began": True, "failures": 5}, 9, "worker_died"),
+        ({}, 1000, "run_alone"),
+        ({"stored": False, "failures": 9}, 10, "run"),
+        ({"stored": False}, 23, "run_alone"),
+        ({"stored": False}, 24, "give_up"),
+    ],
+)
+def test_what_is_delivered_again_is_run_alone_where_it_may_have_ended_its_worker(
+    known: dict[str, Any], num_delivered: int, expected: str
+) -> None:
+    assert before_handling(Record(**known), num_delivered=num_delivered, attempts=3) == expected

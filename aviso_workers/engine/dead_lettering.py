@@ -19,6 +19,7 @@ from aviso_workers import streams
 from aviso_workers.backends import Backend, Delivery, PubAck
 from aviso_workers.codec import Message, store_time
 from aviso_workers.config import Config
+from aviso_workers.engine import parts
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.replaying import message_at
 from aviso_workers.errors import RefusedError, UnavailableError, UndecodableError, describe
@@ -71,7 +72,7 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     """The stream of the original."""
     original: Message
     stored: Message
-    """The letter itself, as the stream holds it."""
+    """The letter itself, as the stream holds it, with its whole body."""
 
     @classmethod
     def read(cls, message: Message) -> DeadLetter:
@@ -119,18 +120,27 @@ class DeadLetters:
             "Aviso-Agent": agent,
             "Aviso-Attempts": str(attempts),
             "Aviso-Reason": reason,
-            "Aviso-Error": _one_line(describe(error) if error else ""),
-            "Aviso-Traceback": _digest(error),
+            "Aviso-Error": _one_line(describe(error) if error else "", most=self._longest_text),
+            "Aviso-Traceback": _one_line(_digest(error), most=self._longest_text),
         }
-        kept = _without(message.headers, "Nats-")
+        kept = _without(message.headers, "Nats-", *parts.HEADERS)
         letter = Message(subject=f"{SUBJECT}.{self._app}.{agent}", data=message.data, headers={**kept, **headers})
         # With its time, because a stream that is made anew counts from 1 again. What was tried again and failed again
         # is another letter, although the first may still be there: it is removed a moment after it was copied.
         message_id = f"{self._app}.{agent}.{stream}.{message.sequence}.{message.timestamp_ns}.{kept.get(RETRIED, '')}"
+        await parts.store(letter, message_id, self._store_once, max_payload=self._backend.max_payload)
+
+    @property
+    def _longest_text(self) -> int:
+        """Characters of an error or a traceback: few, where a server takes small messages only."""
+        return min(LONGEST_ERROR, self._backend.max_payload // 32)
+
+    async def _store_once(self, letter: Message, message_id: str) -> PubAck:
         ack = await self._store(letter, message_id)
         while ack.duplicate and await message_at(self._backend, STREAM, ack.sequence) is None:
             message_id = f"{message_id}.{ack.sequence}"  # that one was dropped meanwhile: this is another one as well
             ack = await self._store(letter, message_id)
+        return ack
 
     async def _store(self, letter: Message, message_id: str) -> PubAck:
         try:
@@ -152,9 +162,10 @@ class DeadLetters:
 class Requeued:
     """A delivery from the retries, as the original that it carries."""
 
-    def __init__(self, delivery: Delivery) -> None:
+    def __init__(self, delivery: Delivery, message: Message) -> None:
+        """`message` is the delivery's, with its whole body."""
         self._delivery = delivery
-        self.message, _ = unwrap(delivery.message)
+        self.message, _ = unwrap(message)
 
     @property
     def num_delivered(self) -> int:
@@ -204,7 +215,7 @@ def retry_subject(app: str, agent: str) -> str:
 def retry_of(letter: DeadLetter) -> tuple[Message, str]:
     """The copy that hands a letter to the agent that failed, and its message id: always the same for one letter."""
     message_id = f"{letter.sequence}.{letter.stored.timestamp_ns}"
-    headers = {**_without(letter.stored.headers, "Nats-"), RETRIED: message_id}
+    headers = {**_without(letter.stored.headers, "Nats-", *parts.HEADERS), RETRIED: message_id}
     return Message(
         subject=retry_subject(letter.app, letter.agent), data=letter.stored.data, headers=headers
     ), message_id
@@ -239,10 +250,10 @@ def _original(message: Message, headers: Mapping[str, str]) -> Message:
 def _digest(error: BaseException | None) -> str:
     """Where it was raised, the innermost place last, in one line."""
     frames = traceback.extract_tb(error.__traceback__) if error else []
-    return _one_line(" > ".join(f"{Path(at.filename).name}:{at.lineno} {at.name}" for at in frames[-DEEPEST_FRAMES:]))
+    return " > ".join(f"{Path(at.filename).name}:{at.lineno} {at.name}" for at in frames[-DEEPEST_FRAMES:])
 
 
-def _one_line(text: str) -> str:
+def _one_line(text: str, *, most: int) -> str:
     """As a header can carry it: an error may quote a file name that is no text, or bytes."""
-    cut = " ".join(text.split())[:LONGEST_ERROR]
+    cut = " ".join(text.split())[:most]
     return "".join(character if character.isprintable() else "?" for character in cut)

@@ -21,8 +21,6 @@ __all__ = ["Failures"]
 T = TypeVar("T")
 
 FORGOTTEN_AFTER_SECONDS = 7 * 86400.0
-UNCOUNTED_DELIVERIES = 20
-"""How many deliveries of a notification may have ended without a failure, where failures cannot be stored."""
 MOST_REMEMBERED = 10_000
 """Failure counts that a process remembers of notifications that it has given back, where they cannot be stored."""
 
@@ -49,8 +47,6 @@ class Failures:
         key = self._key(delivery)
         entry = await self._try(lambda values: values.get(key))
         failures = max(self._counts.get(key, 0), int(entry.value) if entry else 0)
-        if not self._stored:
-            failures = max(failures, delivery.num_delivered - 1 - UNCOUNTED_DELIVERIES)
         if failures:
             self._remember(key, failures)
         began = False

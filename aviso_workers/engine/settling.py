@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import anyio
@@ -9,18 +10,19 @@ import anyio
 from aviso_workers import verdicts
 from aviso_workers.agents import Agent
 from aviso_workers.backends import Delivery
-from aviso_workers.clocks import Clock
+from aviso_workers.clocks import Clock, Timer
+from aviso_workers.engine import parts
 from aviso_workers.engine.dead_lettering import DeadLetters
 from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.ordering import Line
 from aviso_workers.errors import BackendError
-from aviso_workers.events import Events, Settled, SettledOutcome
-from aviso_workers.verdicts import Ack, Again, Failure
+from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, Settled, SettledOutcome
+from aviso_workers.verdicts import Ack, Again, Backoff, DeadLetter, Failure
 
 __all__ = ["Settler"]
 
-GRAVE_UNREACHABLE_SECONDS = 10.0
-"""When a dead letter cannot be stored, its original comes back after this."""
+REFUSED = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
+"""How long an agent stores no dead letter after one could not be stored. Their originals wait as long."""
 
 
 class _End(NamedTuple):
@@ -55,7 +57,7 @@ class Settler:
         self._stream = stream
         self._line = line
         self._failures = failures
-        self._dead_letters = dead_letters
+        self._storing = _Storing(agent.name, dead_letters, stream=stream, clock=clock, events=events)
         self._clock = clock
         self._events = events
 
@@ -114,18 +116,12 @@ class Settler:
             await self._failures.add(delivery, before=failures, kept=self._line.ordered)
             self._give_back(delivery, verdict.after_seconds)
             return _End("retried", verdict.reason, error)
-        try:
-            await self._dead_letters.bury(
-                delivery.message,
-                agent=self._agent.name,
-                stream=self._stream,
-                reason=verdict.reason,
-                attempts=failures + 1,
-                error=error,
-            )
-        except BackendError as unstored:
-            self._give_back(delivery, GRAVE_UNREACHABLE_SECONDS)
-            return _End("retried", "dead_letter_failed", unstored)
+        refused = await self._storing.store(delivery, verdict, attempts=failures + 1, error=error)
+        if refused is not None:
+            # It was run, and failed: else it would look like what ends its worker, which leaves no failure.
+            await self._failures.add(delivery, before=failures, kept=self._line.ordered)
+            self._give_back(delivery, refused.again_in_seconds)
+            return _End("retried", "dead_letter_failed", refused.error)
         delivery.term(verdict.reason)
         self._line.done(delivery)
         return _End("dead_lettered", verdict.reason, error)
@@ -140,3 +136,70 @@ class Settler:
         else:
             delivery.nak(delay_seconds=delay)
             self._line.done(delivery)
+
+
+class _Storing:
+    """Stores the dead letters of one agent, and waits with all of them after one could not be stored."""
+
+    def __init__(self, agent: str, dead_letters: DeadLetters, *, stream: str, clock: Clock, events: Events) -> None:
+        self._agent = agent
+        self._dead_letters = dead_letters
+        self._stream = stream
+        self._clock = clock
+        self._events = events
+        self._refusal: BackendError | None = None
+        self._refusals = 0
+        self._again_at = -math.inf
+        """Before this time no dead letter is tried."""
+        self._quiet: Timer | None = None
+
+    async def store(
+        self, delivery: Delivery, verdict: DeadLetter, *, attempts: int, error: BaseException
+    ) -> DeadLettersRefused | None:
+        """None where it is stored; else why not, which may be why another one was not, a moment ago."""
+        now = self._clock.monotonic()
+        if self._refusal is not None and now < self._again_at:
+            return self._refused(self._refusal, self._again_at - now)
+        try:
+            await self._dead_letters.bury(
+                delivery.message,
+                agent=self._agent,
+                stream=self._stream,
+                reason=verdict.reason,
+                attempts=attempts,
+                error=error,
+            )
+        except BackendError as refusal:
+            return self._refuse(refusal)
+        self._recover()
+        return None
+
+    def _refuse(self, refusal: BackendError) -> DeadLettersRefused:
+        now = self._clock.monotonic()
+        if refusal.code == parts.TOO_LARGE:
+            delay = REFUSED.max  # this one will not be stored soon, and others can be
+        elif now < self._again_at:
+            return self._refused(refusal, self._again_at - now)  # under way when the first was refused
+        else:
+            self._refusals += 1
+            delay = REFUSED.delay_seconds(self._refusals)
+            self._again_at = now + delay
+        self._refusal = refusal
+        if self._quiet is not None:
+            self._quiet.cancel()
+        # What waits may be handled in the end, and then no dead letter tells that all is well.
+        self._quiet = self._clock.call_at(now + 2 * delay, self._recover)
+        refused = self._refused(refusal, delay)
+        self._events.emit(refused)
+        return refused
+
+    def _refused(self, refusal: BackendError, seconds: float) -> DeadLettersRefused:
+        return DeadLettersRefused(agent=self._agent, error=refusal, again_in_seconds=seconds)
+
+    def _recover(self) -> None:
+        if self._refusal is None:
+            return
+        self._refusal, self._refusals, self._again_at = None, 0, -math.inf
+        if self._quiet is not None:
+            self._quiet.cancel()
+        self._events.emit(DeadLettersStored(agent=self._agent))

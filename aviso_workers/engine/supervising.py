@@ -8,16 +8,18 @@ from contextlib import suppress
 from typing import Any
 
 import anyio
+from anyio.abc import TaskGroup
 from msgspec import UNSET, Struct
 
 from aviso_workers import clocks, streams
 from aviso_workers.agents import Task
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.clocks import Clock
-from aviso_workers.engine import calling
+from aviso_workers.codec import Message
+from aviso_workers.engine import calling, parts
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.pulling import AgentRun
-from aviso_workers.errors import BackendError, NotFoundError
+from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, Passed, TaskFailed
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 from aviso_workers.verdicts import Failure
@@ -38,8 +40,8 @@ class Feed(Struct, frozen=True, kw_only=True):
     stream: StreamSpec
     consumer: ConsumerSpec
     provisioner: Provisioner
-    unwrap: Callable[[Delivery], Delivery] | None = None
-    """Makes of what comes what the agent is to see."""
+    unwrap: Callable[[Delivery, Message], Delivery] | None = None
+    """Makes of what comes, and its whole message, what the agent is to see."""
     in_order: bool = False
     """Deliveries must come in order: what a dead worker held is waited for before anything new is asked for."""
     room: Callable[[], int] | None = None
@@ -82,15 +84,17 @@ async def _keep_reading(
     drained: anyio.Event,
 ) -> None:
     delays = _Delays(backend.clock)
-    while not stop.is_set():
-        try:
-            await _read(name, run, feed, backend, events, stop, drained, delays)
-        except BackendError as error:
-            if isinstance(error, NotFoundError):
-                feed.provisioner.forget(feed.stream.name)
-            delay = delays.next()
-            events.emit(AgentDisturbed(agent=name, stream=feed.stream.name, error=error, again_in_seconds=delay))
-            await clocks.sleep_until(backend.clock, delay, stop)
+    async with anyio.create_task_group() as joining:
+        while not stop.is_set():
+            try:
+                await _read(name, run, feed, backend, events, stop, drained, delays, joining)
+            except BackendError as error:
+                if isinstance(error, NotFoundError):
+                    feed.provisioner.forget(feed.stream.name)
+                delay = delays.next()
+                events.emit(AgentDisturbed(agent=name, stream=feed.stream.name, error=error, again_in_seconds=delay))
+                await clocks.sleep_until(backend.clock, delay, stop)
+        joining.cancel_scope.cancel()
 
 
 async def _read(
@@ -102,6 +106,7 @@ async def _read(
     stop: anyio.Event,
     drained: anyio.Event,
     delays: _Delays,
+    joining: TaskGroup,
 ) -> None:
     stream, consumer = feed.stream.name, feed.consumer.durable_name
     await feed.provisioner.ensure(feed.stream)
@@ -111,7 +116,7 @@ async def _read(
         await clocks.sleep_until(backend.clock, feed.consumer.ack_wait / 1e9 + EXPIRY_SECONDS, stop)
 
     room = feed.room or run.room
-    deliver = _delivering(feed, run.line.put)
+    deliver = _delivering(feed, run.line.put, backend, joining)
     async with backend.consume(stream, consumer, deliver=deliver, room=room, priority=feed.priority) as opened:
         run.attach(stream, opened)
         events.emit(AgentStarted(agent=name, stream=stream, consumer=consumer, passed=passed))
@@ -137,17 +142,34 @@ async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> P
     return Passed(0, (await backend.stream_info(stream.name)).last_sequence)
 
 
-def _delivering(feed: Feed, put: Callable[[Delivery], None]) -> Callable[[Delivery], None]:
+def _delivering(
+    feed: Feed, put: Callable[[Delivery], None], backend: Backend, joining: TaskGroup
+) -> Callable[[Delivery], None]:
     """What a delivery goes through before the agent holds it."""
     unwrap, takes = feed.unwrap, feed.takes
-    if unwrap is None and takes is None:
-        return put
 
-    def deliver(delivery: Delivery) -> None:
-        if unwrap:
-            delivery = unwrap(delivery)
+    def take(delivery: Delivery) -> None:
         if takes is None or takes(delivery):
             put(delivery)
+
+    if unwrap is None:
+        return put if takes is None else take
+
+    def deliver(delivery: Delivery) -> None:
+        if parts.first_part_of(delivery.message):
+            joining.start_soon(deliver_whole, delivery)
+        else:
+            take(unwrap(delivery, delivery.message))
+
+    async def deliver_whole(delivery: Delivery) -> None:
+        try:
+            message = await parts.whole(backend, feed.stream.name, delivery.message)
+        except UndecodableError:
+            put(delivery)  # as it is, it becomes a dead letter
+        except BackendError:
+            delivery.nak(delay_seconds=LONGEST_WAIT_SECONDS)
+        else:
+            take(unwrap(delivery, message))
 
     return deliver
 

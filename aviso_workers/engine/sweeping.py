@@ -10,6 +10,7 @@ agents that it does not know, and what a retired agent left behind is kept as we
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Literal
 
 import msgspec
@@ -20,10 +21,11 @@ from aviso_workers.agents import durable_name
 from aviso_workers.backends import Backend
 from aviso_workers.codec import Message, is_marker
 from aviso_workers.config import Config
+from aviso_workers.engine import parts
 from aviso_workers.engine.dead_lettering import RETRIES, DeadLetters, unwrap
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.replaying import message_at
-from aviso_workers.errors import BackendError, NotFoundError
+from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
 from aviso_workers.events import Events, Settled
 from aviso_workers.streams import StreamSpec
 
@@ -89,6 +91,8 @@ class Sweep:
         if message is None or is_marker(message):
             return  # replaced or deleted meanwhile, or never a notification
         if stream == RETRIES:
+            with suppress(UndecodableError):  # it becomes a dead letter without its first part
+                message = await parts.whole(self._backend, RETRIES, message)
             message, stream = unwrap(message)
         deliveries = advisory.deliveries
         try:

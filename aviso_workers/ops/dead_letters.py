@@ -17,7 +17,9 @@ from msgspec import Struct
 
 from aviso_workers import agents
 from aviso_workers.app import App
-from aviso_workers.engine import dead_lettering
+from aviso_workers.backends import PubAck
+from aviso_workers.codec import Message
+from aviso_workers.engine import dead_lettering, parts
 from aviso_workers.engine.dead_lettering import RETRIES, STREAM, DeadLetter
 from aviso_workers.errors import NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Skipped
@@ -81,8 +83,10 @@ class DeadLetterOffice:
         )
         async with aclosing(reading):
             async for message in reading:
+                if parts.is_first_part(message):
+                    continue
                 try:
-                    letter = DeadLetter.read(message)
+                    letter = DeadLetter.read(await parts.whole(self._backend, STREAM, message))
                 except UndecodableError as error:
                     self._app.events.emit(Skipped(event_type=STREAM, sequence=message.sequence, error=error))
                     continue
@@ -103,13 +107,20 @@ class DeadLetterOffice:
         """
         await self._require_reader(letter)
         copy, message_id = dead_lettering.retry_of(letter)
-        await self._backend.publish(copy, message_id=message_id, stream=RETRIES, timeout_seconds=TIMEOUT_SECONDS)
+
+        async def publish(message: Message, message_id: str) -> PubAck:
+            return await self._backend.publish(
+                message, message_id=message_id, stream=RETRIES, timeout_seconds=TIMEOUT_SECONDS
+            )
+
+        await parts.store(copy, message_id, publish, max_payload=self._backend.max_payload)
         await self.drop(letter)
 
     async def drop(self, letter: DeadLetter) -> None:
         """Erase the letter."""
-        with suppress(NotFoundError):  # somebody else was faster
-            await self._backend.delete_message(STREAM, letter.sequence)
+        for sequence in filter(None, (letter.sequence, parts.first_part_of(letter.stored))):
+            with suppress(NotFoundError):  # somebody else was faster
+                await self._backend.delete_message(STREAM, sequence)
 
     async def _require_reader(self, letter: DeadLetter) -> None:
         """Or else the letter would wait where nobody reads, and be forgotten there."""

@@ -15,6 +15,9 @@ from aviso_workers.errors import NotFoundError
 
 __all__ = ["ConsumerInfo", "agent_of", "agents", "dead_letters", "given_up", "streams_of"]
 
+LETTER_WORDS = dead_lettering.SUBJECT.count(".") + 3
+"""Of the subject of a dead letter."""
+
 
 def streams_of(app: App) -> list[str]:
     """The streams that agents read, and what works for them: those of the configured event types, and our own."""
@@ -35,7 +38,11 @@ async def agents(app: App, stream: str) -> dict[tuple[str, str], ConsumerInfo]:
 async def dead_letters(app: App) -> dict[tuple[str, ...], int]:
     """By app and agent, how many dead letters are kept. Raises `BackendError`."""
     counts = await _subject_counts(app, dead_lettering.STREAM)
-    return {(subject.split(".")[-2], subject.split(".")[-1]): count for subject, count in counts.items()}
+    return {
+        (words[-2], words[-1]): count
+        for subject, count in counts.items()
+        if len(words := subject.split(".")) == LETTER_WORDS  # else it is the first part of a large one
+    }
 
 
 async def given_up(app: App) -> dict[tuple[str, ...], int]:

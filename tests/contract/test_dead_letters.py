@@ -15,6 +15,7 @@ from aviso_workers.backends import Message
 from aviso_workers.config import Config
 from aviso_workers.config.settings import DeadLetters
 from aviso_workers.engine import settling
+from aviso_workers.engine.dead_lettering import STREAM
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.literals import Size
 from aviso_workers.ops import observing, steering
@@ -357,7 +358,7 @@ async def test_a_letter_of_an_agent_that_nobody_runs_stays(app: App, testing: Te
 async def test_when_the_dead_letters_are_full_what_fails_waits_and_says_so(
     app: App, config: Config, testing: Testing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settling, "GRAVE_UNREACHABLE_SECONDS", 0.2)
+    monkeypatch.setattr(settling, "REFUSED", Backoff(first=0.2, factor=1, jitter=0))
     full = msgspec.structs.replace(config.workers, dead_letters=DeadLetters(max_bytes=Size(1500)))
     app.configure(msgspec.structs.replace(config, workers=full))
 
@@ -379,4 +380,72 @@ async def test_when_the_dead_letters_are_full_what_fails_waits_and_says_so(
 
         (kept,) = await all_of(office)
         assert {letter.original.sequence, kept.original.sequence} == {1, 2}
-        assert kept.attempts == 1
+        assert kept.attempts == t.outcomes("failing").count("retried") + 1
+
+
+@pytest.mark.parametrize("order_by", [(), ("expver",)], ids=["in any order", "in order of a key"])
+async def test_originals_wait_for_as_long_as_their_dead_letters_are_refused(
+    order_by: tuple[str, ...],
+    app: App,
+    config: Config,
+    testing: Testing,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(settling, "REFUSED", Backoff(first=0.05, factor=1, jitter=0))
+    full = msgspec.structs.replace(config.workers, dead_letters=DeadLetters(max_bytes=Size(500)))
+    app.configure(msgspec.structs.replace(config, workers=full))
+
+    @app.agent("mars", order_by=order_by, retry=Backoff(attempts=1))
+    async def failing(notification: Notification[Any]) -> None:
+        raise ValueError("never")
+
+    async with testing() as (t, office):
+        for expver in ("0001", "0002"):
+            await t.notify("mars", mars(expver=expver), {"fills": "x" * 300})
+        with anyio.fail_after(30):
+            while t.outcomes("failing").count("retried") < 60:  # each of them more often than a server would deliver it
+                await t.advance(0.05)
+        assert await all_of(office) == []
+        info = await app.session.consumer_info(app.agents[0])
+        assert (info.num_pending + info.num_ack_pending, info.config["max_deliver"]) == (2, -1)
+
+        stream = await app.session.backend.stream_info(STREAM)
+        await app.session.backend.update_stream({**stream.config, "max_bytes": -1})
+        await t.settle()
+
+        assert sorted(letter.original.sequence for letter in await all_of(office)) == [1, 2]
+
+
+async def test_a_body_as_large_as_the_server_takes_is_kept_shown_and_tried_again(app: App, testing: Testing) -> None:
+    handled: list[int] = []
+    broken = True
+
+    @app.agent("mars")
+    async def failing(notification: Notification[str]) -> None:
+        if broken:
+            raise Reject("not today")
+        handled.append(len(notification.payload))
+
+    async with testing() as (t, office):
+        await t.settle()
+        backend = app.session.backend
+        data = msgspec.json.encode("x" * (backend.max_payload - 150))
+        subject = "mars.od.0001.g.20261120.0000.oper.12"
+        await backend.publish(Message(subject=subject, data=data), message_id="x", stream="MARS", timeout_seconds=5)
+        await t.settle()
+
+        (letter,) = await all_of(office)
+        assert (letter.reason, letter.original.subject, letter.original.data) == ("rejected", subject, data)
+        assert [letter.original.data for letter in t.dead_letters] == [data]
+        assert await observing.dead_letters(app) == {("contract", "failing"): 1}
+
+        await office.retry(letter)
+        await t.settle()
+        (again,) = await all_of(office)
+        assert again.original.data == data
+
+        broken = False
+        await office.retry(again)
+        await t.settle()
+        assert handled == [backend.max_payload - 150]
+        assert (await backend.stream_info(STREAM)).messages == 0

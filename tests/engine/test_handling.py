@@ -10,15 +10,15 @@ import anyio
 import pytest
 from msgspec import Struct
 
-from aviso_workers import Backoff, Notification, Router, config
+from aviso_workers import Backoff, Notification, Reject, Router, config
 from aviso_workers.backends import Message, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.engine import sweeping
+from aviso_workers.engine import parts, sweeping
 from aviso_workers.engine.dead_lettering import LONGEST_ERROR, RETRIES, STREAM, DeadLetter, retry_of
 from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.session import Session
-from aviso_workers.errors import BackendError, OutcomeUnknownError, UnavailableError, UndecodableError
-from aviso_workers.events import Events, Settled
+from aviso_workers.errors import BackendError, OutcomeUnknownError, RefusedError, UnavailableError, UndecodableError
+from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, FailuresNotStored, Settled
 from tests.engine.conftest import Facts
 
 pytestmark = pytest.mark.anyio
@@ -37,13 +37,19 @@ class GraveyardGuard(InMemoryBackend):
         super().__init__(config.InMemory(max_history_per_topic=1000))
         self.closed: BackendError | None = None
         self.slow_seconds = 0.0
+        self.closes_after_first_part = False
+        self.counts_refused = False
         self.looks = 0
 
     async def publish(self, message: Message, *, stream: str, **stated: Any) -> PubAck:
+        if self.counts_refused and stream.endswith("_failures"):
+            raise RefusedError("you may not publish there")
         if self.closed is not None and stream == STREAM:
             raise self.closed
         if stream == STREAM:
             await anyio.sleep(self.slow_seconds)
+        if self.closes_after_first_part and stream == STREAM:
+            self.closed = UnavailableError("no answer")
         return await super().publish(message, stream=stream, **stated)
 
     async def stream_info(self, stream: str) -> StreamInfo:
@@ -187,6 +193,27 @@ async def test_what_cannot_be_decoded_is_kept_with_its_bytes_and_the_agent_goes_
     assert (letter.data, letter.headers["Aviso-Subject"]) == (data, subject)
 
 
+async def test_where_failures_cannot_be_stored_a_worker_says_so_once_and_counts_by_itself(
+    backend: GraveyardGuard, router: Router, notify, stored, working, facts: Facts
+) -> None:
+    tries: list[int] = []
+
+    @router.agent("mars", retry=PROMPT)
+    async def index(notification: Notification[Any]) -> None:
+        tries.append(notification.sequence)
+        raise ConnectionError("not now")
+
+    backend.counts_refused = True
+    await notify(6)
+    await notify(12)
+    async with working(index):
+        await facts.wait_for(Settled, 2 * PROMPT.attempts)
+    assert (tries.count(1), tries.count(2)) == (PROMPT.attempts, PROMPT.attempts)
+    assert [letter.headers["Aviso-Reason"] for letter in await stored(STREAM)] == ["attempts_exhausted"] * 2
+    (said,) = facts.of(FailuresNotStored)
+    assert (said.agent, said.bucket) == ("index", "tests_failures")
+
+
 @pytest.mark.parametrize("error", [UnavailableError("no answer"), OutcomeUnknownError("no answer")])
 async def test_a_dead_letter_that_cannot_be_stored_keeps_its_original(
     backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts, error: BackendError
@@ -205,6 +232,97 @@ async def test_a_dead_letter_that_cannot_be_stored_keeps_its_original(
         assert round(anyio.current_time() - began) == 10
     assert (second.outcome, second.reason, second.num_delivered) == ("dead_lettered", "undecodable", 2)
     assert [letter.data for letter in await stored(STREAM)] == [b"not a field"]
+
+
+async def test_an_agent_whose_dead_letters_are_refused_tries_one_at_a_time_and_more_rarely(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+) -> None:
+    @router.agent("mars", concurrency=4)
+    async def index(notification: Notification[Field]) -> None: ...
+
+    for step in range(20):
+        await store(f"mars.od.{step}", b"not a field")
+    backend.closed = RefusedError("the stream is full")
+    async with working(index):
+        refused = await facts.wait_for(DeadLettersRefused, 8)
+        assert [event.again_in_seconds for event in refused] == [10, 20, 40, 80, 160, 300, 300, 300]
+        assert len(facts.of(Settled)) > 100
+        backend.closed = None
+        settled = await facts.wait_for(DeadLettersStored)
+        await facts.wait_for(Settled, len(facts.of(Settled)) + 15)
+        await anyio.sleep(600)
+    assert len(settled) == 1
+    assert len(await stored(STREAM)) == 20
+
+
+async def test_an_agent_says_that_all_is_well_when_nothing_is_refused_any_more(
+    backend: GraveyardGuard, router: Router, notify, working, facts: Facts
+) -> None:
+    broken = True
+
+    @router.agent("mars")
+    async def index(notification: Notification[Any]) -> None:
+        if broken:
+            raise Reject("not today")
+
+    await notify(6)
+    backend.closed = RefusedError("the stream is full")
+    async with working(index):
+        await facts.wait_for(DeadLettersRefused)
+        broken = False
+        await facts.wait_for(DeadLettersStored)
+    assert [event.outcome for event in facts.of(Settled)] == ["retried", "acked"]
+
+
+async def test_a_large_dead_letter_of_which_one_part_is_stored_keeps_its_original(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    data = b"x" * (backend.max_payload - 150)
+    backend.closes_after_first_part = True
+    async with working(index):
+        await store("mars.od.6", data)
+        (first,) = await facts.wait_for(Settled)
+        assert (first.outcome, first.reason) == ("retried", "dead_letter_failed")
+        assert [parts.is_first_part(message) for message in await stored(STREAM)] == [True]
+        backend.closes_after_first_part = False
+        backend.closed = None
+        await facts.wait_for(Settled, 2)
+    letters = [message for message in await stored(STREAM) if not parts.is_first_part(message)]
+    assert [(await parts.whole(backend, STREAM, letter)).data for letter in letters] == [data]
+
+
+async def test_a_dead_letter_that_cannot_be_made_to_fit_keeps_no_other_from_being_stored(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    async with working(index):
+        await store("mars.od.6", b"?", {"all": "x" * (backend.max_payload - 400)})
+        (refused,) = await facts.wait_for(DeadLettersRefused)
+        assert (refused.again_in_seconds, "its headers leave no room" in str(refused.error)) == (300, True)
+        await store("mars.od.12", b"?")
+        _, second = await facts.wait_for(Settled, 2)
+    assert (second.outcome, second.sequence) == ("dead_lettered", 2)
+    assert [message.headers["Aviso-Subject"] for message in await stored(STREAM)] == ["mars.od.12"]
+
+
+async def test_a_rest_whose_first_part_is_gone_is_no_dead_letter(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    async with working(index):
+        await store("mars.od.6", b"x" * (backend.max_payload - 150))
+        await facts.wait_for(Settled)
+    first, rest = await stored(STREAM)
+    await backend.delete_message(STREAM, first.sequence)
+    with pytest.raises(UndecodableError, match=f"lacks its first part, which was {first.sequence}"):
+        await parts.whole(backend, STREAM, rest)
 
 
 async def test_a_graveyard_that_does_not_answer_is_looked_at_again(

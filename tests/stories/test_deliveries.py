@@ -235,3 +235,18 @@ async def test_a_notification_that_ends_its_process_becomes_a_dead_letter_and_no
     assert {number for number in numbers if number != 5} == set(record.numbers("done"))
     await until(lambda: set(record.numbers("beside")) == set(numbers), what=lambda: record.numbers("beside"))
     assert [await unfinished(server, f"deadly__{agent}") for agent in ("crash", "beside")] == [(0, 0), (0, 0)]
+
+
+async def test_a_worker_whose_dead_letters_are_refused_is_not_ready_and_says_so_once(run_worker, publish, record):
+    worker = run_worker(settings={"workers.dead_letters.max_bytes": "1Ki"})
+    await worker.ready()
+    await publish(range(4), fails=True)
+
+    await worker.unready("agent work: dead letters cannot be stored: stream aviso_workers_dead_letters is full")
+
+    await publish([4])
+    await all_done(record, range(4, 5))  # it goes on meanwhile
+    (said, *_) = worker.logged("dead_letters.not_stored")
+    assert (said["agent"], said["level"], said["again_in_seconds"]) == ("work", "error", 10.0)
+    assert len(worker.logged("dead_letters.not_stored")) == 1
+    assert 'aviso_worker_dead_letters_refused{agent="work",app="stories",base="mars"} 1.0' in worker.get("/metrics")
