@@ -33,6 +33,7 @@ class Account:
         self._clock = clock
         self._streams: dict[str, Stream] = {}
         self._last_ns = 0
+        self._created_ns = 0
 
     def names(self) -> list[str]:
         return list(self._streams)
@@ -70,9 +71,9 @@ class Account:
         if found is None:
             self._refuse_overlap(wanted)
             # No two streams are made at the same time, so that one can be told from the one before it.
-            self._last_ns = max(self._clock.time_ns(), self._last_ns + 1000)
+            self._created_ns = max(self._clock.time_ns(), self._created_ns + 1000)
             self._streams[spec.name] = Stream(
-                wanted, history=self._settings.max_history_per_topic, created_ns=self._last_ns
+                wanted, history=self._settings.max_history_per_topic, created_ns=self._created_ns
             )
         elif found.config != wanted:
             raise RefusedError(f"stream {spec.name}: in use with a different configuration", code=10058)
