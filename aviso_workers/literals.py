@@ -157,4 +157,6 @@ def _shortest(value: int, units: Mapping[str, int]) -> str:
 
 def printable(text: str) -> str:
     """The text with what could steer a terminal spelled out: it may be anybody's."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -16,11 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from aviso_workers.app import App
 from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
-from aviso_workers.cli.printing import print_json, print_table, printable
+from aviso_workers.cli.printing import Columns, print_json, print_table, printable
 from aviso_workers.codec import store_time
 from aviso_workers.errors import NotFoundError
 from aviso_workers.events import Event, Skipped
-from aviso_workers.ops.dead_letters import DeadLetter, DeadLetterOffice, Selection, document
+from aviso_workers.ops.dead_letters import DeadLetter, DeadLetterOffice, Selection, document, portions
 from aviso_workers.positions import parse_date
 
 __all__ = ["dead_letters"]
@@ -28,6 +28,9 @@ __all__ = ["dead_letters"]
 dead_letters = typer.Typer(help="Notifications that could not be handled.", no_args_is_help=True)
 
 SHORT = 60
+
+Action = Callable[..., Awaitable[None]]
+"""`DeadLetterOffice.retry` or `DeadLetterOffice.drop`."""
 
 Sequences = Annotated[list[int] | None, typer.Argument(metavar="SEQUENCE...", min=1, help="Dead letters, by number.")]
 OfApp = Annotated[str | None, typer.Option("--app", metavar="APP", help="Of this app.")]
@@ -59,16 +62,17 @@ def ls(
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
 
     async def run(connected: App) -> None:
-        rows: list[Sequence[str]] = []
+        columns = Columns("sequence", "time", "app", "agent", "reason", "attempts", "original", "error")
+        none = True
         async with aclosing(DeadLetterOffice(connected).letters(wanted)) as letters:
-            async for letter in letters:
+            async for portion in portions(letters):
+                none = False
                 if as_json:
-                    print_json(document(letter))
+                    for letter in portion:
+                        print_json(document(letter))
                 else:
-                    rows.append(_row(letter))
-        if rows:
-            print_table(("sequence", "time", "app", "agent", "reason", "attempts", "original", "error"), rows)
-        elif not as_json:
+                    columns.print(map(_row, portion))
+        if none and not as_json:
             typer.echo("no dead letters")
 
     run_connected(_app(config), run)
@@ -133,7 +137,7 @@ def drop(
 def _act(
     config: Path | None,
     wanted: Selection,
-    act: Callable[[DeadLetterOffice, DeadLetter], Awaitable[None]],
+    act: Action,
     done: str,
     *,
     dry_run: bool,
@@ -173,7 +177,7 @@ async def _found(office: DeadLetterOffice, wanted: Selection) -> frozenset[int]:
 async def _act_on(
     office: DeadLetterOffice,
     found: frozenset[int],
-    act: Callable[[DeadLetterOffice, DeadLetter], Awaitable[None]],
+    act: Action,
     done: str,
 ) -> None:
     """Read them once more, which needs no memory for all of them, and act on exactly those that were shown."""
@@ -182,11 +186,15 @@ async def _act_on(
     try:
         with Progress(*columns, console=Console(stderr=True)) as progress:
             bar = progress.add_task("", total=len(found))
+
+            def note() -> None:
+                nonlocal count
+                count += 1
+                progress.advance(bar)
+
             async with aclosing(office.letters(Selection(sequences=found))) as letters:
-                async for letter in letters:
-                    await act(office, letter)
-                    count += 1
-                    progress.advance(bar)
+                async for portion in portions(letters):
+                    await act(office, *portion, note=note)
     finally:
         typer.echo(f"{count} of {len(found)} {done}")
 

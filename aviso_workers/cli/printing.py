@@ -13,7 +13,7 @@ from rich.text import Text
 
 from aviso_workers.literals import printable
 
-__all__ = ["print_json", "print_table", "printable", "table", "terminal"]
+__all__ = ["Columns", "print_json", "print_table", "printable", "table", "terminal"]
 
 WIDE = 10_000
 
@@ -27,6 +27,24 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     for row in rows:
         made.add_row(*(Text(printable(cell)) for cell in row))
     return made
+
+
+class Columns:
+    """A table of any length, printed some rows at a time: plain columns, which become wider where a row needs it."""
+
+    def __init__(self, *names: str) -> None:
+        self._widths = [0] * len(names)
+        self._unprinted: list[Sequence[str]] = [[name.upper() for name in names]]
+
+    def print(self, rows: Iterable[Sequence[str]]) -> None:
+        """Print the next rows, below the names of the columns where they are the first."""
+        cells = [*self._unprinted, *([printable(cell) for cell in row] for row in rows)]
+        self._unprinted = []
+        self._widths = [max(width, *map(len, column)) for width, *column in zip(self._widths, *cells, strict=True)]
+        for row in cells:
+            padded = (cell.ljust(width) for cell, width in zip(row, self._widths, strict=True))
+            sys.stdout.write("  ".join(padded).rstrip() + "\n")
+        sys.stdout.flush()
 
 
 def terminal() -> Console:

@@ -17,7 +17,7 @@ from aviso_workers.codec import Message
 from aviso_workers.engine.replaying import message_at
 from aviso_workers.errors import RefusedError, UndecodableError
 
-__all__ = ["HEADERS", "TOO_LARGE", "first_part_of", "is_first_part", "store", "whole"]
+__all__ = ["HEADERS", "TOO_LARGE", "first_part_of", "fits", "is_first_part", "store", "whole"]
 
 FIRST_PART = "Aviso-First-Part"
 """The header of a rest: the sequence of its first part."""
@@ -38,7 +38,7 @@ async def store(message: Message, message_id: str, publish: Publish, *, max_payl
 
     Raises as `publish` does, and `RefusedError` with the code `TOO_LARGE` where its headers leave no room for a part.
     """
-    if _size(message) <= max_payload:
+    if fits(message, max_payload=max_payload):
         await publish(message, message_id)
         return
     half = len(message.data) // 2
@@ -55,6 +55,11 @@ async def store(message: Message, message_id: str, publish: Publish, *, max_payl
     )
     rest = {**(message.headers or {}), FIRST_PART: str(first.sequence)}
     await publish(structs.replace(message, data=message.data[half:], headers=rest), message_id)
+
+
+def fits(message: Message, *, max_payload: int) -> bool:
+    """Whether it is stored as one message."""
+    return _size(message) <= max_payload
 
 
 def is_first_part(message: Message) -> bool:

@@ -2,31 +2,44 @@
 
 Called by the commands `dead-letters ...`. A letter is handed back by a copy to the retries, where only its agent reads;
 it leaves the dead letters when the copy is acknowledged. The copy's message id is the letter's, so that a retry that
-was broken off in between can be repeated. What makes and buries letters is `engine.dead_lettering`.
+was broken off in between can be repeated. Many are handed back at a time (`portions`): their copies are published
+together, and when the server has acknowledged them, the letters are deleted, many at once. What makes and buries
+letters is `engine.dead_lettering`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from datetime import datetime
 from typing import Any
 
+import anyio
 import msgspec
 from msgspec import Struct
 
 from aviso_workers import agents
 from aviso_workers.app import App
-from aviso_workers.backends import PubAck
+from aviso_workers.backends import Outgoing, PubAck
 from aviso_workers.codec import Message
 from aviso_workers.engine import dead_lettering, parts
 from aviso_workers.engine.dead_lettering import RETRIES, STREAM, DeadLetter
-from aviso_workers.errors import NotFoundError, RefusedError, UndecodableError
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Skipped
 
-__all__ = ["DeadLetter", "DeadLetterOffice", "Selection", "document"]
+__all__ = ["DeadLetter", "DeadLetterOffice", "Selection", "document", "portions"]
 
 TIMEOUT_SECONDS = 10.0
+PORTION = 500
+"""Dead letters that are retried or dropped at a time, at most."""
+PORTION_BYTES = 8 * 2**20
+"""What their bodies may take in memory; a single one may take more."""
+DELETES_AT_ONCE = 64
+"""Requests to delete a message that are under way at the same time."""
+
+
+def _nothing() -> None:
+    pass
 
 
 class Selection(Struct, frozen=True, kw_only=True):
@@ -100,27 +113,71 @@ class DeadLetterOffice:
                 return letter
         raise NotFoundError(f"no dead letter {sequence}")
 
-    async def retry(self, letter: DeadLetter) -> None:
-        """Hand the letter to the agent that failed, which sees it as if it were new.
+    async def retry(self, *letters: DeadLetter, note: Callable[[], None] = _nothing) -> None:
+        """Hand the letters to the agents that failed, which see them as if they were new; `note` is called for each.
 
-        Raises `RefusedError` where no worker of that agent has ever been there to take it.
+        Raises `RefusedError`, with nothing done, where no worker of one of these agents has ever been there to take
+        its letter. Where a copy cannot be stored, its letter stays, those whose copies are stored leave, and the error
+        is raised.
         """
-        await self._require_reader(letter)
-        copy, message_id = dead_lettering.retry_of(letter)
+        for letter in letters:
+            await self._require_reader(letter)
+        failures: list[BackendError] = []
+        copied = await self._copy(letters, failures)
+        # The copy is in the retries: that the letter's own bytes stay on disk for a while as well changes nothing.
+        await self._delete(copied, note, overwrite=False)
+        if failures:
+            raise failures[0]
 
-        async def publish(message: Message, message_id: str) -> PubAck:
-            return await self._backend.publish(
-                message, message_id=message_id, stream=RETRIES, timeout_seconds=TIMEOUT_SECONDS
-            )
+    async def drop(self, *letters: DeadLetter, note: Callable[[], None] = _nothing) -> None:
+        """Erase the letters; `note` is called for each."""
+        await self._delete(letters, note, overwrite=True)
 
-        await parts.store(copy, message_id, publish, max_payload=self._backend.max_payload)
-        await self.drop(letter)
+    async def _copy(self, letters: Sequence[DeadLetter], failures: list[BackendError]) -> list[DeadLetter]:
+        """Copy the letters to the retries; return those whose copies are stored, and note why others are not."""
+        copies = [(letter, *dead_lettering.retry_of(letter)) for letter in letters]
+        max_payload = self._backend.max_payload
+        small = [copy for copy in copies if parts.fits(copy[1], max_payload=max_payload)]
+        outgoing = [Outgoing(message, message_id, RETRIES) for _, message, message_id in small]
+        results = await self._backend.publish_many(outgoing, timeout_seconds=TIMEOUT_SECONDS) if outgoing else []
+        failures += [result for result in results if isinstance(result, BackendError)]
+        copied = [letter for (letter, *_), result in zip(small, results, strict=True) if isinstance(result, PubAck)]
+        for letter, message, message_id in copies:
+            if parts.fits(message, max_payload=max_payload):
+                continue
+            try:
+                await parts.store(message, message_id, self._publish, max_payload=max_payload)
+            except BackendError as error:
+                failures.append(error)
+            else:
+                copied.append(letter)
+        return copied
 
-    async def drop(self, letter: DeadLetter) -> None:
-        """Erase the letter."""
-        for sequence in filter(None, (letter.sequence, parts.first_part_of(letter.stored))):
-            with suppress(NotFoundError):  # somebody else was faster
-                await self._backend.delete_message(STREAM, sequence)
+    async def _publish(self, message: Message, message_id: str) -> PubAck:
+        return await self._backend.publish(
+            message, message_id=message_id, stream=RETRIES, timeout_seconds=TIMEOUT_SECONDS
+        )
+
+    async def _delete(self, letters: Sequence[DeadLetter], note: Callable[[], None], *, overwrite: bool) -> None:
+        left = iter(letters)
+        failures: list[BackendError] = []
+
+        async def delete_some() -> None:
+            for letter in left:
+                try:
+                    for sequence in filter(None, (letter.sequence, parts.first_part_of(letter.stored))):
+                        with suppress(NotFoundError):  # somebody else was faster
+                            await self._backend.delete_message(STREAM, sequence, overwrite=overwrite)
+                except BackendError as error:
+                    failures.append(error)
+                    return
+                note()
+
+        async with anyio.create_task_group() as deleting:
+            for _ in letters[:DELETES_AT_ONCE]:
+                deleting.start_soon(delete_some)
+        if failures:
+            raise failures[0]
 
     async def _require_reader(self, letter: DeadLetter) -> None:
         """Or else the letter would wait where nobody reads, and be forgotten there."""
@@ -135,6 +192,20 @@ class DeadLetterOffice:
                 "start a worker of it first; its letters stay where they are"
             ) from error
         self._readers.add((letter.app, letter.agent))
+
+
+async def portions(letters: AsyncIterator[DeadLetter]) -> AsyncGenerator[list[DeadLetter], None]:
+    """The letters in lists, as many in each as can be retried or dropped at a time."""
+    portion: list[DeadLetter] = []
+    size = 0
+    async for letter in letters:
+        portion.append(letter)
+        size += len(letter.stored.data)
+        if len(portion) >= PORTION or size >= PORTION_BYTES:
+            yield portion
+            portion, size = [], 0
+    if portion:
+        yield portion
 
 
 def document(letter: DeadLetter) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from aviso_workers import App, Backoff, Notification, Reject
-from aviso_workers.backends import Message
+from aviso_workers.backends import Message, Outgoing, PubAck
 from aviso_workers.config import Config
 from aviso_workers.config.settings import DeadLetters
 from aviso_workers.engine import settling
 from aviso_workers.engine.dead_lettering import STREAM
-from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.literals import Size
 from aviso_workers.ops import observing, steering
 from aviso_workers.ops.dead_letters import DeadLetter, DeadLetterOffice, Selection
@@ -130,7 +130,7 @@ async def test_a_retry_that_was_broken_off_and_is_repeated_is_handled_once(
         if len(handled) == 1:
             raise Reject("not today")
 
-    async def unreachable(self: DeadLetterOffice, letter: DeadLetter) -> None:
+    async def unreachable(stream: str, sequence: int, *, overwrite: bool) -> None:
         raise UnavailableError("not connected")
 
     async with testing() as (t, office):
@@ -138,7 +138,7 @@ async def test_a_retry_that_was_broken_off_and_is_repeated_is_handled_once(
         await t.settle()
         (letter,) = await all_of(office)
         with monkeypatch.context() as broken:
-            broken.setattr(DeadLetterOffice, "drop", unreachable)
+            broken.setattr(app.session.backend, "delete_message", unreachable)
             with pytest.raises(UnavailableError):
                 await office.retry(letter)
         await t.settle()
@@ -152,6 +152,68 @@ async def test_a_retry_that_was_broken_off_and_is_repeated_is_handled_once(
         assert await all_of(office) == []
 
 
+async def test_of_several_letters_the_one_whose_copy_is_not_stored_stays(
+    app: App, testing: Testing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handled: list[int] = []
+    broken = True
+
+    @app.agent("mars")
+    async def failing(notification: Notification[Any]) -> None:
+        if broken:
+            raise Reject("not today")
+        handled.append(notification.sequence)
+
+    async with testing() as (t, office):
+        for step in (0, 6, 12):
+            await t.notify("mars", mars(step=step), {})
+        await t.settle()
+        letters = await all_of(office)
+        backend, gone = app.session.backend, list[None]()
+        publish_many = backend.publish_many
+
+        async def lose_one(outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> list[PubAck | BackendError]:
+            first, last = await publish_many([outgoing[0], outgoing[2]], timeout_seconds=timeout_seconds)
+            return [first, UnavailableError("no leader"), last]
+
+        broken = False
+        with monkeypatch.context() as disturbed:
+            disturbed.setattr(backend, "publish_many", lose_one)
+            with pytest.raises(UnavailableError, match="no leader"):
+                await office.retry(*letters, note=lambda: gone.append(None))
+        assert len(gone) == 2
+        assert await all_of(office) == [letters[1]]
+
+        await office.retry(*letters)
+        await t.settle()
+        assert sorted(handled) == [letter.original.sequence for letter in letters]
+
+
+async def test_only_what_is_dropped_is_overwritten_on_disk(
+    app: App, testing: Testing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @app.agent("mars")
+    async def failing(notification: Notification[Any]) -> None:
+        raise Reject("never")
+
+    async with testing() as (t, office):
+        for step in (0, 6):
+            await t.notify("mars", mars(step=step), {})
+        await t.settle()
+        backend, deleted = app.session.backend, list[tuple[int, bool]]()
+        delete = backend.delete_message
+
+        async def note_how(stream: str, sequence: int, *, overwrite: bool = True) -> None:
+            deleted.append((sequence, overwrite))
+            await delete(stream, sequence, overwrite=overwrite)
+
+        monkeypatch.setattr(backend, "delete_message", note_how)
+        first, second = await all_of(office)
+        await office.retry(first)
+        await office.drop(second)
+        assert deleted == [(first.sequence, False), (second.sequence, True)]
+
+
 async def test_what_fails_again_before_the_letter_is_gone_is_kept(
     app: App, testing: Testing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,13 +225,13 @@ async def test_what_fails_again_before_the_letter_is_gone_is_kept(
         await t.notify("mars", mars(), {})
         await t.settle()
         (letter,) = await all_of(office)
-        drop = DeadLetterOffice.drop
+        delete = app.session.backend.delete_message
 
-        async def drop_late(self: DeadLetterOffice, letter: DeadLetter) -> None:
+        async def delete_late(stream: str, sequence: int, *, overwrite: bool) -> None:
             await t.settle()
-            await drop(self, letter)
+            await delete(stream, sequence, overwrite=overwrite)
 
-        monkeypatch.setattr(DeadLetterOffice, "drop", drop_late)
+        monkeypatch.setattr(app.session.backend, "delete_message", delete_late)
         await office.retry(letter)
 
         (again,) = await all_of(office)
