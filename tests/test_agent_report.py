@@ -61,7 +61,7 @@ def test_what_was_not_declared_is_told_as_it_is_in_effect() -> None:
         "filters": "mars.>",
         "takes": "Notification[Any]",
         "concurrency": "1",
-        "retry": "6 attempts; waits from 1 s, times 3, to 600 s, +-10%",
+        "retry": "6 attempts; waits from 1 s, times 2.5, to 600 s, +-10%",
         "ack wait": "20 s",
         "timeout": "none",
         "order by": "none",
