@@ -40,6 +40,8 @@ __all__ = [
     "Skipped",
     "StreamProvisioned",
     "TaskFailed",
+    "ThreadsFreed",
+    "ThreadsStuck",
     "Ticked",
     "WindowDone",
 ]
@@ -135,6 +137,22 @@ class FailuresNotStored(Struct, frozen=True, kw_only=True):
     agent: str
     bucket: str
     error: Exception
+
+
+class ThreadsStuck(Struct, frozen=True, kw_only=True):
+    """All threads of an agent run calls that were given up and do not end: it handles nothing until one of them ends.
+
+    What waits is given back, so that other workers handle it.
+    """
+
+    agent: str
+    threads: int
+
+
+class ThreadsFreed(Struct, frozen=True, kw_only=True):
+    """After `ThreadsStuck`: a thread has ended, and the agent goes on."""
+
+    agent: str
 
 
 class AgentStarted(Struct, frozen=True, kw_only=True):
@@ -280,6 +298,8 @@ Event = (
     | DeadLettersRefused
     | DeadLettersStored
     | FailuresNotStored
+    | ThreadsStuck
+    | ThreadsFreed
     | AgentStarted
     | AgentDisturbed
     | AgentStopped

@@ -30,6 +30,8 @@ from aviso_workers.events import (
     Skipped,
     StreamProvisioned,
     TaskFailed,
+    ThreadsFreed,
+    ThreadsStuck,
     Ticked,
     WindowDone,
 )
@@ -86,6 +88,8 @@ def observe(event: Event) -> None:
             DeadLettersRefused()
             | DeadLettersStored()
             | FailuresNotStored()
+            | ThreadsStuck()
+            | ThreadsFreed()
             | Overdue()
             | NotRemoved()
             | TaskFailed()
@@ -171,6 +175,15 @@ def _observe_beside(event: Event) -> None:
                 error=str(event.error),
                 cure="let the worker's user read and write the bucket; until then each process counts by itself",
             )
+        case ThreadsStuck():
+            log.error(
+                "threads.stuck",
+                agent=event.agent,
+                threads=event.threads,
+                cure="start the worker again, and give what the function waits for a timeout of its own",
+            )
+        case ThreadsFreed():
+            log.info("threads.freed", agent=event.agent)
         case Overdue():
             log.warning(
                 "notification.overdue",

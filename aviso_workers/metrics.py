@@ -39,6 +39,8 @@ from aviso_workers.events import (
     Passed,
     Published,
     Settled,
+    ThreadsFreed,
+    ThreadsStuck,
     Ticked,
     WindowDone,
 )
@@ -104,6 +106,7 @@ class _Agent:
         self.dead_letters = _Counts(DEAD_LETTER_REASONS)
         self.pull_errors = _Counts()
         self.dead_letters_refused = False
+        self.threads_stuck = 0
         self.redelivered = 0
         self.recreations = 0
         self.settled_at = 0.0
@@ -255,6 +258,12 @@ PER_AGENT = (
         "Whether dead letters of this agent cannot be stored now, so that their originals wait.",
         lambda a: a.dead_letters_refused,
     ),
+    Metric(
+        Gauge,
+        "threads_stuck",
+        "Threads of this agent that run on after their timeout, where these are all it may have; else 0.",
+        lambda a: a.threads_stuck,
+    ),
     Metric(Counter, "redelivered", "Deliveries that were not their notification's first.", lambda a: a.redelivered),
     Metric(
         Counter,
@@ -386,6 +395,8 @@ class Metrics:
                 self._agents[agent].dead_letters_refused = True
             case DeadLettersStored(agent=agent):
                 self._agents[agent].dead_letters_refused = False
+            case ThreadsStuck(agent=agent) | ThreadsFreed(agent=agent):
+                self._agents[agent].threads_stuck = event.threads if isinstance(event, ThreadsStuck) else 0
             case AgentDisturbed(agent=agent, stream=stream, error=error) if agent in self._agents:
                 self._agents[agent].pull_errors.add(_code(error))
                 if isinstance(error, NotFoundError):

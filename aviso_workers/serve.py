@@ -27,6 +27,8 @@ from aviso_workers.events import (
     DeadLettersStored,
     Event,
     Settled,
+    ThreadsFreed,
+    ThreadsStuck,
 )
 from aviso_workers.member import Member
 from aviso_workers.metrics import Metrics
@@ -38,7 +40,8 @@ log = structlog.get_logger("aviso_workers")
 
 LAG_SECONDS = 2.0
 DEAD_LETTERS = "dead letters"
-"""No stream's name, in the place of one."""
+THREADS = "threads"
+"""No streams' names, in the place of one."""
 
 
 def run(app: App, *, status_port: int | None = None, member: Member | None = None) -> None:
@@ -74,7 +77,14 @@ async def serve(app: App, *, status_port: int | None = None, member: Member | No
     app.events.listen(logs.observe)
     app.events.listen(metrics.observe)
     app.events.listen(
-        readiness.observe, ConnectionChanged, AgentStarted, AgentDisturbed, DeadLettersRefused, DeadLettersStored
+        readiness.observe,
+        ConnectionChanged,
+        AgentStarted,
+        AgentDisturbed,
+        DeadLettersRefused,
+        DeadLettersStored,
+        ThreadsStuck,
+        ThreadsFreed,
     )
     port = settings.status.port if status_port is None else status_port
     host, port = (settings.status.host, port) if member is None else ("127.0.0.1", 0)  # the fleet's supervisor asks
@@ -162,7 +172,7 @@ async def _measure_lag(app: App, metrics: Metrics) -> None:
 
 
 class _Readiness:
-    """Ready means: connected, every agent reads and can store its dead letters, and nobody has told us to stop."""
+    """Ready means: connected, every agent reads, has a thread and can store dead letters, and nobody stops us."""
 
     def __init__(self, app: App) -> None:
         self.health = Health()
@@ -186,6 +196,10 @@ class _Readiness:
                 self._agents[agent, DEAD_LETTERS] = f"dead letters cannot be stored: {error}"
             case DeadLettersStored(agent=agent):
                 self._agents.pop((agent, DEAD_LETTERS), None)
+            case ThreadsStuck(agent=agent, threads=threads):
+                self._agents[agent, THREADS] = f"{threads} threads are stuck" if threads > 1 else "its thread is stuck"
+            case ThreadsFreed(agent=agent):
+                self._agents.pop((agent, THREADS), None)
         self._say()
 
     def stop(self) -> None:

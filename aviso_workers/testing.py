@@ -44,8 +44,8 @@ from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
 from aviso_workers.engine import dead_lettering, deferring, parts, sweeping, windowing
 from aviso_workers.engine.dead_lettering import DeadLetter
-from aviso_workers.engine.handling import in_thread
 from aviso_workers.engine.session import COURIER, COURIER_DURABLE, SWEEP, Session, open_session
+from aviso_workers.engine.threads import in_thread
 from aviso_workers.errors import (
     AvisoWorkersError,
     BackendError,

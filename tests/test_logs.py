@@ -28,6 +28,7 @@ from aviso_workers.events import (
     Settled,
     StreamProvisioned,
     TaskFailed,
+    ThreadsStuck,
     WindowDone,
 )
 
@@ -117,6 +118,12 @@ def test_a_dead_letter_that_could_not_be_stored_is_an_error_of_its_own(lines: An
         "error",
         "the stream is full",
     )
+
+
+def test_stuck_threads_are_an_error_that_says_what_to_do(lines: Any) -> None:
+    (line,) = lines(ThreadsStuck(agent="index", threads=4))
+    assert (line["event"], line["level"], line["agent"], line["threads"]) == ("threads.stuck", "error", "index", 4)
+    assert "start the worker again" in line["cure"]
 
 
 def test_what_is_done_although_it_raised_is_told_with_the_exception(lines: Any) -> None:

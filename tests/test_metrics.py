@@ -146,6 +146,7 @@ STARTED = AgentStarted(agent="index", stream="FIELDS", consumer="field-index__in
         ("retries_total", {"reason": "taken_over"}),
         ("redelivered_total", {}),
         ("consumer_recreations_total", {}),
+        ("threads_stuck", {}),
         ("in_flight", {}),
         ("waiting", {}),
         ("oldest_unfinished_age_seconds", {}),

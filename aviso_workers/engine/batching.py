@@ -39,6 +39,8 @@ class InBatches:
             await self._handle(deliveries, origin)
             if apart is not None:
                 await self._handle([apart], origin)
+            if kit.threads.left_behind:
+                await kit.threads.wait_for_turn()
 
     async def _handle(self, deliveries: list[Delivery], origin: Origin) -> None:
         kit = self._kit

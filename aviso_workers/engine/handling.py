@@ -8,11 +8,8 @@ the agent's line, take the steps of a `Kit`, and hand what came of them to the s
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 
-import anyio
-import anyio.to_thread
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from aviso_workers import clocks, verdicts
@@ -27,11 +24,12 @@ from aviso_workers.engine.originating import Origin
 from aviso_workers.engine.pacing import Pace
 from aviso_workers.engine.returning import Outputs
 from aviso_workers.engine.settling import Settler
+from aviso_workers.engine.threads import Threads, in_thread
 from aviso_workers.errors import UndecodableError
 from aviso_workers.notifications import Notification
 from aviso_workers.verdicts import Failure
 
-__all__ = ["Kit", "OneByOne", "in_thread"]
+__all__ = ["Kit", "OneByOne"]
 
 Step = Callable[[Any], Awaitable[Failure | None]]
 """What is done with what an author's function takes: None for success."""
@@ -48,6 +46,7 @@ class Kit:
         reader: NotificationReader,
         outputs: Outputs,
         settler: Settler,
+        threads: Threads,
         clock: Clock,
     ) -> None:
         self.agent = agent
@@ -55,9 +54,10 @@ class Kit:
         self.reader = reader
         self.outputs = outputs
         self.settler = settler
+        self.threads = threads
         self.clock = clock
         self.pace = Pace(clock, per_second=agent.policy.rate_limit)
-        self._call = _caller(agent, clock, outputs=outputs)
+        self._call = _caller(agent, clock, outputs=outputs, threads=threads)
         self.step: Step = self._call_and_publish
         """Calls the author's function and publishes what it returns. None when both succeeded."""
         if agent.policy.singleton:
@@ -105,6 +105,8 @@ class OneByOne:
             if kit.pace.limited:
                 await kit.pace.wait()
             await self._handle(delivery, origin, run)
+            if kit.threads.left_behind:
+                await kit.threads.wait_for_turn()
 
     async def _handle(self, delivery: Delivery, origin: Origin, run: Step) -> None:
         started = self._kit.clock.monotonic()
@@ -117,18 +119,20 @@ class OneByOne:
         await self._kit.settler.settle(delivery, failure, started=started)
 
 
-def _caller(agent: Agent[Any, Any], clock: Clock, *, outputs: Outputs) -> Callable[[Any], Awaitable[object]]:
+def _caller(
+    agent: Agent[Any, Any], clock: Clock, *, outputs: Outputs, threads: Threads
+) -> Callable[[Any], Awaitable[object]]:
     """The author's function, made awaitable and given its time; one that yields includes what becomes of its outputs.
 
-    A plain function runs in a thread, at most `concurrency` of them at a time; when its time is over it is left
-    behind, and nobody waits for it. Raises TimeoutError, also where the function catches its cancellation and returns:
-    it was not left the time to say that it is done.
+    A plain function runs in a thread; when its time is over, the thread runs on and the call has failed. Raises
+    TimeoutError, also where the function catches its cancellation and returns: it was not left the time to say that it
+    is done.
     """
     function: Callable[[Any], Awaitable[object]] = agent.function
     if agent.yields:
         function = outputs.run
     elif agent.in_thread:
-        function = in_thread(agent)
+        function = in_thread(agent, threads=threads)
     timeout = agent.policy.timeout
 
     if timeout is None:
@@ -139,23 +143,3 @@ def _caller(agent: Agent[Any, Any], clock: Clock, *, outputs: Outputs) -> Callab
             return await calling.call(function, argument)
 
     return call_in_time
-
-
-def in_thread(agent: Agent[Any, Any]) -> Callable[[Any], Awaitable[object]]:
-    """The author's plain function, run in a thread."""
-    limiter = anyio.CapacityLimiter(agent.policy.concurrency)
-
-    def call_here(argument: Any, **resources: Any) -> object:
-        try:
-            return agent.function(argument, **resources)
-        except GeneratorExit as error:  # asyncio would close the coroutine that waits, instead of raising it there
-            return Failure(error)
-
-    async def call(argument: Any, **resources: Any) -> object:
-        function = partial(call_here, argument, **resources)
-        returned = await anyio.to_thread.run_sync(function, limiter=limiter, abandon_on_cancel=True)
-        if isinstance(returned, Failure):
-            raise returned.error
-        return returned
-
-    return call

@@ -59,7 +59,9 @@ class Line:
         """All, by sequence, in order of arrival."""
         self._ready: deque[Delivery] = deque()
         self._lanes: dict[Hashable, deque[Delivery]] = {}
-        """Per busy key, what waits behind its head."""
+        """Per busy key, its head and what waits behind it."""
+        self._blocked: dict[Hashable, Delivery | None] = {}
+        """Keys of which nothing is handed out, and the head that would have been."""
         self._idle: deque[anyio.Event] = deque()
         self._waking = False
         """Whether somebody who was idle has been called and has not come yet."""
@@ -116,7 +118,7 @@ class Line:
             if key in self._lanes:
                 self._lanes[key].append(delivery)
                 return
-            self._lanes[key] = deque()
+            self._lanes[key] = deque([delivery])
         self._offer(delivery)
 
     async def take(self) -> Delivery | None:
@@ -176,10 +178,14 @@ class Line:
         if self._key is None:
             return
         key = self._key(delivery.message.subject)
-        if waiting := self._lanes.get(key):
-            self._offer(waiting.popleft())
+        lane = self._lanes.get(key)
+        if lane is None or lane[0] is not delivery:
+            return  # it was given back meanwhile
+        lane.popleft()
+        if lane:
+            self._offer(lane[0])
         else:
-            self._lanes.pop(key, None)
+            del self._lanes[key]
 
     def again(self, delivery: Delivery, *, after_seconds: float) -> None:
         """It waits, at the head of its lane, and goes once more after the delay."""
@@ -188,6 +194,19 @@ class Line:
             self._waits(place)
             place.since = due
         self._clock.call_at(due, lambda: self._offer(delivery))
+
+    def block(self, delivery: Delivery) -> None:
+        """Hand out nothing of its key until `unblock`: something works on it that was given up and goes on."""
+        if self._key is not None:
+            self._blocked[self._key(delivery.message.subject)] = None
+
+    def unblock(self, delivery: Delivery) -> None:
+        """Hand out what is next of its key again."""
+        if self._key is None:
+            return
+        head = self._blocked.pop(self._key(delivery.message.subject), None)
+        if head is not None and self.holds(head):
+            self._offer(head)
 
     def close(self) -> None:
         """Hand out nothing any more, and let the workers end. What arrives now is only held."""
@@ -255,6 +274,11 @@ class Line:
         self._waking = False
 
     def _offer(self, delivery: Delivery) -> None:
+        if self._blocked and self._key is not None:
+            key = self._key(delivery.message.subject)
+            if key in self._blocked:
+                self._blocked[key] = delivery
+                return
         if self._sorts_out and delivery.num_delivered > 1 and not self.closed:
             self._redelivered.append(delivery)
             self._redelivery.set()
@@ -271,6 +295,8 @@ class Line:
             place = self._held.pop(sequence)
             self._waits(place)
             place.delivery.nak()
+        lanes = {key: deque(filter(self.holds, lane)) for key, lane in self._lanes.items()}
+        self._lanes = {key: lane for key, lane in lanes.items() if lane}
         return len(sequences)
 
 

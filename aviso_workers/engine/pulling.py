@@ -13,6 +13,7 @@ from aviso_workers.backends import Consumer
 from aviso_workers.clocks import Clock
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.redeliveries import Redeliveries
+from aviso_workers.engine.threads import Threads
 
 __all__ = ["MOST_PREFETCH", "AgentRun", "Form"]
 
@@ -48,6 +49,7 @@ class AgentRun:
         ack_wait_seconds: float,
         most_prefetch: int = MOST_PREFETCH,
         redeliveries: Redeliveries | None = None,
+        threads: Threads | None = None,
     ) -> None:
         self.line = line
         self.line.made_room = self._refill
@@ -55,6 +57,7 @@ class AgentRun:
         """Deliveries that were given back because the worker stops."""
         self._form = form
         self._redeliveries = redeliveries
+        self._threads = threads
         self._clock = clock
         self._workers = workers
         self._least = self._prefetch = prefetch
@@ -68,7 +71,7 @@ class AgentRun:
 
     def room(self) -> int:
         """How many deliveries could be taken now."""
-        return 0 if self._stopping else self._prefetch - self.line.waiting
+        return 0 if self._stopping or self._is_stuck else self._prefetch - self.line.waiting
 
     def pinned(self, stream: str) -> bool:
         """Whether this worker is the one that is given everything of the stream; see `Consumer.pinned`."""
@@ -80,7 +83,21 @@ class AgentRun:
         self._consumers[stream] = consumer
 
     def detach(self, stream: str) -> None:
+        """A consumer that is not read any more. When none is because the agent is stuck, others get what waits."""
         del self._consumers[stream]
+        if self._is_stuck and not self._consumers and not self._stopping:
+            self.line.give_back()
+
+    async def until_stuck(self) -> None:
+        """Wait until nothing can be handled, however long."""
+        if self._threads is None:
+            await anyio.sleep_forever()
+        else:
+            await self._threads.until_stuck()
+
+    async def until_not_stuck(self) -> None:
+        if self._threads is not None:
+            await self._threads.until_not_stuck()
 
     async def work(self, *, stop: anyio.Event, drain_timeout_seconds: float) -> None:
         """Handle what arrives until `stop`; then give back what has not begun, and finish what has.
@@ -100,6 +117,8 @@ class AgentRun:
                         timer = self._clock.call_at(self._clock.monotonic() + drain_timeout_seconds, draining.cancel)
                         self._stopping = True
                         self.line.close()
+                        if self._threads is not None:
+                            self._threads.close()
                         await self._stop_reading()
                         if not self.line.ordered:  # else all of it at the end, or a lane would overtake its head
                             self.returned += self.line.give_back()
@@ -107,6 +126,10 @@ class AgentRun:
             finally:  # also where all of this is cancelled
                 self.returned += self.line.abandon()
             beating.cancel_scope.cancel()
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self._threads is not None and self._threads.stuck
 
     async def _stop_reading(self) -> None:
         """Before anything is given back: it would come here again."""

@@ -35,6 +35,7 @@ from aviso_workers.engine.streaming import AsStream
 from aviso_workers.engine.supervising import Feed, supervise_agent, supervise_task
 from aviso_workers.engine.sweeping import Sweep
 from aviso_workers.engine.tabling import Tables
+from aviso_workers.engine.threads import Threads
 from aviso_workers.engine.windowing import AsWindows
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnknownEventTypeError
 from aviso_workers.events import ConnectionChanged, ConnectionSlow, Events
@@ -203,7 +204,8 @@ class Session:
         )
         reader = NotificationReader(agent.event_type, declared, where=where, payload_type=agent.payload_type)
         outputs = Outputs(agent, app=self._app, stream=stream.name, publisher=self.publisher)
-        kit = Kit(agent, line=line, reader=reader, outputs=outputs, settler=settler, clock=clock)
+        threads = Threads(agent, line=line, clock=clock, events=self._events)
+        kit = Kit(agent, line=line, reader=reader, outputs=outputs, settler=settler, threads=threads, clock=clock)
         windows = self._windows(kit, stream.name)
         form = windows or FORMS[agent.form](kit)
         run = AgentRun(
@@ -223,6 +225,7 @@ class Session:
                 attempts=policy.retry.attempts,
                 clock=clock,
             ),
+            threads=threads,
         )
         self.runs[agent.name] = run
         durable = agent.durable_name(self._app)

@@ -88,6 +88,7 @@ async def _keep_reading(
         while not stop.is_set():
             try:
                 await _read(name, run, feed, backend, events, stop, drained, delays, joining)
+                await _until(stop, run.until_not_stuck)
             except BackendError as error:
                 if isinstance(error, NotFoundError):
                     feed.provisioner.forget(feed.stream.name)
@@ -122,9 +123,10 @@ async def _read(
         events.emit(AgentStarted(agent=name, stream=stream, consumer=consumer, passed=passed))
         delays.started()
         try:
-            await _until(stop, opened.lost)
+            await _until(stop, opened.lost, run.until_stuck)
             await opened.stop()
-            await drained.wait()
+            if stop.is_set():
+                await drained.wait()
             # What does not get through is delivered again: late, but not lost.
             with clocks.move_on_after(backend.clock, SETTLE_TIMEOUT_SECONDS), suppress(BackendError):
                 await opened.settled()
@@ -194,11 +196,11 @@ async def supervise_task(task: Task, app: Any, *, clock: Clock, events: Events, 
         await clocks.sleep_until(clock, delay, stop)
 
 
-async def _until(stop: anyio.Event, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run the function; `stop` cancels it."""
+async def _until(stop: anyio.Event, *functions: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run the functions until one of them ends; `stop` cancels them."""
     error: Exception | None = None
 
-    async def run(scope: anyio.CancelScope) -> None:
+    async def run(function: Callable[[], Coroutine[Any, Any, None]], scope: anyio.CancelScope) -> None:
         nonlocal error
         try:
             await function()
@@ -207,7 +209,8 @@ async def _until(stop: anyio.Event, function: Callable[[], Coroutine[Any, Any, N
         scope.cancel()
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(run, tasks.cancel_scope)
+        for function in functions:
+            tasks.start_soon(run, function, tasks.cancel_scope)
         await stop.wait()
         tasks.cancel_scope.cancel()
     if error is not None:

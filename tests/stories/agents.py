@@ -25,6 +25,7 @@ __all__ = [
     "Deed",
     "app",
     "deadly",
+    "hanging",
     "lanes",
     "other",
     "outputs",
@@ -63,6 +64,7 @@ app = App("stories")
 other = App("other")
 lanes = App("lanes")
 threads = App("threads")
+hanging = App("hanging")
 outputs = App("outputs")
 ticking = App("ticking")
 windows = App("windows")
@@ -105,6 +107,12 @@ def in_thread(notification: Notification[Deed]) -> None:
     _write("begun", notification.payload.n)
     time.sleep(notification.payload.seconds)
     _write("done", notification.payload.n)
+
+
+@hanging.agent("mars", concurrency=2, timeout=0.2, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
+def hang(notification: Notification[Deed]) -> None:
+    _write("begun", notification.payload.n)
+    time.sleep(notification.payload.seconds)
 
 
 @ticking.every("1s", leader=True)

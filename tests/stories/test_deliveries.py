@@ -250,3 +250,18 @@ async def test_a_worker_whose_dead_letters_are_refused_is_not_ready_and_says_so_
     assert (said["agent"], said["level"], said["again_in_seconds"]) == ("work", "error", 10.0)
     assert len(worker.logged("dead_letters.not_stored")) == 1
     assert 'aviso_worker_dead_letters_refused{agent="work",app="stories",base="mars"} 1.0' in worker.get("/metrics")
+
+
+async def test_a_worker_whose_threads_are_stuck_is_not_ready_says_so_once_and_stops(run_worker, publish, record):
+    worker = run_worker(app="hanging")
+    await worker.ready()
+    await publish(range(4), seconds=3600)
+
+    await worker.unready("agent hang: 2 threads are stuck")
+
+    assert len(record.numbers("begun")) == 2
+    (said,) = worker.logged("threads.stuck")
+    assert (said["agent"], said["level"], said["threads"]) == ("hang", "error", 2)
+    assert 'aviso_worker_threads_stuck{agent="hang",app="hanging",base="mars"} 2.0' in worker.get("/metrics")
+    worker.process.terminate()
+    assert await worker.ended() == 0
