@@ -8,11 +8,12 @@ process, and a notification is given up after more deliveries than any deploy wo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from aviso_workers.backends import Backend, Delivery, KeyValue
-from aviso_workers.errors import BackendError
+from aviso_workers.errors import BackendError, RefusedError
 from aviso_workers.events import Events, FailuresNotStored
 from aviso_workers.verdicts import SUSPECT_AFTER, Record
 
@@ -21,6 +22,8 @@ __all__ = ["Failures"]
 T = TypeVar("T")
 
 FORGOTTEN_AFTER_SECONDS = 7 * 86400.0
+SILENT_SECONDS = 10.0
+"""A bucket that did not answer is not asked for so long: many fail at once, and each would wait for seconds."""
 MOST_REMEMBERED = 10_000
 """Failure counts that a process remembers of notifications that it has given back, where they cannot be stored."""
 
@@ -39,6 +42,8 @@ class Failures:
         """By key: of what is held here and has failed, and of what could not be stored."""
         self._begun: set[str] = set()
         """Keys of which the bucket says that a worker has begun."""
+        self._silent_until = -math.inf
+        """Before this time the bucket is not asked."""
         self._stored = True
         """Whether the last failure could be stored."""
 
@@ -105,12 +110,16 @@ class Failures:
 
     async def _try(self, deed: Callable[[KeyValue], Awaitable[T]]) -> T | None:
         """None where the bucket cannot be used, which is said once, until something can be stored again."""
+        if self._backend.clock.monotonic() < self._silent_until:
+            return None
         try:
             if self._values is None:
                 self._values = await self._backend.key_value(self._bucket, ttl_seconds=FORGOTTEN_AFTER_SECONDS)
             return await deed(self._values)
         except BackendError as error:
             self._values = None  # it may have been deleted
+            if not isinstance(error, RefusedError):
+                self._silent_until = self._backend.clock.monotonic() + SILENT_SECONDS
             if self._stored:
                 self._stored = False
                 self._events.emit(FailuresNotStored(agent=self._agent, bucket=self._bucket, error=error))

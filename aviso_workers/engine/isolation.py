@@ -69,9 +69,8 @@ class Isolation:
         await self._ended.wait()
 
     async def begin(self) -> None:
-        """Called before the handler of `alone` begins. A cancellation waits, so that the delivery is not lost."""
-        with anyio.CancelScope(shield=True):
-            await self._begin()
+        """Called before the handler of `alone` begins."""
+        await self._begin()
 
     def note_end(self, delivery: Delivery) -> None:
         """A delivery of one of the lines runs no more."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import anyio
@@ -13,6 +14,7 @@ from aviso_workers.backends import Consumer
 from aviso_workers.clocks import Clock
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.redeliveries import Redeliveries
+from aviso_workers.engine.shielding import Shield
 from aviso_workers.engine.threads import Threads
 
 __all__ = ["MOST_PREFETCH", "AgentRun", "Form"]
@@ -50,6 +52,7 @@ class AgentRun:
         most_prefetch: int = MOST_PREFETCH,
         redeliveries: Redeliveries | None = None,
         threads: Threads | None = None,
+        shield: Shield | None = None,
     ) -> None:
         self.line = line
         self.line.made_room = self._refill
@@ -58,6 +61,7 @@ class AgentRun:
         self._form = form
         self._redeliveries = redeliveries
         self._threads = threads
+        self._shield = shield or Shield(clock)
         self._clock = clock
         self._workers = workers
         self._least = self._prefetch = prefetch
@@ -106,6 +110,7 @@ class AgentRun:
         """
         async with anyio.create_task_group() as beating:
             beating.start_soon(self.line.beat, self._beat_seconds)
+            beating.start_soon(self._shield.watch)
             try:
                 with anyio.CancelScope() as draining:
                     async with anyio.create_task_group() as workers:
@@ -114,7 +119,8 @@ class AgentRun:
                         for _ in range(self._workers):
                             workers.start_soon(self._form.work)
                         await stop.wait()
-                        timer = self._clock.call_at(self._clock.monotonic() + drain_timeout_seconds, draining.cancel)
+                        drained_by = self._clock.monotonic() + drain_timeout_seconds
+                        timer = self._clock.call_at(drained_by, partial(self._end_draining, draining))
                         self._stopping = True
                         self.line.close()
                         if self._threads is not None:
@@ -126,6 +132,10 @@ class AgentRun:
             finally:  # also where all of this is cancelled
                 self.returned += self.line.abandon()
             beating.cancel_scope.cancel()
+
+    def _end_draining(self, draining: anyio.CancelScope) -> None:
+        draining.cancel()
+        self._shield.limit()
 
     @property
     def _is_stuck(self) -> bool:

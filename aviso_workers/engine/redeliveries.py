@@ -9,6 +9,8 @@ counts as nothing.
 
 from __future__ import annotations
 
+from functools import partial
+
 import anyio
 
 from aviso_workers import verdicts
@@ -18,6 +20,7 @@ from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.settling import Settler
+from aviso_workers.engine.shielding import Shield
 from aviso_workers.errors import DeliveriesExhaustedError, WorkerDiedError
 from aviso_workers.verdicts import Failure
 
@@ -34,6 +37,7 @@ class Redeliveries:
         failures: Failures,
         settler: Settler,
         isolation: Isolation,
+        shield: Shield,
         attempts: int,
         clock: Clock,
     ) -> None:
@@ -41,6 +45,7 @@ class Redeliveries:
         self._failures = failures
         self._settler = settler
         self._isolation = isolation
+        self._shield = shield
         self._attempts = attempts
         self._clock = clock
 
@@ -64,15 +69,19 @@ class Redeliveries:
                 await self._fail(delivery, Failure(exhausted, final="max_deliveries"))
 
     async def _run_alone(self, delivery: Delivery) -> None:
-        async with self._isolation.of(delivery, begin=lambda: self._failures.begin(delivery)):
+        async with self._isolation.of(delivery, begin=partial(self._begin, delivery)):
             if self._line.closed or not self._line.holds(delivery):
                 return
             self._line.admit(delivery, first=True)
             try:
                 await self._isolation.ended()
             finally:
-                with anyio.CancelScope(shield=True):  # before it is given back, or it would count as a failure
+                async with self._shield.hold():  # before it is given back, or it would count as a failure
                     await self._failures.clear(delivery)
+
+    async def _begin(self, delivery: Delivery) -> None:
+        async with self._shield.hold():  # a worker that is cancelled here would lose the delivery that it takes
+            await self._failures.begin(delivery)
 
     async def _fail(self, delivery: Delivery, failure: Failure) -> None:
         if not self._line.closed:

@@ -31,6 +31,7 @@ from aviso_workers.engine.returning import Outputs
 from aviso_workers.engine.scheduling import run_timers
 from aviso_workers.engine.settling import Settler
 from aviso_workers.engine.shared_filters import SharedFilter
+from aviso_workers.engine.shielding import Shield
 from aviso_workers.engine.streaming import AsStream
 from aviso_workers.engine.supervising import Feed, supervise_agent, supervise_task
 from aviso_workers.engine.sweeping import Sweep
@@ -193,12 +194,14 @@ class Session:
             isolation=self._isolation,
         )
         failures = Failures(self.backend, app=self._app, agent=agent.name, stream=stream.name, events=self._events)
+        shield = Shield(clock)
         settler = Settler(
             agent,
             stream=stream.name,
             line=line,
             failures=failures,
             dead_letters=self._dead_letters,
+            shield=shield,
             clock=clock,
             events=self._events,
         )
@@ -222,10 +225,12 @@ class Session:
                 failures=failures,
                 settler=settler,
                 isolation=self._isolation,
+                shield=shield,
                 attempts=policy.retry.attempts,
                 clock=clock,
             ),
             threads=threads,
+            shield=shield,
         )
         self.runs[agent.name] = run
         durable = agent.durable_name(self._app)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import anyio
-
 from aviso_workers import verdicts
 from aviso_workers.agents import Agent
 from aviso_workers.backends import Delivery
@@ -15,6 +13,7 @@ from aviso_workers.engine import parts
 from aviso_workers.engine.dead_lettering import DeadLetters
 from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.shielding import Shield
 from aviso_workers.errors import BackendError
 from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, Settled, SettledOutcome
 from aviso_workers.verdicts import Ack, Again, Backoff, DeadLetter, Failure
@@ -50,6 +49,7 @@ class Settler:
         line: Line,
         failures: Failures,
         dead_letters: DeadLetters,
+        shield: Shield,
         clock: Clock,
         events: Events,
     ) -> None:
@@ -57,6 +57,7 @@ class Settler:
         self._stream = stream
         self._line = line
         self._failures = failures
+        self._shield = shield
         self._storing = _Storing(agent.name, dead_letters, stream=stream, clock=clock, events=events)
         self._clock = clock
         self._events = events
@@ -83,7 +84,7 @@ class Settler:
             end = TAKEN_OVER
             self._line.done(delivery)
         elif failure is not None:
-            with anyio.CancelScope(shield=True):  # a cancellation cuts off no dead letter
+            async with self._shield.hold():
                 end = await self._end_failed(delivery, failure)
         else:
             self._ack(delivery)

@@ -445,7 +445,7 @@ async def test_a_dead_letter_that_is_being_stored_is_stored_also_when_the_worker
         failed.set()
         raise ValueError
 
-    backend.slow_seconds = 60.0  # longer than the drain timeout
+    backend.slow_seconds = 32.0  # longer than the drain timeout, and not by more than it is shielded
     await notify(6)
     async with working(index) as stop:
         await failed.wait()

@@ -1,0 +1,61 @@
+"""What a cancellation does not cut off at once: settlements that have begun.
+
+A worker is cancelled when its drain timeout is over, or by a second signal. A dead letter that is being stored is
+stored to its end, and a failure is counted; but a server or a bucket that does not answer must not keep the process
+from ending. So all that an agent has begun has a few seconds together. What is not settled by then is delivered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from aviso_workers.clocks import Clock, Timer
+
+__all__ = ["Shield"]
+
+SHIELDED_SECONDS = 3.0
+
+
+class Shield:
+    """Protects the settlements of one agent from its cancellation, for some seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._scopes: set[anyio.CancelScope] = set()
+        self._timer: Timer | None = None
+        self._over = False
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        """Finish the block although we are cancelled; be cancelled in it when the time is over."""
+        with anyio.CancelScope(shield=True) as scope:
+            self._scopes.add(scope)
+            if self._over:
+                scope.cancel()
+            try:
+                yield
+            finally:
+                self._scopes.discard(scope)
+        if scope.cancelled_caught:
+            await checkpoint()  # raises our own cancellation, which the scope has kept from us
+
+    async def watch(self) -> None:
+        """Run beside what is shielded; when all of it is cancelled, its time begins."""
+        try:
+            await anyio.sleep_forever()
+        finally:
+            self.limit()
+
+    def limit(self) -> None:
+        """Let the time begin, if it has not begun."""
+        if self._timer is None:
+            self._timer = self._clock.call_at(self._clock.monotonic() + SHIELDED_SECONDS, self._end)
+
+    def _end(self) -> None:
+        self._over = True
+        for scope in self._scopes:
+            scope.cancel()

@@ -1,0 +1,128 @@
+"""How long settlements take where what they need does not answer, and while their worker is cancelled."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import Backoff, Batch, Batching, Notification, Router, config
+from aviso_workers.backends import Message, PubAck
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.config import Config
+from aviso_workers.engine import failing, shielding
+from aviso_workers.engine.dead_lettering import STREAM
+from aviso_workers.engine.session import Session
+from aviso_workers.errors import UnavailableError
+from aviso_workers.events import FailuresNotStored, Settled
+from tests.engine.conftest import Facts, config_with
+
+pytestmark = pytest.mark.anyio
+
+COUNT = 20
+ANSWER_SECONDS = 30.0
+DRAIN_SECONDS = 2.0
+LATER = Backoff(first=3600.0, factor=1.0, attempts=5, jitter=0.0)
+
+
+class Silent(InMemoryBackend):
+    """Answers no publish on a stream whose name ends like this."""
+
+    def __init__(self) -> None:
+        super().__init__(config.InMemory(max_history_per_topic=1000))
+        self.silent = "_failures"
+        self.asked = 0
+
+    async def publish(self, message: Message, *, stream: str, **stated: Any) -> PubAck:
+        if self.silent and stream.endswith(self.silent):
+            self.asked += 1
+            await anyio.sleep(ANSWER_SECONDS)
+            raise UnavailableError("no answer")
+        return await super().publish(message, stream=stream, **stated)
+
+
+@pytest.fixture
+async def backend() -> AsyncGenerator[Silent, None]:
+    async with Silent() as backend:
+        yield backend
+
+
+@pytest.fixture
+def settings() -> Config:
+    return config_with(drain_timeout_seconds=DRAIN_SECONDS)
+
+
+def failing_batches(router: Router, *, retry: Backoff = LATER) -> Any:
+    @router.agent("mars", batch=Batching(size=COUNT, within=0.1), retry=retry)
+    async def load(batch: Batch[Any]) -> None:
+        raise ConnectionError("the database is down")
+
+    return load
+
+
+async def test_a_batch_that_failed_asks_a_bucket_that_does_not_answer_once(
+    backend: Silent, session: Session, router: Router, notify, working, facts: Facts
+) -> None:
+    for step in range(COUNT):
+        await notify(step)
+    async with working(failing_batches(router)):
+        began = anyio.current_time()
+        await facts.wait_for(Settled, COUNT)
+        assert anyio.current_time() - began < 2 * ANSWER_SECONDS
+        assert backend.asked == 1
+        assert len(facts.of(FailuresNotStored)) == 1
+
+
+async def test_a_bucket_that_did_not_answer_is_asked_again_after_a_while(
+    backend: Silent, session: Session, router: Router, notify, working, facts: Facts, stored
+) -> None:
+    @router.agent("mars", retry=Backoff(first=failing.SILENT_SECONDS + 1.0, factor=1.0, attempts=5, jitter=0.0))
+    async def index(notification: Notification[Any]) -> None:
+        raise ConnectionError
+
+    await notify(6)
+    async with working(index):
+        await facts.wait_for(Settled, 1)
+        backend.silent = ""
+        await facts.wait_for(Settled, 2)
+        assert [message.data for message in await stored("KV_tests_failures")] == [b"2"]
+
+
+async def test_a_worker_that_is_cancelled_settles_for_seconds_and_no_longer(
+    backend: Silent, session: Session, router: Router, notify, facts: Facts
+) -> None:
+    """However many settlements wait for an answer, one after another."""
+    backend.silent = STREAM
+    agent = failing_batches(router, retry=Backoff(attempts=1))
+    for step in range(COUNT):
+        await notify(step)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(session.run_agent, agent, anyio.Event())
+        await anyio.sleep(1.0)
+        assert backend.asked == 1
+        cancelled_at = anyio.current_time()
+        tasks.cancel_scope.cancel()
+    assert anyio.current_time() - cancelled_at == pytest.approx(shielding.SHIELDED_SECONDS)
+    assert facts.of(Settled) == []
+
+    backend.silent = ""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(session.run_agent, agent, anyio.Event())
+        settled = await facts.wait_for(Settled, COUNT)
+        tasks.cancel_scope.cancel()
+    assert {event.outcome for event in settled} == {"dead_lettered"}
+
+
+async def test_a_worker_whose_drain_timeout_is_over_settles_for_seconds_and_no_longer(
+    backend: Silent, session: Session, router: Router, notify, working
+) -> None:
+    backend.silent = STREAM
+    for step in range(COUNT):
+        await notify(step)
+    async with working(failing_batches(router, retry=Backoff(attempts=1))) as stop:
+        await anyio.sleep(1.0)
+        stopped_at = anyio.current_time()
+        stop.set()
+    assert anyio.current_time() - stopped_at == pytest.approx(DRAIN_SECONDS + shielding.SHIELDED_SECONDS)
