@@ -10,7 +10,7 @@ import anyio
 import pytest
 from msgspec import Struct
 
-from aviso_workers import Backoff, Notification, Reject, Router, config
+from aviso_workers import Backoff, Notification, Reject, Router, Stream, config
 from aviso_workers.backends import Message, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.engine import parts, sweeping
@@ -40,6 +40,13 @@ class GraveyardGuard(InMemoryBackend):
         self.closes_after_first_part = False
         self.counts_refused = False
         self.looks = 0
+        self.unreadable = ""
+        """A stream that cannot be read."""
+
+    def read(self, stream: str, **stated: Any) -> AsyncGenerator[Message, None]:
+        if stream == self.unreadable:
+            raise UnavailableError("no answer")
+        return super().read(stream, **stated)
 
     async def publish(self, message: Message, *, stream: str, **stated: Any) -> PubAck:
         if self.counts_refused and stream.endswith("_failures"):
@@ -325,6 +332,29 @@ async def test_a_rest_whose_first_part_is_gone_is_no_dead_letter(
         await parts.whole(backend, STREAM, rest)
 
 
+async def test_a_large_dead_letter_that_is_tried_again_is_one_again_where_its_first_part_is_gone(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    async def publish(part: Message, part_id: str) -> PubAck:
+        return await backend.publish(part, message_id=part_id, stream=RETRIES, timeout_seconds=1)
+
+    await store("mars.od.6", b"x" * (backend.max_payload - 150))
+    async with working(index):
+        await facts.wait_for(Settled)
+        _, rest = await stored(STREAM)
+        retry, message_id = retry_of(DeadLetter.read(await parts.whole(backend, STREAM, rest)))
+        backend.unreadable = RETRIES
+        await parts.store(retry, message_id, publish, max_payload=backend.max_payload)
+        await backend.delete_message(RETRIES, 1)
+        backend.unreadable = ""
+        _, again = await facts.wait_for(Settled, 2)
+    assert (again.outcome, again.reason) == ("dead_lettered", "undecodable")
+    assert len([message for message in await stored(STREAM) if not parts.is_first_part(message)]) == 2
+
+
 async def test_a_graveyard_that_does_not_answer_is_looked_at_again(
     backend: GraveyardGuard, router: Router, store, working, facts: Facts
 ) -> None:
@@ -461,6 +491,26 @@ class Failed:
     def __init__(self, sequence: int = 1, timestamp_ns: int = 1) -> None:
         self.message = Message(subject="mars", data=b"", sequence=sequence, timestamp_ns=timestamp_ns)
         self.num_delivered = 2
+
+
+async def test_what_a_stream_has_no_time_left_for_at_its_rate_comes_in_the_next_list(
+    router: Router, notify, working, facts: Facts
+) -> None:
+    lists: list[tuple[float, list[str]]] = []
+
+    @router.agent("mars", rate_limit=0.5)
+    async def index(stream: Stream[Any]) -> None:
+        async for notifications in stream.take(2, within=0.5):
+            steps = [notification.identifier["step"] for notification in notifications]
+            lists.append((round(anyio.current_time()), steps))
+
+    for step in range(3):
+        await notify(step)
+    async with working(index):
+        with anyio.fail_after(60):
+            await facts.wait_for(Settled, 3)
+    began = lists[0][0]
+    assert [(time - began, steps) for time, steps in lists] == [(0, ["0"]), (2, ["1"]), (4, ["2"])]
 
 
 @pytest.mark.parametrize("kept", [True, False])
