@@ -10,8 +10,10 @@ import anyio
 import pytest
 
 from aviso_workers import Agent, App, Notification, Router
-from aviso_workers.backends import ConsumerInfo
-from aviso_workers.engine import shared_filters
+from aviso_workers.backends import Backend, ConsumerInfo, Message, PubAck
+from aviso_workers.engine import parts, shared_filters
+from aviso_workers.engine.dead_lettering import RETRIES, retry_subject
+from aviso_workers.engine.replaying import message_at
 from aviso_workers.events import AgentStarted, FiltersDiffer
 from aviso_workers.streams import ConsumerSpec, shared
 from aviso_workers.testing import Harness, harness
@@ -57,8 +59,29 @@ class Deployment:
             for name in classes:
                 await self.t.notify("mars", mars(step=step, **{"class": name}), {})
 
+    async def retry(self, name: str, body: bytes) -> None:
+        """Try a dead letter of this class again, whose original was the first message of the stream."""
+        first = await message_at(self.backend, "MARS", 1)
+        assert first is not None
+        headers = {
+            "Aviso-Subject": first.subject.replace(".xx.", f".{name}."),
+            "Aviso-Stream": "MARS",
+            "Aviso-Sequence": "1",
+            "Aviso-Timestamp": str(first.timestamp_ns),
+        }
+
+        async def publish(message: Message, message_id: str) -> PubAck:
+            return await self.backend.publish(message, message_id=message_id, stream=RETRIES, timeout_seconds=5)
+
+        letter = Message(subject=retry_subject("contract", "index"), data=body, headers=headers)
+        await parts.store(letter, "1", publish, max_payload=self.backend.max_payload)
+
+    @property
+    def backend(self) -> Backend:
+        return self.t.app.session.backend
+
     async def info(self) -> ConsumerInfo:
-        return await self.t.app.session.backend.consumer_info("MARS", "contract__index")
+        return await self.backend.consumer_info("MARS", "contract__index")
 
     async def until(self, expected: Callable[[ConsumerInfo], bool], *, seconds: float = 60.0) -> None:
         """Let time pass until the consumer is as expected."""
@@ -145,6 +168,23 @@ async def test_a_version_that_wants_more_takes_its_part_while_a_narrower_one_is_
         await deployment.settled()
 
     assert deployment.by("od rd") == each("rd", steps=range(10))
+
+
+@pytest.mark.parametrize("large", [False, True])
+async def test_a_dead_letter_that_is_tried_again_waits_for_a_version_that_wants_it(
+    deployment: Deployment, *, large: bool
+) -> None:
+    async with deployment.worker("od", "rd"):
+        pass
+    async with deployment.worker("od"):
+        await deployment.retry("rd", b'"%s"' % (b"x" * (deployment.backend.max_payload - 100)) if large else b"{}")
+        await deployment.t.advance(0.5)
+        async with deployment.worker("od", "rd"):
+            with anyio.fail_after(20):
+                while not deployment.by("od rd"):
+                    await deployment.t.advance(0.1)
+
+    assert deployment.handled == [("od rd", "rd", "0")]
 
 
 async def test_an_update_that_overwrites_another_is_mended(deployment: Deployment) -> None:

@@ -13,9 +13,10 @@ import pytest
 
 from aviso_workers import Ack, App, Backoff, Notification, Notify, Reject, Retry, Window, Windowing, windows
 from aviso_workers.clocks import LoopClock
+from aviso_workers.engine import windowing
 from aviso_workers.engine.windowing import AsWindows
 from aviso_workers.errors import LateError, RefusedError, UndecodableError
-from aviso_workers.events import Event, WindowDone
+from aviso_workers.events import Event, Published, WindowDone
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
@@ -655,3 +656,53 @@ async def counted(t: Harness, count: int) -> None:
     with anyio.fail_after(20):
         while sum(outcome != "retried" for outcome in t.outcomes("sums")) < count:
             await t.advance(0.1)
+
+
+async def test_a_function_that_fails_is_run_again_after_the_wait_of_its_policy(app: App, url: str | None) -> None:
+    tries: list[int] = []
+
+    @app.agent("mars", window=hourly(), retry=Backoff(first=4, factor=1, jitter=0))
+    async def sums(window: Window[int]) -> None:
+        tries.append(window.value)
+        raise ConnectionError("no database")
+
+    async with harness(app, server=url) as t:
+        await notify(t, 10, 70)
+        with anyio.fail_after(10):
+            while not t.windows(sums):
+                await t.advance(0.5)
+        await t.advance(2.5)  # it is looked at more often than that
+        assert tries == [1]
+        await t.advance(3)
+        assert tries == [1, 1]
+
+
+async def test_what_windows_of_two_keys_publish_alike_is_stored_for_each(app: App, url: str | None) -> None:
+    @app.agent("mars", window=hourly(key=class_of))
+    async def tell(window: Window[int]) -> Notify:
+        return Notify("plain", {"a": 0, "b": "x"}, window.value)
+
+    outcomes: list[str] = []
+    app.events.listen(lambda event: outcomes.append(event.outcome) if event.event_type == "plain" else None, Published)
+    async with harness(app, server=url) as t:
+        await notify(t, 1, of="od")
+        await notify(t, 1, 61, of="rd")
+        await t.settle()
+        assert outcomes == ["stored", "stored"]
+
+
+async def test_a_key_is_forgotten_after_its_last_window_and_not_before(
+    app: App, url: str | None, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windowing, "FORGOTTEN_AFTER_SECONDS", 1.0)
+    declare(hourly(key=class_of))
+    async with harness(app, server=url) as t:
+        await notify(t, 10, of="od")
+        await t.settle()
+        await t.advance(2.5)
+        await notify(t, 70, of="rd")
+        await t.settle()
+        assert sums(t) == {"0-60 od": 1}
+        bucket = await app.key_value("contract_windows_sums")
+        await t.advance(2.5)
+        assert sorted(await bucket.keys()) == ["=passed", "rd"]

@@ -8,6 +8,7 @@ import anyio
 import pytest
 from msgspec import structs
 
+from aviso_workers.backends import Message
 from aviso_workers.engine import deferring
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import RefusedError
@@ -78,3 +79,27 @@ async def test_one_that_may_not_be_removed_is_stored_once_and_the_missing_right_
     await anyio.sleep(deferring.REMOVE_SECONDS)
     assert await backend.subject_counts(deferring.STREAM) == {}, "it may be removed now"
     assert len(await stored("MARS")) == 1
+
+
+async def test_what_is_not_stored_yet_is_not_removed_with_what_is(
+    session: Session, backend: FlakyBackend, facts: Facts, stored
+) -> None:
+    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60, message_id="first"))
+    await facts.wait_for(Published, 2)
+    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60, message_id="second"))
+    backend.failures = ["unavailable"] * 40
+    began = anyio.current_time()
+    await facts.wait_for(Published, 4)
+    assert anyio.current_time() - began > 2 * deferring.REMOVE_SECONDS
+    assert [message.headers["Nats-Msg-Id"] for message in await stored("MARS")] == ["first", "second"]
+
+
+async def test_what_somebody_else_has_put_there_is_kept_for_whoever_looks_for_it(
+    session: Session, backend: FlakyBackend, facts: Facts
+) -> None:
+    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60))
+    foreign = Message(subject=f"{deferring.DUE}.MARS", data=b"")
+    await backend.publish(foreign, message_id="1", stream=deferring.STREAM, timeout_seconds=1.0)
+    await facts.wait_for(Published, 2)
+    await anyio.sleep(2 * deferring.REMOVE_SECONDS)
+    assert await backend.subject_counts(deferring.STREAM) == {f"{deferring.DUE}.MARS": 1}

@@ -11,9 +11,10 @@ import anyio
 import pytest
 
 from aviso_workers import config
+from aviso_workers.backends import Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import LoopClock
-from aviso_workers.engine.replaying import Replayer
+from aviso_workers.engine.replaying import MOST_FRUITLESS, Replayer
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import InvalidIdentifierError, UnavailableError, UnknownEventTypeError
 from aviso_workers.events import Skipped
@@ -39,6 +40,13 @@ class MortalBackend(InMemoryBackend):
     def __init__(self, clock: LoopClock) -> None:
         super().__init__(config.InMemory(max_history_per_topic=1000), clock=clock)
         self.dead = anyio.Event()
+        self.unreadable = False
+        """Readings fail although there is a connection."""
+
+    def read(self, stream: str, **stated: Any) -> AsyncGenerator[Message, None]:
+        if self.unreadable:
+            raise UnavailableError("no answer")
+        return super().read(stream, **stated)
 
     async def failed(self) -> NoReturn:
         await self.dead.wait()
@@ -159,6 +167,13 @@ class TestAReplay:
                 tasks.start_soon(reconnect)
                 assert (await anext(notifications)).sequence == 3
 
+    async def test_ends_with_an_error_where_it_gets_nothing_although_there_is_a_connection(
+        self, replayer: Replayer, backend: MortalBackend
+    ) -> None:
+        backend.unreadable = True
+        with pytest.raises(UnavailableError, match="no answer"):
+            await steps(replayer.replay(Position(), Position()))
+
     async def test_ends_with_an_error_when_the_connection_is_lost_for_good(
         self, replayer: Replayer, backend: MortalBackend
     ) -> None:
@@ -245,6 +260,20 @@ class TestAWatch:
 
             tasks.start_soon(interrupt)
             assert await steps(replayer.watch(Position(time=at(1))), 1) == [2]
+
+    async def test_waits_for_as_long_as_it_gets_nothing(
+        self, replayer: Replayer, backend: MortalBackend, notify
+    ) -> None:
+        await notify(0)
+        backend.unreadable = True
+        async with anyio.create_task_group() as tasks:
+
+            async def answer() -> None:
+                await anyio.sleep(10 * MOST_FRUITLESS)
+                backend.unreadable = False
+
+            tasks.start_soon(answer)
+            assert await steps(replayer.watch(Position(sequence=1)), 1) == [0]
 
     async def test_ends_with_an_error_when_the_connection_is_lost_for_good(
         self, replayer: Replayer, backend: MortalBackend

@@ -242,6 +242,40 @@ async def test_without_its_lease_nobody_claims_a_tick(fleet: Fleet) -> None:
     assert await claims.last(BEGINNING) == BEGINNING
 
 
+async def test_a_leader_that_was_overtaken_at_one_tick_goes_on_with_the_next(fleet: Fleet, tokens: list[int]) -> None:
+    worker = await fleet.start()
+    backend = fleet.streams.peer()
+    backend.reconnect()
+    paused = Lease(backend, "app")
+    paused._until = math.inf
+    claims = Claims("lead", SteadyBucket(backend, "app_timers", patience_seconds=1), paused)
+    await fleet.after(5)
+    await claims.last(BEGINNING)
+    assert await claims.claim(BEGINNING + timedelta(seconds=10))
+    await fleet.after(30)
+    assert fleet.ticks == [20, 30]
+    assert fleet.leaders == [True], f"worker {worker} has led all the time"
+
+
+async def test_who_has_lost_the_lease_without_noticing_gives_back_nobody_elses(fleet: Fleet) -> None:
+    leases = []
+    for _ in range(3):
+        backend = fleet.streams.peer()
+        backend.reconnect()
+        leases.append(Lease(backend, "app"))
+    paused, leader, candidate = leases
+    await paused.take(anyio.Event())
+    await fleet.after(LEASE_SECONDS + LOOK_SECONDS)
+    await leader.take(anyio.Event())
+    paused._until = math.inf
+    await paused.give_back()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(candidate.take, anyio.Event())
+        await fleet.after(LEASE_SECONDS / 2)
+        assert (leader.held, candidate.held) == (True, False)
+        tasks.cancel_scope.cancel()
+
+
 async def test_a_lease_is_counted_from_when_it_was_asked_for(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server counts from when it stored it, which is before the answer comes."""
     backend = fleet.streams.peer()

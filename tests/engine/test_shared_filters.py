@@ -1,16 +1,21 @@
-"""When a version of an agent counts as gone, in virtual time."""
+"""When a version of an agent counts as gone, and what is done with what no version wants, in virtual time."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import anyio
 import pytest
+from msgspec import structs
 
-from aviso_workers.backends import Backend
+from aviso_workers.backends import Backend, ConsumerInfo, Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.engine.provisioning import Provisioner
-from aviso_workers.engine.shared_filters import GONE_SECONDS, LOOK_SECONDS, SharedFilter
+from aviso_workers.engine.shared_filters import GONE_SECONDS, LOOK_AGAIN_SECONDS, LOOK_SECONDS, SharedFilter
+from aviso_workers.errors import UnavailableError
 from aviso_workers.events import Events, FiltersDiffer
-from aviso_workers.streams import ConsumerSpec, StreamSpec
+from aviso_workers.streams import ConsumerSpec, StreamSpec, shared
 
 pytestmark = pytest.mark.anyio
 
@@ -18,17 +23,30 @@ NARROW = ("mars.od.>",)
 WIDE = ("mars.od.>", "mars.rd.>")
 
 
+def spec(filters: tuple[str, ...]) -> ConsumerSpec:
+    return ConsumerSpec(durable_name="agent", filter_subjects=filters, ack_wait=10**9, max_ack_pending=10)
+
+
 def worker(backend: Backend, filters: tuple[str, ...], stated: list[FiltersDiffer]) -> SharedFilter:
     events = Events()
     events.listen(stated.append, FiltersDiffer)
     return SharedFilter(
-        ConsumerSpec(durable_name="agent", filter_subjects=filters, ack_wait=10**9, max_ack_pending=10),
+        spec(filters),
         agent="agent",
         stream="MARS",
         backend=backend,
         provisioner=Provisioner(backend, management="reconcile", events=events),
         events=events,
     )
+
+
+@asynccontextmanager
+async def keeping(filters: SharedFilter) -> AsyncIterator[None]:
+    """Its worker runs meanwhile."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(filters.keep)
+        yield
+        tasks.cancel_scope.cancel()
 
 
 async def filters_of(backend: Backend) -> tuple[str, ...]:
@@ -80,3 +98,107 @@ async def test_one_that_was_cut_off_together_with_who_looks_is_not_gone(backend:
 
     assert await filters_of(backend) == WIDE
     assert [event.gone for event in stated if event.gone] == []
+
+
+async def test_the_only_version_changes_nothing_again_and_again(backend: InMemoryBackend) -> None:
+    narrow = worker(backend, NARROW, [])
+    opened = await narrow.ensure()
+    async with keeping(narrow):
+        await backend.clock.sleep(10 * LOOK_SECONDS)
+        assert (await backend.consumer_info("MARS", "agent")).config == opened.config
+
+
+async def test_a_filter_that_lacks_what_a_version_wants_is_mended(backend: InMemoryBackend) -> None:
+    wide = worker(backend, WIDE, [])
+    await wide.ensure()
+    async with keeping(wide):
+        await backend.ensure_consumer("MARS", structs.replace(shared(spec(WIDE), {WIDE: 0}), filter_subjects=NARROW))
+        await backend.clock.sleep(2 * LOOK_SECONDS)
+        assert await filters_of(backend) == WIDE
+
+
+async def test_of_two_that_open_it_at_once_the_one_that_was_overwritten_soon_mends_it(backend: InMemoryBackend) -> None:
+    narrow, wide = worker(backend, NARROW, []), worker(backend, WIDE, [])
+    await narrow.ensure()
+    await wide.ensure()
+    await backend.ensure_consumer("MARS", shared(spec(NARROW), {NARROW: 0}))
+    async with keeping(wide):
+        await backend.clock.sleep(2 * LOOK_AGAIN_SECONDS)
+        assert await filters_of(backend) == WIDE
+
+
+class Delivered:
+    """A delivery that notes how it was settled."""
+
+    num_delivered = 1
+
+    def __init__(self, subject: str, *, sequence: int) -> None:
+        self.message = Message(subject=subject, data=b"", sequence=sequence, timestamp_ns=sequence)
+        self.settled = ""
+
+    def ack(self) -> None:
+        self.settled = "acked"
+
+    def nak(self, *, delay_seconds: float = 0.0) -> None:
+        self.settled = "given back"
+
+
+class TestWhatNoVersionIsKnownToWant:
+    """It is acked only after a look that began when it was stored."""
+
+    def leave(self, filters: SharedFilter, sequence: int) -> str:
+        delivery = Delivered("mars.rd", sequence=sequence)
+        assert not filters.takes(delivery)
+        return delivery.settled
+
+    async def test_is_given_back_before_that_look(
+        self, backend: InMemoryBackend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        narrow = worker(backend, NARROW, [])
+        await narrow.ensure()
+        consumer_info, arrived = backend.consumer_info, []
+
+        async def one_arrives_meanwhile(stream: str, consumer: str) -> ConsumerInfo:
+            found = await consumer_info(stream, consumer)
+            if not arrived:
+                arrived.append(self.leave(narrow, 2))
+            return found
+
+        monkeypatch.setattr(backend, "consumer_info", one_arrives_meanwhile)
+        assert self.leave(narrow, 1) == "given back"
+        async with keeping(narrow):
+            await backend.clock.sleep(1.5 * LOOK_AGAIN_SECONDS)
+            assert arrived == ["given back"]
+            assert [self.leave(narrow, sequence) for sequence in (1, 2)] == ["acked", "given back"]
+            await backend.clock.sleep(LOOK_AGAIN_SECONDS)
+            assert self.leave(narrow, 2) == "acked"
+
+    async def test_is_given_back_where_the_look_fails(
+        self, backend: InMemoryBackend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The consumer was read, and could not be updated."""
+        narrow = worker(backend, NARROW, [])
+        await narrow.ensure()
+        await backend.ensure_consumer("MARS", shared(spec(WIDE), {}))
+
+        async def refuse(stream: str, spec: ConsumerSpec) -> ConsumerInfo:
+            raise UnavailableError("no answer")
+
+        monkeypatch.setattr(backend, "ensure_consumer", refuse)
+        async with keeping(narrow):
+            for _ in range(3):
+                assert self.leave(narrow, 1) == "given back"
+                await backend.clock.sleep(2 * LOOK_AGAIN_SECONDS)
+
+    async def test_is_given_back_in_a_stream_that_was_made_anew(self, backend: InMemoryBackend) -> None:
+        narrow = worker(backend, NARROW, [])
+        await narrow.ensure()
+        assert self.leave(narrow, 5) == "given back"
+        async with keeping(narrow):
+            await backend.clock.sleep(2 * LOOK_AGAIN_SECONDS)
+        assert self.leave(narrow, 5) == "acked"
+
+        await backend.delete_stream("MARS")
+        await backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
+        await narrow.ensure()
+        assert self.leave(narrow, 1) == "given back"
