@@ -35,9 +35,11 @@ __all__ = [
     "failure_returned",
 ]
 
+RECORDED_FROM = 2
+"""From this delivery on, a record says that a handler begins, unless all deliveries before it have failed."""
 SUSPECT_AFTER = 2
-"""After so many deliveries without a recorded failure a notification is run alone: it may be what ends its workers.
-One is common, because a deploy gives back what it had not begun."""
+"""After so many deliveries without a failure a notification is run alone where no such record can be stored. Elsewhere
+the number of deliveries says nothing: workers that stop, and those of another version, give back without a failure."""
 UNCOUNTED_DELIVERIES = 20
 """How many deliveries of a notification may have ended without a failure, where failures cannot be stored."""
 
@@ -125,8 +127,8 @@ class Record(Struct, frozen=True, kw_only=True):
     """What is known of a notification that was delivered before."""
 
     failures: int = 0
-    began: bool = False
-    """It was run alone, and its worker has neither settled it nor given it back."""
+    began: Literal["beside_others", "alone"] | None = None
+    """How a handler began whose worker has neither settled the notification nor given it back."""
     stored: bool = True
     """Whether failures can be stored; where not, some may be unknown."""
 
@@ -163,18 +165,20 @@ class FinalError(Exception):
 
 def before_handling(
     record: Record, *, num_delivered: int, attempts: int
-) -> Literal["run", "run_alone", "worker_died", "give_up"]:
+) -> Literal["run", "run_recorded", "run_alone", "worker_died", "give_up"]:
     """What to do with a notification that is delivered again, before its handler is run.
 
-    `worker_died` counts as a failed attempt, `give_up` is the end of what cannot be counted.
+    `run_recorded` is after a record that it begins. `worker_died` counts as a failed attempt, `give_up` is the end of
+    what cannot be counted.
     """
-    if record.began:
+    if record.began == "alone":
         return "worker_died"
     if not record.stored and num_delivered - 1 - UNCOUNTED_DELIVERIES >= attempts:
         return "give_up"
-    if num_delivered - 1 - record.failures >= SUSPECT_AFTER:
+    unexplained = num_delivered - 1 - record.failures
+    if record.began or (not record.stored and unexplained >= SUSPECT_AFTER):
         return "run_alone"
-    return "run"
+    return "run_recorded" if unexplained > 0 else "run"
 
 
 def failure_returned(output: object) -> Failure | None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from functools import partial
+from typing import Literal, TypeVar
 
 from aviso_workers.backends import Backend, Delivery, KeyValue
 from aviso_workers.errors import BackendError, RefusedError
 from aviso_workers.events import Events, FailuresNotStored
-from aviso_workers.verdicts import SUSPECT_AFTER, Record
+from aviso_workers.verdicts import RECORDED_FROM, Record
 
 __all__ = ["Failures"]
 
@@ -24,6 +25,8 @@ T = TypeVar("T")
 FORGOTTEN_AFTER_SECONDS = 7 * 86400.0
 SILENT_SECONDS = 10.0
 """A bucket that did not answer is not asked for so long: many fail at once, and each would wait for seconds."""
+BESIDE_OTHERS = b"beside_others"
+ALONE = b"alone"
 MOST_REMEMBERED = 10_000
 """Failure counts that a process remembers of notifications that it has given back, where they cannot be stored."""
 
@@ -41,7 +44,9 @@ class Failures:
         self._counts: dict[str, int] = {}
         """By key: of what is held here and has failed, and of what could not be stored."""
         self._begun: set[str] = set()
-        """Keys of which the bucket says that a worker has begun."""
+        """Keys of which the bucket says that a handler has begun."""
+        self._begun_here: set[str] = set()
+        """Those whose handler has begun in this process."""
         self._silent_until = -math.inf
         """Before this time the bucket is not asked."""
         self._stored = True
@@ -54,34 +59,53 @@ class Failures:
         failures = max(self._counts.get(key, 0), int(entry.value) if entry else 0)
         if failures:
             self._remember(key, failures)
-        began = False
-        if delivery.num_delivered > SUSPECT_AFTER:  # before, nobody makes that record
-            began = await self._try(lambda values: values.get(_began(key))) is not None
-        if began:
-            self._begun.add(key)
-        return Record(failures=failures, began=began, stored=self._stored)
+        began = None
+        if delivery.num_delivered > RECORDED_FROM:  # before, nobody makes that record
+            began = await self._try(lambda values: values.get(_began(key)))
+        if began is None:
+            return Record(failures=failures, stored=self._stored)
+        self._begun.add(key)
+        how: Literal["beside_others", "alone"] = "beside_others" if began.value == BESIDE_OTHERS else "alone"
+        return Record(failures=failures, began=how, stored=self._stored)
 
     def count(self, delivery: Delivery) -> int:
         """How often one that is held here failed before."""
         return self._counts.get(self._key(delivery), 0)
 
-    async def begin(self, delivery: Delivery) -> None:
-        """Record that its handler begins, so that it is known which notification ended this process."""
+    async def begin(self, delivery: Delivery, *, alone: bool) -> None:
+        """Record that its handler begins, so that it is known which notification may have ended this process."""
         key = self._key(delivery)
         self._begun.add(key)
-        await self._write(lambda values: values.put(_began(key), str(delivery.num_delivered).encode()))
+        self._begun_here.add(key)
+        await self._write(lambda values: values.put(_began(key), ALONE if alone else BESIDE_OTHERS))
 
     async def clear(self, delivery: Delivery) -> None:
         """Its handler does not run, and this process lives: remove the record that it began."""
         key = self._key(delivery)
+        self._begun_here.discard(key)
         if key in self._begun:
             self._begun.discard(key)
             await self._write(lambda values: values.delete(_began(key)))
 
-    async def add(self, delivery: Delivery, *, before: int, kept: bool) -> None:
-        """Remember one more failure. `kept`: it stays here, and is not given back to the server."""
+    async def clear_all(self) -> None:
+        """The same for all whose handler has begun here and was cancelled."""
+        begun, self._begun_here = self._begun_here, set()
+        for key in begun:
+            self._begun.discard(key)
+            if not await self._write(partial(_delete, _began(key))):
+                return  # the others would wait for the server as well
+
+    async def add(self, delivery: Delivery, *, before: int, kept: bool, worker_died: bool) -> None:
+        """Remember one more failure. `kept`: it stays here, and is not given back to the server.
+
+        What has ended its worker is to be run alone the next time as well.
+        """
         key, failures = self._key(delivery), before + 1
-        await self.clear(delivery)
+        if worker_died:
+            self._begun.discard(key)
+            await self._write(lambda values: values.put(_began(key), BESIDE_OTHERS))
+        else:
+            await self.clear(delivery)
         stored = await self._write(lambda values: values.put(key, str(failures).encode()))
         if kept or not stored:
             self._remember(key, failures)
@@ -128,6 +152,10 @@ class Failures:
     def _key(self, delivery: Delivery) -> str:
         # With its time, because a stream that is made anew counts from 1 again.
         return f"{self._prefix}.{delivery.message.sequence}.{delivery.message.timestamp_ns}"
+
+
+async def _delete(key: str, values: KeyValue) -> int:
+    return await values.delete(key)
 
 
 def _began(key: str) -> str:

@@ -75,7 +75,7 @@ class Kit:
     async def settle_unread(self, delivery: Delivery, failure: Failure | None) -> None:
         """End a delivery of which `read` returned no notification."""
         if failure is None:
-            self.settler.pass_over(delivery)
+            await self.settler.pass_over(delivery)
         else:
             await self.settler.settle(delivery, failure, started=self.clock.monotonic())
 

@@ -6,7 +6,7 @@ and so that it is known which one did it. All agents of a process share one `Iso
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -39,7 +39,6 @@ class Isolation:
         self._clock = clock
         self._lines: list[_Line] = []
         self._turn = anyio.Lock()
-        self._begin: Callable[[], Awaitable[None]]
         self._free = anyio.Event()
         self._ended = anyio.Event()
 
@@ -48,10 +47,10 @@ class Isolation:
         self._lines.append(line)
 
     @asynccontextmanager
-    async def of(self, delivery: Delivery, *, begin: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-        """Wait for the others to end; in the block, `delivery` runs alone. Its handler begins after `begin`."""
+    async def of(self, delivery: Delivery) -> AsyncIterator[None]:
+        """Wait for the others to end; in the block, `delivery` runs alone."""
         async with self._turn:
-            self.alone, self._begin = delivery, begin
+            self.alone = delivery
             self._free, self._ended = anyio.Event(), anyio.Event()
             self.closed = True
             reopening = self._clock.call_at(self._clock.monotonic() + ALONE_SECONDS, self._reopen)
@@ -67,10 +66,6 @@ class Isolation:
     async def ended(self) -> None:
         """Wait until the notification that runs alone has come to its end, or was given back."""
         await self._ended.wait()
-
-    async def begin(self) -> None:
-        """Called before the handler of `alone` begins."""
-        await self._begin()
 
     def note_end(self, delivery: Delivery) -> None:
         """A delivery of one of the lines runs no more."""

@@ -10,7 +10,7 @@ keeps it patient for all that is held.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -28,7 +28,7 @@ TURN_SECONDS = 0.005
 class _Place:
     """A delivery's place in the line."""
 
-    __slots__ = ("delivery", "since", "waited")
+    __slots__ = ("begin", "delivery", "since", "waited")
 
     def __init__(self, delivery: Delivery, since: float) -> None:
         self.delivery = delivery
@@ -36,6 +36,8 @@ class _Place:
         """Since when it waits."""
         self.waited: float | None = None
         """The seconds that it waited; None while it does."""
+        self.begin: Callable[[], Awaitable[None]] | None = None
+        """What is awaited before it is handed out."""
 
 
 class Line:
@@ -137,8 +139,9 @@ class Line:
         place.waited = now - place.since
         self.running += 1
         self.made_room()
-        if place.delivery is self._isolation.alone:
-            await self._isolation.begin()
+        if place.begin is not None:
+            begin, place.begin = place.begin, None
+            await begin()
         return place.delivery
 
     async def take_redelivered(self) -> Delivery | None:
@@ -150,10 +153,14 @@ class Line:
             await self._redelivery.wait()
         return self._redelivered.popleft()
 
-    def admit(self, delivery: Delivery, *, first: bool = False) -> None:
-        """Let it be taken, before all others or after them."""
+    def admit(
+        self, delivery: Delivery, *, first: bool = False, begin: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Let it be taken, before all others or after them. `begin` is awaited before it is handed out."""
         if self.closed:
             return
+        if begin is not None and (place := self._place(delivery)):
+            place.begin = begin
         if first:
             self._ready.appendleft(delivery)
         else:

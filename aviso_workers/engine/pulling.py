@@ -130,7 +130,10 @@ class AgentRun:
                             self.returned += self.line.give_back()
                     timer.cancel()
             finally:  # also where all of this is cancelled
-                self.returned += self.line.abandon()
+                try:
+                    await self._end_redeliveries()
+                finally:
+                    self.returned += self.line.abandon()
             beating.cancel_scope.cancel()
 
     def _end_draining(self, draining: anyio.CancelScope) -> None:
@@ -140,6 +143,12 @@ class AgentRun:
     @property
     def _is_stuck(self) -> bool:
         return self._threads is not None and self._threads.stuck
+
+    async def _end_redeliveries(self) -> None:
+        """Before what was cancelled is given back, or it would look like what ended its worker."""
+        if self._redeliveries is not None:
+            async with self._shield.hold():
+                await self._redeliveries.end()
 
     async def _stop_reading(self) -> None:
         """Before anything is given back: it would come here again."""

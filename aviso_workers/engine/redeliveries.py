@@ -1,10 +1,11 @@
 """What becomes of a delivery that is not its notification's first, before its handler is run.
 
 A notification whose handler ends its process (a crash in a library, memory used up) takes along whatever the process
-held, and the server delivers all of it again. So what came back several times without a recorded failure is run alone
-(`isolation`), after a record that it began. A record that is still there when the notification comes again says that
-the process ended while it ran. That is a failure like any other: it counts as an attempt. What never began is run, and
-counts as nothing.
+held, and the server delivers all of it again. How often it was delivered does not tell it from what was given back by
+workers that stop, or by those of another version. So what came back without a failure begins after a record of that. A
+record that is still there when the notification comes again says that the process ended while it ran. It may have been
+this one: it is run alone (`isolation`), and recorded as such. Where its process ends again, it was this one. That is a
+failure like any other: it counts as an attempt. What never began is run, and counts as nothing.
 """
 
 from __future__ import annotations
@@ -55,11 +56,17 @@ class Redeliveries:
             while (delivery := await self._line.take_redelivered()) is not None:
                 tasks.start_soon(self._decide, delivery)
 
+    async def end(self) -> None:
+        """No handler runs any more: remove the records of those that began and were cancelled."""
+        await self._failures.clear_all()
+
     async def _decide(self, delivery: Delivery) -> None:
         record = await self._failures.look(delivery)
         match verdicts.before_handling(record, num_delivered=delivery.num_delivered, attempts=self._attempts):
             case "run":
                 self._line.admit(delivery)
+            case "run_recorded":
+                self._line.admit(delivery, begin=partial(self._begin, delivery, alone=False))
             case "run_alone":
                 await self._run_alone(delivery)
             case "worker_died":
@@ -69,19 +76,19 @@ class Redeliveries:
                 await self._fail(delivery, Failure(exhausted, final="max_deliveries"))
 
     async def _run_alone(self, delivery: Delivery) -> None:
-        async with self._isolation.of(delivery, begin=partial(self._begin, delivery)):
+        async with self._isolation.of(delivery):
             if self._line.closed or not self._line.holds(delivery):
                 return
-            self._line.admit(delivery, first=True)
+            self._line.admit(delivery, first=True, begin=partial(self._begin, delivery, alone=True))
             try:
                 await self._isolation.ended()
             finally:
                 async with self._shield.hold():  # before it is given back, or it would count as a failure
                     await self._failures.clear(delivery)
 
-    async def _begin(self, delivery: Delivery) -> None:
+    async def _begin(self, delivery: Delivery, *, alone: bool) -> None:
         async with self._shield.hold():  # a worker that is cancelled here would lose the delivery that it takes
-            await self._failures.begin(delivery)
+            await self._failures.begin(delivery, alone=alone)
 
     async def _fail(self, delivery: Delivery, failure: Failure) -> None:
         if not self._line.closed:

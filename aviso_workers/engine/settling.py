@@ -62,10 +62,11 @@ class Settler:
         self._clock = clock
         self._events = events
 
-    def pass_over(self, delivery: Delivery) -> None:
+    async def pass_over(self, delivery: Delivery) -> None:
         """The agent did not ask for it: the server's filter is wider than the agent's."""
         if self._line.holds(delivery):
             self._ack(delivery)
+            await self._failures.forget(delivery)
         else:
             self._line.done(delivery)
 
@@ -114,13 +115,17 @@ class Settler:
         verdict = verdicts.decide(classified, failures=failures, retry=self._agent.policy.retry)
         error = classified.error
         if isinstance(verdict, Again):
-            await self._failures.add(delivery, before=failures, kept=self._line.ordered)
+            await self._failures.add(
+                delivery, before=failures, kept=self._line.ordered, worker_died=failure.worker_died
+            )
             self._give_back(delivery, verdict.after_seconds)
             return _End("retried", verdict.reason, error)
         refused = await self._storing.store(delivery, verdict, attempts=failures + 1, error=error)
         if refused is not None:
             # It was run, and failed: else it would look like what ends its worker, which leaves no failure.
-            await self._failures.add(delivery, before=failures, kept=self._line.ordered)
+            await self._failures.add(
+                delivery, before=failures, kept=self._line.ordered, worker_died=failure.worker_died
+            )
             self._give_back(delivery, refused.again_in_seconds)
             return _End("retried", "dead_letter_failed", refused.error)
         delivery.term(verdict.reason)

@@ -191,6 +191,34 @@ async def test_a_worker_that_gives_back_what_it_cannot_finish_is_no_failure(
         assert t.settled(index)[0].num_delivered > 6
 
 
+async def test_what_workers_gave_back_is_handled_side_by_side(app: App, url: str | None, drained_at_once: None) -> None:
+    began, deploys, most = anyio.Event(), 0, 0
+    running: set[str] = set()
+
+    @app.agent("mars", ack_wait=ACK_WAIT_SECONDS, concurrency=4)
+    async def index(notification: Notification[Any]) -> None:
+        nonlocal most
+        running.add(notification.id)
+        most = max(most, len(running))
+        if len(running) == 4:
+            began.set()
+        try:
+            await app.session.backend.clock.sleep(3600 if deploys < 4 else 0.2)
+        finally:
+            running.remove(notification.id)
+
+    async with harness(app, server=url) as t:
+        await app.notify_many(Notify("mars", mars(step=step), {}) for step in range(4))
+        while deploys < 4:
+            await until(began, t)
+            deploys, began, most = deploys + 1, anyio.Event(), 0
+            await t.stop()
+            await t.start()
+        await t.settle()
+        assert t.outcomes(index) == ["acked"] * 4
+        assert most == 4, "nothing has ended a worker, so nothing had to be run alone"
+
+
 async def until(event: anyio.Event, t: Harness) -> None:
     with anyio.fail_after(PATIENCE_SECONDS):
         while not event.is_set():

@@ -125,6 +125,33 @@ async def test_a_deploy_that_widens_a_filter_loses_nothing(deployment: Deploymen
     assert {(event.own, event.others) for event in deployment.stated} == {(NARROW, (WIDE,)), (WIDE, (NARROW,))}
 
 
+async def test_what_another_version_gave_back_is_handled_side_by_side(deployment: Deployment) -> None:
+    count, running, most = 4, 0, 0
+    gather = Router("deployed").agent
+
+    @gather("mars", where={"class": ["od", "rd"]}, name="index", concurrency=count)
+    async def wide(notification: Notification[Any]) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await deployment.t.app.session.backend.clock.sleep(0.2)
+        running -= 1
+
+    async with deployment.worker("od", "rd"):
+        pass  # the consumer has the wide filter
+    async with deployment.worker("od"):
+        await deployment.publish("rd", steps=range(count))
+        for _ in range(10):  # each was given back at least three times
+            await deployment.t.advance(0.1)
+    stop = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(deployment.t.app.session.run_agent, wide, stop)
+        await deployment.settled()
+        stop.set()
+
+    assert most == count, "nothing has ended a worker, so nothing had to be run alone"
+
+
 async def test_an_old_worker_that_is_started_again_beside_new_ones_hides_nothing_from_them(
     deployment: Deployment,
 ) -> None:

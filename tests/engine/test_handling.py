@@ -520,7 +520,7 @@ async def test_failures_are_those_of_one_notification_and_one_agent(backend: Gra
 
     index = counts()
     for failures in range(2):
-        await index.add(Failed(), before=failures, kept=kept)
+        await index.add(Failed(), before=failures, kept=kept, worker_died=False)
     for anew in (index, counts()):
         assert (await anew.look(Failed())).failures == 2
         assert (await anew.look(Failed(sequence=2))).failures == 0, "of another notification"
