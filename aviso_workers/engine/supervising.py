@@ -17,6 +17,7 @@ from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.codec import Message
 from aviso_workers.engine import calling, parts
+from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.pulling import AgentRun
 from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
@@ -30,6 +31,8 @@ LONGEST_WAIT_SECONDS = 10.0
 HEALTHY_SECONDS = 30.0
 """Who ran for so long before failing starts again without a wait that has grown."""
 SETTLE_TIMEOUT_SECONDS = 5.0
+SEQUENCE_HELD_SECONDS = 1.0
+"""How much later a dead letter that was handed back is delivered again whose sequence another notification has."""
 EXPIRY_SECONDS = 1.0
 """How much later than after `ack_wait` a server may notice that a delivery was not settled."""
 
@@ -117,7 +120,7 @@ async def _read(
         await clocks.sleep_until(backend.clock, feed.consumer.ack_wait / 1e9 + EXPIRY_SECONDS, stop)
 
     room = feed.room or run.room
-    deliver = _delivering(feed, run.line.put, backend, joining)
+    deliver = _delivering(feed, run.line, backend, joining)
     async with backend.consume(stream, consumer, deliver=deliver, room=room, priority=feed.priority) as opened:
         run.attach(stream, opened)
         events.emit(AgentStarted(agent=name, stream=stream, consumer=consumer, passed=passed))
@@ -144,15 +147,23 @@ async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> P
     return Passed(0, (await backend.stream_info(stream.name)).last_sequence)
 
 
-def _delivering(
-    feed: Feed, put: Callable[[Delivery], None], backend: Backend, joining: TaskGroup
-) -> Callable[[Delivery], None]:
+def _delivering(feed: Feed, line: Line, backend: Backend, joining: TaskGroup) -> Callable[[Delivery], None]:
     """What a delivery goes through before the agent holds it."""
-    unwrap, takes = feed.unwrap, feed.takes
+    unwrap, takes, put = feed.unwrap, feed.takes, line.put
 
     def take(delivery: Delivery) -> None:
         if takes is None or takes(delivery):
             put(delivery)
+
+    def take_unwrapped(delivery: Delivery) -> None:
+        """The line holds one of each sequence. Another one of this sequence is of the agent's own stream, and settling
+        one of them does not settle the other.
+        """
+        held = line.delivery_of(delivery.message.sequence)
+        if held is None or held.message == delivery.message:
+            take(delivery)
+        else:
+            delivery.nak(delay_seconds=SEQUENCE_HELD_SECONDS)
 
     if unwrap is None:
         return put if takes is None else take
@@ -161,7 +172,7 @@ def _delivering(
         if parts.first_part_of(delivery.message):
             joining.start_soon(deliver_whole, delivery)
         else:
-            take(unwrap(delivery, delivery.message))
+            take_unwrapped(unwrap(delivery, delivery.message))
 
     async def deliver_whole(delivery: Delivery) -> None:
         try:
@@ -171,7 +182,7 @@ def _delivering(
         except BackendError:
             delivery.nak(delay_seconds=LONGEST_WAIT_SECONDS)
         else:
-            take(unwrap(delivery, message))
+            take_unwrapped(unwrap(delivery, message))
 
     return deliver
 

@@ -239,6 +239,36 @@ async def test_what_fails_again_before_the_letter_is_gone_is_kept(
         assert (again.original.sequence, again.original.data) == (letter.original.sequence, letter.original.data)
 
 
+async def test_a_letter_from_before_its_stream_was_made_anew_waits_for_the_notification_that_has_its_sequence(
+    app: App, testing: Testing
+) -> None:
+    handled: list[str] = []
+    broken = True
+
+    @app.agent("mars", ack_wait=0.6, concurrency=2)
+    async def index(notification: Notification[Any]) -> None:
+        if broken:
+            raise Reject("never")
+        handled.append(notification.payload)
+        await app.session.backend.clock.sleep(1.0)  # longer than `ack_wait`
+
+    async with testing() as (t, office):
+        await t.notify("mars", mars(), "old")
+        await t.settle()
+        (letter,) = await all_of(office)
+        broken = False
+        await t.stop()
+        await app.session.backend.delete_stream("MARS")
+        await t.start()
+        await t.notify("mars", mars(), "new")
+        while not handled:
+            await t.advance(0.01)
+        await office.retry(letter)
+        await t.settle(within_seconds=20)
+
+        assert handled == ["new", "old"]
+
+
 async def test_what_is_dropped_and_fails_again_at_once_is_kept(app: App, testing: Testing) -> None:
     @app.agent("mars")
     async def failing(notification: Notification[Any]) -> None:
