@@ -68,6 +68,7 @@ class Line:
         self._waking = False
         """Whether somebody who was idle has been called and has not come yet."""
         self._taken_at = self._turn_ends = 0.0
+        self._bytes = self._running_bytes = 0
         self.running = 0
         """Deliveries whose handling has begun."""
         self.finished = 0
@@ -84,6 +85,16 @@ class Line:
     def waiting(self) -> int:
         """Deliveries whose handling has not begun, or has failed and will begin again."""
         return len(self._held) - self.running
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The size of what `waiting` counts."""
+        return self._bytes - self._running_bytes
+
+    @property
+    def starved(self) -> bool:
+        """Whether a worker is idle and nothing that is held may begin, as behind a head that waits for its retry."""
+        return bool(self._idle) and not self._ready
 
     @property
     def oldest_age_seconds(self) -> float:
@@ -114,6 +125,8 @@ class Line:
             if held.delivery.message.timestamp_ns == message.timestamp_ns:
                 return  # delivered again while it is held: settling the older delivery settles both
             self._waits(held)
+            self._bytes -= len(held.delivery.message.data)
+        self._bytes += len(message.data)
         self._held[message.sequence] = _Place(delivery, self._clock.monotonic())
         if self._key is not None:
             key = self._key(message.subject)
@@ -138,6 +151,7 @@ class Line:
         now = self._taken_at = self._clock.monotonic()
         place.waited = now - place.since
         self.running += 1
+        self._running_bytes += len(place.delivery.message.data)
         self.made_room()
         if place.begin is not None:
             begin, place.begin = place.begin, None
@@ -182,6 +196,7 @@ class Line:
             self.finished += 1
             self._waits(place)
             del self._held[delivery.message.sequence]
+            self._bytes -= len(delivery.message.data)
         if self._key is None:
             return
         key = self._key(delivery.message.subject)
@@ -250,8 +265,10 @@ class Line:
 
     def _waits(self, place: _Place) -> None:
         """It does not run, or not any more."""
-        self.running -= place.waited is not None
-        place.waited = None
+        if place.waited is not None:
+            self.running -= 1
+            self._running_bytes -= len(place.delivery.message.data)
+            place.waited = None
         if self._isolation.alone is not None:
             self._isolation.note_end(place.delivery)
 
@@ -301,6 +318,7 @@ class Line:
         for sequence in sorted(sequences):  # in order, so that they come back in order
             place = self._held.pop(sequence)
             self._waits(place)
+            self._bytes -= len(place.delivery.message.data)
             place.delivery.nak()
         lanes = {key: deque(filter(self.holds, lane)) for key, lane in self._lanes.items()}
         self._lanes = {key: lane for key, lane in lanes.items() if lane}

@@ -24,6 +24,8 @@ CHECKS = 8
 """How often the room is looked at while as many begin as are asked for at a time."""
 MOST_PREFETCH = 1000
 """More at a time makes nothing faster."""
+MOST_WAITING_BYTES = 16 * 1024 * 1024
+"""What may wait of an agent in one process, besides what runs. A message that is larger is asked for by itself."""
 
 
 class Form(Protocol):
@@ -37,7 +39,9 @@ class AgentRun:
     """What brings an agent its deliveries, and the form that handles them.
 
     Besides what runs it asks for what is begun within a tenth of a second, so that what one process hoards is soon
-    done: at least for `prefetch` and at most for `most_prefetch`.
+    done: at least for `prefetch` and at most for `most_prefetch`. Where notifications are large, it asks for as many as
+    fit into a budget of bytes, if they are as large as those that wait. The budget makes nobody wait: while a worker is
+    idle and nothing that is held may begin, only the number counts.
     """
 
     def __init__(
@@ -66,6 +70,8 @@ class AgentRun:
         self._workers = workers
         self._least = self._prefetch = prefetch
         self._most = most_prefetch
+        self._fills_budget = False
+        """Whether there was room for more, but for their size."""
         self._begun = 0
         self._begun_since = clock.monotonic()
         self._beat_seconds = ack_wait_seconds / 3
@@ -75,7 +81,15 @@ class AgentRun:
 
     def room(self) -> int:
         """How many deliveries could be taken now."""
-        return 0 if self._stopping or self._is_stuck else self._prefetch - self.line.waiting
+        if self._stopping or self._is_stuck:
+            return 0
+        line = self.line
+        room = self._prefetch - line.waiting
+        if not line.waiting_bytes:
+            return room
+        fitting = (MOST_WAITING_BYTES - line.waiting_bytes) * line.waiting // line.waiting_bytes
+        self._fills_budget = fitting < room and not line.starved
+        return fitting if self._fills_budget else room
 
     def pinned(self, stream: str) -> bool:
         """Whether this worker is the one that is given everything of the stream; see `Consumer.pinned`."""
@@ -157,7 +171,7 @@ class AgentRun:
 
     def _refill(self) -> None:
         self._begun += 1
-        if self._begun % max(1, self._prefetch // CHECKS):
+        if self._begun % max(1, self._prefetch // CHECKS) and not self._fills_budget:
             return
         seconds = self._clock.monotonic() - self._begun_since
         if seconds >= PREFETCH_SECONDS:

@@ -15,6 +15,7 @@ from aviso_workers.backends import Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import LoopClock, VirtualClock
 from aviso_workers.config import Config
+from aviso_workers.engine import pulling
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.pulling import MOST_PREFETCH, PREFETCH_SECONDS, AgentRun
 from aviso_workers.engine.session import Session
@@ -92,8 +93,9 @@ async def test_two_workers_share_what_there_is(router: Router, notify, working, 
 class Delivery:
     """One that counts how often it was given back."""
 
-    def __init__(self, sequence: int = 1) -> None:
-        self.message = Message(subject="mars.od.6", data=b"null", sequence=sequence)
+    def __init__(self, sequence: int = 1, *, size: int = 4) -> None:
+        self.message = Message(subject="mars.od.6", data=bytes(size), sequence=sequence)
+        self.num_delivered = 1
         self.given_back = 0
 
     def nak(self, *, delay_seconds: float = 0.0) -> None:
@@ -329,3 +331,68 @@ async def test_what_it_asks_for_follows_the_pace_at_which_handling_begins() -> N
     assert run.room() == MOST_PREFETCH
     await begin(200, every_seconds=1.0)
     assert run.room() == 2
+
+
+class TestBytes:
+    """What waits of an agent is limited in bytes too."""
+
+    @pytest.fixture(autouse=True)
+    def small_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pulling, "MOST_WAITING_BYTES", 1000)
+
+    @staticmethod
+    def run_with_room_for(count: int) -> AgentRun:
+        clock = LoopClock()
+        line = Line(clock, key=lambda subject: subject)
+        return AgentRun(Discarding(line), line=line, clock=clock, workers=1, prefetch=count, ack_wait_seconds=20.0)
+
+    async def test_as_many_are_asked_for_as_fit(self) -> None:
+        run = self.run_with_room_for(100)
+        assert run.room() == 100, "of unknown size"
+        run.line.put(Delivery(1, size=200))  # type: ignore[arg-type]
+        run.line.put(Delivery(2, size=100))  # type: ignore[arg-type]
+        assert run.room() == 4, "700 bytes are left, and those that wait have 150 each"
+        await run.line.take()
+        assert run.room() == 9, "what runs does not count"
+
+    async def test_one_that_is_larger_than_all_that_may_wait_is_handled(self) -> None:
+        run = self.run_with_room_for(100)
+        large = Delivery(1, size=5000)
+        run.line.put(large)  # type: ignore[arg-type]
+        assert run.room() <= 0
+        assert await run.line.take() is large
+        assert run.room() == 100
+
+    async def test_small_ones_are_limited_by_their_number(self) -> None:
+        run = self.run_with_room_for(100)
+        run.line.put(Delivery(1, size=1))  # type: ignore[arg-type]
+        assert run.room() == 99
+
+    async def test_a_worker_is_not_kept_idle_by_what_waits_for_its_retry(self) -> None:
+        run = self.run_with_room_for(100)
+        head = Delivery(1, size=600)
+        run.line.put(head)  # type: ignore[arg-type]
+        run.line.put(Delivery(2, size=600))  # type: ignore[arg-type]
+        assert await run.line.take() is head
+        run.line.again(head, after_seconds=60.0)  # type: ignore[arg-type]
+        assert run.room() <= 0
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run.line.take)
+            await anyio.wait_all_tasks_blocked()
+            assert run.room() == 98
+            tasks.cancel_scope.cancel()
+
+    async def test_no_more_wait_than_fit(self, session: Session, router: Router, notify, working) -> None:
+        began, end = anyio.Event(), anyio.Event()
+
+        @router.agent("mars", order_by=["step"])
+        async def index(notification: Notification[Any]) -> None:
+            began.set()
+            await end.wait()
+
+        for step in range(20):
+            await notify(step, "x" * 200)
+        async with working(index):
+            await began.wait()
+            assert 800 < session.runs["index"].line.waiting_bytes <= 1000
+            end.set()
