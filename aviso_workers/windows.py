@@ -30,6 +30,7 @@ __all__ = [
     "Window",
     "Windowing",
     "add",
+    "adopted",
     "close",
     "due",
     "first_end",
@@ -53,6 +54,9 @@ LISTED = 256
 """So many notifications a state may list as counted; then the older half of them is left out."""
 PAGE_SEQUENCES = 16_384
 """How many sequences of the stream a page is for: 2 KiB."""
+LAYOUT = 1
+ANY_SEQUENCE = 2**53
+"""No sequence is greater that JSON carries everywhere."""
 
 
 class Window(Struct, Generic[A], frozen=True, kw_only=True):
@@ -166,6 +170,8 @@ class State(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True):
     settled, or on a `Page`."""
     retried: list[str] = []
     """The dead letters that were tried again and counted. Their sequences may be settled all the same."""
+    layout: int = 0
+    """`LAYOUT` where this version wrote it last, 0 where an older one did, which knows neither pages nor `left_out`."""
 
 
 class Settled(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -188,8 +194,11 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     settled: Settled = Settled()
 
 
-class Page(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Which of `PAGE_SEQUENCES` sequences were counted, whatever their keys: a bit each, the first one lowest."""
+class Page(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"counted": "bits", "missed": "missed_bits"}):
+    """Which of `PAGE_SEQUENCES` sequences were counted, whatever their keys: a bit each, the first one lowest.
+
+    Its fields are not called as those of `State`, because versions before pages read it as one, which is empty then.
+    """
 
     created: float
     """When the stream was created whose sequences these are."""
@@ -274,6 +283,18 @@ def late(text: str) -> FinalError:
 def has_missed(state: State[Any], notification: Notification[Any]) -> bool:
     """Whether it was counted, and came too late for one of its windows."""
     return state.missed.get(notification.sequence) == notification.time.timestamp()
+
+
+def adopted(state: State[A]) -> State[A]:
+    """The state as this version writes it.
+
+    An older version that runs beside this one drops `left_out` where it changes a state. Any notification that was
+    stored before its last one may then be on a page.
+    """
+    if state.layout == LAYOUT:
+        return state
+    left_out = state.left_out if state.stored == NEVER else (ANY_SEQUENCE, state.stored)
+    return structs.replace(state, left_out=left_out, layout=LAYOUT)
 
 
 def prune(state: State[A], settled: Settled) -> State[A]:

@@ -127,7 +127,7 @@ class AsWindows:
             while True:
                 entry = await self._bucket.get(spelled)
                 progress = await self._progress()
-                state = self._states.read(entry) if entry else State()
+                state = windows.adopted(self._states.read(entry) if entry else State())
                 state = await self._counted.shortened(state, progress.settled)
                 changed = await change(state, progress)
                 if changed is state:

@@ -33,7 +33,8 @@ class Account:
         self._clock = clock
         self._streams: dict[str, Stream] = {}
         self._last_ns = 0
-        self._created_ns = 0
+        self._created_ns: dict[str, int] = {}
+        """By name, when the stream was made, or the one that was deleted."""
 
     def names(self) -> list[str]:
         return list(self._streams)
@@ -70,10 +71,11 @@ class Account:
         found = self._streams.get(spec.name)
         if found is None:
             self._refuse_overlap(wanted)
-            # No two streams are made at the same time, so that one can be told from the one before it.
-            self._created_ns = max(self._clock.time_ns(), self._created_ns + 1000)
+            # No two streams of a name are made at the same time, so that one can be told from the one before it.
+            created_ns = max(self._clock.time_ns(), self._created_ns.get(spec.name, 0) + 1000)
+            self._created_ns[spec.name] = created_ns
             self._streams[spec.name] = Stream(
-                wanted, history=self._settings.max_history_per_topic, created_ns=self._created_ns
+                wanted, history=self._settings.max_history_per_topic, created_ns=created_ns
             )
         elif found.config != wanted:
             raise RefusedError(f"stream {spec.name}: in use with a different configuration", code=10058)
