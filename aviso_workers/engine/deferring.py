@@ -26,6 +26,7 @@ from aviso_workers.backends import Backend, Delivery, Outgoing
 from aviso_workers.codec import Message, store_time
 from aviso_workers.config import Config
 from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.replaying import SKEW
 from aviso_workers.errors import BackendError, InvalidNotificationError, NotFoundError, UndecodableError
 from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome
 from aviso_workers.notifications import Notify
@@ -57,8 +58,6 @@ DIGEST_BYTES = 16
 TIMEOUT_SECONDS = 10.0
 REMOVE_SECONDS = 600.0
 """How often it is looked whether there is something that was delivered and not removed."""
-SKEW = timedelta(minutes=1)
-"""The clocks of two servers differ by less than this."""
 AGAIN = Backoff(first=1, factor=2, max=60)
 """When a courier tries again to store what its stream does not take: without end, because it must not be lost."""
 

@@ -9,11 +9,13 @@ from typing import Any, NoReturn
 
 import anyio
 import pytest
+from msgspec import structs
 
 from aviso_workers import config
 from aviso_workers.backends import Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import LoopClock
+from aviso_workers.codec import store_time
 from aviso_workers.engine.replaying import MOST_FRUITLESS, Replayer
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import InvalidIdentifierError, UnavailableError, UnknownEventTypeError
@@ -183,6 +185,43 @@ class TestAReplay:
             backend.dead.set()
             with pytest.raises(UnavailableError, match="lost for good"):
                 await anext(notifications)
+
+
+class TestATimeOfAServerThatWasAhead:
+    @pytest.fixture(autouse=True)
+    async def three(self, backend: MortalBackend, notify, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Steps 0 to 2, stored 10 seconds after each other; the server of step 1 was 30 seconds ahead."""
+        for step in range(3):
+            await notify(step)
+            await anyio.sleep(10)
+        read = backend.read
+
+        async def redated(*of: Any, start_time: datetime | None, **bounds: Any) -> AsyncGenerator[Message, None]:
+            begun = start_time is None
+            async with aclosing(read(*of, start_time=None, **bounds)) as messages:
+                async for message in messages:
+                    ahead = 30 * 10**9 if message.sequence == 2 else 0
+                    message = structs.replace(message, timestamp_ns=message.timestamp_ns + ahead)
+                    begun = begun or (start_time is not None and store_time(message) >= start_time)
+                    if begun:
+                        yield message
+
+        monkeypatch.setattr(backend, "read", redated)
+
+    async def test_ends_no_replay_before_what_was_stored_after_it(self, replayer: Replayer) -> None:
+        end = Position(time=MIDNIGHT + timedelta(seconds=25))
+        assert await steps(replayer.replay(Position(sequence=1), end)) == [0, 2]
+
+    async def test_lets_nothing_in_that_is_older_than_the_start(self, replayer: Replayer) -> None:
+        start = Position(time=MIDNIGHT + timedelta(seconds=25))
+        assert await steps(replayer.replay(start, Position())) == [1]
+        assert await steps(replayer.watch(start), 1) == [1]
+
+    async def test_is_no_reason_to_read_on_for_long(self, replayer: Replayer, notify) -> None:
+        await anyio.sleep(120)
+        await notify(3)
+        end = Position(time=MIDNIGHT + timedelta(seconds=25))
+        assert await steps(replayer.replay(Position(sequence=1), end)) == [0, 2]
 
 
 class TestAWatch:
