@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
@@ -192,6 +193,23 @@ async def test_what_is_stored_during_a_survey_is_found(place: Place, monkeypatch
 
     monkeypatch.setattr(backend, "read_chunks", late)
     assert _found(await Eraser(place.app, "mars", where={"class": "od"}).survey()) == {"MARS": (1, 2, 3, 4)}
+
+
+async def test_a_survey_ends_while_more_and_more_is_stored(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    await place.notify("od", range(3))
+    backend = place.app.session.backend
+    whole = backend.read_chunks
+    steps = itertools.count(3)
+
+    async def late(stream: str, **bounds: Any) -> AsyncGenerator[Chunk, None]:
+        async for chunk in whole(stream, **bounds):
+            yield chunk
+        if stream == "MARS":
+            await place.notify("od", [next(steps)])
+
+    monkeypatch.setattr(backend, "read_chunks", late)
+    found = _found(await Eraser(place.app, "mars", where={"class": "od"}).survey())
+    assert found["MARS"][:4] == (1, 2, 3, 4), "all that was stored when it was counted"
 
 
 async def test_one_notification_is_erased_by_its_id(place: Place) -> None:
