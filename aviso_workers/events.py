@@ -16,6 +16,7 @@ from msgspec import Struct
 from aviso_workers.literals import printable
 
 __all__ = [
+    "AckWaitDiffers",
     "AgentDisturbed",
     "AgentStarted",
     "AgentStopped",
@@ -269,6 +270,20 @@ class FiltersDiffer(Struct, frozen=True, kw_only=True):
     """Of those that were among them until now."""
 
 
+class AckWaitDiffers(Struct, frozen=True, kw_only=True):
+    """The server redelivers what a worker holds after another `ack_wait` than the agent's, or not any more.
+
+    Workers of several versions share a consumer, and the longest `ack_wait` that one of them wants is in effect.
+    """
+
+    agent: str
+    stream: str
+    consumer: str
+    own_seconds: float
+    """What this worker's version wants."""
+    in_effect_seconds: float
+
+
 class ConnectionChanged(Struct, frozen=True, kw_only=True):
     connected: bool
     reason: str
@@ -310,6 +325,7 @@ Event = (
     | StreamProvisioned
     | ConsumerDiffers
     | FiltersDiffer
+    | AckWaitDiffers
     | ConnectionChanged
     | ConnectionSlow
     | Measured

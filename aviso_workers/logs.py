@@ -12,6 +12,7 @@ import structlog
 from aviso_workers.config import Logging
 from aviso_workers.errors import AvisoWorkersError, text_of
 from aviso_workers.events import (
+    AckWaitDiffers,
     AgentDisturbed,
     AgentStarted,
     AgentStopped,
@@ -71,7 +72,7 @@ def observe(event: Event) -> None:
             pass
         case Settled():
             _observe_end(event)
-        case ConsumerDiffers() | FiltersDiffer():
+        case ConsumerDiffers() | FiltersDiffer() | AckWaitDiffers():
             _observe_consumer(event)
         case AgentStarted():
             log.info("agent.started", agent=event.agent, stream=event.stream, consumer=event.consumer)
@@ -121,7 +122,7 @@ def observe(event: Event) -> None:
             log.warning("connection.slow", reason=event.reason, cure="install the nats-py that aviso-workers asks for")
 
 
-def _observe_consumer(event: ConsumerDiffers | FiltersDiffer) -> None:
+def _observe_consumer(event: ConsumerDiffers | FiltersDiffer | AckWaitDiffers) -> None:
     if isinstance(event, ConsumerDiffers):
         log.warning(
             "consumer.differs",
@@ -129,6 +130,17 @@ def _observe_consumer(event: ConsumerDiffers | FiltersDiffer) -> None:
             consumer=event.consumer,
             differences=list(event.differences),
             cure=_cure_of(event),
+        )
+        return
+    if isinstance(event, AckWaitDiffers):
+        differs = event.own_seconds != event.in_effect_seconds
+        (log.warning if differs else log.info)(
+            "consumer.ack_wait_differs" if differs else "consumer.ack_wait_is_own",
+            agent=event.agent,
+            stream=event.stream,
+            consumer=event.consumer,
+            own_seconds=event.own_seconds,
+            in_effect_seconds=event.in_effect_seconds,
         )
         return
     of = {"agent": event.agent, "stream": event.stream, "consumer": event.consumer, "own": " ".join(event.own)}

@@ -44,9 +44,9 @@ __all__ = [
     "consumer_plan",
     "declared",
     "event_stream",
-    "filter_versions",
     "filters_of",
     "is_unfinished",
+    "noted_versions",
     "own_stream",
     "plan",
     "readable",
@@ -55,6 +55,8 @@ __all__ = [
     "shorter_age",
     "starting",
     "stated",
+    "version_of",
+    "with_ack_wait",
     "with_removals",
 ]
 
@@ -71,7 +73,9 @@ STARTING = frozenset({"deliver_policy", "opt_start_seq", "opt_start_time", "meta
 """What says where a consumer begins: told apart by what was declared, not by what became of that."""
 START = "aviso-workers-start"
 VERSIONS = "aviso-workers-versions"
-"""The metadata of a durable consumer that says which versions of an agent read it: see `filter_versions`."""
+"""The metadata of a durable consumer that says which versions of an agent read it: see `noted_versions`."""
+ACK_WAIT = "ack_wait="
+"""What the name of a version in the metadata begins with, before its nanoseconds and its filter subjects."""
 FENCED = "aviso-workers-fenced"
 """The metadata of a stream that was fenced when its mirror was promoted: which subjects it had."""
 UNFINISHED = "aviso-workers-unfinished"
@@ -180,6 +184,15 @@ class ConsumerSpec(Struct, frozen=True, kw_only=True):
     priority_groups: tuple[str, ...] = ()
     priority_timeout: int = 0
     """Nanoseconds after its last request for which a pinned reader stays the only one that is served."""
+
+
+class Version(Struct, frozen=True, order=True):
+    """What one version of an agent wants of the consumer that it shares with others."""
+
+    filter_subjects: tuple[str, ...]
+    """Sorted; none means everything."""
+    ack_wait: int
+    """Nanoseconds."""
 
 
 class Stored(Struct, frozen=True, kw_only=True):
@@ -403,26 +416,53 @@ def consumer_differences(wanted: ConsumerSpec, found: Mapping[str, Any]) -> tupl
     return (*_differences(fields, found), *([start] if start else ()))
 
 
-def filter_versions(consumer: Mapping[str, Any]) -> dict[tuple[str, ...], int]:
-    """By its filter subjects, each version of an agent that reads the consumer, and how often it was heard of.
+def version_of(spec: ConsumerSpec) -> Version:
+    """The version of an agent whose consumer would be that, if there were no other."""
+    return Version(tuple(sorted(spec.filter_subjects)), spec.ack_wait)
 
-    One that no version has noted itself in is taken for that of one version, whose filter it has.
+
+def noted_versions(consumer: Mapping[str, Any]) -> dict[Version, int]:
+    """Each version of an agent that reads the consumer, as a server reports that, and how often it was heard of.
+
+    A consumer that no version has noted itself in is taken for that of one version, whose fields it has.
     """
+    ack_wait = int(consumer.get("ack_wait") or 0)
     noted = (consumer.get("metadata") or {}).get(VERSIONS)
     if not noted:
-        return {tuple(sorted(filters_of(consumer))): 0}
-    return {tuple(version.split()): heard for version, heard in msgspec.json.decode(noted, type=dict[str, int]).items()}
+        return {Version(tuple(sorted(filters_of(consumer))), ack_wait): 0}
+    heard = msgspec.json.decode(noted, type=dict[str, int])
+    return {_version_named(name, ack_wait): number for name, number in heard.items()}
 
 
-def shared(spec: ConsumerSpec, versions: Mapping[tuple[str, ...], int]) -> ConsumerSpec:
-    """The consumer with these versions noted, and a filter that lets through what any of them wants."""
-    noted = msgspec.json.encode({" ".join(version): heard for version, heard in sorted(versions.items())}).decode()
-    everything = not all(versions)
+def shared(spec: ConsumerSpec, versions: Mapping[Version, int]) -> ConsumerSpec:
+    """The consumer with these versions noted. Its filter lets through what any of them wants, and its `ack_wait` is the
+    longest: so each of them says often enough what it is still working on.
+    """
+    noted = msgspec.json.encode({_name_of(version): heard for version, heard in sorted(versions.items())}).decode()
+    filters = [version.filter_subjects for version in versions]
+    everything = not all(filters)
     return structs.replace(
-        spec,
-        filter_subjects=() if everything else subjects.union(chain.from_iterable(versions)),
+        with_ack_wait(spec, max((version.ack_wait for version in versions), default=spec.ack_wait)),
+        filter_subjects=() if everything else subjects.union(chain.from_iterable(filters)),
         metadata={**(spec.metadata or {}), VERSIONS: noted},
     )
+
+
+def with_ack_wait(spec: ConsumerSpec, ack_wait: int) -> ConsumerSpec:
+    """The consumer with another `ack_wait`, in nanoseconds, and with what follows from that."""
+    return structs.replace(spec, ack_wait=ack_wait, priority_timeout=ack_wait if spec.priority_timeout else 0)
+
+
+def _name_of(version: Version) -> str:
+    return " ".join((f"{ACK_WAIT}{version.ack_wait}", *version.filter_subjects))
+
+
+def _version_named(name: str, ack_wait: int) -> Version:
+    """Workers of before noted the filter subjects alone: then it is that of the consumer."""
+    first, *others = name.split() or [""]
+    if first.startswith(ACK_WAIT):
+        return Version(tuple(others), int(first.removeprefix(ACK_WAIT)))
+    return Version(tuple(name.split()), ack_wait)
 
 
 def starting(start: str) -> dict[str, Any]:

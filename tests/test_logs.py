@@ -18,6 +18,7 @@ from aviso_workers.config import Logging
 from aviso_workers.engine import calling
 from aviso_workers.errors import RefusedError, UnavailableError, UndecodableError
 from aviso_workers.events import (
+    AckWaitDiffers,
     AgentDisturbed,
     ConnectionChanged,
     ConsumerDiffers,
@@ -152,6 +153,12 @@ def differing(*, others: tuple[tuple[str, ...], ...] = (), gone: tuple[tuple[str
     )
 
 
+def ack_wait_of(*, in_effect_seconds: float) -> AckWaitDiffers:
+    return AckWaitDiffers(
+        agent="index", stream="MARS", consumer="app__index", own_seconds=5.0, in_effect_seconds=in_effect_seconds
+    )
+
+
 @pytest.mark.parametrize(
     ("event", "expected"),
     [
@@ -208,6 +215,17 @@ def differing(*, others: tuple[tuple[str, ...], ...] = (), gone: tuple[tuple[str
             differing(gone=((),)),
             {"event": "consumer.filter_narrowed", "level": "warning", "consumer": "app__index", "gone": ["everything"]},
         ),
+        (
+            ack_wait_of(in_effect_seconds=60.0),
+            {
+                "event": "consumer.ack_wait_differs",
+                "level": "warning",
+                "agent": "index",
+                "own_seconds": 5.0,
+                "in_effect_seconds": 60.0,
+            },
+        ),
+        (ack_wait_of(in_effect_seconds=5.0), {"event": "consumer.ack_wait_is_own", "level": "info"}),
         (
             TaskFailed(task="tail", error=ValueError("boom"), again_in_seconds=1.0),
             {"event": "task.failed", "level": "error", "exception": "ValueError: boom"},

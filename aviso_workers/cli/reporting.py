@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import anyio
 import typer
 from rich.live import Live
 from rich.table import Table
 
+from aviso_workers.agents import Agent
 from aviso_workers.app import App
 from aviso_workers.cli.finding import AgentOption, ConfigOption, Target, connected_app, find_app, run_connected
 from aviso_workers.cli.printing import print_table, table, terminal
@@ -26,7 +27,7 @@ Report = Callable[[App], Awaitable[list[Progress]]]
 
 
 def agents(target: Target = None, agent: AgentOption = None, config: ConfigOption = None) -> None:
-    """Show the policy in effect of every agent of an app, and how far it has come where the server answers."""
+    """Show the policy of every agent of an app, what of it differs on the server, and how far each has come."""
     app = find_app(target, agent=agent, config=config)
     if mistakes := app.mistakes():
         raise ConfigError(mistakes)
@@ -60,9 +61,17 @@ async def _print_agents(app: App) -> None:
         rows = {**agent_report.policy(app, declared)}
         if declared.name in known:
             rows |= dict(zip(LAG[2:], _row(known[declared.name])[2:], strict=True))
+            rows |= _differing(app, declared, known[declared.name])
             if declared.policy.singleton:
                 rows["pinned since"] = known[declared.name].pinned_since
         print_table((declared.name, app.name), rows.items())
+
+
+def _differing(app: App, agent: Agent[Any, Any], progress: Progress) -> dict[str, str]:
+    if progress.events is None:
+        return {}
+    found = agent_report.differing(app.config, agent, progress.events.config)
+    return {"on the server": found} if found else {}
 
 
 async def _print_lag(app: App, report: Report) -> None:

@@ -249,15 +249,13 @@ class Line:
         """Give back everything, what runs as well; returns how many those were."""
         return self._give_back(list(self._held))
 
-    async def beat(self, every_seconds: float) -> None:
-        """Tell the server, again and again, that what is held is being worked on."""
-        while True:
-            await self._clock.sleep(every_seconds)
-            for place in tuple(self._held.values()):
-                if place.delivery.held:
-                    place.delivery.in_progress()
-                else:
-                    self.on_lost(place.delivery)
+    def beat(self) -> None:
+        """Tell the server that what is held is being worked on."""
+        for place in tuple(self._held.values()):
+            if place.delivery.held:
+                place.delivery.in_progress()
+            else:
+                self.on_lost(place.delivery)
 
     def _place(self, delivery: Delivery) -> _Place | None:
         place = self._held.get(delivery.message.sequence)

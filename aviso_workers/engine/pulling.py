@@ -10,6 +10,7 @@ from typing import Protocol
 
 import anyio
 
+from aviso_workers import clocks
 from aviso_workers.backends import Consumer
 from aviso_workers.clocks import Clock
 from aviso_workers.engine.ordering import Line
@@ -19,6 +20,8 @@ from aviso_workers.engine.threads import Threads
 
 __all__ = ["MOST_PREFETCH", "AgentRun", "Form"]
 
+BEATS = 3
+"""How often what is held is reported in progress while one `ack_wait` passes."""
 PREFETCH_SECONDS = 0.1
 CHECKS = 8
 """How often the room is looked at while as many begin as are asked for at a time."""
@@ -74,7 +77,8 @@ class AgentRun:
         """Whether there was room for more, but for their size."""
         self._begun = 0
         self._begun_since = clock.monotonic()
-        self._beat_seconds = ack_wait_seconds / 3
+        self._beat_seconds = ack_wait_seconds / BEATS
+        self._beat_again = anyio.Event()
         self._consumers: dict[str, Consumer] = {}
         """By stream."""
         self._stopping = False
@@ -95,6 +99,11 @@ class AgentRun:
         """Whether this worker is the one that is given everything of the stream; see `Consumer.pinned`."""
         consumer = self._consumers.get(stream)
         return consumer is not None and consumer.pinned
+
+    def keep_within(self, ack_wait_seconds: float) -> None:
+        """Let no such time pass from now on without a report that what is held here is in progress."""
+        self._beat_seconds = ack_wait_seconds / BEATS
+        self._beat_again.set()
 
     def attach(self, stream: str, consumer: Consumer) -> None:
         """A consumer that is read now; it is told when there is room."""
@@ -123,7 +132,7 @@ class AgentRun:
         What still runs after the drain timeout is cancelled and given back too.
         """
         async with anyio.create_task_group() as beating:
-            beating.start_soon(self.line.beat, self._beat_seconds)
+            beating.start_soon(self._beat)
             beating.start_soon(self._shield.watch)
             try:
                 with anyio.CancelScope() as draining:
@@ -163,6 +172,13 @@ class AgentRun:
         if self._redeliveries is not None:
             async with self._shield.hold():
                 await self._redeliveries.end()
+
+    async def _beat(self) -> None:
+        while True:
+            with clocks.move_on_after(self._clock, self._beat_seconds):
+                await self._beat_again.wait()
+            self._beat_again = anyio.Event()
+            self.line.beat()
 
     async def _stop_reading(self) -> None:
         """Before anything is given back: it would come here again."""

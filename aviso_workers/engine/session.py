@@ -219,7 +219,7 @@ class Session:
             prefetch=_prefetch(agent),
             # A singleton holds one at a time, and asks for the next one whenever one begins.
             most_prefetch=1 if policy.singleton else MOST_PREFETCH,
-            ack_wait_seconds=min(policy.ack_wait, SINGLETON_BEAT_SECONDS) if policy.singleton else policy.ack_wait,
+            ack_wait_seconds=_reported_within(agent, policy.ack_wait),
             redeliveries=Redeliveries(
                 line=line,
                 failures=failures,
@@ -246,6 +246,11 @@ class Session:
             backend=self.backend,
             provisioner=self.provisioner,
             events=self._events,
+            on_ack_wait=lambda seconds: run.keep_within(_reported_within(agent, seconds)),
+        )
+        retries = dead_lettering.retries_spec(self._config)
+        retries_consumer = _served(
+            _consumer(durable, (retry_subject(self._app, agent.name),), policy.ack_wait), singleton=policy.singleton
         )
         everything = topics.filter_subjects(schema.parse_where(agent.event_type, declared, {}))
         takes = None if consumer.filter_subjects == everything else shared.takes
@@ -262,11 +267,9 @@ class Session:
                 priority=self._priority,
             ),
             Feed(
-                stream=dead_lettering.retries_spec(self._config),
-                consumer=_served(
-                    _consumer(durable, (retry_subject(self._app, agent.name),), policy.ack_wait),
-                    singleton=policy.singleton,
-                ),
+                stream=retries,
+                consumer=retries_consumer,
+                ensure=lambda: shared.ensure_alike(self.own_streams, retries.name, retries_consumer),
                 provisioner=self.own_streams,
                 unwrap=Requeued,
                 takes=takes,
@@ -388,6 +391,11 @@ async def open_session(
         if backend.slow_because:
             events.emit(ConnectionSlow(reason=backend.slow_because))
         yield Session(backend, app=app, config=config, events=events)
+
+
+def _reported_within(agent: Agent[Any, Any], ack_wait_seconds: float) -> float:
+    """Within how many seconds the agent's worker has to report what it holds."""
+    return min(ack_wait_seconds, SINGLETON_BEAT_SECONDS) if agent.policy.singleton else ack_wait_seconds
 
 
 def _prefetch(agent: Agent[Any, Any]) -> int:

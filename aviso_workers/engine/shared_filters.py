@@ -1,4 +1,6 @@
-"""The filter of a durable consumer while workers of several versions of an agent read it, as in a deploy.
+"""The filter and the `ack_wait` of a durable consumer while workers of several versions of an agent read it.
+
+This is so in a deploy.
 
 A `where` that was changed makes another version of the agent, and all of them read one consumer. Its filter is the
 union of what its versions want, and its metadata names them. A worker that opens the consumer only adds its own
@@ -10,6 +12,10 @@ So a worker is also given what lies outside its own filter. It gives that back w
 that wants it: this is no failure, and the agent never sees it. It acks it only where it knows that no other version
 wants it, from a look at the consumer that began after the notification was stored. A version that is widened later
 begins with what is stored from then on.
+
+The `ack_wait` of the consumer is the longest that one of its versions wants, so that each of them reports often enough
+what it holds. What the server really has is looked at each time: where somebody has made it shorter, the worker reports
+as often as that needs, sets it right, and says so.
 
 A server looks at subjects only. What an agent leaves out of its own subjects, such as all numbers beyond a range, it
 acks whatever other versions want: see `settling.Settler.pass_over`.
@@ -26,8 +32,8 @@ from aviso_workers import clocks, streams, subjects
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import BackendError, NotFoundError
-from aviso_workers.events import Events, FiltersDiffer
-from aviso_workers.streams import ConsumerSpec
+from aviso_workers.events import AckWaitDiffers, Events, FiltersDiffer
+from aviso_workers.streams import ConsumerSpec, Version
 
 __all__ = ["SharedFilter"]
 
@@ -42,7 +48,7 @@ FIRST_DELAY_SECONDS = 0.1
 LONGEST_DELAY_SECONDS = 5.0
 """What is given back comes again after a delay that doubles with each delivery, between these two."""
 
-Version = tuple[str, ...]
+Filters = tuple[str, ...]
 """Filter subjects; none means everything."""
 
 
@@ -65,17 +71,22 @@ class SharedFilter:
         backend: Backend,
         provisioner: Provisioner,
         events: Events,
+        on_ack_wait: Callable[[float], None],
     ) -> None:
+        """`on_ack_wait` is called with the seconds within which the worker has to report what it holds."""
         self._consumer = consumer
         self._agent = agent
         self._stream = stream
         self._backend = backend
         self._provisioner = provisioner
         self._events = events
-        self._own: Version = tuple(sorted(consumer.filter_subjects))
-        self._wants = subjects.matcher(self._own)
-        self._others: dict[Version, Callable[[str], object]] = {}
-        """The other versions, and what of a subject they want."""
+        self._on_ack_wait = on_ack_wait
+        self._own = streams.version_of(consumer)
+        self._wants = subjects.matcher(self._own.filter_subjects)
+        self._in_effect = self._own.ack_wait
+        """The `ack_wait` that the server has."""
+        self._others: dict[Filters, Callable[[str], object]] = {}
+        """The other filters, and what of a subject they want."""
         self._heard: dict[Version, _Heard] = {}
         self._given_back = 0
         """The newest sequence that was given back."""
@@ -91,18 +102,30 @@ class SharedFilter:
 
         Raises as `Backend.ensure_consumer` does.
         """
-        try:
-            found = await self._backend.consumer_info(self._stream, self._consumer.durable_name)
-            versions = streams.filter_versions(found.config)
-        except NotFoundError:
-            versions = {}
-        versions.setdefault(self._own, 0)
+        versions = await self._versions()
         self._given_back = self._known_up_to = 0  # the stream may be another one now, and count from 1 again
         info = await self._provisioner.ensure_consumer(self._stream, streams.shared(self._consumer, versions))
+        self._follow(info)
         self._note(versions)
-        if self._others:
+        if len(versions) > 1:
             self._look_soon.set()  # two that open it at once may have overwritten each other
         return info
+
+    async def ensure_alike(self, provisioner: Provisioner, stream: str, consumer: ConsumerSpec) -> ConsumerInfo:
+        """Create another consumer of the agent, or bring it in line, with the `ack_wait` of the one that is shared.
+
+        Raises as `Backend.ensure_consumer` does.
+        """
+        longest = max(version.ack_wait for version in await self._versions())
+        return await provisioner.ensure_consumer(stream, streams.with_ack_wait(consumer, longest))
+
+    async def _versions(self) -> dict[Version, int]:
+        """Those that are noted in the consumer, and this one."""
+        try:
+            found = await self._backend.consumer_info(self._stream, self._consumer.durable_name)
+        except NotFoundError:
+            return {self._own: 0}
+        return {self._own: 0} | streams.noted_versions(found.config)
 
     def takes(self, delivery: Delivery) -> bool:
         """Whether this version wants the delivery; one that it does not want is settled."""
@@ -139,11 +162,12 @@ class SharedFilter:
         stored_before = self._given_back
         try:
             found = await self._backend.consumer_info(self._stream, self._consumer.durable_name)
-            noted = streams.filter_versions(found.config)
+            self._follow(found)
+            noted = streams.noted_versions(found.config)
             versions = self._still_there(noted)
             wanted = streams.shared(self._consumer, versions)
-            if versions != noted or tuple(sorted(streams.filters_of(found.config))) != wanted.filter_subjects:
-                await self._backend.ensure_consumer(self._stream, wanted)
+            if versions != noted or not _is_as(wanted, found):
+                self._follow(await self._backend.ensure_consumer(self._stream, wanted))
         except BackendError:
             return
         self._note(versions)
@@ -174,19 +198,43 @@ class SharedFilter:
 
     def _note(self, versions: Mapping[Version, int]) -> None:
         before = self._others.keys()
-        self._others = {version: subjects.matcher(version) for version in versions if version != self._own}
+        others = {version.filter_subjects for version in versions} - {self._own.filter_subjects}
+        self._others = {filters: subjects.matcher(filters) for filters in sorted(others)}
         if self._others.keys() != before:
             self._state(gone=tuple(before - self._others.keys()))
 
-    def _state(self, *, gone: tuple[Version, ...]) -> None:
+    def _follow(self, consumer: ConsumerInfo) -> None:
+        """Let the worker report what it holds often enough for the `ack_wait` that the server has now."""
+        ack_wait = int(consumer.config["ack_wait"])
+        if ack_wait == self._in_effect:
+            return
+        self._in_effect = ack_wait
+        own_seconds, in_effect_seconds = self._own.ack_wait / streams.SECOND, ack_wait / streams.SECOND
+        self._on_ack_wait(min(own_seconds, in_effect_seconds))
+        self._events.emit(
+            AckWaitDiffers(
+                agent=self._agent,
+                stream=self._stream,
+                consumer=self._consumer.durable_name,
+                own_seconds=own_seconds,
+                in_effect_seconds=in_effect_seconds,
+            )
+        )
+
+    def _state(self, *, gone: tuple[Filters, ...]) -> None:
         self._told = not self._others
         self._events.emit(
             FiltersDiffer(
                 agent=self._agent,
                 stream=self._stream,
                 consumer=self._consumer.durable_name,
-                own=self._own,
+                own=self._own.filter_subjects,
                 others=tuple(self._others),
                 gone=gone,
             )
         )
+
+
+def _is_as(wanted: ConsumerSpec, found: ConsumerInfo) -> bool:
+    filters = tuple(sorted(streams.filters_of(found.config)))
+    return filters == wanted.filter_subjects and found.config["ack_wait"] == wanted.ack_wait

@@ -117,7 +117,7 @@ async def _read(
     info = await (feed.ensure() if feed.ensure else feed.provisioner.ensure_consumer(stream, feed.consumer))
     passed = await _passed(backend, feed.stream, info)
     if feed.in_order and info.num_ack_pending and not len(run.line):
-        await clocks.sleep_until(backend.clock, feed.consumer.ack_wait / 1e9 + EXPIRY_SECONDS, stop)
+        await clocks.sleep_until(backend.clock, info.config["ack_wait"] / streams.SECOND + EXPIRY_SECONDS, stop)
 
     room = feed.room or run.room
     deliver = _delivering(feed, run.line, backend, joining)

@@ -1,12 +1,13 @@
 """What operators are told of agents: the policy that is in effect, and how far they have come.
 
 Called by the commands `agents` and `lag`. The policy is the code's and the configuration's, the rest is what the server
-knows of an agent's two consumers, that of its events and that of what is tried again.
+knows of an agent's two consumers, that of its events and that of what is tried again; `differing` compares the two.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -15,13 +16,15 @@ from aviso_workers import schema, topics
 from aviso_workers.agents import Agent
 from aviso_workers.app import App
 from aviso_workers.backends import ConsumerInfo
+from aviso_workers.config import Config
 from aviso_workers.engine.dead_lettering import RETRIES
 from aviso_workers.notifications import Batch
 from aviso_workers.ops import observing, wiping
 from aviso_workers.ops.steering import UNTIL_RESUMED
+from aviso_workers.streams import SECOND, filters_of
 from aviso_workers.verdicts import Backoff
 
-__all__ = ["Progress", "of_app", "of_deployment", "policy"]
+__all__ = ["Progress", "differing", "of_app", "of_deployment", "policy"]
 
 
 class Progress(Struct, frozen=True, kw_only=True):
@@ -91,7 +94,7 @@ async def of_deployment(app: App) -> list[Progress]:
 
 
 def policy(app: App, agent: Agent[Any, Any]) -> dict[str, str]:
-    """What is in effect for an agent, by name, as people read it. Raises what `App.mistakes` lists."""
+    """What the code says of an agent, by name, as people read it. Raises what `App.mistakes` lists."""
     event_type = app.config.notification_schema[agent.event_type]
     where = schema.parse_where(agent.event_type, event_type, agent.where)
     chosen = agent.policy
@@ -114,6 +117,24 @@ def policy(app: App, agent: Agent[Any, Any]) -> dict[str, str]:
     if window := chosen.window:
         rows["window"] = f"{window.size} every {window.every or window.size}, {window.lateness} late at most"
     return rows
+
+
+def differing(config: Config, agent: Agent[Any, Any], consumer: Mapping[str, Any]) -> str:
+    """What the server has in effect for an agent that is not as the code says; empty where there is nothing.
+
+    `consumer` is the configuration of the agent's consumer. Workers of several versions share one, and a worker brings
+    it in line when it starts.
+    """
+    found = []
+    if consumer["ack_wait"] != int(agent.policy.ack_wait * SECOND):
+        found.append(f"ack wait {consumer['ack_wait'] / SECOND:g} s, the code says {agent.policy.ack_wait:g} s")
+    wanted = topics.filter_subjects(
+        schema.parse_where(agent.event_type, config.notification_schema[agent.event_type], agent.where)
+    )
+    filters = filters_of(consumer)
+    if set(filters) != set(wanted):
+        found.append(f"filters {', '.join(filters) or 'none'}, the code says {', '.join(wanted) or 'none'}")
+    return "; ".join(found)
 
 
 def _sum(progress: Progress, field: str) -> int:

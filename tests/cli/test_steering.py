@@ -10,8 +10,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import anyio
+import msgspec
 import pytest
 
+from aviso_workers import App
+from aviso_workers.streams import SECOND, ConsumerSpec
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]
@@ -152,6 +156,18 @@ def test_agents_tells_what_is_in_effect_and_how_far_each_has_come(run: Run, conf
         "pending": "1",
     }
     assert "everything" in second
+    assert "on the server" not in told
+
+    async def shorten() -> None:
+        async with App("tests", config=config) as app:
+            backend = app.session.backend
+            found = (await backend.consumer_info("MARS", "field__index")).config
+            spec = {field: found[field] for field in ("durable_name", "filter_subjects", "max_ack_pending")}
+            await backend.ensure_consumer("MARS", msgspec.convert({**spec, "ack_wait": SECOND}, ConsumerSpec))
+
+    anyio.run(shorten)
+    told = dict(re.findall(r"│ (.+?) +│ (.*?) +│", run("agents", agents, "--config", config).out.split("┏")[1]))
+    assert (told["ack wait"], told["on the server"]) == ("20 s", "ack wait 1 s, the code says 20 s")
 
 
 def test_agents_tells_the_policy_where_no_server_answers(run: Run, unreachable: Path, agents: str) -> None:

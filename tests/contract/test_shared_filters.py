@@ -14,8 +14,9 @@ from aviso_workers.backends import Backend, ConsumerInfo, Message, PubAck
 from aviso_workers.engine import parts, shared_filters
 from aviso_workers.engine.dead_lettering import RETRIES, retry_subject
 from aviso_workers.engine.replaying import message_at
-from aviso_workers.events import AgentStarted, FiltersDiffer
-from aviso_workers.streams import ConsumerSpec, shared
+from aviso_workers.errors import RefusedError
+from aviso_workers.events import AckWaitDiffers, AgentStarted, FiltersDiffer
+from aviso_workers.streams import SECOND, ConsumerSpec, Version, shared
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 
@@ -34,22 +35,30 @@ class Deployment:
         """Version, class and step."""
         self.stated: list[FiltersDiffer] = []
         t.app.events.listen(self.stated.append, FiltersDiffer)
+        self.ack_waits: list[tuple[float, float]] = []
+        """Its own and that in effect, of each worker that said that they differ, or do so no more."""
+        t.app.events.listen(
+            lambda event: self.ack_waits.append((event.own_seconds, event.in_effect_seconds)), AckWaitDiffers
+        )
 
-    def version(self, *classes: str) -> Agent[Any, Any]:
+    def version(self, *classes: str, ack_wait: float, seconds: float) -> Agent[Any, Any]:
         name = " ".join(classes)
 
         async def index(notification: Notification[Any]) -> None:
             self.handled.append((name, notification.identifier["class"], notification.identifier["step"]))
+            await self.t.app.session.backend.clock.sleep(seconds)
 
-        return Router("deployed").agent("mars", where={"class": list(classes)}, name="index")(index)
+        where = {"class": list(classes)}
+        return Router("deployed").agent("mars", where=where, name="index", ack_wait=ack_wait)(index)
 
     @asynccontextmanager
-    async def worker(self, *classes: str) -> AsyncIterator[None]:
+    async def worker(self, *classes: str, ack_wait: float = 20.0, seconds: float = 0.0) -> AsyncIterator[None]:
         """A worker of the version that wants these classes, from when it reads until the block is left."""
         started, stop = anyio.Event(), anyio.Event()
         self.t.app.events.listen(lambda event: started.set() if event.stream == "MARS" else None, AgentStarted)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self.t.app.session.run_agent, self.version(*classes), stop)
+            version = self.version(*classes, ack_wait=ack_wait, seconds=seconds)
+            tasks.start_soon(self.t.app.session.run_agent, version, stop)
             await started.wait()
             yield
             stop.set()
@@ -90,6 +99,9 @@ class Deployment:
             assert passed < seconds, f"after {passed:.1f} s the consumer is still {info}"
             await self.t.advance(0.1)
             passed += 0.1
+
+    async def ack_wait(self) -> float:
+        return float((await self.info()).config["ack_wait"]) / SECOND
 
     async def settled(self) -> None:
         await self.until(lambda info: info.num_pending == info.num_ack_pending == 0)
@@ -224,7 +236,59 @@ async def test_an_update_that_overwrites_another_is_mended(deployment: Deploymen
             max_ack_pending=found.config["max_ack_pending"],
             max_deliver=found.config["max_deliver"],
         )
-        await deployment.t.app.session.backend.ensure_consumer("MARS", shared(spec, {NARROW: 0}))
+        await deployment.t.app.session.backend.ensure_consumer(
+            "MARS", shared(spec, {Version(NARROW, spec.ack_wait): 0})
+        )
         assert tuple((await deployment.info()).config["filter_subjects"]) == NARROW
 
         await deployment.until(lambda info: tuple(info.config["filter_subjects"]) == WIDE)
+
+
+async def test_the_longest_ack_wait_of_several_versions_is_in_effect(deployment: Deployment) -> None:
+    async with deployment.worker("od", ack_wait=2.0, seconds=1.5):
+        async with deployment.worker("od", ack_wait=0.5):
+            assert await deployment.ack_wait() == 2.0
+        await deployment.publish("od", steps=range(3))
+        await deployment.settled()
+
+    assert [step for _, _, step in deployment.handled] == ["0", "1", "2"], "something was handled twice"
+    assert deployment.ack_waits == [(0.5, 2.0)]
+
+
+async def test_when_only_a_version_with_a_shorter_ack_wait_is_left_that_is_in_effect(deployment: Deployment) -> None:
+    async with deployment.worker("od", ack_wait=2.0):
+        pass
+    async with deployment.worker("od", ack_wait=0.5):
+        assert await deployment.ack_wait() == 2.0
+        await deployment.until(lambda info: info.config["ack_wait"] == 0.5e9)
+        await deployment.until(lambda _: len(deployment.ack_waits) == 2)
+
+    assert deployment.ack_waits == [(0.5, 2.0), (0.5, 0.5)]
+
+
+async def test_an_ack_wait_that_somebody_made_shorter_is_kept_within_and_set_right(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = deployment.t.app.session.backend
+    ensure_consumer = backend.ensure_consumer
+
+    async def refuse(stream: str, spec: ConsumerSpec) -> ConsumerInfo:
+        raise RefusedError("no permission")
+
+    async with deployment.worker("od", ack_wait=20.0, seconds=4.0):
+        found = await deployment.info()
+        spec = ConsumerSpec(
+            durable_name=found.name,
+            filter_subjects=tuple(found.config["filter_subjects"]),
+            ack_wait=900_000_000,
+            max_ack_pending=found.config["max_ack_pending"],
+        )
+        await ensure_consumer("MARS", spec)
+        with monkeypatch.context() as denied:
+            denied.setattr(backend, "ensure_consumer", refuse)
+            await deployment.until(lambda _: deployment.ack_waits == [(20.0, 0.9)])
+            await deployment.publish("od", steps=range(1))
+            await deployment.settled()
+            assert len(deployment.handled) == 1, "it was redelivered while it was handled"
+        await deployment.until(lambda info: info.config["ack_wait"] == 20e9)
+        await deployment.until(lambda _: deployment.ack_waits == [(20.0, 0.9), (20.0, 20.0)])

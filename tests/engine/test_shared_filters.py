@@ -15,7 +15,7 @@ from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.shared_filters import GONE_SECONDS, LOOK_AGAIN_SECONDS, LOOK_SECONDS, SharedFilter
 from aviso_workers.errors import UnavailableError
 from aviso_workers.events import Events, FiltersDiffer
-from aviso_workers.streams import ConsumerSpec, StreamSpec, shared
+from aviso_workers.streams import ConsumerSpec, StreamSpec, Version, shared
 
 pytestmark = pytest.mark.anyio
 
@@ -37,6 +37,7 @@ def worker(backend: Backend, filters: tuple[str, ...], stated: list[FiltersDiffe
         backend=backend,
         provisioner=Provisioner(backend, management="reconcile", events=events),
         events=events,
+        on_ack_wait=lambda seconds: None,
     )
 
 
@@ -112,7 +113,9 @@ async def test_a_filter_that_lacks_what_a_version_wants_is_mended(backend: InMem
     wide = worker(backend, WIDE, [])
     await wide.ensure()
     async with keeping(wide):
-        await backend.ensure_consumer("MARS", structs.replace(shared(spec(WIDE), {WIDE: 0}), filter_subjects=NARROW))
+        await backend.ensure_consumer(
+            "MARS", structs.replace(shared(spec(WIDE), {Version(WIDE, 10**9): 0}), filter_subjects=NARROW)
+        )
         await backend.clock.sleep(2 * LOOK_SECONDS)
         assert await filters_of(backend) == WIDE
 
@@ -121,7 +124,7 @@ async def test_of_two_that_open_it_at_once_the_one_that_was_overwritten_soon_men
     narrow, wide = worker(backend, NARROW, []), worker(backend, WIDE, [])
     await narrow.ensure()
     await wide.ensure()
-    await backend.ensure_consumer("MARS", shared(spec(NARROW), {NARROW: 0}))
+    await backend.ensure_consumer("MARS", shared(spec(NARROW), {Version(NARROW, 10**9): 0}))
     async with keeping(wide):
         await backend.clock.sleep(2 * LOOK_AGAIN_SECONDS)
         assert await filters_of(backend) == WIDE

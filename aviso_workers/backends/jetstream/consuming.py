@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import anyio
 
+from aviso_workers import streams
 from aviso_workers.backends import Delivery
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription, decode
@@ -250,7 +251,8 @@ class PullConsumer:
         info = await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}")
         self._made_at = self._made[self._consumer] = info["created"]
         if info["config"].get("priority_policy") == PINNED:
-            self._hold_seconds = info["config"]["ack_wait"] / SECOND
+            # The ack_wait may become as short as that while this is open, when the workers of other versions are gone.
+            self._hold_seconds = min(each.ack_wait for each in streams.noted_versions(info["config"])) / SECOND
         await self._pulls.open(limits=info["config"], priority=self._priority)
         await self._check_settling()
         self._ask()

@@ -139,6 +139,12 @@ def test_an_agent_that_may_hold_less_than_it_handles(broken: Seen) -> None:
     assert broken.found("JS032") == {"MARS > field__index": "max_ack_pending 10, and one worker handles 16 at a time"}
 
 
+def test_an_agent_whose_consumer_is_not_as_its_code_says(broken: Seen) -> None:
+    assert broken.found("JS064")["MARS > field__index"] == (
+        "ack wait 30 s, the code says 20 s; filters none, the code says mars.>"
+    )
+
+
 @pytest.mark.covers("001-23")
 def test_a_consumer_of_many_filters(broken: Seen) -> None:
     assert broken.found("JS033") == {"MARS > scattered": "11 filters"}

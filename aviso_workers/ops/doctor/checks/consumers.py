@@ -7,9 +7,13 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 
+from msgspec import structs
+
+from aviso_workers import schema, topics
 from aviso_workers.config.stream_keys import event_streams
 from aviso_workers.engine import sweeping
 from aviso_workers.notifications import Batch
+from aviso_workers.ops import agent_report
 from aviso_workers.ops.doctor.answers import Consumer
 from aviso_workers.ops.doctor.checks.streams import overlap
 from aviso_workers.ops.doctor.facts import Facts
@@ -132,6 +136,23 @@ def held_back(facts: Facts) -> Iterator[Finding]:
             most = consumer.config.max_ack_pending
             if consumer.name == agent.durable_name(facts.scope.app) and 0 < most < wanted:
                 yield about(consumer, f"max_ack_pending {most}, and one worker handles {wanted} at a time")
+
+
+@declare(
+    "JS064",
+    "The server has in effect for an agent what its code says",
+    why="workers of another version share the consumer, or somebody changed it: a shorter ack_wait has notifications "
+    "handled twice at the same time, and a narrower filter hides some",
+    cure="where no worker of another version runs any more, wait for five minutes; else restart a worker of {app}, "
+    "which brings its consumer in line",
+    needs=("agents", "consumers", "streams"),
+)
+def not_as_the_code_says(facts: Facts) -> Iterator[Finding]:
+    for agent in facts.scope.agents or ():
+        topic = schema.topic_of(agent.event_type, facts.config.notification_schema[agent.event_type])
+        consumer = facts.consumers.get((topics.stream_name(topic.base), agent.durable_name(facts.scope.app)))
+        if consumer and (found := agent_report.differing(facts.config, agent, structs.asdict(consumer.config))):
+            yield about(consumer, found)
 
 
 @declare(
