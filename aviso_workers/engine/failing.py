@@ -14,7 +14,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from aviso_workers.backends import Backend, Delivery, KeyValue
-from aviso_workers.errors import BackendError, RefusedError
+from aviso_workers.errors import BackendError
 from aviso_workers.events import Events, FailuresNotStored
 from aviso_workers.verdicts import RECORDED_FROM, Record
 
@@ -23,8 +23,9 @@ __all__ = ["Failures"]
 T = TypeVar("T")
 
 FORGOTTEN_AFTER_SECONDS = 7 * 86400.0
+SLOW_SECONDS = 1.0
 SILENT_SECONDS = 10.0
-"""A bucket that did not answer is not asked for so long: many fail at once, and each would wait for seconds."""
+"""A bucket that took `SLOW_SECONDS` to fail is not asked for so long: many fail at once, and each would wait."""
 BESIDE_OTHERS = b"beside_others"
 ALONE = b"alone"
 MOST_REMEMBERED = 10_000
@@ -134,7 +135,8 @@ class Failures:
 
     async def _try(self, deed: Callable[[KeyValue], Awaitable[T]]) -> T | None:
         """None where the bucket cannot be used, which is said once, until something can be stored again."""
-        if self._backend.clock.monotonic() < self._silent_until:
+        asked_at = self._backend.clock.monotonic()
+        if asked_at < self._silent_until:
             return None
         try:
             if self._values is None:
@@ -142,8 +144,9 @@ class Failures:
             return await deed(self._values)
         except BackendError as error:
             self._values = None  # it may have been deleted
-            if not isinstance(error, RefusedError):
-                self._silent_until = self._backend.clock.monotonic() + SILENT_SECONDS
+            failed_at = self._backend.clock.monotonic()
+            if failed_at - asked_at >= SLOW_SECONDS:  # whatever the error: a server denies a publish without an answer
+                self._silent_until = failed_at + SILENT_SECONDS
             if self._stored:
                 self._stored = False
                 self._events.emit(FailuresNotStored(agent=self._agent, bucket=self._bucket, error=error))

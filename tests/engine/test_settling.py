@@ -15,7 +15,7 @@ from aviso_workers.config import Config
 from aviso_workers.engine import failing, shielding
 from aviso_workers.engine.dead_lettering import STREAM
 from aviso_workers.engine.session import Session
-from aviso_workers.errors import UnavailableError
+from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.events import FailuresNotStored, Settled
 from tests.engine.conftest import Facts, config_with
 
@@ -33,13 +33,14 @@ class Silent(InMemoryBackend):
     def __init__(self) -> None:
         super().__init__(config.InMemory(max_history_per_topic=1000))
         self.silent = "_failures"
+        self.error: BackendError = UnavailableError("no answer")
         self.asked = 0
 
     async def publish(self, message: Message, *, stream: str, **stated: Any) -> PubAck:
         if self.silent and stream.endswith(self.silent):
             self.asked += 1
             await anyio.sleep(ANSWER_SECONDS)
-            raise UnavailableError("no answer")
+            raise self.error
         return await super().publish(message, stream=stream, **stated)
 
 
@@ -62,9 +63,11 @@ def failing_batches(router: Router, *, retry: Backoff = LATER) -> Any:
     return load
 
 
+@pytest.mark.parametrize("error", [UnavailableError("no answer"), RefusedError("you may not publish there")])
 async def test_a_batch_that_failed_asks_a_bucket_that_does_not_answer_once(
-    backend: Silent, session: Session, router: Router, notify, working, facts: Facts
+    error: BackendError, backend: Silent, session: Session, router: Router, notify, working, facts: Facts
 ) -> None:
+    backend.error = error
     for step in range(COUNT):
         await notify(step)
     async with working(failing_batches(router)):
