@@ -321,3 +321,9 @@ def look_at_ids() -> None:
     assert message_id(output) != first, "it is published a second time"
     origin.begin(structs.replace(handled, timestamp_ns=2))
     assert message_id(output) != first, "a stream was made anew, and its sequences begin again"
+    origin.begin(handled, structs.replace(handled, sequence=4712))
+    of_two = message_id(output)
+    origin.begin(handled, structs.replace(handled, sequence=4713))
+    assert len({first, of_two, message_id(output)}) == 3, "batches that begin alike are several"
+    origin.begin(handled)
+    assert message_id(structs.replace(output, headers={"Nats-TTL": "60s"})) != first, "it lives for another time"

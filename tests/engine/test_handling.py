@@ -350,7 +350,8 @@ async def test_a_large_dead_letter_that_is_tried_again_is_one_again_where_its_fi
         await parts.store(retry, message_id, publish, max_payload=backend.max_payload)
         await backend.delete_message(RETRIES, 1)
         backend.unreadable = ""
-        _, again = await facts.wait_for(Settled, 2)
+        with anyio.fail_after(60):
+            _, again = await facts.wait_for(Settled, 2)
     assert (again.outcome, again.reason) == ("dead_lettered", "undecodable")
     assert len([message for message in await stored(STREAM) if not parts.is_first_part(message)]) == 2
 
@@ -594,3 +595,46 @@ async def test_what_its_server_gave_up_is_kept_although_the_dead_letter_cannot_b
         stop.set()
     assert [event.reason for event in facts.of(Settled)] == ["dead_letter_failed", "max_deliveries"]
     assert len(await stored(STREAM)) == 1
+
+
+async def test_one_notification_has_a_dead_letter_of_each_agent_that_gives_it_up_whatever_its_headers_say(
+    router: Router, store, stored, working, facts: Facts
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    @router.agent("mars")
+    async def sums(notification: Notification[Field]) -> None: ...
+
+    await store("mars.od.6", b"?", {"Aviso-Agent": "another", "Aviso-Reason": "none"})
+    async with working(index), working(sums):
+        await facts.wait_for(Settled, 2)
+    letters = [letter.headers for letter in await stored(STREAM)]
+    assert sorted(headers["Aviso-Agent"] for headers in letters) == ["index", "sums"]
+    assert [headers["Aviso-Reason"] for headers in letters] == ["undecodable", "undecodable"]
+
+
+@pytest.mark.parametrize(
+    "advisory",
+    [
+        b"no advisory",
+        b'{"stream": "GONE", "consumer": "tests__index", "stream_seq": 1, "deliveries": 26}',
+        b'{"stream": "MARS", "consumer": "tests__index", "stream_seq": 77, "deliveries": 26}',
+        b'{"stream": "MARS", "consumer": "others__index", "stream_seq": 1, "deliveries": 26}',
+    ],
+)
+async def test_an_advisory_of_nothing_that_could_be_kept_is_read_once(
+    backend: GraveyardGuard, session: Session, notify, facts: Facts, advisory: bytes
+) -> None:
+    await notify(6)
+    stop = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(session.run_sweep, [], stop)
+        await anyio.wait_all_tasks_blocked()
+        message = Message(subject=f"{sweeping.SUBJECT}.any", data=advisory)
+        await backend.publish(message, message_id="1", stream=sweeping.STREAM, timeout_seconds=1)
+        await anyio.sleep(1)
+        [consumer] = await backend.consumers(sweeping.STREAM)
+        assert (consumer.num_pending, consumer.num_ack_pending) == (0, 0)
+        stop.set()
+    assert facts.of(Settled) == []
