@@ -33,6 +33,9 @@ __all__ = ["LEASE_SECONDS", "Lease", "drained", "run_timers"]
 
 LEASE_SECONDS = 10.0
 RENEW_SECONDS = 2.0
+OVERDUE_SECONDS = LEASE_SECONDS + RENEW_SECONDS
+"""A lease that nobody has renewed for so long is over, also where the server does not forget it: one that was put while
+the server's clock was ahead is forgotten only when that time has come."""
 LOOK_SECONDS = 1.0
 """How often it is looked whether there is a leader."""
 LONGEST_SLEEP_SECONDS = 30.0
@@ -104,6 +107,8 @@ class Lease:
         self._holder = f"{socket.gethostname()}:{os.getpid()}".encode()
         self._revision = 0
         self._until = 0.0
+        self._seen: tuple[int, float] = (0, 0.0)
+        """The revision of another worker's lease, and since when it has been that."""
 
     @property
     def held(self) -> bool:
@@ -112,12 +117,25 @@ class Lease:
     async def take(self, stop: anyio.Event) -> bool:
         """Return when it is held; False where `stop` comes first."""
         while not stop.is_set():
-            await self._put(0)
+            await self._put(await self._overdue())
             if self.held:
                 self.token = self._revision
                 return True
             await clocks.sleep_until(self._clock, LOOK_SECONDS, stop)
         return False
+
+    async def _overdue(self) -> int:
+        """The revision of a lease that nobody has renewed for too long; 0 where there is none."""
+        now = self._clock.monotonic()
+        try:
+            entry = await self._bucket.get(self._key)
+        except BackendError:
+            return 0
+        revision, since = self._seen
+        if entry is None or entry.revision != revision:
+            self._seen = (entry.revision if entry else 0, now)
+            return 0
+        return revision if now - since > OVERDUE_SECONDS else 0
 
     @asynccontextmanager
     async def term(self) -> AsyncIterator[None]:

@@ -297,6 +297,33 @@ async def test_a_lease_is_counted_from_when_it_was_asked_for(fleet: Fleet, monke
     assert not lease.held
 
 
+@pytest.mark.parametrize("renewed", [False, True])
+async def test_a_lease_that_the_server_does_not_forget_is_over_when_nobody_renews_it(
+    fleet: Fleet, *, renewed: bool
+) -> None:
+    """It was put while the server's clock was ahead."""
+    backend = fleet.streams.peer()
+    backend.reconnect()
+    bucket = SteadyBucket(backend, "app_leases", patience_seconds=1)  # without a ttl
+    lease = Lease(backend, "app")
+
+    async def renew() -> None:
+        while True:
+            await bucket.put("leader", b"another worker")
+            await fleet.clock.sleep(2)
+
+    await bucket.put("leader", b"another worker")
+    async with anyio.create_task_group() as tasks:
+        if renewed:
+            tasks.start_soon(renew)
+        tasks.start_soon(lease.take, anyio.Event())
+        await fleet.after(LEASE_SECONDS + 1)
+        assert not lease.held
+        await fleet.after(4)
+        assert lease.held is not renewed
+        tasks.cancel_scope.cancel()
+
+
 @pytest.mark.parametrize(("catch_up", "ticks"), [(False, [3600, 10800, 14400]), (True, [3600, 7200, 10800, 14400])])
 async def test_what_was_missed_while_no_worker_was_there(
     router: Router, fleet: Fleet, catch_up: bool, ticks: list[float]
