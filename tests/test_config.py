@@ -11,9 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from msgspec import inspect
 
 from aviso_workers import config
+from aviso_workers.config import documents
 from aviso_workers.config.documents import Place, parse
 from aviso_workers.config.settings import Document
 from aviso_workers.errors import ConfigError
@@ -790,3 +792,12 @@ def _written_paths(value: Any, path: str = "") -> Iterator[str]:
         key_path = f"{path}.{'*' if free else key}"
         yield key_path
         yield from _written_paths(inside, key_path)
+
+
+def test_both_parsers_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        Path("config/example.yaml").read_text() + "\nmore: [1, '1', !!str 1, null, ~, \"\", {a: &x b, c: *x}]\nempty:\n"
+    )
+    fast = parse(text, Place(0, 1, "file"))
+    monkeypatch.setattr(documents, "FAST", yaml.SafeLoader)
+    assert parse(text, Place(0, 1, "file")) == fast

@@ -8,7 +8,7 @@ import typer
 
 from aviso_workers import config as configuration
 from aviso_workers.cli.finding import ConfigOption
-from aviso_workers.cli.printing import print_table
+from aviso_workers.cli.printing import Columns
 
 __all__ = ["config"]
 
@@ -25,9 +25,7 @@ def schema() -> None:
 def show(config: ConfigOption = None) -> None:
     """Print every value in effect and where it comes from; secrets are masked."""
     loaded = configuration.load(config)
-    print_table(
-        ("key", "value", "from"),
-        [(path, json.dumps(value), origin) for path, value, origin in configuration.effective(loaded)],
-    )
+    columns = Columns("key", "value", "from")
+    columns.print([(path, json.dumps(value), origin) for path, value, origin in configuration.effective(loaded)])
     for warning in loaded.warnings:
         typer.echo(f"warning: {warning}", err=True)
