@@ -160,12 +160,12 @@ class Line:
 
     async def take_redelivered(self) -> Delivery | None:
         """The next that was delivered before, for whoever decides whether it may be taken; None when closed."""
-        while not self._redelivered:
-            if self.closed:
-                return None
+        while not self.closed:
+            if self._redelivered:
+                return self._redelivered.popleft()
             self._redelivery = anyio.Event()
             await self._redelivery.wait()
-        return self._redelivered.popleft()
+        return None
 
     def admit(
         self, delivery: Delivery, *, first: bool = False, begin: Callable[[], Awaitable[None]] | None = None
@@ -233,7 +233,6 @@ class Line:
     def close(self) -> None:
         """Hand out nothing any more, and let the workers end. What arrives now is only held."""
         self.closed = True
-        self._redelivered.clear()
         self._redelivery.set()
         if any(map(self.alone, self._ready)):
             self._isolation.note_end(self._ready[0])  # it has not begun, and will not
@@ -301,7 +300,7 @@ class Line:
             if key in self._blocked:
                 self._blocked[key] = delivery
                 return
-        if self._sorts_out and delivery.num_delivered > 1 and not self.closed:
+        if self._sorts_out and delivery.num_delivered > 1:
             self._redelivered.append(delivery)
             self._redelivery.set()
         else:

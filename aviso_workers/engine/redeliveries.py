@@ -91,5 +91,4 @@ class Redeliveries:
             await self._failures.begin(delivery, alone=alone)
 
     async def _fail(self, delivery: Delivery, failure: Failure) -> None:
-        if not self._line.closed:
-            await self._settler.settle(delivery, failure, started=self._clock.monotonic())
+        await self._settler.settle(delivery, failure, started=self._clock.monotonic())

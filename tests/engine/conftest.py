@@ -34,15 +34,16 @@ class AutojumpLoop(asyncio.SelectorEventLoop):
     """An event loop that does not wait for timers: its clock jumps to the next one when all tasks are at rest."""
 
     def __init__(self) -> None:
-        self._now = 0.0
+        self._now_ns = 0
+        """Every jump moves it. A sum of fractions may stop just before a deadline, and one more may not change it."""
         super().__init__(AutojumpSelector(self._jump))
 
     def time(self) -> float:
-        return self._now
+        return self._now_ns / 1e9
 
     def _jump(self, seconds: float) -> None:
-        self._now += seconds
-        assert self._now < 10 * A_LONG_TIME, "what the test waits for does not come"
+        self._now_ns += max(1, round(seconds * 1e9))
+        assert self.time() < 10 * A_LONG_TIME, "what the test waits for does not come"
 
 
 class AutojumpSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]

@@ -1,0 +1,123 @@
+"""What is kept of failures, and of handlers that began, beyond the worker that stored it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from aviso_workers import config
+from aviso_workers.backends import Message, PubAck
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.engine.failing import Failures
+from aviso_workers.errors import RefusedError
+from aviso_workers.events import FailuresNotStored
+from tests.engine.conftest import Facts
+
+pytestmark = pytest.mark.anyio
+
+BUCKET = "tests_failures"
+
+
+class Guard(InMemoryBackend):
+    """Stores nothing while `closed`."""
+
+    closed = False
+
+    async def publish(self, message: Message, **stated: Any) -> PubAck:
+        if self.closed:
+            raise RefusedError("you may not publish there")
+        return await super().publish(message, **stated)
+
+
+class Redelivered:
+    """A delivery of which a record says that its handler begins."""
+
+    message = Message(subject="mars", data=b"", sequence=1, timestamp_ns=1)
+    num_delivered = 3
+
+
+@pytest.fixture
+async def backend() -> AsyncGenerator[Guard, None]:
+    async with Guard(config.InMemory()) as backend:
+        yield backend
+
+
+@pytest.fixture
+def worker(backend: Guard, facts: Facts) -> Callable[[], Any]:
+    """`worker()`: what another worker makes of the same failures."""
+    return lambda: Failures(backend, app="tests", agent="index", stream="MARS", events=facts.events)
+
+
+ENDS: dict[str, Callable[[Failures, Any], Awaitable[None]]] = {
+    "it was not run": lambda failures, delivery: failures.clear(delivery),
+    "it was cancelled": lambda failures, delivery: failures.clear_all(),
+    "it failed": lambda failures, delivery: failures.add(delivery, before=0, kept=False, worker_died=False),
+    "it is settled": lambda failures, delivery: failures.forget(delivery),
+}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("end", ENDS)
+async def test_a_handler_that_began_and_did_not_end_its_worker_leaves_no_record_of_that(
+    worker: Callable[[], Any], alone: bool, end: str
+) -> None:
+    here = worker()
+    await here.begin(Redelivered(), alone=alone)
+    assert (await worker().look(Redelivered())).began == ("alone" if alone else "beside_others")
+    await ENDS[end](here, Redelivered())
+    assert (await worker().look(Redelivered())).began is None
+
+
+@pytest.mark.parametrize("end", ["it was not run", "it failed", "it is settled"])
+async def test_the_record_of_a_worker_that_ended_is_removed_by_the_next(worker: Callable[[], Any], end: str) -> None:
+    here = worker()
+    await worker().begin(Redelivered(), alone=False)
+    await here.look(Redelivered())
+    await ENDS[end](here, Redelivered())
+    assert (await worker().look(Redelivered())).began is None
+
+
+async def test_what_ended_its_worker_is_run_alone_the_next_time_as_well(worker: Callable[[], Any]) -> None:
+    here = worker()
+    await worker().begin(Redelivered(), alone=True)
+    await here.look(Redelivered())
+    await here.add(Redelivered(), before=0, kept=False, worker_died=True)
+    await here.clear_all()
+    record = await worker().look(Redelivered())
+    assert (record.failures, record.began) == (1, "beside_others")
+
+
+async def test_a_failure_that_could_not_be_stored_counts_here_although_fewer_are_stored(
+    backend: Guard, worker: Callable[[], Any]
+) -> None:
+    here = worker()
+    await here.add(Redelivered(), before=0, kept=False, worker_died=False)
+    backend.closed = True
+    await here.add(Redelivered(), before=1, kept=False, worker_died=False)
+    backend.closed = False
+    assert (await here.look(Redelivered())).failures == 2
+    assert (await worker().look(Redelivered())).failures == 1
+
+
+async def test_each_time_that_failures_cannot_be_stored_any_more_is_told(
+    backend: Guard, worker: Callable[[], Any], facts: Facts
+) -> None:
+    here = worker()
+    for closed in (True, True, False, True):
+        backend.closed = closed
+        await here.add(Redelivered(), before=0, kept=False, worker_died=False)
+        assert (await here.look(Redelivered())).stored != closed
+    assert len(facts.of(FailuresNotStored)) == 2
+
+
+async def test_failures_are_stored_again_after_their_bucket_was_deleted(
+    backend: Guard, worker: Callable[[], Any]
+) -> None:
+    here = worker()
+    await here.add(Redelivered(), before=0, kept=False, worker_died=False)
+    await backend.delete_stream(f"KV_{BUCKET}")
+    for before in (1, 2):  # the first of them finds that the bucket is gone
+        await here.add(Redelivered(), before=before, kept=False, worker_died=False)
+    assert (await worker().look(Redelivered())).failures == 3

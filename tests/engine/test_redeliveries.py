@@ -1,0 +1,272 @@
+"""Deliveries that are not the first of their notification: which of them run, run alone, and end with their worker."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import Notification, Router, config
+from aviso_workers.backends import Message, PubAck
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.engine.dead_lettering import DeadLetters
+from aviso_workers.engine.failing import Failures
+from aviso_workers.engine.isolation import ALONE_SECONDS, Isolation
+from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.engine.redeliveries import Redeliveries
+from aviso_workers.engine.settling import Settler
+from aviso_workers.engine.shielding import Shield
+from aviso_workers.events import Settled
+from aviso_workers.verdicts import Failure
+from tests.engine.conftest import Facts, config_with
+
+pytestmark = pytest.mark.anyio
+
+PATIENCE_SECONDS = 3600.0
+SLOW_SECONDS = 2.0
+"""How long a slow server takes: longer than the handlers of a test run, shorter than settlements are shielded."""
+
+
+class SlowBackend(InMemoryBackend):
+    """Takes a while to store and to tell what is known of failures, as it is told."""
+
+    seconds = 0.0
+
+    async def publish(self, message: Message, *, stream: str, **stated: Any) -> PubAck:
+        if stream.endswith("_failures"):
+            await anyio.sleep(self.seconds)
+        return await super().publish(message, stream=stream, **stated)
+
+    async def last_message(self, stream: str, subject: str) -> Message | None:
+        await anyio.sleep(self.seconds)
+        return await super().last_message(stream, subject)
+
+
+@pytest.fixture
+async def backend() -> AsyncGenerator[SlowBackend, None]:
+    async with SlowBackend(config.InMemory()) as backend:
+        yield backend
+
+
+class Delivered:
+    """A delivery that notes how it was settled."""
+
+    held = True
+
+    def __init__(self, sequence: int, *, num_delivered: int = 3, timestamp_ns: int = 1) -> None:
+        self.message = Message(subject=f"mars.{sequence}", data=b"null", sequence=sequence, timestamp_ns=timestamp_ns)
+        self.num_delivered = num_delivered
+        self.settled: list[str] = []
+
+    def ack(self) -> None:
+        self.settled.append("ack")
+
+    def nak(self, *, delay_seconds: float = 0.0) -> None:
+        self.settled.append("nak")
+
+    def term(self, reason: str) -> None:
+        self.settled.append(f"term {reason}")
+
+
+class Worker:
+    """What a worker process has for one agent, without the call form: the test takes deliveries from the line."""
+
+    def __init__(self, backend: InMemoryBackend, facts: Facts, *, ordered: bool = False) -> None:
+        @Router("tests").agent("mars")
+        async def index(notification: Notification[Any]) -> None: ...
+
+        clock = backend.clock
+        self.isolation = Isolation(clock)
+        self.line = Line(clock, key=str if ordered else None, isolation=self.isolation)
+        self.failures = self.failures_of_another(backend, facts)
+        shield = Shield(clock)
+        settings = config_with()
+        provisioner = Provisioner(backend, management="reconcile", events=facts.events)
+        self.settler = Settler(
+            index,
+            stream="MARS",
+            line=self.line,
+            failures=self.failures,
+            dead_letters=DeadLetters(backend, app="tests", config=settings, provisioner=provisioner),
+            shield=shield,
+            clock=clock,
+            events=facts.events,
+        )
+        self.redeliveries = Redeliveries(
+            line=self.line,
+            failures=self.failures,
+            settler=self.settler,
+            isolation=self.isolation,
+            shield=shield,
+            attempts=3,
+            clock=clock,
+        )
+
+    @staticmethod
+    def failures_of_another(backend: InMemoryBackend, facts: Facts) -> Failures:
+        return Failures(backend, app="tests", agent="index", stream="MARS", events=facts.events)
+
+    @asynccontextmanager
+    async def deciding(self) -> AsyncIterator[None]:
+        """What is delivered again is decided upon in the block, and until the line is closed."""
+        with anyio.fail_after(PATIENCE_SECONDS):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self.redeliveries.work)
+                yield
+
+
+@pytest.fixture
+def worker(backend: SlowBackend, facts: Facts) -> Callable[..., Worker]:
+    return lambda **stated: Worker(backend, facts, **stated)
+
+
+@pytest.fixture
+def suspect(backend: SlowBackend, facts: Facts) -> Callable[[int], Any]:
+    """`await suspect(1)`: a delivery of what ran when its last worker ended."""
+
+    async def suspect(sequence: int) -> Any:
+        delivery: Any = Delivered(sequence)
+        await Worker.failures_of_another(backend, facts).begin(delivery, alone=False)
+        return delivery
+
+    return suspect
+
+
+async def began(worker: Worker, backend: SlowBackend, facts: Facts, delivery: Any) -> str | None:
+    """Which record there is that its handler begins."""
+    return (await worker.failures_of_another(backend, facts).look(delivery)).began
+
+
+async def test_one_that_waits_for_others_to_end_does_not_keep_its_worker_from_stopping(
+    worker: Callable[..., Worker], suspect: Callable[[int], Any]
+) -> None:
+    here, running = worker(ordered=True), Delivered(1, num_delivered=1)
+    here.line.put(running)
+    async with here.deciding():
+        assert await here.line.take() is running
+        here.line.put(await suspect(2))
+        await anyio.wait_all_tasks_blocked()
+        here.line.close()
+        here.line.done(running)
+    assert here.isolation.alone is None
+
+
+async def test_one_that_nobody_has_taken_yet_does_not_keep_its_worker_from_stopping(
+    backend: SlowBackend, facts: Facts, worker: Callable[..., Worker], suspect: Callable[[int], Any]
+) -> None:
+    here, delivery = worker(ordered=True), await suspect(1)
+    async with here.deciding():
+        here.line.put(delivery)
+        await anyio.wait_all_tasks_blocked()
+        assert here.isolation.alone is delivery
+        here.line.close()
+    assert await began(here, backend, facts, delivery) is None, "it did not begin, and would count as a failure"
+
+
+async def test_one_that_was_given_back_while_another_ran_alone_does_not_keep_others_from_running_alone(
+    worker: Callable[..., Worker], suspect: Callable[[int], Any]
+) -> None:
+    here = worker()
+    first, second, third = [await suspect(sequence) for sequence in (1, 2, 3)]
+    async with here.deciding():
+        here.line.put(first)
+        assert await here.line.take() is first
+        here.line.put(second)
+        await anyio.wait_all_tasks_blocked()
+        here.line.give_back()
+        here.line.put(third)
+        here.line.done(first)
+        assert await here.line.take() is third
+        here.line.done(third)
+        here.line.close()
+    assert second.settled == ["nak"]
+
+
+async def test_others_begin_again_after_seconds_while_one_runs_alone(
+    worker: Callable[..., Worker], suspect: Callable[[int], Any]
+) -> None:
+    here, other = worker(), Delivered(2, num_delivered=1)
+    alone = await suspect(1)
+    async with here.deciding():
+        here.line.put(alone)
+        assert await here.line.take() is alone
+        here.line.put(other)
+        since = anyio.current_time()
+        assert await here.line.take() is other
+        assert anyio.current_time() - since == pytest.approx(ALONE_SECONDS)
+        here.line.done(alone)
+        here.line.close()
+
+
+async def test_one_that_waits_for_others_begins_after_seconds_although_they_run(
+    worker: Callable[..., Worker], suspect: Callable[[int], Any]
+) -> None:
+    here, running = worker(), Delivered(1, num_delivered=1)
+    alone = await suspect(2)
+    here.line.put(running)
+    async with here.deciding():
+        assert await here.line.take() is running
+        here.line.put(alone)
+        assert await here.line.take() is alone
+        here.line.done(alone)
+        here.line.close()
+
+
+async def test_a_taker_that_is_cancelled_while_the_beginning_is_recorded_has_what_it_takes(
+    backend: SlowBackend, worker: Callable[..., Worker]
+) -> None:
+    """One that fills a batch waits for the next only so long; else it would be held, and handled by nobody."""
+    here, delivery = worker(), Delivered(1)
+    taken: Any = None
+    async with here.deciding():
+        here.line.put(delivery)
+        await anyio.wait_all_tasks_blocked()
+        backend.seconds = SLOW_SECONDS
+        with anyio.move_on_after(SLOW_SECONDS / 2):
+            taken = await here.line.take()
+        assert taken is delivery
+        here.line.close()
+
+
+async def test_what_was_given_back_while_it_was_looked_up_is_not_settled_as_well(
+    backend: SlowBackend, facts: Facts, worker: Callable[..., Worker]
+) -> None:
+    here, delivery = worker(), Delivered(1)
+    await here.failures_of_another(backend, facts).begin(delivery, alone=True)
+    backend.seconds = SLOW_SECONDS
+    async with here.deciding():
+        here.line.put(delivery)
+        await anyio.sleep(SLOW_SECONDS / 2)
+        here.line.close()
+        here.line.give_back()
+    assert delivery.settled == ["nak"]
+    assert facts.of(Settled) == []
+    assert await began(here, backend, facts, delivery) == "alone"
+
+
+async def test_what_is_offered_after_the_line_was_closed_is_not_decided_upon(worker: Callable[..., Worker]) -> None:
+    here, delivery = worker(), Delivered(1)
+    here.line.close()
+    here.line.put(delivery)
+    assert await here.line.take_redelivered() is None
+
+
+@pytest.mark.parametrize("settle", ["acked", "failed", "passed over"])
+async def test_what_was_given_back_while_it_ran_is_not_settled_as_well(
+    facts: Facts, worker: Callable[..., Worker], settle: str
+) -> None:
+    here, delivery = worker(), Delivered(1, num_delivered=1)
+    here.line.put(delivery)
+    await here.line.take()
+    here.line.abandon()
+    if settle == "passed over":
+        await here.settler.pass_over(delivery)
+    else:
+        failure = None if settle == "acked" else Failure(ValueError("no"))
+        await here.settler.settle(delivery, failure, started=0.0)
+    assert delivery.settled == ["nak"]
+    assert facts.of(Settled) == []
