@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from aviso_workers import Backoff, Notification, Reject, Router, Stream, config
+from aviso_workers import Backoff, Notification, Reject, Router, Stream, codec, config
 from aviso_workers.backends import Message, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.engine import parts, sweeping
 from aviso_workers.engine.dead_lettering import LONGEST_ERROR, RETRIES, STREAM, DeadLetter, retry_of
 from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.session import Session
+from aviso_workers.engine.supervising import LONGEST_WAIT_SECONDS
 from aviso_workers.errors import BackendError, OutcomeUnknownError, RefusedError, UnavailableError, UndecodableError
 from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, FailuresNotStored, Settled
 from tests.engine.conftest import Facts
@@ -338,22 +341,109 @@ async def test_a_large_dead_letter_that_is_tried_again_is_one_again_where_its_fi
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
 
-    async def publish(part: Message, part_id: str) -> PubAck:
-        return await backend.publish(part, message_id=part_id, stream=RETRIES, timeout_seconds=1)
-
     await store("mars.od.6", b"x" * (backend.max_payload - 150))
     async with working(index):
         await facts.wait_for(Settled)
-        _, rest = await stored(STREAM)
-        retry, message_id = retry_of(DeadLetter.read(await parts.whole(backend, STREAM, rest)))
         backend.unreadable = RETRIES
-        await parts.store(retry, message_id, publish, max_payload=backend.max_payload)
+        await retry_large(backend, stored)
         await backend.delete_message(RETRIES, 1)
         backend.unreadable = ""
         with anyio.fail_after(60):
             _, again = await facts.wait_for(Settled, 2)
     assert (again.outcome, again.reason) == ("dead_lettered", "undecodable")
     assert len([message for message in await stored(STREAM) if not parts.is_first_part(message)]) == 2
+
+
+async def test_a_large_dead_letter_that_is_tried_again_waits_until_its_first_part_can_be_read(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+) -> None:
+    seen: list[str] = []
+    broken = True
+
+    @router.agent("mars")
+    async def index(notification: Notification[str]) -> None:
+        if broken:
+            raise Reject("not today")
+        seen.append(notification.payload)
+
+    text = "x" * (backend.max_payload - 150)
+    await store("mars.od.6", msgspec.json.encode(text))
+    async with working(index):
+        await facts.wait_for(Settled)
+        broken, backend.unreadable = False, RETRIES
+        await retry_large(backend, stored)
+        await anyio.sleep(1)
+        backend.unreadable = ""
+        with anyio.fail_after(LONGEST_WAIT_SECONDS):
+            _, again = await facts.wait_for(Settled, 2)
+    assert (again.outcome, seen) == ("acked", [text])
+
+
+async def retry_large(backend: GraveyardGuard, stored) -> PubAck:
+    """Hand the one dead letter, which is stored in two parts, back to its agent; returns where its rest is."""
+    acks: list[PubAck] = []
+
+    async def publish(part: Message, part_id: str) -> PubAck:
+        acks.append(await backend.publish(part, message_id=part_id, stream=RETRIES, timeout_seconds=1))
+        return acks[-1]
+
+    _, rest = await stored(STREAM)
+    retry, message_id = retry_of(DeadLetter.read(await parts.whole(backend, STREAM, rest)))
+    await parts.store(retry, message_id, publish, max_payload=backend.max_payload)
+    return acks[-1]
+
+
+async def test_a_rest_takes_the_first_part_of_no_other_letter(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+) -> None:
+    """Sequences begin at 1 again where the stream was made anew."""
+
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    async with working(index):
+        await store("mars.od.1", b"?")
+        await facts.wait_for(Settled, 1)
+        for step in (2, 3):
+            await store(f"mars.od.{step}", b"%d" % step * (backend.max_payload - 150))
+            await facts.wait_for(Settled, step)
+    small, first_of_another, _, _, rest = await stored(STREAM)
+    for other in (small, first_of_another, rest):
+        wrong = structs.replace(rest, headers={**rest.headers, parts.FIRST_PART: str(other.sequence)})
+        with pytest.raises(UndecodableError, match="lacks its first part"):
+            await parts.whole(backend, STREAM, wrong)
+    assert (await parts.whole(backend, STREAM, rest)).data == b"3" * (backend.max_payload - 150)
+
+
+@pytest.mark.parametrize("header", parts.HEADERS)
+async def test_a_dead_letter_is_whole_although_its_original_says_that_it_is_a_part(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts, header: str
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    await store("mars.od.6", b"?", {header: "7"})
+    async with working(index):
+        await facts.wait_for(Settled)
+    (letter,) = await stored(STREAM)
+    assert not parts.is_first_part(letter)
+    assert (await parts.whole(backend, STREAM, letter)).data == b"?"
+
+
+async def test_what_hands_a_large_dead_letter_back_names_no_part_of_the_letter(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+) -> None:
+    """It would be taken for a rest without its first part where the server takes larger messages than it did."""
+
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    await store("mars.od.6", b"x" * (backend.max_payload - 150))
+    async with working(index):
+        await facts.wait_for(Settled)
+    _, rest = await stored(STREAM)
+    retry, _ = retry_of(DeadLetter.read(await parts.whole(backend, STREAM, rest)))
+    assert set(parts.HEADERS) & set(retry.headers or {}) == set()
 
 
 async def test_a_graveyard_that_does_not_answer_is_looked_at_again(
@@ -573,6 +663,23 @@ async def test_what_failed_for_good_in_its_lane_has_all_attempts_again_when_it_i
     assert [event.outcome for event in facts.of(Settled)] == ["retried", "dead_lettered", "retried", "acked"]
 
 
+@asynccontextmanager
+async def sweeping_up(session: Session, *agents: Any) -> AsyncIterator[None]:
+    """A worker that has these agents reads in the block what its server gave up."""
+    stop = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(session.run_sweep, agents, stop)
+        await anyio.wait_all_tasks_blocked()
+        yield
+        stop.set()
+
+
+async def advise(backend: GraveyardGuard, advisory: bytes) -> None:
+    """What a server publishes when it gives a message up."""
+    message = Message(subject=f"{sweeping.SUBJECT}.any", data=advisory)
+    await backend.publish(message, message_id="1", stream=sweeping.STREAM, timeout_seconds=1)
+
+
 async def test_what_its_server_gave_up_is_kept_although_the_dead_letter_cannot_be_stored_at_once(
     backend: GraveyardGuard, session: Session, router: Router, notify, stored, facts: Facts
 ) -> None:
@@ -581,18 +688,11 @@ async def test_what_its_server_gave_up_is_kept_although_the_dead_letter_cannot_b
 
     await notify(6)
     backend.closed = UnavailableError("no answer")
-    stop = anyio.Event()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(session.run_sweep, [index], stop)
-        await anyio.wait_all_tasks_blocked()
-        subject = f"{sweeping.SUBJECT}.MARS.tests__index"
-        given_up = b'{"stream": "MARS", "consumer": "tests__index", "stream_seq": 1, "deliveries": 26}'
-        advisory = Message(subject=subject, data=given_up)
-        await backend.publish(advisory, message_id="1", stream=sweeping.STREAM, timeout_seconds=1)
+    async with sweeping_up(session, index):
+        await advise(backend, b'{"stream": "MARS", "consumer": "tests__index", "stream_seq": 1, "deliveries": 26}')
         await facts.wait_for(Settled)
         backend.closed = None
         await facts.wait_for(Settled, 2)
-        stop.set()
     assert [event.reason for event in facts.of(Settled)] == ["dead_letter_failed", "max_deliveries"]
     assert len(await stored(STREAM)) == 1
 
@@ -620,21 +720,37 @@ async def test_one_notification_has_a_dead_letter_of_each_agent_that_gives_it_up
         b"no advisory",
         b'{"stream": "GONE", "consumer": "tests__index", "stream_seq": 1, "deliveries": 26}',
         b'{"stream": "MARS", "consumer": "tests__index", "stream_seq": 77, "deliveries": 26}',
+        b'{"stream": "MARS", "consumer": "tests__index", "stream_seq": 2, "deliveries": 26}',  # a marker
         b'{"stream": "MARS", "consumer": "others__index", "stream_seq": 1, "deliveries": 26}',
     ],
 )
 async def test_an_advisory_of_nothing_that_could_be_kept_is_read_once(
-    backend: GraveyardGuard, session: Session, notify, facts: Facts, advisory: bytes
+    backend: GraveyardGuard, session: Session, notify, store, facts: Facts, advisory: bytes
 ) -> None:
     await notify(6)
-    stop = anyio.Event()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(session.run_sweep, [], stop)
-        await anyio.wait_all_tasks_blocked()
-        message = Message(subject=f"{sweeping.SUBJECT}.any", data=advisory)
-        await backend.publish(message, message_id="1", stream=sweeping.STREAM, timeout_seconds=1)
+    await store("mars.od.6", b"", {codec.MARKER_HEADER: "MaxAge"})
+    async with sweeping_up(session):
+        await advise(backend, advisory)
         await anyio.sleep(1)
         [consumer] = await backend.consumers(sweeping.STREAM)
         assert (consumer.num_pending, consumer.num_ack_pending) == (0, 0)
-        stop.set()
     assert facts.of(Settled) == []
+
+
+async def test_a_large_retry_that_its_server_gave_up_is_kept_whole(
+    backend: GraveyardGuard, session: Session, router: Router, store, stored, working, facts: Facts
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    data = b"x" * (backend.max_payload - 150)
+    await store("mars.od.6", data)
+    async with working(index):
+        await facts.wait_for(Settled)
+    rest = await retry_large(backend, stored)
+    async with sweeping_up(session, index):
+        advisory = {"stream": RETRIES, "consumer": "tests__index", "stream_seq": rest.sequence, "deliveries": 26}
+        await advise(backend, msgspec.json.encode(advisory))
+        await facts.wait_for(Settled, 2)
+    letters = [message for message in await stored(STREAM) if not parts.is_first_part(message)]
+    assert [(await parts.whole(backend, STREAM, letter)).data for letter in letters] == [data, data]
