@@ -152,6 +152,18 @@ async def test_what_is_out_of_order_is_waited_for_by_the_lateness(
         assert sums(t) == {"0-60 all": 3}
 
 
+async def test_while_nothing_comes_nothing_is_stored(app: App, url: str | None, declare: Callable[..., Any]) -> None:
+    declare(hourly())
+    async with harness(app, server=url) as t:
+        await notify(t, 10)
+        await t.settle()
+        await t.advance(2 * windowing.LOOK_SECONDS)
+        bucket = await app.key_value("contract_windows_sums")
+        revision = await bucket.revision()
+        await t.advance(2 * windowing.LOOK_SECONDS)
+        assert await bucket.revision() == revision
+
+
 async def test_what_is_late_is_a_dead_letter(app: App, url: str | None, declare: Callable[..., Any]) -> None:
     agent = declare(hourly())
     async with harness(app, server=url) as t:

@@ -47,6 +47,16 @@ async def test_one_that_was_stored_without_an_answer_is_stored_once(
     assert [message.headers["Nats-Msg-Id"] for message in await stored("MARS")] == ["mine"]
 
 
+async def test_the_stream_of_what_waits_is_made_anew_where_it_was_deleted(
+    backend: FlakyBackend, facts: Facts, stored
+) -> None:
+    publisher = Session(backend, app="tests", config=config_with(), events=facts.events).publisher
+    await publisher.notify(structs.replace(STEP_6, deliver_after=60))
+    await backend.delete_stream(deferring.STREAM)
+    await publisher.notify(structs.replace(STEP_6, deliver_after=60))
+    assert len(await stored(deferring.STREAM)) == 1
+
+
 async def test_one_whose_stream_is_away_is_tried_again_more_and_more_rarely(
     session: Session, backend: FlakyBackend, facts: Facts
 ) -> None:

@@ -236,6 +236,30 @@ class TestStopping:
         assert (settled.outcome, settled.num_delivered) == ("acked", 2)
         assert anyio.current_time() - began_again < 1
 
+    async def test_at_once_gives_back_what_runs_and_what_waits(
+        self, session: Session, router: Router, notify, working, facts: Facts
+    ) -> None:
+        began = anyio.Event()
+
+        @router.agent("mars")
+        async def index(notification: Notification[Any]) -> None:
+            if notification.num_delivered == 1:
+                began.set()
+                await anyio.sleep_forever()
+
+        await notify(0)
+        await notify(6)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(session.run_agent, index, anyio.Event())
+            await began.wait()
+            assert len(session.runs["index"].line) == 2
+            tasks.cancel_scope.cancel()
+        began_again = anyio.current_time()
+        async with working(index):
+            settled = await facts.wait_for(Settled, 2)
+        assert [(event.outcome, event.num_delivered) for event in settled] == [("acked", 2), ("acked", 2)]
+        assert anyio.current_time() - began_again < 1
+
     async def test_while_nothing_runs_is_at_once(self, router: Router, working, facts: Facts) -> None:
         @router.agent("mars", concurrency=4)
         async def index(notification: Notification[Any]) -> None: ...

@@ -152,6 +152,7 @@ class TestAReplay:
         async with aclosing(replayer.replay(Position(), Position())) as notifications:
             async for notification in notifications:
                 found.append(notification.sequence)
+                assert len(found) <= 5, f"it begins again: {found}"
                 backend.disconnect()
                 backend.reconnect()
         assert found == [1, 2, 3, 4, 5]
@@ -168,6 +169,23 @@ class TestAReplay:
 
                 tasks.start_soon(reconnect)
                 assert (await anext(notifications)).sequence == 3
+
+    async def test_goes_on_for_as_long_as_it_gets_something(
+        self, replayer: Replayer, backend: MortalBackend, notify, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read = backend.read
+
+        async def read_one(*of: Any, **bounds: Any) -> AsyncGenerator[Message, None]:
+            async with aclosing(read(*of, **bounds)) as messages:
+                async for message in messages:
+                    yield message
+                    raise UnavailableError("broken off")
+
+        count = MOST_FRUITLESS + 5
+        for step in range(5, count):
+            await notify(step)
+        monkeypatch.setattr(backend, "read", read_one)
+        assert await steps(replayer.replay(Position(), Position())) == list(range(count))
 
     async def test_ends_with_an_error_where_it_gets_nothing_although_there_is_a_connection(
         self, replayer: Replayer, backend: MortalBackend

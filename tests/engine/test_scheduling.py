@@ -16,7 +16,16 @@ from aviso_workers import Router, Tick, config
 from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock
-from aviso_workers.engine.scheduling import LEASE_SECONDS, LOOK_SECONDS, Claim, Claims, Lease, run_timers
+from aviso_workers.engine.scheduling import (
+    LEADER,
+    LEASE_SECONDS,
+    LOOK_SECONDS,
+    RENEW_SECONDS,
+    Claim,
+    Claims,
+    Lease,
+    run_timers,
+)
 from aviso_workers.engine.tabling import SteadyBucket
 from aviso_workers.errors import ConflictError
 from aviso_workers.events import Event, Events, LeadershipChanged, Ticked
@@ -274,6 +283,18 @@ async def test_who_has_lost_the_lease_without_noticing_gives_back_nobody_elses(f
         await fleet.after(LEASE_SECONDS / 2)
         assert (leader.held, candidate.held) == (True, False)
         tasks.cancel_scope.cancel()
+
+
+async def test_a_lease_that_is_another_workers_is_over_at_the_next_renewal(fleet: Fleet) -> None:
+    backend = fleet.streams.peer()
+    backend.reconnect()
+    lease = Lease(backend, "app")
+    assert await lease.take(anyio.Event())
+    await (await backend.key_value("app_leases")).put(LEADER, b"another")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lease.hold, term := anyio.CancelScope())
+        await fleet.after(RENEW_SECONDS)
+        assert (lease.held, term.cancel_called) == (False, True)
 
 
 async def test_a_lease_is_counted_from_when_it_was_asked_for(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

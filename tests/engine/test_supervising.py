@@ -233,6 +233,26 @@ class TestAnAgent:
         assert facts.of(AgentDisturbed) == []
         assert facts.of(AgentStopped) == [AgentStopped(agent="index", finished=1, returned=0)]
 
+    async def test_that_keeps_an_order_does_not_wait_for_what_it_holds_itself(
+        self, backend: LosingBackend, router: Router, notify, working, facts: Facts
+    ) -> None:
+        began, end = anyio.Event(), anyio.Event()
+
+        @router.agent("mars", order_by=("class",), ack_wait=5.0)
+        async def index(notification: Notification[Any]) -> None:
+            began.set()
+            await end.wait()
+
+        await notify(0)
+        async with working(index):
+            await began.wait()
+            lost_at = anyio.current_time()
+            backend.lose(UnavailableError("the leader is gone"))
+            await facts.wait_for(AgentStarted, 2)
+            assert anyio.current_time() - lost_at < 1
+            end.set()
+            await facts.wait_for(Settled)
+
     async def test_that_keeps_an_order_waits_for_what_a_dead_worker_held(
         self, backend: LosingBackend, session: Session, router: Router, notify, working
     ) -> None:

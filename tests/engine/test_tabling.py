@@ -156,6 +156,25 @@ async def test_ones_own_writes_are_told_at_once(cached: CachedBucket) -> None:
     assert await value(cached) is None
 
 
+async def test_ones_own_write_is_not_undone_by_what_was_written_before_it_and_is_heard_of_later(
+    cached: CachedBucket, other: KeyValue
+) -> None:
+    await other.put("od", b"1")
+    await cached.put("od", b"2")
+    for _ in range(20):
+        assert await value(cached) == b"2"
+        await anyio.lowlevel.checkpoint()
+
+
+async def test_a_write_to_a_cache_that_is_repeated_under_its_message_id_is_done_once(
+    backend: Lossy, cached: CachedBucket, bucket: SteadyBucket
+) -> None:
+    first = await cached.put("od", b"1", message_id="mine", ttl_seconds=60)
+    assert await cached.put("od", b"1", message_id="mine", ttl_seconds=60) == first
+    await backend.clock.advance(61)  # type: ignore[attr-defined]
+    assert await bucket.get("od") is None
+
+
 async def test_ones_own_write_does_not_bring_back_what_was_deleted_before_its_answer_came(
     backend: Lossy, cached: CachedBucket, other: KeyValue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
