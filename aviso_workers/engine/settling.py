@@ -206,6 +206,4 @@ class _Storing:
         if self._refusal is None:
             return
         self._refusal, self._refusals, self._again_at = None, 0, -math.inf
-        if self._quiet is not None:
-            self._quiet.cancel()
         self._events.emit(DeadLettersStored(agent=self._agent))
