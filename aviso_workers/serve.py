@@ -41,7 +41,7 @@ log = structlog.get_logger("aviso_workers")
 LAG_SECONDS = 2.0
 DEAD_LETTERS = "dead letters"
 THREADS = "threads"
-"""No streams' names, in the place of one."""
+"""What an agent lacks beside a stream that it reads; no stream has such a name."""
 
 
 def run(app: App, *, status_port: int | None = None, member: Member | None = None) -> None:
