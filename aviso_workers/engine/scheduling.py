@@ -9,6 +9,7 @@ of two, one succeeds. What was claimed is kept, and tells the next leader what w
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -190,6 +191,10 @@ class Claims:
         self._bucket = bucket
         self._lease = lease
         self._revision = 0
+        self._last: datetime
+        """The last tick that is known to be claimed."""
+        self._in_doubt = ""
+        """The message id of a later claim, of which it is not known whether it was stored."""
 
     @property
     def token(self) -> int:
@@ -199,22 +204,31 @@ class Claims:
         """After which the next tick is to be run: `now`, where the timer is new.
 
         A claim that a clock made which was ahead is believed up to the time at which the bucket stored it. Otherwise a
-        leader that is an hour ahead would silence its successors for an hour.
+        leader that is an hour ahead would silence its successors for an hour. A claim of our own that was in doubt and
+        is stored counts as none: its tick was not run.
         """
         entry = await self._bucket.get(self._timer)
         if entry is None:
             self._revision = await self._bucket.put(self._timer, msgspec.json.encode(Claim(time=now)), revision=0)
+            self._last = now
             return now
         self._revision = entry.revision
-        claimed = msgspec.json.decode(entry.value, type=Claim).time
-        return entry.time if claimed - entry.time > MOST_SKEW else claimed
+        if entry.message_id != self._in_doubt or not self._in_doubt:
+            claimed = msgspec.json.decode(entry.value, type=Claim).time
+            self._last = entry.time if claimed - entry.time > MOST_SKEW else claimed
+        return self._last
 
     async def claim(self, tick: datetime) -> bool:
         """Whether it is ours to run. Raises `ConflictError` where another leader has claimed one since."""
         if not self._lease.held:
             return False
-        claim = msgspec.json.encode(Claim(time=tick, token=self.token))
-        self._revision = await self._bucket.put(self._timer, claim, revision=self._revision)
+        claim, message_id = msgspec.json.encode(Claim(time=tick, token=self.token)), secrets.token_hex(12)
+        try:
+            self._revision = await self._bucket.put(self._timer, claim, revision=self._revision, message_id=message_id)
+        except BackendError:
+            self._in_doubt = message_id
+            raise
+        self._last = tick
         return True
 
 

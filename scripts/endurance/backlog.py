@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from aviso_workers import App, Batch, Notification, Notify, Stream, Window, Windowing, config
+from aviso_workers import App, Batch, Notification, Notify, Stream, Tick, Window, Windowing, config
 from aviso_workers.agents import durable_name
 from aviso_workers.backends import Administration
+from aviso_workers.engine.scheduling import Claim
 from aviso_workers.errors import AvisoWorkersError
 from aviso_workers.server import NatsServer
 from endurance.clusters import connected, started
@@ -41,6 +43,8 @@ MOST_PAUSE_HELP = (
     "ack_wait, and a publish whose leader is gone is repeated after 10 s"
 )
 KEYS = 10
+FAILS_ONE_IN = 10
+TICK = timedelta(seconds=1)
 PER_WINDOW = 100
 READY_SECONDS = 60.0
 STILL_SECONDS = 60.0
@@ -93,6 +97,30 @@ def per_notification(app: App, record: Record, **policy: Any) -> None:
         record.add(_number(notification))
 
 
+def failing(app: App, record: Record) -> None:
+    """Handles one notification per call; one of ten fails when it is handled first."""
+    failed: set[int] = set()
+
+    @app.agent(EVENT, name=AGENT, concurrency=64)
+    async def drain(notification: Notification[Any]) -> None:
+        number = _number(notification)
+        if number % FAILS_ONE_IN == 0 and number not in failed:
+            failed.add(number)
+            record.note(1)
+            raise RuntimeError("fails the first time")
+        record.add(number)
+
+
+def by_timer(app: App, record: Record) -> None:
+    """Runs the ticks of a timer that were missed while no worker ran."""
+    first: list[datetime] = []
+
+    @app.every("1s", leader=True, catch_up=True)
+    async def drain(tick: Tick) -> None:
+        first.append(tick.time)
+        record.add(round((tick.time - first[0]) / TICK))
+
+
 def in_batches(app: App, record: Record) -> None:
     """Handles up to a hundred notifications per call."""
 
@@ -135,7 +163,9 @@ KINDS: dict[str, Callable[[App, Record], None]] = {
     "ordered": lambda app, record: per_notification(app, record, concurrency=16, order_by=["lane"]),
     "window": in_windows,
     "singleton": lambda app, record: per_notification(app, record, singleton=True),
+    "failing": failing,
     "delayed": lambda app, record: per_notification(app, record, concurrency=64),
+    "timer": by_timer,
 }
 
 
@@ -178,15 +208,18 @@ async def _drain(kind: str, count: int, leader_change: bool, nodes: Sequence[Nat
     app = App(APP, config=config.load(CONFIG, environ=_environment(nodes)))
     KINDS[kind](app, record)
     async with connected(app) as administration:
-        await _store(app, count, delayed=kind == "delayed")
-        record.times.append(time.monotonic())
+        if kind == "timer":
+            await _miss_ticks(app, count)
+        else:
+            await _store(app, count, delayed=kind == "delayed")
+        record.times = [time.monotonic()]
         async with _at_work(app):
             if leader_change:
                 await _until(lambda: record.handled >= count // 4, record)
-                await _step_down(administration)
+                await _step_down(administration, kind)
             await _until(lambda: len(record.numbers) >= count, record)
-    if len(record.numbers) < count:
-        raise ShortfallError(f"{kind}: {len(record.numbers):,} of {count:,} handled, then nothing for a minute")
+    if missing := [number for number in range(count) if number not in record.numbers]:
+        raise ShortfallError(f"{kind}: {len(missing):,} of {count:,} not handled, such as number {missing[0]}")
     again = sum(times > 1 for times in record.numbers.values())
     seconds = record.times[-1] - record.times[0]
     return Result(kind, len(record.numbers), again, count / seconds, record.longest_pause_seconds)
@@ -210,12 +243,19 @@ async def _store(app: App, count: int, *, delayed: bool) -> None:
     )
 
 
-async def _step_down(administration: Administration) -> None:
+async def _miss_ticks(app: App, count: int) -> None:
+    """Claim a tick of so long ago that the timer has missed `count` since."""
+    claim = Claim(time=datetime.now(UTC) - count * TICK)
+    bucket = await app.session.backend.key_value(f"{APP}_timers")
+    await bucket.put(AGENT, msgspec.json.encode(claim), revision=0)
+
+
+async def _step_down(administration: Administration, kind: str) -> None:
     stream = EVENT.upper()
-    for subject in (
-        f"CONSUMER.LEADER.STEPDOWN.{stream}.{durable_name(APP, AGENT)}",
-        f"STREAM.LEADER.STEPDOWN.{stream}",
-    ):
+    led = [f"CONSUMER.LEADER.STEPDOWN.{stream}.{durable_name(APP, AGENT)}", f"STREAM.LEADER.STEPDOWN.{stream}"]
+    if kind == "timer":
+        led = [f"STREAM.LEADER.STEPDOWN.KV_{APP}_timers", f"STREAM.LEADER.STEPDOWN.KV_{APP}_leases"]
+    for subject in led:
         await administration.api(subject)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -27,7 +27,7 @@ from aviso_workers.engine.scheduling import (
     run_timers,
 )
 from aviso_workers.engine.tabling import SteadyBucket
-from aviso_workers.errors import ConflictError
+from aviso_workers.errors import ConflictError, OutcomeUnknownError
 from aviso_workers.events import Event, Events, LeadershipChanged, Ticked
 
 pytestmark = pytest.mark.anyio
@@ -264,6 +264,35 @@ async def test_a_leader_that_was_overtaken_at_one_tick_goes_on_with_the_next(fle
     await fleet.after(30)
     assert fleet.ticks == [20, 30]
     assert fleet.leaders == [True], f"worker {worker} has led all the time"
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_a_tick_whose_claim_may_not_have_been_stored_is_run_once(
+    router: Router, fleet: Fleet, monkeypatch: pytest.MonkeyPatch, *, stored: bool
+) -> None:
+    """As when the bucket changes its leader while it is claimed."""
+
+    @router.every("10s", leader=True, catch_up=True)
+    async def lead() -> None: ...
+
+    await fleet.start()
+    await fleet.after(15)
+    backend, clock = fleet.backends[0], fleet.clock
+    publish, away_until = backend.publish, clock.monotonic() + 10
+
+    async def publish_while_the_leader_changes(message: Message, **stated: Any) -> PubAck:
+        if "app_timers" not in message.subject or clock.monotonic() >= away_until:
+            return await publish(message, **stated)
+        if stored:
+            with suppress(ConflictError):
+                await publish(message, **stated)
+        raise OutcomeUnknownError("no answer")
+
+    monkeypatch.setattr(backend, "publish", publish_while_the_leader_changes)
+
+    await fleet.after(30)
+
+    assert fleet.ticks == [10, 20, 30, 40]
 
 
 async def test_who_has_lost_the_lease_without_noticing_gives_back_nobody_elses(fleet: Fleet) -> None:

@@ -67,6 +67,25 @@ async def test_an_answer_that_comes_when_nobody_waits_any_more_does_no_harm(conn
     assert (await connection.api("INFO"))["streams"] == 0
 
 
+async def test_a_question_that_a_cluster_does_not_answer_while_it_creates_a_stream_is_asked_again(
+    connection, monkeypatch
+):
+    monkeypatch.setattr(module, "LOOK_AGAIN_SECONDS", 0.1)
+    asked = []
+
+    async def answer_the_second_time(message) -> None:
+        asked.append(message.subject)
+        if len(asked) == 2:
+            await message.respond(b'{"state": {"messages": 3}}')
+
+    await connection.nc.subscribe("$JS.PLAYED.API.>", cb=answer_the_second_time)
+
+    answer = await connection.api("STREAM.INFO.DEED", prefix="$JS.PLAYED.API")
+
+    assert answer == {"state": {"messages": 3}}
+    assert asked == ["$JS.PLAYED.API.STREAM.INFO.DEED"] * 2
+
+
 async def test_a_lost_connection_answers_at_once_that_it_does_not(connection, nats_server):
     stand_still(nats_server)
     started = time.monotonic()

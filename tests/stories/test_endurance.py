@@ -115,7 +115,7 @@ def test_outage_of_half_a_minute_is_waited_out(start: Callable[..., Script]) -> 
     [
         # A pull request that nobody sends again is missed for five seconds.
         ("--kind", "singleton", "--most-pause", "4.5"),
-        ("--kind", "notification", "--leader-change", "--most-pause", "30"),
+        ("--kind", "notification", "--kind", "timer", "--leader-change", "--most-pause", "30"),
     ],
     ids=["as it is", "leader change"],
 )

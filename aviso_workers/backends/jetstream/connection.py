@@ -20,6 +20,7 @@ import anyio
 import msgspec
 import nats.errors
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 
 from aviso_workers import config
 from aviso_workers.backends import ConnectionListener
@@ -29,6 +30,9 @@ from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 __all__ = ["Connection"]
 
 API_TIMEOUT_SECONDS = 5.0
+LOOK_AGAIN_SECONDS = 1.0
+"""A cluster never answers who asks about a stream or a consumer while it is being created. So the question is sent once
+more after this time."""
 PING_SECONDS = 5.0
 SILENT_PINGS = 2
 """A server that leaves so many PINGs in a row unanswered is left. One may be our own fault: a loop that was stuck."""
@@ -145,7 +149,7 @@ class Connection:
         whole, sent = f"{prefix or self.api_prefix}.{subject}", anyio.current_time()
         try:
             with faults.translated(subject):
-                answer = await self.nc.request(whole, body, timeout=timeout_seconds)
+                answer = await self._request(whole, body, timeout_seconds=timeout_seconds)
         except UnavailableError:
             self.check_allowed(whole, since=sent)
             raise
@@ -153,6 +157,14 @@ class Connection:
         if "error" in decoded:
             raise faults.from_api(subject, decoded["error"])
         return decoded
+
+    async def _request(self, subject: str, body: bytes, *, timeout_seconds: float) -> Msg:
+        if ".INFO." not in subject or timeout_seconds <= LOOK_AGAIN_SECONDS:
+            return await self.nc.request(subject, body, timeout=timeout_seconds)
+        try:
+            return await self.nc.request(subject, body, timeout=LOOK_AGAIN_SECONDS)
+        except nats.errors.TimeoutError:
+            return await self.nc.request(subject, body, timeout=timeout_seconds - LOOK_AGAIN_SECONDS)
 
     def post(self, subject: str, body: bytes, *, reply: str) -> None:
         """Send a request of JetStream's API whose answers come to the inbox `reply`, as pulls do."""
