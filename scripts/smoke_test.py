@@ -1,42 +1,59 @@
 #!/usr/bin/env python3
-"""Publishes, watches, replays and looks at the effective stream policy: does this installation do its job?
+"""Publish, watch and replay on this installation, and compare a stream's policy with what is expected.
 
-Environment (defaults): BACKEND (in_memory), NATS_URL (nats://localhost:4222), TIMEOUT_SECONDS (8),
-JETSTREAM_POLICY_STREAM_NAME (POLYGON), and, each checked only where it is set, EXPECT_MAX_MESSAGES, EXPECT_MAX_BYTES,
-EXPECT_MAX_MESSAGES_PER_SUBJECT, EXPECT_COMPRESSION (None or s2). AVISO_WORKERS_CONFIG_FILE names a configuration of
-your own; it must know the event types of smoke_test.yaml.
+The configuration is that of this installation: AVISO_WORKERS_CONFIG_FILE, else AVISOSERVER_CONFIG_FILE, else the files
+of aviso-server; smoke_test.yaml where there is none. It must have the event types `mars` and `test_polygon` of
+aviso-server's example. Streams are used as they are: none is created and none is changed.
 
-Prints a line a check; exits 0 only if all hold. It publishes to the streams of these event types.
+Environment, where a variable that is empty counts as not set: BACKEND (in_memory or jetstream) and NATS_URL in place of
+what the configuration says, TIMEOUT_SECONDS (8), JETSTREAM_POLICY_STREAM_NAME (POLYGON), SMOKE_VERBOSE (true is -v),
+and what the policy of that stream is compared with: EXPECT_MAX_MESSAGES, EXPECT_MAX_BYTES,
+EXPECT_MAX_MESSAGES_PER_SUBJECT, EXPECT_COMPRESSION (s2 or true, none or false).
+
+Prints a line for each check, and exits 0 only if none has failed. A few notifications are published to the streams of
+`mars` and `test_polygon`: agents that read these will get them, and a stream that is full gives up its oldest for them.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import sys
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import anyio
+from msgspec import Struct, structs
 
 from aviso_workers import App, AvisoWorkersError, Notification, Receipt
 from aviso_workers import config as configuration
+from aviso_workers.errors import ConfigError, NotFoundError
 
-BACKEND = os.environ.get("BACKEND", "in_memory")
-NATS_URL = os.environ.get("NATS_URL", "nats://localhost:4222")
-TIMEOUT_SECONDS = float(os.environ.get("TIMEOUT_SECONDS", "8"))
-POLICY_STREAM = os.environ.get("JETSTREAM_POLICY_STREAM_NAME", "POLYGON")
-EXPECTATIONS = {
+FALLBACK = Path(__file__).with_name("smoke_test.yaml")
+CONFIG_FILES = ("AVISO_WORKERS_CONFIG_FILE", "AVISOSERVER_CONFIG_FILE")
+EXPECTED_LIMITS = {
     "EXPECT_MAX_MESSAGES": "max_msgs",
     "EXPECT_MAX_BYTES": "max_bytes",
     "EXPECT_MAX_MESSAGES_PER_SUBJECT": "max_msgs_per_subject",
-    "EXPECT_COMPRESSION": "compression",
 }
+COMPRESSIONS = {"s2": "s2", "true": "s2", "none": "none", "false": "none"}
 SQUARE = "(52.5,13.4,52.6,13.4,52.6,13.6,52.5,13.6,52.5,13.4)"
 INSIDE, ELSEWHERE = "52.55,13.5", "10,10"
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """What the environment and the command line say."""
+
+    timeout_seconds: float
+    policy_stream: str
+    expected_policy: Mapping[str, str]
+    """By the field of the stream's configuration."""
+    verbose: bool
 
 
 class CheckFailedError(Exception):
@@ -47,103 +64,167 @@ class CheckSkippedError(Exception):
     """A check does not apply here."""
 
 
-def mars(**values: Any) -> dict[str, Any]:
-    fields = {"class": "od", "expver": "1", "domain": "g", "date": "20250706", "time": "1200"}
-    return {**fields, "stream": "smoke", "step": 1, **values}
+class Installation:
+    """The app under test: it publishes and reads, and says so with -v."""
+
+    def __init__(self, app: App, settings: Settings) -> None:
+        self.settings = settings
+        self._app = app
+
+    def say(self, text: str) -> None:
+        if self.settings.verbose:
+            print(f"      {text}")
+
+    async def publish(self, event_type: str, identifier: Mapping[str, Any], payload: Any) -> Receipt:
+        with anyio.fail_after(self.settings.timeout_seconds):
+            receipt = await self._app.notify(event_type, identifier, payload)
+        self.say(f"published {event_type}@{receipt.sequence}: {dict(identifier)}")
+        return receipt
+
+    async def publish_mars(self, **identifier: Any) -> Receipt:
+        fields = {"class": "od", "expver": "1", "domain": "g", "date": "20250706", "time": "1200", "step": 1}
+        return await self.publish("mars", {**fields, **identifier}, "a smoke test's")
+
+    async def replay(self, event_type: str, where: Mapping[str, Any], **between: Any) -> list[Notification[Any]]:
+        with anyio.fail_after(self.settings.timeout_seconds):
+            found = [notification async for notification in self._app.replay(event_type, where, **between)]
+        self.say(f"replayed {len(found)} of {event_type} where {where}: {[each.id for each in found]}")
+        return found
+
+    def watch(self, where: Mapping[str, Any], **start: Any) -> AsyncIterator[Notification[Any]]:
+        return self._app.watch("mars", where, **start)
+
+    async def policy(self, stream: str) -> Mapping[str, Any]:
+        """Return the stream's configuration as the server has it. Raises `NotFoundError`."""
+        backend = self._app.session.backend
+        if backend.kind != "jetstream":
+            raise CheckSkippedError("the backend keeps no stream policy")
+        config = (await backend.stream_info(stream)).config
+        self.say(f"{stream} has {dict(config)}")
+        return config
 
 
-async def publishing_is_acknowledged(app: App) -> None:
-    receipt = await app.notify("mars", mars(), {"location": "here"})
+async def the_stream_policy_is_in_effect(installation: Installation) -> None:
+    """The first check, so that it sees the stream as it was before anything was published."""
+    settings = installation.settings
+    if not settings.expected_policy:
+        raise CheckSkippedError("no EXPECT_* is set")
+    try:
+        policy = await installation.policy(settings.policy_stream)
+    except NotFoundError as error:
+        raise CheckSkippedError(f"stream {settings.policy_stream} does not exist") from error
+    found = {field: str(policy.get(field) or "none") for field in settings.expected_policy}
+    wrong = [
+        f"{field} {found[field]}, expected {expected}"
+        for field, expected in settings.expected_policy.items()
+        if found[field] != expected
+    ]
+    expect(not wrong, f"{settings.policy_stream} has {' and '.join(wrong)}")
+
+
+async def publishing_is_acknowledged(installation: Installation) -> None:
+    receipt = await installation.publish_mars(stream="smoke")
     expect(receipt.sequence > 0, f"sequence {receipt.sequence}")
 
 
-async def a_watch_sees_what_comes_and_not_what_was(app: App) -> None:
-    target = f"t-{uuid.uuid4().hex[:8]}"
-    before = await app.notify("mars", mars(stream=target, step=1), {"n": 1})
-    notification = await first(app.watch("mars", {"stream": target}), after=lambda: publish_until_seen(app, target))
-    expect(notification.sequence > before.sequence, f"{notification.id} came, {before.sequence} was there before")
+async def a_watch_sees_what_comes_and_not_what_was(installation: Installation) -> None:
+    stream = unique("watch")
+    before = await installation.publish_mars(stream=stream, step=1)
+    found: list[Notification[Any]] = []
+
+    async def publish_until_seen() -> None:
+        """A watch does not say when it has begun: publish until it shows something."""
+        step = 2
+        while not found:
+            await installation.publish_mars(stream=stream, step=step)
+            step += 1
+            await anyio.sleep(0.1)
+
+    with anyio.fail_after(installation.settings.timeout_seconds):
+        async with anyio.create_task_group() as tasks, aclosing(installation.watch({"stream": stream})) as watched:
+            tasks.start_soon(publish_until_seen)
+            found.append(await anext(watched))
+    expect(found[0].sequence > before.sequence, f"{found[0].id} came, {before.sequence} was there before")
 
 
-async def a_watch_goes_from_history_to_live(app: App) -> None:
-    target = f"t-{uuid.uuid4().hex[:8]}"
-    old = await app.notify("mars", mars(stream=target, step=1), {"n": 1})
+async def a_watch_goes_from_history_to_live(installation: Installation) -> None:
+    stream = unique("history")
+    old = await installation.publish_mars(stream=stream, step=1)
     steps: list[str] = []
-    with anyio.fail_after(TIMEOUT_SECONDS):
-        async with aclosing(app.watch("mars", {"stream": target}, from_id=old.sequence)) as notifications:
+    with anyio.fail_after(installation.settings.timeout_seconds):
+        async with aclosing(installation.watch({"stream": stream}, from_id=old.sequence)) as notifications:
             async for notification in notifications:
                 steps.append(notification.identifier["step"])
-                if len(steps) == 1:
-                    await app.notify("mars", mars(stream=target, step=2), {"n": 2})
                 if len(steps) == 2:
                     break
+                await installation.publish_mars(stream=stream, step=2)
     expect(steps == ["1", "2"], f"steps {steps}")
 
 
-async def a_replay_starts_at_an_id(app: App) -> None:
-    one, two = [await app.notify("mars", mars(stream="by-id", step=step), {}) for step in (1, 2)]
-    found = await sequences(app.replay("mars", {"stream": "by-id"}, from_id=two.sequence))
+async def a_replay_starts_at_an_id(installation: Installation) -> None:
+    stream = unique("id")
+    one, two = [await installation.publish_mars(stream=stream, step=step) for step in (1, 2)]
+    found = [each.sequence for each in await installation.replay("mars", {"stream": stream}, from_id=two.sequence)]
     expect(found == [two.sequence], f"{found} from {two.sequence} on; {one.sequence} was before")
 
 
-async def a_replay_starts_at_a_date(app: App) -> None:
-    await app.notify("mars", mars(stream="by-date", step=1), {})
+async def a_replay_starts_at_a_date(installation: Installation) -> None:
+    stream = unique("date")
+    await installation.publish_mars(stream=stream, step=1)
     await anyio.sleep(1.1)  # a margin above a second, so that the date between them can be written in seconds
     between = datetime.now(UTC) - timedelta(milliseconds=500)
-    newer = await app.notify("mars", mars(stream="by-date", step=2), {})
-    found = await sequences(app.replay("mars", {"stream": "by-date"}, from_date=between.isoformat()))
+    newer = await installation.publish_mars(stream=stream, step=2)
+    found = [each.sequence for each in await installation.replay("mars", {"stream": stream}, from_date=between)]
     expect(found == [newer.sequence], f"{found} from {between} on, expected {newer.sequence}")
 
 
-async def an_id_and_a_date_exclude_each_other(app: App) -> None:
+async def an_id_and_a_date_exclude_each_other(installation: Installation) -> None:
     try:
-        await sequences(app.replay("mars", from_id=1, from_date="2025-01-01T00:00:00Z"))
+        await installation.replay("mars", {}, from_id=1, from_date="2025-01-01T00:00:00Z")
     except AvisoWorkersError:
         return
     raise CheckFailedError("both were taken")
 
 
-async def a_reserved_character_is_carried(app: App) -> None:
-    receipt = await app.notify("mars", mars(stream="a.b*c>d%e"), {})
-    (found,) = [n async for n in app.replay("mars", {"stream": "a.b*c>d%e"}, from_id=receipt.sequence)]
-    expect(found.identifier["stream"] == "a.b*c>d%e", f"{found.identifier['stream']!r} on {found.topic}")
+async def a_reserved_character_is_carried(installation: Installation) -> None:
+    stream = f"{unique('a.b*c')}>d%e"
+    receipt = await installation.publish_mars(stream=stream)
+    found = await installation.replay("mars", {"stream": stream}, from_id=receipt.sequence)
+    expect(
+        [each.identifier["stream"] for each in found] == [stream],
+        f"{[(each.identifier['stream'], each.topic) for each in found]}, expected {stream!r}",
+    )
 
 
-async def a_number_can_be_constrained(app: App) -> None:
+async def a_number_can_be_constrained(installation: Installation) -> None:
+    stream = unique("step")
     for step in (3, 4, 5):
-        await app.notify("mars", mars(stream="by-step", step=step), {})
-    found = [n.identifier["step"] async for n in app.replay("mars", {"stream": "by-step", "step": {"gte": 4}})]
-    expect(found == ["4", "5"], f"steps {found} at 4 and above")
+        await installation.publish_mars(stream=stream, step=step)
+    found = await installation.replay("mars", {"stream": stream, "step": {"gte": 4}})
+    steps = [each.identifier["step"] for each in found]
+    expect(steps == ["4", "5"], f"steps {steps} at 4 and above")
 
 
-async def a_value_can_be_one_of_several(app: App) -> None:
-    for domain in ("g", "a", "b"):
-        await app.notify("mars", mars(stream="by-domain", domain=domain), {})
-    where = {"stream": "by-domain", "domain": {"in": ["g", "a"]}}
-    found = sorted([n.identifier["domain"] async for n in app.replay("mars", where)])
-    expect(found == ["a", "g"], f"domains {found} of g and a")
+async def a_value_can_be_one_of_several(installation: Installation) -> None:
+    stream = unique("domain")
+    for domain in ("g", "a", "z"):
+        await installation.publish_mars(stream=stream, domain=domain)
+    found = await installation.replay("mars", {"stream": stream, "domain": {"in": ["g", "a"]}})
+    domains = sorted(each.identifier["domain"] for each in found)
+    expect(domains == ["a", "g"], f"domains {domains} of g and a")
 
 
-async def a_point_finds_the_polygons_around_it(app: App) -> None:
+async def a_point_finds_the_polygons_around_it(installation: Installation) -> None:
     date = (datetime(2000, 1, 1, tzinfo=UTC) + timedelta(days=uuid.uuid4().int % 9000)).strftime("%Y%m%d")
-    receipt = await app.notify("test_polygon", {"date": date, "time": "1200", "polygon": SQUARE}, {})
+    receipt = await installation.publish("test_polygon", {"date": date, "time": "1200", "polygon": SQUARE}, {})
     for point, expected in ((INSIDE, [receipt.sequence]), (ELSEWHERE, [])):
-        found = await sequences(app.replay("test_polygon", {"date": date, "point": point}))
-        expect(found == expected, f"{found} around {point}, expected {expected}")
+        where = {"date": date, "point": point}
+        found = await installation.replay("test_polygon", where, from_id=receipt.sequence)
+        expect([each.sequence for each in found] == expected, f"{found} around {point}, expected {expected}")
 
 
-async def the_stream_policy_is_in_effect(app: App) -> None:
-    wanted = {field: os.environ[name] for name, field in EXPECTATIONS.items() if name in os.environ}
-    if app.session.backend.kind != "jetstream":
-        raise CheckSkippedError("the backend keeps no stream policy")
-    if not wanted:
-        raise CheckSkippedError("no EXPECT_* is set")
-    config = (await app.session.backend.stream_info(POLICY_STREAM)).config
-    for field, expected in wanted.items():
-        found = str(config.get(field, "none"))
-        expect(found.lower() == expected.lower(), f"{POLICY_STREAM} has {field} {found}, expected {expected}")
-
-
-CHECKS: tuple[Callable[[App], Awaitable[None]], ...] = (
+CHECKS: tuple[Callable[[Installation], Awaitable[None]], ...] = (
+    the_stream_policy_is_in_effect,
     publishing_is_acknowledged,
     a_watch_sees_what_comes_and_not_what_was,
     a_watch_goes_from_history_to_live,
@@ -154,7 +235,6 @@ CHECKS: tuple[Callable[[App], Awaitable[None]], ...] = (
     a_number_can_be_constrained,
     a_value_can_be_one_of_several,
     a_point_finds_the_polygons_around_it,
-    the_stream_policy_is_in_effect,
 )
 
 
@@ -163,59 +243,89 @@ def expect(holds: bool, otherwise: str) -> None:
         raise CheckFailedError(otherwise)
 
 
-async def sequences(notifications: AsyncIterator[Notification[Any]]) -> list[int]:
-    with anyio.fail_after(TIMEOUT_SECONDS):
-        return [notification.sequence async for notification in notifications]
+def unique(name: str) -> str:
+    """Return an identifier value that no other run has used, so that a run finds only its own notifications."""
+    return f"{name}-{uuid.uuid4().hex[:8]}"
 
 
-async def publish_until_seen(app: App, target: str) -> Receipt:
-    """A watch does not say when it has begun: publish until it shows something."""
-    step = 2
-    while True:
-        await app.notify("mars", mars(stream=target, step=step), {"n": step})
-        step += 1
-        await anyio.sleep(0.1)
+def read_settings(environ: Mapping[str, str], *, verbose: bool) -> Settings:
+    """Return what the variables say. Raises `ConfigError`."""
+    expected = {field: environ[name].strip() for name, field in EXPECTED_LIMITS.items() if name in environ}
+    if compression := environ.get("EXPECT_COMPRESSION"):
+        if compression.strip().lower() not in COMPRESSIONS:
+            raise ConfigError([f"EXPECT_COMPRESSION must be s2, true, none or false, not {compression!r}"])
+        expected["compression"] = COMPRESSIONS[compression.strip().lower()]
+    return Settings(
+        timeout_seconds=seconds(environ.get("TIMEOUT_SECONDS", "8")),
+        policy_stream=environ.get("JETSTREAM_POLICY_STREAM_NAME", "POLYGON"),
+        expected_policy=expected,
+        verbose=verbose or environ.get("SMOKE_VERBOSE", "").lower() in ("true", "1", "yes"),
+    )
 
 
-async def first(notifications: Any, *, after: Callable[[], Awaitable[object]]) -> Notification[Any]:
-    with anyio.fail_after(TIMEOUT_SECONDS):
-        async with anyio.create_task_group() as tasks, aclosing(notifications):
-            tasks.start_soon(after)
-            found: Notification[Any] = await anext(notifications)
-            tasks.cancel_scope.cancel()
-    return found
+def seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise ConfigError([f"TIMEOUT_SECONDS must be a number of seconds above 0, not {text!r}"])
+    return number
 
 
-def smoke_config() -> configuration.Config:
-    file = os.environ.get("AVISO_WORKERS_CONFIG_FILE", Path(__file__).with_name("smoke_test.yaml"))
+def read_config(environ: Mapping[str, str]) -> configuration.Config:
+    """Return the installation's configuration, with which no stream is changed. Raises `ConfigError`."""
     over = {
-        "AVISO_WORKERS_NOTIFICATION_BACKEND__KIND": BACKEND,
-        "AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL": NATS_URL,
-        "AVISO_WORKERS_NOTIFICATION_BACKEND__IN_MEMORY__MAX_HISTORY_PER_TOPIC": "100",
+        f"AVISO_WORKERS_NOTIFICATION_BACKEND__{key}": environ[name]
+        for name, key in (("BACKEND", "KIND"), ("NATS_URL", "JETSTREAM__NATS_URL"))
+        if name in environ
     }
-    return configuration.load(file, environ={**os.environ, **over})
+    named = any(name in environ for name in CONFIG_FILES)
+    found = named or any(place.is_file() for place in configuration.places(environ))
+    config = configuration.load(None if found else FALLBACK, environ={**environ, **over})
+    backend = config.notification_backend
+    if backend.kind != "jetstream":
+        return config
+    observing = structs.replace(backend.jetstream, stream_management="observe")
+    return structs.replace(config, notification_backend=structs.replace(backend, jetstream=observing))
 
 
-async def main() -> int:
+async def main(settings: Settings, config: configuration.Config) -> int:
     failures = 0
-    async with App("smoke-test", config=smoke_config()) as app:
+    backend = config.notification_backend
+    async with App("smoke-test", config=config) as app:
+        installation = Installation(app, settings)
+        installation.say(f"configuration: {', '.join(config.sources)}")
+        if backend.kind == "jetstream":
+            installation.say(f"server: {', '.join(backend.jetstream.masked_servers)}")
         for check in CHECKS:
             name = check.__name__.replace("_", " ")
             try:
-                await check(app)
+                await check(installation)
             except CheckSkippedError as reason:
                 print(f"skip  {name}: {reason}")
+            except NotFoundError as error:
+                failures += 1
+                print(f"FAIL  {name}: no stream is created here, `aviso-workers streams apply` creates them: {error}")
             except (CheckFailedError, AvisoWorkersError, TimeoutError) as error:
                 failures += 1
                 print(f"FAIL  {name}: {error or 'nothing came in time'}")
             else:
                 print(f"ok    {name}")
-    print(f"{len(CHECKS) - failures} of {len(CHECKS)} checks without a failure on {BACKEND}")
+    print(f"{len(CHECKS) - failures} of {len(CHECKS)} checks without a failure on {backend.kind}")
     return 1 if failures else 0
 
 
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-v", "--verbose", action="store_true", help="say what is published and what is found")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
+    arguments = parse_arguments()
+    given = {name: value for name, value in os.environ.items() if value.strip()}
     try:
-        sys.exit(anyio.run(main))
+        sys.exit(anyio.run(main, read_settings(given, verbose=arguments.verbose), read_config(given)))
     except AvisoWorkersError as error:
         sys.exit(f"smoke_test.py: {error}")

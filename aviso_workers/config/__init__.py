@@ -8,7 +8,7 @@ with `stream_keys`); `showing` prints it.
 """
 
 from aviso_workers.config.declared_streams import DeclaredConsumer, DeclaredStream
-from aviso_workers.config.loading import load
+from aviso_workers.config.loading import load, places
 from aviso_workers.config.nats_server import Server
 from aviso_workers.config.secrets import Secret, ServerUrls
 from aviso_workers.config.settings import (
@@ -44,4 +44,5 @@ __all__ = [
     "effective",
     "json_schema",
     "load",
+    "places",
 ]

@@ -26,7 +26,7 @@ from aviso_workers.config.settings import Config, Document, JetStream, Notificat
 from aviso_workers.errors import ConfigError
 from aviso_workers.schema import EventType
 
-__all__ = ["load"]
+__all__ = ["load", "places"]
 
 TOKEN = "NATS_TOKEN"
 
@@ -75,14 +75,21 @@ def _files(path: str | Path | None, environ: Mapping[str, str]) -> Sequence[Path
     for variable in (WORKERS_FILE, SERVER_FILE):
         if variable in environ:
             return [_file(variable, environ[variable])]
-    places = [Path("configuration/config.yaml"), Path("/etc/aviso_server/config.yaml")]
-    if home := environ.get("HOME"):
-        places.append(Path(home, ".aviso_server/config.yaml"))
-    found = [place for place in places if isfile(place)]
+    found = [place for place in places(environ) if isfile(place)]
     if not found:
-        looked = ", ".join(map(str, places))
+        looked = ", ".join(map(str, places(environ)))
         raise ConfigError([f"no configuration file: looked for {looked}; give one, or name it in {WORKERS_FILE}"])
     return found
+
+
+def places(environ: Mapping[str, str]) -> list[Path]:
+    """Return where aviso-server looks for its configuration, of which a later file wins."""
+    home = environ.get("HOME")
+    return [
+        Path("configuration/config.yaml"),
+        Path("/etc/aviso_server/config.yaml"),
+        *([Path(home, ".aviso_server/config.yaml")] if home else []),
+    ]
 
 
 def _file(named_by: str, path: str | Path) -> Path:

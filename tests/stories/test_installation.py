@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import anyio
 import pytest
+import yaml
 
+from aviso_workers import App, Notify, config
 from tests import ports
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -55,8 +60,57 @@ def server(environ: dict[str, str]) -> Iterator[dict[str, str]]:
     assert run(SCRIPTS / "init_nats.sh", "stop", **environ).returncode == 0, "stopping twice does no harm"
 
 
-def smoke(**environ: str) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, SCRIPTS / "smoke_test.py", **environ)
+def smoke(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, SCRIPTS / "smoke_test.py", *arguments, **environ)
+
+
+@pytest.fixture
+def configured(server: dict[str, str], tmp_path: Path) -> Installation:
+    """An installation on the server that init_nats.sh started, whose streams are those of its own configuration."""
+    installation = Installation(tmp_path / "installation.yaml", f"nats://localhost:{server['NATS_PORT']}")
+    installation.configure(max_messages=500000, max_bytes=2147483648)
+    installation.apply()
+    return installation
+
+
+class Installation:
+    """A configuration file with the event types of smoke_test.yaml, and the streams on its server."""
+
+    def __init__(self, file: Path, url: str) -> None:
+        self.url = url
+        self.environ = {"AVISO_WORKERS_CONFIG_FILE": str(file)}
+        self._file = file
+
+    def configure(self, **limits: int) -> None:
+        document = yaml.safe_load((SCRIPTS / "smoke_test.yaml").read_text())
+        document["notification_backend"] = {"kind": "jetstream", "jetstream": {"nats_url": self.url, **limits}}
+        self._file.write_text(json.dumps(document))
+
+    def apply(self) -> None:
+        applied = run(Path(sys.executable).with_name("aviso-workers"), "streams", "apply", **self.environ)
+        assert applied.returncode == 0, applied.stderr
+
+    def states(self) -> dict[str, Any]:
+        """The configuration and the number of messages of each stream."""
+
+        async def ask() -> dict[str, Any]:
+            async with App("test", config=config.load(self._file, environ={})) as app:
+                backend = app.session.backend
+                found = {name: await backend.stream_info(name) for name in ("MARS", "POLYGON", "DISS")}
+                return {name: (info.config, info.messages) for name, info in found.items()}
+
+        return anyio.run(ask)
+
+    def publish(self, count: int) -> None:
+        async def publish() -> None:
+            async with App("test", config=config.load(self._file, environ={})) as app:
+                identifier = {"date": "20250706", "time": "1200", "polygon": "(0,0,0,1,1,1,0,0)"}
+                dates = [f"2025{month:02}{day:02}" for month in range(1, 9) for day in range(1, 26)]
+                await app.notify_many(
+                    Notify("test_polygon", {**identifier, "date": date}, {}) for date in dates[:count]
+                )
+
+        anyio.run(publish)
 
 
 def test_the_smoke_test_holds_in_memory() -> None:
@@ -64,20 +118,88 @@ def test_the_smoke_test_holds_in_memory() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_smoke_test_holds_on_the_server_that_init_nats_starts(server: dict[str, str]) -> None:
-    url = f"nats://localhost:{server['NATS_PORT']}"
-    result = smoke(BACKEND="jetstream", NATS_URL=url, **EXPECTATIONS)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "skip" not in result.stdout
+def test_the_smoke_test_holds_on_the_server_that_init_nats_starts(configured: Installation) -> None:
+    for _ in range(2):  # what the first run has published does not disturb the second
+        result = smoke(**configured.environ, **EXPECTATIONS)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "skip" not in result.stdout
 
 
 @pytest.mark.parametrize("name", [name for name in EXPECTATIONS if name.startswith("EXPECT_")])
-def test_one_wrong_expectation_fails_the_smoke_test(server: dict[str, str], name: str) -> None:
+def test_one_wrong_expectation_fails_the_smoke_test(configured: Installation, name: str) -> None:
     wrong = "s2" if name == "EXPECT_COMPRESSION" else "5"
-    url = f"nats://localhost:{server['NATS_PORT']}"
-    result = smoke(BACKEND="jetstream", NATS_URL=url, **{**EXPECTATIONS, name: wrong})
+    result = smoke(**configured.environ, **{**EXPECTATIONS, name: wrong})
     assert result.returncode == 1, result.stdout + result.stderr
     assert f"expected {wrong}" in result.stdout
+
+
+def test_the_smoke_test_changes_no_stream_and_removes_nothing(configured: Installation) -> None:
+    configured.publish(200)
+    before = configured.states()
+    configured.configure(max_messages=100000, max_bytes=1000000)  # what the streams are not like
+    result = smoke(**configured.environ, **{**EXPECTATIONS, "EXPECT_MAX_MESSAGES": "100000"})
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "POLYGON has max_msgs 500000, expected 100000" in result.stdout
+    after = configured.states()
+    assert {name: state[0] for name, state in after.items()} == {name: state[0] for name, state in before.items()}
+    assert after["POLYGON"][1] == before["POLYGON"][1] + 1
+
+
+def test_the_smoke_test_does_not_verify_limits_of_its_own(configured: Installation) -> None:
+    """It has no limits: where the installation's file is not named, the streams stay as they are all the same."""
+    configured.configure(max_messages=1000)
+    configured.apply()
+    result = smoke(BACKEND="jetstream", NATS_URL=configured.url, **EXPECTATIONS)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "POLYGON has max_msgs 1000, expected 500000" in result.stdout
+
+
+def test_a_missing_stream_is_named_and_not_made(server: dict[str, str], tmp_path: Path) -> None:
+    installation = Installation(tmp_path / "installation.yaml", f"nats://localhost:{server['NATS_PORT']}")
+    installation.configure()
+    for _ in range(2):
+        result = smoke(**installation.environ, **EXPECTATIONS)
+        assert result.returncode == 1, result.stdout + result.stderr
+        assert "skip  the stream policy is in effect: stream POLYGON does not exist" in result.stdout
+        assert "`aviso-workers streams apply` creates them: stream MARS does not exist" in result.stdout
+
+
+def test_compression_is_expected_in_any_of_its_spellings(configured: Installation) -> None:
+    codes = {
+        spelling: smoke(**configured.environ, EXPECT_COMPRESSION=spelling).returncode
+        for spelling in ("None", "false", "", "true", "S2")
+    }
+    assert codes == {"None": 0, "false": 0, "": 0, "true": 1, "S2": 1}
+
+
+def test_an_empty_variable_counts_as_not_set() -> None:
+    names = ("BACKEND", "NATS_URL", "TIMEOUT_SECONDS", "AVISO_WORKERS_CONFIG_FILE", *EXPECTATIONS)
+    result = smoke(**dict.fromkeys(names, ""))
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("TIMEOUT_SECONDS", "soon", "TIMEOUT_SECONDS must be a number of seconds above 0, not 'soon'"),
+        ("TIMEOUT_SECONDS", "0", "TIMEOUT_SECONDS must be a number of seconds above 0, not '0'"),
+        ("EXPECT_COMPRESSION", "zip", "EXPECT_COMPRESSION must be s2, true, none or false, not 'zip'"),
+        ("BACKEND", "kafka", "Unknown notification_backend kind: kafka"),
+    ],
+)
+def test_a_variable_that_makes_no_sense_is_named_without_a_traceback(name: str, value: str, told: str) -> None:
+    result = smoke(**{name: value})
+    assert result.returncode == 1
+    assert told in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_verbose_says_what_was_published_and_found() -> None:
+    result = smoke("-v")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "published mars@1: {'class': 'od'" in result.stdout
+    assert "configuration: " in result.stdout
+    assert "published" not in smoke().stdout
 
 
 def test_a_port_in_use_is_named(server: dict[str, str]) -> None:
@@ -90,14 +212,18 @@ def test_a_token_is_made_and_needed_and_not_shown(environ: dict[str, str], tmp_p
     started = run(SCRIPTS / "init_nats.sh", **environ, ENABLE_AUTH="true")
     try:
         assert started.returncode == 0, started.stderr
-        config = (tmp_path / "nats" / "nats-server.conf").read_text()
-        token = config.split('token: "')[1].split('"')[0]
+        written = (tmp_path / "nats" / "nats-server.conf").read_text()
+        token = written.split('token: "')[1].split('"')[0]
         assert token not in started.stdout + started.stderr
         url = f"nats://localhost:{environ['NATS_PORT']}"
         refused = smoke(BACKEND="jetstream", NATS_URL=url)
         assert refused.returncode == 1
         assert "refused the credentials" in refused.stderr
-        assert smoke(BACKEND="jetstream", NATS_URL=url, NATS_TOKEN=token).returncode == 0
+        installation = Installation(tmp_path / "installation.yaml", url)
+        installation.configure()
+        installation.environ["NATS_TOKEN"] = token
+        installation.apply()
+        assert smoke(**installation.environ).returncode == 0
     finally:
         run(SCRIPTS / "init_nats.sh", "stop", **environ)
 
