@@ -39,6 +39,8 @@ __all__ = [
     "Settled",
     "SettledOutcome",
     "Skipped",
+    "StreamGone",
+    "StreamMadeAgain",
     "StreamProvisioned",
     "TaskFailed",
     "ThreadsFreed",
@@ -235,6 +237,25 @@ class Skipped(Struct, frozen=True, kw_only=True):
     error: Exception
 
 
+class StreamGone(Struct, frozen=True, kw_only=True):
+    """The stream that a watch reads was deleted. The watch waits for it to be made again."""
+
+    stream: str
+
+
+class StreamMadeAgain(Struct, frozen=True, kw_only=True):
+    """A stream is not the one that a watch or a replay was to go on in, which begins at its first message instead.
+
+    It was deleted and made again, restored, or set back: its sequences are those of other messages.
+    """
+
+    stream: str
+    next_sequence: int
+    """Where reading was to go on."""
+    last_sequence: int
+    """Of the stream as it is now."""
+
+
 class StreamProvisioned(Struct, frozen=True, kw_only=True):
     """A stream was created or updated, or is used as it is: `refused` says why it was not updated."""
 
@@ -322,6 +343,8 @@ Event = (
     | Ticked
     | LeadershipChanged
     | Skipped
+    | StreamGone
+    | StreamMadeAgain
     | StreamProvisioned
     | ConsumerDiffers
     | FiltersDiffer
@@ -342,6 +365,13 @@ def warning(event: Event) -> str:
             return f"consumer {event.consumer} is used as it is ({'; '.join(event.differences)})"
         case Skipped():
             return f"{event.event_type}@{event.sequence} is left out: {event.error}"
+        case StreamGone():
+            return f"stream {event.stream} was deleted: waiting for it to be made again"
+        case StreamMadeAgain():
+            return (
+                f"stream {event.stream} was deleted and made again, or set back: its last sequence is "
+                f"{event.last_sequence}, and {event.next_sequence} was to be read next; going on at its first message"
+            )
     return ""
 
 

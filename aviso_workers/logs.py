@@ -29,6 +29,8 @@ from aviso_workers.events import (
     Overdue,
     Settled,
     Skipped,
+    StreamGone,
+    StreamMadeAgain,
     StreamProvisioned,
     TaskFailed,
     ThreadsFreed,
@@ -105,6 +107,27 @@ def observe(event: Event) -> None:
                 notification=f"{event.event_type}@{event.sequence}",
                 error=str(event.error),
             )
+        case StreamProvisioned() | StreamGone() | StreamMadeAgain():
+            _observe_stream(event)
+        case ConnectionChanged(connected=True):
+            log.info("connection.up")
+        case ConnectionChanged():
+            log.warning("connection.down", reason=event.reason)
+        case ConnectionSlow():
+            log.warning("connection.slow", reason=event.reason, cure="install the nats-py that aviso-workers asks for")
+
+
+def _observe_stream(event: StreamProvisioned | StreamGone | StreamMadeAgain) -> None:
+    match event:
+        case StreamGone():
+            log.warning("stream.gone", stream=event.stream)
+        case StreamMadeAgain():
+            log.warning(
+                "stream.made_again",
+                stream=event.stream,
+                next_sequence=event.next_sequence,
+                last_sequence=event.last_sequence,
+            )
         case StreamProvisioned(refused=""):
             log.info(f"stream.{event.action}", stream=event.stream, differences=list(event.differences))
         case StreamProvisioned():
@@ -114,12 +137,6 @@ def observe(event: Event) -> None:
                 differences=list(event.differences),
                 error=event.refused,
             )
-        case ConnectionChanged(connected=True):
-            log.info("connection.up")
-        case ConnectionChanged():
-            log.warning("connection.down", reason=event.reason)
-        case ConnectionSlow():
-            log.warning("connection.slow", reason=event.reason, cure="install the nats-py that aviso-workers asks for")
 
 
 def _observe_consumer(event: ConsumerDiffers | FiltersDiffer | AckWaitDiffers) -> None:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from aviso_workers.events import ConnectionChanged, Event, Events, Published, Skipped, StreamProvisioned
+from aviso_workers.events import (
+    ConnectionChanged,
+    Event,
+    Events,
+    Published,
+    Skipped,
+    StreamGone,
+    StreamMadeAgain,
+    StreamProvisioned,
+)
 
 UP = ConnectionChanged(connected=True, reason="")
 STORED = Published(event_type="mars", outcome="stored", attempts=1)
@@ -44,12 +53,18 @@ def test_a_warning_that_nobody_listens_to_is_logged_and_nothing_else_is(caplog: 
     kept = StreamProvisioned(stream="MARS", action="kept", differences=("max_msgs: 5 -> 1",), refused="not allowed")
     skipped = Skipped(event_type="mars", sequence=7, error=ValueError("no \x1b[2J JSON"))
 
-    for event in (UP, STORED, kept, skipped, StreamProvisioned(stream="MARS", action="created")):
+    gone = StreamGone(stream="MARS")
+    made_again = StreamMadeAgain(stream="MARS", next_sequence=43, last_sequence=7)
+
+    for event in (UP, STORED, kept, skipped, gone, made_again, StreamProvisioned(stream="MARS", action="created")):
         events.emit(event)
 
     assert [record.getMessage() for record in caplog.records] == [
         "stream MARS is used as it is (max_msgs: 5 -> 1): not allowed",
         "mars@7 is left out: no \\x1b[2J JSON",
+        "stream MARS was deleted: waiting for it to be made again",
+        "stream MARS was deleted and made again, or set back: its last sequence is 7, and 43 was to be read next; "
+        "going on at its first message",
     ]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 

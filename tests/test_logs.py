@@ -27,6 +27,8 @@ from aviso_workers.events import (
     NotRemoved,
     Overdue,
     Settled,
+    StreamGone,
+    StreamMadeAgain,
     StreamProvisioned,
     TaskFailed,
     ThreadsStuck,
@@ -183,6 +185,11 @@ def ack_wait_of(*, in_effect_seconds: float) -> AckWaitDiffers:
                 "error": "denied",
                 "cure": "it was delivered; allow workers to publish to $JS.API.STREAM.MSG.DELETE.SCHEDULE",
             },
+        ),
+        (StreamGone(stream="MARS"), {"event": "stream.gone", "level": "warning", "stream": "MARS"}),
+        (
+            StreamMadeAgain(stream="MARS", next_sequence=43, last_sequence=7),
+            {"event": "stream.made_again", "level": "warning", "next_sequence": 43, "last_sequence": 7},
         ),
         (
             StreamProvisioned(stream="MARS", action="updated", differences=("max_msgs: 1 -> 2",)),

@@ -12,10 +12,10 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from aviso_workers import clocks, topics
-from aviso_workers.backends import Backend, Message
+from aviso_workers.backends import Backend, Message, StreamInfo
 from aviso_workers.codec import NotificationReader, store_time
 from aviso_workers.errors import NotFoundError, UnavailableError, UndecodableError
-from aviso_workers.events import Events, Skipped
+from aviso_workers.events import Events, Skipped, StreamGone, StreamMadeAgain
 from aviso_workers.notifications import Notification
 from aviso_workers.positions import Position
 from aviso_workers.schema import EventType, Where
@@ -42,7 +42,7 @@ async def when_created(backend: Backend, stream: str, *, known: datetime | None)
     """Return when the stream was created. Raises `NotFoundError` where it is gone, or not the one that is known."""
     found = (await backend.stream_info(stream)).created
     if known is not None and found != known:
-        raise NotFoundError(f"stream {stream} was deleted and made anew while it was read: begin again")
+        raise _made_again(stream)
     return found
 
 
@@ -60,10 +60,17 @@ class Replayer:
         self._events = events
 
     async def replay(self, start: Position, end: Position) -> AsyncGenerator[Notification[Any], None]:
-        """What is stored now between the two ends, both inclusive."""
+        """What is stored now between the two ends, both inclusive.
+
+        A start beyond the stream's end is one of an older stream, and the replay begins at the first message. Raises
+        `NotFoundError` where the stream is deleted meanwhile: what it held cannot be read to its end.
+        """
         info = await self._backend.stream_info(self._stream)
         last = info.last_sequence if end.sequence is None else min(info.last_sequence, end.sequence)
-        async with aclosing(self._messages(start, last, created=info.created)) as messages:
+        if end.sequence is None:
+            start = self._within(info, start)
+        reading = _Reading(start, created=info.created)
+        async with aclosing(self._messages(reading, last)) as messages:
             async for message in messages:
                 if end.time is not None and store_time(message) > end.time:
                     if store_time(message) - end.time > SKEW:
@@ -73,46 +80,104 @@ class Replayer:
                     yield notification
 
     async def watch(self, start: Position) -> AsyncGenerator[Notification[Any], None]:
-        """What is stored from `start` on (a position of neither: from now on), and what comes, without end."""
-        if start == Position():
-            start = Position(sequence=(await self._backend.stream_info(self._stream)).last_sequence + 1)
-        async with aclosing(self._messages(start, None)) as messages:
-            async for message in messages:
-                if (notification := self._matching(message)) is not None:
-                    yield notification
+        """What is stored from `start` on (a position of neither: from now on), and what comes, without end.
 
-    async def _messages(
-        self, start: Position, last: int | None, *, created: datetime | None = None
-    ) -> AsyncGenerator[Message, None]:
+        Where the stream is deleted it waits for it to be made again, and goes on at its first message.
+        """
+        info = await self._backend.stream_info(self._stream)
+        if start == Position():
+            start = Position(sequence=info.last_sequence + 1)
+        reading = _Reading(self._within(info, start), created=info.created)
+        while True:
+            try:
+                async with aclosing(self._messages(reading, None)) as messages:
+                    async for message in messages:
+                        if (notification := self._matching(message)) is not None:
+                            yield notification
+            except NotFoundError:
+                info = await self._found_again()
+                if not reading.is_of(info):
+                    self._tell_made_again(info, reading.next_sequence)
+                    reading = _Reading(Position(time=start.time), created=info.created)
+
+    async def _messages(self, reading: _Reading, last: int | None) -> AsyncGenerator[Message, None]:
         """In order, once each, also where reading was interrupted in between.
 
-        Raises `NotFoundError` where the stream is gone, or is another one than that `created` then; `BackendError` when
-        the connection is lost for good, or what is stored up to `last` does not come although there is a connection.
+        Raises `NotFoundError` where the stream is gone, or not the one that was read; `BackendError` when the
+        connection is lost for good, or what is stored up to `last` does not come although there is a connection.
         """
-        seen, fruitless, since = 0, 0, start.time
-        while last is None or (start.sequence or 0) <= last:
+        fruitless = 0
+        while last is None or reading.next_sequence <= last:
             try:
-                created = await when_created(self._backend, self._stream, known=created)
-                reading = self._backend.read(
-                    self._stream,
-                    filter_subjects=self._filters,
-                    start_sequence=start.sequence or 1,
-                    start_time=start.time and _before(start.time),
-                    last_sequence=last,
-                )
-                async with aclosing(reading):
-                    async for message in reading:
-                        seen, fruitless = message.sequence, 0
-                        if since is None or store_time(message) >= since:
-                            yield message
+                await self._require_same(reading)
+                async with aclosing(self._read(reading, last)) as messages:
+                    async for message in messages:
+                        fruitless = 0
+                        yield message
                 return
             except UnavailableError:
                 fruitless = fruitless + 1 if self._backend.connected else 0
                 if last is not None and fruitless == MOST_FRUITLESS:
                     raise
-                start = Position(sequence=seen + 1) if seen else start
                 with clocks.move_on_after(self._backend.clock, AGAIN_AFTER_SECONDS):
                     await self._backend.failed()
+
+    async def _read(self, reading: _Reading, last: int | None) -> AsyncGenerator[Message, None]:
+        """Read until the end or an interruption."""
+        messages = self._backend.read(
+            self._stream,
+            filter_subjects=self._filters,
+            start_sequence=reading.next_sequence,
+            start_time=reading.from_time and _before(reading.from_time),
+            last_sequence=last,
+        )
+        since = reading.since
+        known_as_same = False
+        async with aclosing(messages):
+            async for message in messages:
+                if not known_as_same:
+                    # Asked before, the stream could have been replaced until its consumer was made. Asked now, it
+                    # cannot: a consumer goes with its stream.
+                    await self._require_same(reading)
+                    known_as_same = True
+                reading.has_seen(message.sequence)
+                if since is None or store_time(message) >= since:
+                    yield message
+        if not known_as_same:
+            await self._require_same(reading)
+
+    async def _require_same(self, reading: _Reading) -> None:
+        """Raise `NotFoundError` where the stream is gone, was made again, or ends before what was read of it."""
+        info = await self._backend.stream_info(self._stream)
+        if not reading.is_of(info):
+            raise _made_again(self._stream)
+
+    def _within(self, info: StreamInfo, start: Position) -> Position:
+        """The start; the first message where the stream has never had that sequence."""
+        if start.sequence is None or start.sequence <= info.last_sequence + 1:
+            return start
+        self._tell_made_again(info, start.sequence)
+        return Position(sequence=1)
+
+    async def _found_again(self) -> StreamInfo:
+        """Return what the stream is, as soon as there is one. Raises `BackendError` as `Backend.failed` does."""
+        told = False
+        while True:
+            with clocks.move_on_after(self._backend.clock, AGAIN_AFTER_SECONDS):
+                await self._backend.failed()
+            try:
+                return await self._backend.stream_info(self._stream)
+            except UnavailableError:
+                continue
+            except NotFoundError:
+                if not told:
+                    self._events.emit(StreamGone(stream=self._stream))
+                told = True
+
+    def _tell_made_again(self, info: StreamInfo, next_sequence: int) -> None:
+        self._events.emit(
+            StreamMadeAgain(stream=self._stream, next_sequence=next_sequence, last_sequence=info.last_sequence)
+        )
 
     def _matching(self, message: Message) -> Notification[Any] | None:
         try:
@@ -120,6 +185,29 @@ class Replayer:
         except UndecodableError as error:
             self._events.emit(Skipped(event_type=self._name, sequence=message.sequence, error=error))
             return None
+
+
+class _Reading:
+    """Where the reading of one stream is: the same stream for as long as it was created at the same time."""
+
+    def __init__(self, start: Position, *, created: datetime | None) -> None:
+        self.created = created
+        self.since = start.time
+        """What was stored before is left out."""
+        self.from_time = start.time
+        """Where to begin, as long as nothing was seen."""
+        self.next_sequence = start.sequence or 1
+
+    def is_of(self, info: StreamInfo) -> bool:
+        """Whether that is the stream that was read: not one that was made again, restored, or lost its end."""
+        return info.created == self.created and info.last_sequence + 1 >= self.next_sequence
+
+    def has_seen(self, sequence: int) -> None:
+        self.next_sequence, self.from_time = sequence + 1, None
+
+
+def _made_again(stream: str) -> NotFoundError:
+    return NotFoundError(f"stream {stream} was deleted and made again while it was read: begin again")
 
 
 def _before(time: datetime) -> datetime:

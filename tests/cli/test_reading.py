@@ -101,6 +101,16 @@ class TestWatch:
         assert watch.end(signal.SIGINT) == 130
         assert watch.told == []
 
+    def test_goes_on_in_a_stream_that_was_made_again_and_says_so(self, start, config: Path, publish, run: Run) -> None:
+        publish(0, 6, 12)
+        watch = start("watch", "mars", "--from-id", "1", "--config", config)
+        assert ids(watch.lines(3)) == ["mars@1", "mars@2", "mars@3"]
+        assert run("streams", "rm", "MARS", "--yes", "--config", config).code == 0
+        publish(18, 24)
+        assert ids(watch.lines(2)) == ["mars@1", "mars@2"]
+        assert watch.end(signal.SIGINT) == 130
+        assert "stream MARS was deleted and made again" in watch.told[-1]
+
     def test_ends_quietly_when_nobody_reads_any_more(self, start, config: Path, publish) -> None:
         publish(0)
         watch = start("watch", "mars", "--from-id", "1", "--config", config)

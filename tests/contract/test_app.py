@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ from aviso_workers.errors import (
     NotFoundError,
     UnknownEventTypeError,
 )
+from aviso_workers.events import Event, StreamGone, StreamMadeAgain
 from aviso_workers.ops import wiping
 from aviso_workers.streams import StreamSpec
 from tests.contract.settings import app_config, mars
@@ -139,20 +140,108 @@ async def test_a_watch_goes_from_history_to_what_comes(app: App) -> None:
     assert seen == ["1", "2", "3"]
 
 
-@pytest.mark.parametrize("bounded", [False, True])
-async def test_what_is_read_does_not_go_on_in_a_stream_that_was_made_anew(app: App, bounded: bool) -> None:
+async def test_a_replay_does_not_go_on_in_a_stream_that_was_made_again(app: App) -> None:
     notifications = [Notify("mars", mars(step=step % 300, expver=step // 300), {}) for step in range(3000)]
     await app.notify_many(notifications)
-    backend = app.session.backend
-    reading = app.replay("mars", from_id=1) if bounded else app.watch("mars", from_id=1)
+    reading = app.replay("mars", from_id=1)
     with anyio.fail_after(10):
         async with aclosing(reading):
             await anext(reading)
-            await backend.delete_stream("MARS")
-            await backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
+            await make_again(app)
             await app.notify_many(notifications)
-            with pytest.raises(NotFoundError, match="MARS was deleted and made anew"):
+            with pytest.raises(NotFoundError, match="MARS was deleted and made again"):
                 [notification async for notification in reading]
+
+
+@pytest.mark.parametrize("start", [{"from_id": 1}, {"from_id": 4}, {}, {"from_date": "2026-01-01T00:00:00Z"}])
+async def test_a_watch_goes_on_at_the_beginning_of_a_stream_that_was_made_again(
+    app: App, start: dict[str, Any]
+) -> None:
+    for step in range(3):
+        await app.notify("mars", mars(step=step), {})
+    told = heard(app, StreamMadeAgain)
+    async with watching(app, **start) as seen:
+        await app.notify("mars", mars(step=3), {})
+        await until(lambda: "3" in seen)
+        seen.clear()
+        await make_again(app)
+        for step in range(10, 16):
+            await app.notify("mars", mars(step=step), {})
+        await until(lambda: "15" in seen)
+    assert seen == ["10", "11", "12", "13", "14", "15"]
+    assert [each.stream for each in told] == ["MARS"]
+
+
+async def test_a_watch_waits_for_a_stream_that_was_deleted(app: App) -> None:
+    told = heard(app, StreamMadeAgain, StreamGone)
+    async with watching(app, from_id=1) as seen:
+        await app.notify("mars", mars(step=1), {})
+        await until(lambda: seen == ["1"])
+        await app.session.backend.delete_stream("MARS")
+        await until(lambda: len(told) == 1)
+        await app.session.backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
+        await app.notify("mars", mars(step=2), {})
+        await until(lambda: seen == ["1", "2"])
+    assert [type(each) for each in told] == [StreamGone, StreamMadeAgain]
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+async def test_an_id_that_the_stream_never_gave_is_that_of_an_older_stream(app: App, bounded: bool) -> None:
+    """A program that goes on after the last id that it has seen would wait for it, and miss all until then."""
+    for step in range(3):
+        await app.notify("mars", mars(step=step), {})
+    told = heard(app, StreamMadeAgain)
+    if bounded:
+        assert await steps(app.replay("mars", from_id=1000)) == ["0", "1", "2"]
+    else:
+        async with watching(app, from_id=1000) as seen:
+            await until(lambda: seen == ["0", "1", "2"])
+    assert told == [StreamMadeAgain(stream="MARS", next_sequence=1000, last_sequence=3)]
+
+
+async def test_the_id_after_the_last_one_is_the_next_one(app: App) -> None:
+    await app.notify("mars", mars(step=1), {})
+    told = heard(app, StreamMadeAgain)
+    assert await steps(app.replay("mars", from_id=2)) == []
+    assert await steps(app.replay("mars", from_id=1000, to_id=2000)) == []
+    assert told == []
+
+
+async def make_again(app: App) -> None:
+    await app.session.backend.delete_stream("MARS")
+    await app.session.backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
+
+
+def heard(app: App, *kinds: type[Event]) -> list[Any]:
+    found: list[Any] = []
+    app.events.listen(found.append, *kinds)
+    return found
+
+
+@asynccontextmanager
+async def watching(app: App, **start: Any) -> AsyncIterator[list[str]]:
+    """The steps that a watch has shown so far. It has begun when this is entered."""
+    seen: list[str] = []
+
+    async def watch() -> None:
+        async with aclosing(app.watch("mars", **start)) as notifications:
+            async for notification in notifications:
+                seen.append(notification.identifier["step"])
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        if not start:
+            while not seen:  # a watch does not say when it has begun
+                await app.notify("mars", mars(step=300), {})
+                await anyio.sleep(0.05)
+        yield seen
+        tasks.cancel_scope.cancel()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    with anyio.fail_after(10):
+        while not holds():  # noqa: ASYNC110 - what is waited for are a watch's notifications, or its warnings
+            await anyio.sleep(0.01)
 
 
 async def test_a_watch_without_a_start_shows_only_what_comes(app: App) -> None:

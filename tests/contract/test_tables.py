@@ -181,7 +181,7 @@ async def test_a_watch_ends_with_its_table_and_goes_on_in_no_other(app: App, cou
         await app.session.backend.delete_stream(f"KV_{app.name}__counts")
         await app.session.backend.key_value(f"{app.name}__counts")
         await counts.put("rd", 1)
-        with anyio.fail_after(10), pytest.raises(NotFoundError, match="deleted and made anew"):
+        with anyio.fail_after(10), pytest.raises(NotFoundError, match="deleted and made again"):
             await anext(changes)
 
 

@@ -19,7 +19,7 @@ from aviso_workers.codec import store_time
 from aviso_workers.engine.replaying import MOST_FRUITLESS, Replayer
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import InvalidIdentifierError, UnavailableError, UnknownEventTypeError
-from aviso_workers.events import Skipped
+from aviso_workers.events import Skipped, StreamMadeAgain
 from aviso_workers.notifications import Notification
 from aviso_workers.positions import Position
 from tests.engine.conftest import A_LONG_TIME, Facts
@@ -346,6 +346,29 @@ class TestAWatch:
             tasks.start_soon(end)
             with pytest.raises(UnavailableError, match="lost for good"):
                 await anext(notifications)
+
+    async def test_begins_again_where_the_stream_has_lost_its_end(
+        self, replayer: Replayer, backend: MortalBackend, notify, facts: Facts
+    ) -> None:
+        """As a restored backup has, and a server that lost power: created when it was, with less in it."""
+        for step in range(5):
+            await notify(step)
+        async with anyio.create_task_group() as tasks:
+
+            async def set_back() -> None:
+                await anyio.wait_all_tasks_blocked()
+                stream = backend._account.stream("MARS")
+                for sequence in (3, 4, 5):
+                    stream.delete(sequence)
+                stream.last_sequence = 2
+                backend.disconnect()
+                backend.reconnect()
+                await notify(6)
+
+            tasks.start_soon(set_back)
+            assert await steps(replayer.watch(Position(sequence=4)), 5) == [3, 4, 0, 1, 6]
+        (told,) = facts.of(StreamMadeAgain)
+        assert told == StreamMadeAgain(stream="MARS", next_sequence=6, last_sequence=3)
 
 
 @pytest.mark.parametrize(
