@@ -172,6 +172,11 @@ def _spelled(versions: Iterable[tuple[str, ...]]) -> list[str]:
 
 
 def _cure_of(event: ConsumerDiffers) -> str:
+    if all(difference.startswith("max_ack_pending: ") for difference in event.differences):
+        return (
+            "the server, the account or the stream allows no more, and while so many wait to be tried again, nothing "
+            "new is handled: raise its max_ack_pending"
+        )
     if all(difference.startswith("start: ") for difference in event.differences):
         app, _, agent = event.consumer.partition("__")
         to = event.differences[0].rpartition(" -> ")[2]

@@ -210,6 +210,14 @@ def ack_wait_of(*, in_effect_seconds: float) -> AckWaitDiffers:
             },
         ),
         (
+            ConsumerDiffers(stream="MARS", consumer="app__index", differences=("max_ack_pending: 500 -> 100000",)),
+            {
+                "event": "consumer.differs",
+                "cure": "the server, the account or the stream allows no more, and while so many wait to be tried "
+                "again, nothing new is handled: raise its max_ack_pending",
+            },
+        ),
+        (
             differing(others=(("mars.od.>", "mars.rd.>"),)),
             {
                 "event": "consumer.filters_differ",

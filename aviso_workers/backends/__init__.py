@@ -372,7 +372,10 @@ class Backend(Protocol):
         """
 
     async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
-        """Create the durable consumer, or update it where it differs in what can be updated."""
+        """Create the durable consumer, or update it where it differs in what can be updated.
+
+        Where no `max_ack_pending` of this size is allowed, it has the largest that is.
+        """
 
     async def consumer_info(self, stream: str, consumer: str) -> ConsumerInfo:
         """Raises `NotFoundError`."""

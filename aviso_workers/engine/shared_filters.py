@@ -17,6 +17,9 @@ The `ack_wait` of the consumer is the longest that one of its versions wants, so
 what it holds. What the server really has is looked at each time: where somebody has made it shorter, the worker reports
 as often as that needs, sets it right, and says so.
 
+Its `max_ack_pending` is the largest as well: where a worker of another version has started with a smaller one, it is
+set again.
+
 A server looks at subjects only. What an agent leaves out of its own subjects, such as all numbers beyond a range, it
 acks whatever other versions want: see `settling.Settler.pass_over`.
 """
@@ -85,6 +88,8 @@ class SharedFilter:
         self._wants = subjects.matcher(self._own.filter_subjects)
         self._in_effect = self._own.ack_wait
         """The `ack_wait` that the server has."""
+        self._granted = consumer.max_ack_pending
+        """The `max_ack_pending` that the server has given; an account may allow less than what is wanted."""
         self._others: dict[Filters, Callable[[str], object]] = {}
         """The other filters, and what of a subject they want."""
         self._heard: dict[Version, _Heard] = {}
@@ -105,6 +110,7 @@ class SharedFilter:
         versions = await self._versions()
         self._given_back = self._known_up_to = 0  # the stream may be another one now, and count from 1 again
         info = await self._provisioner.ensure_consumer(self._stream, streams.shared(self._consumer, versions))
+        self._granted = info.config["max_ack_pending"]
         self._follow(info)
         self._note(versions)
         if len(versions) > 1:
@@ -166,7 +172,7 @@ class SharedFilter:
             noted = streams.noted_versions(found.config)
             versions = self._still_there(noted)
             wanted = streams.shared(self._consumer, versions)
-            if versions != noted or not _is_as(wanted, found):
+            if versions != noted or not _is_as(wanted, found) or found.config["max_ack_pending"] < self._granted:
                 self._follow(await self._backend.ensure_consumer(self._stream, wanted))
         except BackendError:
             return

@@ -226,6 +226,21 @@ async def test_a_dead_letter_that_is_tried_again_waits_for_a_version_that_wants_
     assert deployment.handled == [("od rd", "rd", "0")]
 
 
+async def test_a_smaller_max_ack_pending_of_an_older_worker_does_not_stay(deployment: Deployment) -> None:
+    async with deployment.worker("od"):
+        found = await deployment.info()
+        of_older = ConsumerSpec(
+            durable_name=found.name,
+            filter_subjects=tuple(found.config["filter_subjects"]),
+            ack_wait=found.config["ack_wait"],
+            max_ack_pending=10_000,
+        )
+        await deployment.backend.ensure_consumer("MARS", of_older)
+        assert (await deployment.info()).config["max_ack_pending"] == 10_000
+
+        await deployment.until(lambda info: info.config["max_ack_pending"] == found.config["max_ack_pending"])
+
+
 async def test_an_update_that_overwrites_another_is_mended(deployment: Deployment) -> None:
     async with deployment.worker("od", "rd"):
         found = await deployment.info()

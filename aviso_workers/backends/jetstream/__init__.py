@@ -8,6 +8,7 @@ classes drop the fields that they do not know.
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
@@ -46,6 +47,9 @@ __all__ = ["JetStreamBackend"]
 
 DELETE_FAILED = 10057
 INVALID_RESET = 10204
+MAX_ACK_PENDING_EXCEEDED = 10121
+LIMIT = re.compile(r"limit of (\d+)")
+"""What the description of the latter says is allowed."""
 NO_MESSAGE = 10037
 LEAVE_SECONDS = 2.0
 
@@ -167,8 +171,7 @@ class JetStreamBackend:
         try:
             found = await self._connection.api(f"CONSUMER.INFO.{stream}.{spec.durable_name}")
         except NotFoundError:
-            created = {"stream_name": stream, "config": msgspec.to_builtins(spec), "action": "create"}
-            return _consumer_info(await self._connection.api(subject, created))
+            return await self._put_consumer(subject, "create", stream, msgspec.to_builtins(spec))
         differences = streams.consumer_differences(spec, found["config"])
         updates = {each.field: each.wanted for each in differences if each.field in streams.UPDATABLE}
         if not updates:
@@ -176,9 +179,18 @@ class JetStreamBackend:
         config = {**found["config"], **updates}
         if "filter_subjects" in updates:
             config.pop("filter_subject", None)  # of the two, a server takes one
-        return _consumer_info(
-            await self._connection.api(subject, {"stream_name": stream, "config": config, "action": "update"})
-        )
+        return await self._put_consumer(subject, "update", stream, config)
+
+    async def _put_consumer(self, subject: str, action: str, stream: str, config: dict[str, Any]) -> ConsumerInfo:
+        """With the `max_ack_pending` that is allowed, where the server, the account or the stream allows less."""
+        request = {"stream_name": stream, "config": config, "action": action}
+        try:
+            return _consumer_info(await self._connection.api(subject, request))
+        except RefusedError as error:
+            if error.code != MAX_ACK_PENDING_EXCEEDED or not (allowed := LIMIT.search(str(error))):
+                raise
+        request["config"] = {**config, "max_ack_pending": int(allowed[1])}
+        return _consumer_info(await self._connection.api(subject, request))
 
     async def consumer_info(self, stream: str, consumer: str) -> ConsumerInfo:
         return _consumer_info(await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}"))

@@ -111,8 +111,8 @@ def no_worker(facts: Facts) -> Iterator[Finding]:
     "JS031",
     "Nobody is held up by what is not acknowledged",
     why="at max_ack_pending the server delivers nothing until something is acknowledged",
-    cure="look for handlers that hang (a `timeout` of the agent ends them) or for a client that acknowledges nothing; "
-    "`aviso-workers consumers show {stream} {consumer}` shows how many",
+    cure="look for handlers that hang (a `timeout` of the agent ends them), for failures, which wait here to be tried "
+    "again (the workers' logs say why), or for a client that acknowledges nothing",
     severity=State.FAIL,
 )
 def stalled(facts: Facts) -> Iterator[Finding]:
