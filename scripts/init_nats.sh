@@ -77,7 +77,7 @@ stop
 [ "${1:-start}" = stop ] && exit 0
 [ -z "$(greeting)" ] || die "port $NATS_PORT is in use; set NATS_PORT to another"
 if docker_answers; then start_in_docker; else start_locally; fi
-for _ in $(seq 100); do
+for _ in $(seq 600); do
     case $(greeting) in
         *"\"server_name\":\"$CONTAINER_NAME\""*)
             echo "nats://localhost:$NATS_PORT is ready; monitoring at http://localhost:$NATS_HTTP_PORT"
@@ -88,4 +88,4 @@ for _ in $(seq 100); do
     esac
     sleep 0.1
 done
-die "the server did not get ready within 10 s; see $CONFIG_DIR/nats-server.log"
+die "the server did not get ready within a minute; see $CONFIG_DIR/nats-server.log"

@@ -12,8 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-PATIENCE_SECONDS = 30.0
-"""How long a process may take, on a machine that has more to do."""
+from tests.waits import PATIENCE_SECONDS
 
 
 class Command:

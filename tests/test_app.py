@@ -21,6 +21,7 @@ from aviso_workers.errors import (
     UnknownEventTypeError,
 )
 from aviso_workers.events import ConnectionChanged, Settled
+from tests.waits import PATIENCE_SECONDS
 
 IN_MEMORY = """
 notification_backend:
@@ -271,7 +272,7 @@ class TestConnected:
 
         settled: list[Settled] = []
         app.events.listen(lambda event: settled.append(event) if isinstance(event, Settled) else None)
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_SECONDS):
             async with app:
                 await app.notify("mars", {"class": "od", "step": 6})
                 await app.work(stop)
@@ -293,7 +294,7 @@ class TestConnected:
             working.set()
             await anyio.sleep_forever()
 
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_SECONDS):
             async with app:
                 await app.notify("mars", {"class": "od", "step": 6})
                 with pytest.raises(UnavailableError, match="lost for good"):

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.ground import Cores
 from benchmarks.targets import TARGETS, Target, judge
+from tests.waits import PATIENCE_SECONDS
 
 PROJECT = Path(__file__).parents[1]
 AT_LEAST = Target(what="ours over the best of theirs", figure="ours", over=("one", "other"), at_least=4)
@@ -25,7 +26,7 @@ def test_consume_tells_figures_and_targets(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": os.pathsep.join((str(PROJECT / "scripts"), str(PROJECT)))},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=2 * PATIENCE_SECONDS,
     )
     assert bench.returncode == 0, bench.stdout + bench.stderr
     report = json.loads(told.read_bytes())

@@ -24,6 +24,7 @@ from aviso_workers.clocks import VirtualClock
 from aviso_workers.errors import RefusedError, UnavailableError
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 from aviso_workers.subjects import matcher, overlap, pattern, union
+from tests.waits import PATIENCE_SECONDS
 
 SECOND = 1_000_000_000
 
@@ -141,7 +142,7 @@ class TestRealTime:
                     arrived.set()
 
             async with backend.consume("MARS", "agent", deliver=deliver, room=lambda: 1):
-                with anyio.fail_after(5):
+                with anyio.fail_after(PATIENCE_SECONDS):
                     await arrived.wait()
 
         assert counts == [1, 2]

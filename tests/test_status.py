@@ -13,6 +13,7 @@ import pytest
 from aviso_workers import status
 from aviso_workers.errors import ConfigError
 from aviso_workers.status import Health, StatusServer
+from tests.waits import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def server(health: Health) -> Iterator[StatusServer]:
 
 def get(server: StatusServer, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(server.url + path, timeout=10) as answer:
+        with urllib.request.urlopen(server.url + path, timeout=PATIENCE_SECONDS) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -71,7 +72,7 @@ def test_a_worker_that_is_not_ready_says_why(server: StatusServer, health: Healt
 
 
 def test_metrics_are_served_as_prometheus_reads_them(server: StatusServer) -> None:
-    with urllib.request.urlopen(f"{server.url}/metrics?name=up", timeout=10) as answer:
+    with urllib.request.urlopen(f"{server.url}/metrics?name=up", timeout=PATIENCE_SECONDS) as answer:
         assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         assert answer.read() == b"aviso_worker_up 1\n"
 

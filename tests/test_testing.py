@@ -18,6 +18,7 @@ from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, U
 from aviso_workers.server import NatsServer
 from aviso_workers.streams import StreamSpec
 from aviso_workers.testing import Harness, harness
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -340,7 +341,7 @@ class TestErrors:
                 nats_server.stop()
                 await anyio.sleep_forever()
 
-        with anyio.fail_after(20), pytest.raises(BackendError):
+        with anyio.fail_after(PATIENCE_SECONDS), pytest.raises(BackendError):
             await lose_the_server()
 
     async def test_leave_the_app_as_it_was(self, app: App, server: str | None) -> None:
@@ -405,7 +406,7 @@ class TestInVirtualTime:
         async with harness(app) as t:
             await notify(t, 1, 2)
             await t.advance(0)  # both are taken, and one waits for its turn
-            with anyio.fail_after(10):
+            with anyio.fail_after(PATIENCE_SECONDS):
                 await t.stop()
         assert seen == [1, 2]
 

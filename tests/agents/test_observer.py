@@ -22,10 +22,9 @@ from aviso_workers.backends import ConsumerInfo
 from aviso_workers.events import Event, Measured, Settled
 from aviso_workers.server import NatsServer
 from aviso_workers.streams import SECOND, ConsumerSpec
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
-
-PATIENCE_SECONDS = 10.0
 
 
 class Shown:

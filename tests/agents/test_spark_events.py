@@ -23,10 +23,10 @@ from aviso_workers.errors import UnavailableError, UnknownEventTypeError
 from aviso_workers.events import Event, Published
 from aviso_workers.spark import job_events
 from aviso_workers.spark.job_events import Application
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-PATIENCE_SECONDS = 10.0
 KEYS = ("cluster", "application", "kind", "event", "id")
 
 

@@ -15,7 +15,7 @@ from aviso_workers import App, Backoff, Notification, Reject
 from aviso_workers.engine.dead_lettering import RETRIES, STREAM
 from aviso_workers.events import Event, Settled
 from tests.cli.conftest import Ran
-from tests.commands import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS
 
 Run = Callable[..., Ran]
 
@@ -212,7 +212,7 @@ def test_what_is_no_dead_letter_is_left_out_and_told(run: Run, config: Path, bur
 
         async with App("tests", config=config) as app:
             message = Message(subject="aviso_workers.dead_letters.a.b", data=b"?")
-            await app.session.backend.publish(message, message_id="x", stream=STREAM, timeout_seconds=5)
+            await app.session.backend.publish(message, message_id="x", stream=STREAM, timeout_seconds=PATIENCE_SECONDS)
 
     anyio.run(store)
     ran = run("dead-letters", "ls", "--config", config)

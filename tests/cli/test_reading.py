@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Ran
+from tests.waits import PATIENCE_SECONDS
 
 Run = Callable[..., Ran]
 
@@ -117,7 +118,7 @@ class TestWatch:
         assert ids(watch.lines(1)) == ["mars@1"]
         watch.process.stdout.close()
         publish(6)
-        assert watch.process.wait(30) == 1
+        assert watch.process.wait(PATIENCE_SECONDS) == 1
         assert watch.process.stderr.read() == ""
 
     def test_says_when_the_connection_is_lost_for_good(self, start, nats_server, write_config, run: Run) -> None:

@@ -23,9 +23,9 @@ from aviso_workers.errors import BackendError
 from aviso_workers.server import NatsServer
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 from tests.contract.settings import app_config
+from tests.waits import PATIENCE_SECONDS
 
 SECOND = 1_000_000_000
-PATIENCE_SECONDS = 5.0
 
 
 LONG_WAY = {"test_consuming", "test_publishing", "test_reading"}

@@ -22,6 +22,7 @@ from aviso_workers.events import Event, StreamGone, StreamMadeAgain
 from aviso_workers.ops import wiping
 from aviso_workers.streams import StreamSpec
 from tests.contract.settings import app_config, mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -33,7 +34,7 @@ async def app(kind: str, nats_url: str) -> AsyncGenerator[App, None]:
 
 
 async def steps(notifications: Any) -> list[str]:
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_SECONDS):
         return [notification.identifier["step"] async for notification in notifications]
 
 
@@ -76,7 +77,7 @@ async def test_an_agent_sees_what_it_asked_for_and_nothing_else(app: App) -> Non
     wanted = [("oper", 0), ("oper", 6), ("wave", 12), ("enfo", 12)]
     await app.notify_many(Notify("mars", mars(stream=stream, step=step), {"n": 1}) for stream, step in wanted)
     await app.notify("mars", mars(stream="oper", step=99), {"n": 0})
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_SECONDS):
         await app.work(stop)
     assert sorted(seen) == ["oper-6", "oper-99", "wave-12"]
 
@@ -93,7 +94,7 @@ async def test_a_failed_notification_comes_again(app: App) -> None:
         stop.set()
 
     await app.notify("mars", mars(), {})
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_SECONDS):
         await app.work(stop)
     assert tries == [1, 2]
 
@@ -130,7 +131,7 @@ async def test_an_empty_stream_replays_nothing(app: App) -> None:
 async def test_a_watch_goes_from_history_to_what_comes(app: App) -> None:
     await app.notify("mars", mars(step=1), {})
     seen: list[str] = []
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_SECONDS):
         async with aclosing(app.watch("mars", from_id=0)) as notifications:
             async for notification in notifications:
                 seen.append(notification.identifier["step"])
@@ -144,7 +145,7 @@ async def test_a_replay_does_not_go_on_in_a_stream_that_was_made_again(app: App)
     notifications = [Notify("mars", mars(step=step % 300, expver=step // 300), {}) for step in range(3000)]
     await app.notify_many(notifications)
     reading = app.replay("mars", from_id=1)
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_SECONDS):
         async with aclosing(reading):
             await anext(reading)
             await make_again(app)
@@ -239,7 +240,7 @@ async def watching(app: App, **start: Any) -> AsyncIterator[list[str]]:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_SECONDS):
         while not holds():  # noqa: ASYNC110 - what is waited for are a watch's notifications, or its warnings
             await anyio.sleep(0.01)
 
@@ -255,7 +256,7 @@ async def test_a_watch_without_a_start_shows_only_what_comes(app: App) -> None:
             step += 1
             await anyio.sleep(0.05)
 
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_SECONDS):
         async with anyio.create_task_group() as tasks, aclosing(watching):
             tasks.start_soon(publish)
             first = await anext(watching)

@@ -12,6 +12,7 @@ from aviso_workers import streams
 from aviso_workers.backends import Backend, Consumer
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
 from aviso_workers.streams import ConsumerSpec
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -91,7 +92,7 @@ class TestTheConsumer:
     async def test_must_exist_to_be_read(self, create, open_reader, inbox):
         await create()
 
-        with pytest.raises(BackendError), anyio.fail_after(10):
+        with pytest.raises(BackendError), anyio.fail_after(PATIENCE_SECONDS):
             async with open_reader(inbox) as reader:
                 await reader.lost()
 
@@ -763,7 +764,7 @@ class TestAReset:
 
     async def test_needs_a_consumer(self, create, backend):
         await create()
-        with pytest.raises(NotFoundError) as missing, anyio.fail_after(3):
+        with pytest.raises(NotFoundError) as missing, anyio.fail_after(PATIENCE_SECONDS):
             await backend.reset_consumer("MARS", "agent", sequence=1)
         assert missing.value.code == 10014
 

@@ -24,6 +24,7 @@ from aviso_workers.positions import Position
 from aviso_workers.streams import ConsumerSpec
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -307,7 +308,7 @@ async def test_a_retry_whose_worker_dies_each_time_comes_back_as_the_letter_that
         deadly = True
         await office.retry(letter)
         for deaths in (1, 2, 3):
-            with anyio.fail_after(20):
+            with anyio.fail_after(PATIENCE_SECONDS):
                 while len(began) < deaths:
                     await t.advance(0.05)
             await t.crash()
@@ -367,7 +368,7 @@ async def give_up(t: Harness, consumer: str, *, count: int = 1) -> None:
     )
     await backend.ensure_consumer("MARS", spec)
     app, _, agent = consumer.partition("__")
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_SECONDS):
         async with backend.consume("MARS", consumer, deliver=taken.append, room=lambda: 100):
             while (await observing.given_up(t.app)).get((app, agent, "MARS"), 0) < count:
                 await t.advance(0.05)
@@ -494,7 +495,7 @@ async def test_originals_wait_for_as_long_as_their_dead_letters_are_refused(
     async with testing() as (t, office):
         for expver in ("0001", "0002"):
             await t.notify("mars", mars(expver=expver), {"fills": "x" * 300})
-        with anyio.fail_after(30):
+        with anyio.fail_after(PATIENCE_SECONDS):
             while t.outcomes("failing").count("retried") < 60:  # each of them more often than a server would deliver it
                 await t.advance(0.05)
         assert await all_of(office) == []
@@ -523,7 +524,9 @@ async def test_a_body_as_large_as_the_server_takes_is_kept_shown_and_tried_again
         backend = app.session.backend
         data = msgspec.json.encode("x" * (backend.max_payload - 150))
         subject = "mars.od.0001.g.20261120.0000.oper.12"
-        await backend.publish(Message(subject=subject, data=data), message_id="x", stream="MARS", timeout_seconds=5)
+        await backend.publish(
+            Message(subject=subject, data=data), message_id="x", stream="MARS", timeout_seconds=PATIENCE_SECONDS
+        )
         await t.settle()
 
         (letter,) = await all_of(office)

@@ -19,6 +19,7 @@ from aviso_workers.errors import InvalidNotificationError, RefusedError, Unavail
 from aviso_workers.streams import SECOND
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -121,7 +122,7 @@ async def test_what_becomes_due_while_nobody_works_is_brought_by_the_next_worker
         stop = anyio.Event()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(another.work, stop)
-            with anyio.fail_after(5):
+            with anyio.fail_after(PATIENCE_SECONDS):
                 async for found in another.watch("plain", from_id=1):
                     assert found.identifier["a"] == "1"
                     break
@@ -238,7 +239,9 @@ async def test_what_somebody_else_has_put_there_is_not_obeyed(app: App, t: Harne
     await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=0.5)
     headers = {"Aviso-Subject": subject, "Aviso-Stream": stream, "Aviso-Message-Id": "1", "Aviso-Event-Type": "plain"}
     foreign = Message(subject=f"{deferring.DUE}.PLAIN", data=b"", headers=headers if stream else {})
-    await app.session.backend.publish(foreign, message_id="1", stream=deferring.STREAM, timeout_seconds=5)
+    await app.session.backend.publish(
+        foreign, message_id="1", stream=deferring.STREAM, timeout_seconds=PATIENCE_SECONDS
+    )
     await t.advance(1.5)
     assert delivered(t) == ["1"]
 

@@ -10,6 +10,7 @@ import pytest
 from aviso_workers.backends import Backend, Entry, KeyValue
 from aviso_workers.errors import ConflictError, NotFoundError, RefusedError
 from aviso_workers.streams import StreamSpec
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -219,7 +220,7 @@ async def test_a_key_is_forgotten_after_its_ttl(bucket, elapse):
         async def watch() -> None:
             gone.append(await anext(changes))
 
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_SECONDS):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(watch)
                 await elapse(2.5)

@@ -14,6 +14,7 @@ from aviso_workers import Agent, App, Backoff, Batch, Batching, Notification, No
 from aviso_workers.errors import NotFoundError
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +24,6 @@ RETRY = Backoff(first=0.05, factor=1, attempts=ATTEMPTS, jitter=0)
 ONCE = Backoff(attempts=1)
 ACK_WAIT_SECONDS = 0.4
 HANDLING_SECONDS = 0.02
-PATIENCE_SECONDS = 40.0
 
 
 class Handlers:

@@ -13,10 +13,10 @@ from aviso_workers import Agent, App, Batch, Batching, Notification, Router
 from aviso_workers.engine import pulling
 from aviso_workers.events import Settled
 from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-PATIENCE_SECONDS = 20.0
 BUDGET = 100_000
 COUNT = 30
 

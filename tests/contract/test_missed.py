@@ -13,6 +13,7 @@ from aviso_workers import App, Notification
 from aviso_workers.events import Settled
 from aviso_workers.metrics import Metrics
 from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -32,7 +33,7 @@ def working(app: App) -> Working:
         stop = anyio.Event()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(app.work, stop)
-            with anyio.fail_after(10):
+            with anyio.fail_after(PATIENCE_SECONDS):
                 for _ in range(count):
                     await handled.acquire()
             yield metrics

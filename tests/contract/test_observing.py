@@ -15,6 +15,7 @@ from aviso_workers.errors import NotFoundError
 from aviso_workers.ops import observing
 from aviso_workers.streams import SECOND, ConsumerSpec
 from tests.contract.settings import app_config, mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -146,7 +147,7 @@ async def work_off(app: App, count: int) -> None:
     app.events.listen(count_down)
     for step in range(count):
         await app.notify("mars", mars(step=step), {})
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_SECONDS):
         await app.work(stop)
 
 
@@ -193,7 +194,7 @@ async def test_what_the_server_gave_up_is_counted_by_agent_and_stream(app: App, 
     async with backend.consume("MARS", "contract__index", deliver=inbox.deliver, room=inbox.room):
         await inbox.take(2)  # and never say what became of them
         found: dict[tuple[str, ...], int] = {}
-        with anyio.move_on_after(10):
+        with anyio.move_on_after(PATIENCE_SECONDS):
             while sum(found.values()) < 2:
                 await anyio.sleep(0.05)
                 found = await observing.given_up(app)

@@ -15,8 +15,9 @@ from aviso_workers.backends import Backend, Consumer, ConsumerInfo
 from aviso_workers.errors import RefusedError
 from aviso_workers.streams import GROUP, PINNED, PRIORITIZED, ConsumerSpec, filters_of
 from aviso_workers.testing import harness
-from tests.contract.conftest import PATIENCE_SECONDS, SECOND, Inbox
+from tests.contract.conftest import SECOND, Inbox
 from tests.contract.settings import app_config, mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 

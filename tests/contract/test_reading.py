@@ -11,6 +11,7 @@ import pytest
 
 from aviso_workers.backends import Backend, Message, Outgoing, PubAck
 from aviso_workers.errors import NotFoundError, UnavailableError
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -20,7 +21,7 @@ def sequences(backend: Backend):
     """`await sequences(last_sequence=9)`: those that a bounded reading of MARS yields."""
 
     async def sequences(*, filter_subjects=("mars.>",), **bounds) -> list[int]:
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_SECONDS):
             return [
                 message.sequence async for message in backend.read("MARS", filter_subjects=filter_subjects, **bounds)
             ]
@@ -50,14 +51,14 @@ def publish_many(backend: Backend):
             Outgoing(Message(subject=subject, data=b"null"), f"message-{number}", "MARS")
             for number, subject in enumerate(subjects)
         ]
-        for result in await backend.publish_many(outgoing, timeout_seconds=10):
+        for result in await backend.publish_many(outgoing, timeout_seconds=PATIENCE_SECONDS):
             assert isinstance(result, PubAck), result
 
     return publish_many
 
 
 async def following(messages, count: int) -> list[Message]:
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_SECONDS):
         return [await anext(messages) for _ in range(count)]
 
 
@@ -120,7 +121,7 @@ async def test_the_last_sequence_need_not_match_the_filters(five, publish, backe
     messages = backend.read("MARS", filter_subjects=("mars.0",), last_sequence=4)
     await publish("mars.0")
 
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_SECONDS):
         assert [message.sequence async for message in messages] == [1]
 
 
@@ -240,7 +241,7 @@ async def test_a_reading_ends_although_what_it_was_to_read_is_purged_meanwhile(c
     await publish_many(["mars.wanted", "mars.other"] * 3000)
     messages = backend.read("MARS", filter_subjects=filters, last_sequence=6000)
 
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_SECONDS):
         came = [(await anext(messages)).sequence]
         await backend.purge_stream("MARS", subject="mars.wanted")
         came += [message.sequence async for message in messages]
@@ -255,7 +256,7 @@ async def test_a_reading_ends_although_the_last_message_is_deleted_meanwhile(cre
     await publish_many(["mars.wanted"] * 3000)
     messages = backend.read("MARS", filter_subjects=("mars.wanted",), last_sequence=3000)
 
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_SECONDS):
         came = [(await anext(messages)).sequence]
         for sequence in range(2991, 3001):
             await backend.delete_message("MARS", sequence)
@@ -323,7 +324,7 @@ async def test_chunks_pass_over_what_was_deleted_and_what_is_filtered_out(five, 
     await backend.delete_message("MARS", 2)
 
     async def sequences(**bounds) -> list[int]:
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_SECONDS):
             chunks = backend.read_chunks("MARS", **bounds)
             return [message.sequence async for chunk in chunks for message in chunk]
 

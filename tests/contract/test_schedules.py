@@ -9,6 +9,7 @@ import pytest
 
 from aviso_workers.backends import Backend, Message, Outgoing
 from aviso_workers.errors import RefusedError
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -93,7 +94,7 @@ async def test_many_at_once(backend: Backend, create, stored, elapse) -> None:
             )
             for n in range(30)
         ],
-        timeout_seconds=5,
+        timeout_seconds=PATIENCE_SECONDS,
     )
     await elapse(2)
     assert sorted(int(message.data) for message in await stored() if message.subject == "mars.due") == [*range(30)]

@@ -19,6 +19,7 @@ from aviso_workers.events import AckWaitDiffers, AgentStarted, FiltersDiffer
 from aviso_workers.streams import SECOND, ConsumerSpec, Version, shared
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -80,7 +81,9 @@ class Deployment:
         }
 
         async def publish(message: Message, message_id: str) -> PubAck:
-            return await self.backend.publish(message, message_id=message_id, stream=RETRIES, timeout_seconds=5)
+            return await self.backend.publish(
+                message, message_id=message_id, stream=RETRIES, timeout_seconds=PATIENCE_SECONDS
+            )
 
         letter = Message(subject=retry_subject("contract", "index"), data=body, headers=headers)
         await parts.store(letter, "1", publish, max_payload=self.backend.max_payload)
@@ -219,7 +222,7 @@ async def test_a_dead_letter_that_is_tried_again_waits_for_a_version_that_wants_
         await deployment.retry("rd", b'"%s"' % (b"x" * (deployment.backend.max_payload - 100)) if large else b"{}")
         await deployment.t.advance(0.5)
         async with deployment.worker("od", "rd"):
-            with anyio.fail_after(20):
+            with anyio.fail_after(PATIENCE_SECONDS):
                 while not deployment.by("od rd"):
                     await deployment.t.advance(0.1)
 

@@ -13,6 +13,7 @@ from aviso_workers.events import AgentStarted, ConsumerDiffers
 from aviso_workers.ops import steering
 from aviso_workers.positions import Position
 from tests.contract.settings import app_config, mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -52,7 +53,7 @@ def run(app: App) -> Callable[..., Any]:
             await reading[-1].wait()
             await app.notify("mars", mars(step=99), {})
 
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_SECONDS):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(publish)
                 await app.work(stop)

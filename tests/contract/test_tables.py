@@ -13,6 +13,7 @@ import pytest
 
 from aviso_workers import App, Change, Table
 from aviso_workers.errors import DeclarationError, InvalidKeyError, NotFoundError, RefusedError, UndecodableError
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -34,7 +35,7 @@ async def counts(app: App, request: pytest.FixtureRequest) -> AsyncGenerator[Tab
 async def reads(table: Table[Any], key: str, value: object) -> None:
     """Wait until the table tells so."""
     found = await table.get(key)
-    with anyio.move_on_after(5):
+    with anyio.move_on_after(PATIENCE_SECONDS):
         while found != value:
             await anyio.sleep(0.01)
             found = await table.get(key)
@@ -181,7 +182,7 @@ async def test_a_watch_ends_with_its_table_and_goes_on_in_no_other(app: App, cou
         await app.session.backend.delete_stream(f"KV_{app.name}__counts")
         await app.session.backend.key_value(f"{app.name}__counts")
         await counts.put("rd", 1)
-        with anyio.fail_after(10), pytest.raises(NotFoundError, match="deleted and made again"):
+        with anyio.fail_after(PATIENCE_SECONDS), pytest.raises(NotFoundError, match="deleted and made again"):
             await anext(changes)
 
 

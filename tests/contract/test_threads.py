@@ -14,10 +14,10 @@ from aviso_workers import Agent, App, Backoff, Batch, Batching, Notification, Ro
 from aviso_workers.engine import threads
 from aviso_workers.events import Event, Settled, ThreadsFreed, ThreadsStuck
 from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-PATIENCE_SECONDS = 10.0
 TIMEOUT_SECONDS = 0.5
 OFTEN = Backoff(first=0.01, factor=1, attempts=50, jitter=0)
 ONCE = Backoff(attempts=1)

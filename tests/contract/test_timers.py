@@ -7,6 +7,7 @@ import pytest
 
 from aviso_workers import App, Tick
 from tests.contract.settings import app_config
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +23,7 @@ async def test_a_worker_runs_its_timers(kind: str, nats_url: str, leader: bool) 
         if len(ticks) == 3:
             stop.set()
 
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE_SECONDS):
         async with app:
             await app.work(stop)
     first, second, third = (tick.time.timestamp() for tick in ticks)
@@ -43,7 +44,7 @@ async def test_a_leader_that_leaves_is_followed_and_no_tick_is_missed(kind: str,
         if len(ticks) == 4:
             stops[1].set()
 
-    with anyio.fail_after(30):
+    with anyio.fail_after(PATIENCE_SECONDS):
         async with app:
             for stop in stops:
                 await app.work(stop)

@@ -18,6 +18,7 @@ from aviso_workers.errors import InvalidNotificationError, RefusedError
 from aviso_workers.literals import Duration
 from aviso_workers.testing import harness
 from tests.contract.settings import app_config
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -45,9 +46,9 @@ async def test_a_message_is_forgotten_after_its_time_and_no_other_is(
         for number, headers in enumerate([{"Nats-TTL": "1s"}, None, {"Nats-TTL": "3600s"}])
     ]
     if together:
-        await backend.publish_together(messages, timeout_seconds=5)
+        await backend.publish_together(messages, timeout_seconds=PATIENCE_SECONDS)
     else:
-        await backend.publish_many(messages, timeout_seconds=5)
+        await backend.publish_many(messages, timeout_seconds=PATIENCE_SECONDS)
     assert [message.headers.get("Nats-TTL") for message in await stored()] == ["1s", None, "3600s"]
     await elapse(2.5)
     assert [message.subject for message in await stored()] == ["mars.1", "mars.2"]
@@ -100,7 +101,7 @@ async def test_what_the_server_notes_in_place_of_a_notification_is_none(kind: st
 
     async with harness(app, server=nats_url or None) as t:
         await app.notify("plain", {"a": 1, "b": "x"}, {"n": 1}, ttl=1)
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_SECONDS):
             while (await app.session.backend.stream_info("PLAIN")).last_sequence < 2:
                 await t.advance(0.1)
         await app.notify("plain", {"a": 2, "b": "x"}, {"n": 3})

@@ -20,6 +20,7 @@ from aviso_workers.events import Event, Published, WindowDone
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -427,7 +428,7 @@ async def test_while_something_was_not_delivered_nothing_is_idle(
         await t.advance(5)
         assert sums(t) == {}
         await backend.pause_consumer("MARS", consumer, until=None)
-        with anyio.fail_after(20):
+        with anyio.fail_after(PATIENCE_SECONDS):
             while not sums(t):
                 await t.advance(0.5)
         assert (sums(t), t.dead_letters) == ({"0-60 all": 2}, [])
@@ -464,7 +465,7 @@ async def test_a_worker_whose_clock_is_ahead_closes_no_window_early(app: App, ki
         app.session.backend.clock = FastClock()  # type: ignore[misc]
         tasks.start_soon(app.work, stop)
         await app.notify("mars", mars(step=1), {"minute": 1})
-        with anyio.fail_after(15):
+        with anyio.fail_after(PATIENCE_SECONDS):
             await over.wait()
         stop.set()
     assert [done.agent for done in closed] == ["prompt"]
@@ -518,7 +519,7 @@ async def test_values_of_another_type_are_told_with_the_cure(
         await notify(t, 0)
         with pytest.raises(UndecodableError, match=r"hold is no <class 'int'>.*give the agent another name"):
             await t.settle()
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_SECONDS):
             while not t.settled("sums"):  # noqa: ASYNC110 - it is told before the delivery is settled
                 await anyio.sleep(0.01)
         (settled,) = t.settled("sums")
@@ -567,7 +568,7 @@ async def test_what_dies_after_publishing_is_published_once(app: App) -> None:
 
     async with harness(app, workers=2) as t:
         await notify(t, 10, 70)
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_SECONDS):
             while not published.is_set():
                 await t.advance(0.5)
         for worker in (0, 1):
@@ -683,7 +684,7 @@ async def test_nothing_is_kept_of_what_is_settled(app: App, url: str | None, stu
         stuck.clear()
         await t.settle()
         await notify(t, 2)
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_SECONDS):
             while await bucket.get("=counted.0"):
                 await t.advance(0.5)
         await app.session.backend.reset_consumer("MARS", "contract__sums", sequence=1)
@@ -720,7 +721,7 @@ async def many(app: App, count: int, *, minute: float = 1) -> None:
 
 async def counted(t: Harness, count: int) -> None:
     """Wait until so many were settled in a way, what is tried again left out."""
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE_SECONDS):
         while sum(outcome != "retried" for outcome in t.outcomes("sums")) < count:
             await t.advance(0.1)
 
@@ -735,7 +736,7 @@ async def test_a_function_that_fails_is_run_again_after_the_wait_of_its_policy(a
 
     async with harness(app, server=url) as t:
         await notify(t, 10, 70)
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_SECONDS):
             while not t.windows(sums):
                 await t.advance(0.5)
         await t.advance(2.5)  # it is looked at more often than that

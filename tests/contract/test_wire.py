@@ -18,6 +18,7 @@ from aviso_workers.errors import RefusedError
 from aviso_workers.server import NatsServer
 from aviso_workers.streams import ConsumerSpec
 from tests.contract.settings import app_config, mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -50,7 +51,7 @@ async def test_an_agent_sees_what_an_aviso_server_stores(app: App, client: Clien
         seen.append(notification)
         stop.set()
 
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_SECONDS):
         await app.work(stop)
     assert seen[0].identifier == mars(stream="a.b")
     assert seen[0].payload == {"location": "here", "n": 1.0}

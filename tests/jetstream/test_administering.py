@@ -15,6 +15,7 @@ from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.backends.jetstream.administering import Administration as Administered
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.server import NatsServer
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -46,7 +47,7 @@ async def test_a_listing_is_read_to_its_last_page(administration: Administration
 async def test_what_a_server_says_unasked_is_heard(administration: Administration) -> None:
     async with administration.listen("$JS.EVENT.ADVISORY.STREAM.>") as advisories:
         await administration.api("STREAM.CREATE.MARS", {"name": "MARS"})
-        with anyio.fail_after(5):
+        with anyio.fail_after(PATIENCE_SECONDS):
             advisory = json.loads((await advisories.receive()).data)
     assert (advisory["type"], advisory.get("stream"), advisory.get("action")) == (
         "io.nats.jetstream.advisory.v1.stream_action",
@@ -63,7 +64,7 @@ async def test_an_answer_may_come_in_several_messages(administration: Administra
     inbox = administration.new_inbox()
     async with administration.listen(inbox) as answers:
         administration.send("$JS.API.DIRECT.GET.MARS", json.dumps({"seq": 1, "batch": 3}).encode(), reply=inbox)
-        with anyio.fail_after(5):
+        with anyio.fail_after(PATIENCE_SECONDS):
             heard = [await answers.receive() for _ in range(4)]
     assert [(each.headers.get("Nats-Subject"), each.data) for each in heard[:3]] == [
         (f"mars.{step}", b"here") for step in range(3)

@@ -20,6 +20,7 @@ from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.errors import OutcomeUnknownError, RefusedError
 from aviso_workers.server import NatsServer
 from aviso_workers.streams import StreamSpec
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -59,7 +60,7 @@ async def test_many_are_answered_by_few(backend):
     await backend.create_stream(MARS)
     before = answers(backend)
 
-    results = await backend.publish_many(messages(500), timeout_seconds=5)
+    results = await backend.publish_many(messages(500), timeout_seconds=PATIENCE_SECONDS)
 
     assert Counter(results) == {PubAck(stream="MARS", sequence=0): 500}
     assert answers(backend) - before < 50
@@ -69,7 +70,7 @@ async def test_many_are_answered_by_few(backend):
 async def test_a_few_are_answered_each(backend):
     await backend.create_stream(MARS)
 
-    results = await backend.publish_many(messages(3), timeout_seconds=5)
+    results = await backend.publish_many(messages(3), timeout_seconds=PATIENCE_SECONDS)
 
     assert [result.sequence for result in results] == [1, 2, 3]
 
@@ -92,8 +93,8 @@ async def test_a_stream_that_takes_no_batches_any_more_is_served_one_by_one(nats
     async with connected(nats_server) as other:
         await other.update_stream({**info.config, "allow_batched": False})
 
-    first = await backend.publish_many(messages(20), timeout_seconds=5)
-    second = await backend.publish_many(messages(20, name="other"), timeout_seconds=5)
+    first = await backend.publish_many(messages(20), timeout_seconds=PATIENCE_SECONDS)
+    second = await backend.publish_many(messages(20, name="other"), timeout_seconds=PATIENCE_SECONDS)
 
     assert [result.sequence for result in first] == list(range(1, 21))
     assert [result.sequence for result in second] == list(range(21, 41))
@@ -104,7 +105,7 @@ async def test_beyond_the_batches_that_a_server_allows_messages_go_one_by_one(ba
     for number in range(1000):
         backend._connection.wire.send(b"mars.rd", b"", reply=b"nobody.%d.1.fail.1.0.$FI" % number)
 
-    results = await backend.publish_many(messages(20), timeout_seconds=5)
+    results = await backend.publish_many(messages(20), timeout_seconds=PATIENCE_SECONDS)
 
     assert [result.sequence for result in results] == list(range(1001, 1021))
 
@@ -115,7 +116,7 @@ async def test_a_message_that_must_not_be_sent_does_not_end_the_batch_of_the_oth
     no_subject = Outgoing(Message(subject="mars od", data=b""), "bad", "MARS")
     before = answers(backend)
 
-    results = await backend.publish_many([too_large, *messages(500), no_subject], timeout_seconds=5)
+    results = await backend.publish_many([too_large, *messages(500), no_subject], timeout_seconds=PATIENCE_SECONDS)
 
     assert [type(results[place]) for place in (0, 501)] == [RefusedError, RefusedError]
     assert Counter(results[1:501]) == {PubAck(stream="MARS", sequence=0): 500}
@@ -130,7 +131,7 @@ async def test_what_a_silent_server_may_have_stored_is_unknown(backend, nats_ser
 
     nats_server.process.send_signal(signal.SIGCONT)
     assert {type(result) for result in results} == {OutcomeUnknownError}
-    await backend.publish_many(messages(20), timeout_seconds=5)
+    await backend.publish_many(messages(20), timeout_seconds=PATIENCE_SECONDS)
     assert (await backend.stream_info("MARS")).messages == 20
 
 
@@ -140,9 +141,9 @@ async def test_what_was_under_way_when_the_server_died_is_unknown_at_once(backen
     results: list[Any] = []
 
     async def publish() -> None:
-        results.extend(await backend.publish_many(messages(20), timeout_seconds=60))
+        results.extend(await backend.publish_many(messages(20), timeout_seconds=PATIENCE_SECONDS))
 
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_SECONDS):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(publish)
             await anyio.wait_all_tasks_blocked()

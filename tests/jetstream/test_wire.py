@@ -25,6 +25,7 @@ from aviso_workers.backends.jetstream.wire import (
     header_block,
     status,
 )
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -294,7 +295,7 @@ async def attached(request: pytest.FixtureRequest, client: Client) -> Wire:
 async def answered(attached: Wire) -> bool:
     pong: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     await attached.ping(pong)
-    with anyio.fail_after(5):
+    with anyio.fail_after(PATIENCE_SECONDS):
         return await pong
 
 
@@ -356,7 +357,7 @@ class TestAWire:
 
         client._reconnected_cb = reconnected
         client._transport.close()  # type: ignore[union-attr]
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_SECONDS):
             await back.wait()
         attached.send(b"news", b"again")
 

@@ -14,6 +14,7 @@ from aviso_workers.server import running
 from aviso_workers.server.running import Node
 from tests.ops.conftest import Api, Declare, Run
 from tests.server.conftest import load_server
+from tests.waits import PATIENCE_SECONDS
 
 Make = Callable[..., Path]
 
@@ -80,7 +81,9 @@ def test_a_server_gives_up_its_copy_and_another_makes_one(
     assert (asked.code, leaving in asked.out, "--yes" in asked.err) == (2, True, True), asked
     ran = run("streams", "remove-peer", "CLAIMS", leaving, "--yes", "--config", config)
     assert ran.code == 0, ran
-    assert running.eventually(lambda: holders("CLAIMS") == before - {leaving} | {spare}, 20), holders("CLAIMS")
+    assert running.eventually(lambda: holders("CLAIMS") == before - {leaving} | {spare}, PATIENCE_SECONDS), holders(
+        "CLAIMS"
+    )
 
 
 def test_no_server_gives_up_a_copy_that_no_other_can_make(run: Run, make: Make) -> None:
@@ -99,7 +102,9 @@ def test_a_stream_lives_where_its_tags_are(make: Make, holders: Callable[[str], 
 def test_more_copies_are_made_and_given_up(make: Make, holders: Callable[[str], set[str]]) -> None:
     for copies in (1, 3, 1):
         make("SCALED", num_replicas=copies)
-        assert running.eventually(lambda copies=copies: len(holders("SCALED")) == copies, 20), holders("SCALED")
+        assert running.eventually(lambda copies=copies: len(holders("SCALED")) == copies, PATIENCE_SECONDS), holders(
+            "SCALED"
+        )
 
 
 def test_tags_that_no_server_has_are_told(run: Run, declare: Declare) -> None:

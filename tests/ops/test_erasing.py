@@ -17,10 +17,9 @@ from aviso_workers.backends import Administration, Chunk, Message
 from aviso_workers.errors import InvalidNotificationError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.ops.erasing import Eraser, Survey
 from aviso_workers.server import NatsServer
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
-
-PATIENCE_SECONDS = 10.0
 
 
 class Place:
@@ -221,7 +220,9 @@ async def test_one_notification_is_erased_by_its_id(place: Place) -> None:
 async def test_what_the_server_notes_in_place_of_a_notification_is_erased_with_its_subject(place: Place) -> None:
     await place.notify("rd", [1])
     marker = Message(subject="mars.of-a-person.1", data=b"", headers={"Nats-Marker-Reason": "MaxAge"})
-    await place.app.session.backend.publish(marker, message_id="marker", stream="MARS", timeout_seconds=5)
+    await place.app.session.backend.publish(
+        marker, message_id="marker", stream="MARS", timeout_seconds=PATIENCE_SECONDS
+    )
     await place.erase(where={"class": "of-a-person"})
     assert place.record()["erased"] == {"MARS": 1}
     assert place.on_disk("of-a-person") == 0

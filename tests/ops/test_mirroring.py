@@ -19,10 +19,10 @@ from aviso_workers.ops import failing_over, mirroring, stream_policy
 from aviso_workers.ops.mirroring import Link, Mirrors
 from aviso_workers.server import running
 from aviso_workers.server.running import Node
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-PATIENCE_SECONDS = 20.0
 HUB = "$JS.hub.API"
 MARS = {
     "topic": {"base": "mars", "key_order": ["class", "step"]},

@@ -13,9 +13,9 @@ from nats.aio.msg import Msg
 
 from aviso_workers.backends import Administration, Heard
 from tests.ops.conftest import Administer, Declare, Run
+from tests.waits import PATIENCE_SECONDS
 
 MANY = 1000
-PATIENCE_SECONDS = 15
 
 
 async def store(administration: Administration) -> None:

@@ -17,8 +17,8 @@ from aviso_workers.backends import Administration
 from aviso_workers.errors import UnavailableError
 from aviso_workers.server import NatsServer, running
 from tests.ops.conftest import Administer, Api, Declare, Run, administered
+from tests.waits import PATIENCE_SECONDS
 
-PATIENCE_SECONDS = 10
 SECOND = 10**9
 
 Publish = Callable[..., dict[str, Any]]

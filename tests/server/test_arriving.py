@@ -20,6 +20,7 @@ from aviso_workers.config import Config, Server
 from aviso_workers.server import running
 from aviso_workers.server.running import Node, ask
 from tests.server.conftest import Load, Start, load_server
+from tests.waits import PATIENCE_SECONDS
 
 SEED = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER)
 NKEY = nkeys.from_seed(bytearray(SEED)).public_key.decode()
@@ -124,7 +125,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, certificate: Path) -> Iter
 
 def greeting(port: int) -> dict[str, Any]:
     """The INFO line of a port."""
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection, connection.makefile("rb") as lines:
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS) as connection,
+        connection.makefile("rb") as lines,
+    ):
         found: dict[str, Any] = json.loads(lines.readline().removeprefix(b"INFO "))
         return found
 
@@ -255,7 +259,7 @@ async def connect(facts: Facts, trust: ssl.SSLContext, **login: Any) -> nats.NAT
 
 def test_a_server_with_another_password_does_not_join(cluster: Facts, trust: ssl.SSLContext) -> None:
     with (
-        socket.create_connection(("127.0.0.1", cluster.nodes[0].cluster_port), timeout=5) as plain,
+        socket.create_connection(("127.0.0.1", cluster.nodes[0].cluster_port), timeout=PATIENCE_SECONDS) as plain,
         trust.wrap_socket(plain, server_hostname="localhost") as route,
         route.makefile("rb") as lines,
     ):
@@ -269,7 +273,7 @@ def test_a_server_with_another_password_does_not_join(cluster: Facts, trust: ssl
 @pytest.mark.anyio
 async def test_the_account_has_the_limits_that_were_configured(cluster: Facts, trust: ssl.SSLContext) -> None:
     client = await connect(cluster, trust, user="alice", password="hush-4")
-    info = json.loads((await client.request("$JS.API.INFO", timeout=5)).data)
+    info = json.loads((await client.request("$JS.API.INFO", timeout=PATIENCE_SECONDS)).data)
     await client.close()
     assert {key: info["limits"][name] for key, (name, _) in ACCOUNT.items()} == {
         key: value for key, (_, value) in ACCOUNT.items()
@@ -281,7 +285,7 @@ async def test_the_account_has_the_limits_that_were_configured(cluster: Facts, t
 @pytest.mark.anyio
 async def test_an_account_without_jetstream_has_none(cluster: Facts, trust: ssl.SSLContext) -> None:
     client = await connect(cluster, trust, user="eve", password="hush-3")
-    info = json.loads((await client.request("$JS.API.INFO", timeout=5)).data)
+    info = json.loads((await client.request("$JS.API.INFO", timeout=PATIENCE_SECONDS)).data)
     await client.close()
     assert info["error"]["err_code"] == 10039
 
@@ -300,11 +304,11 @@ async def test_a_user_may_do_what_is_allowed_and_nothing_else(cluster: Facts, tr
         await client.publish(subject, b"")
     for subject in ("data.not", "other"):
         await client.subscribe(subject)
-    assert (await heard.next_msg(timeout=5)).subject == "data.a"
+    assert (await heard.next_msg(timeout=PATIENCE_SECONDS)).subject == "data.a"
     asked = await client.subscribe("data.question")
     bob = await connect(cluster, trust, nkeys_seed_str=SEED.decode())
-    answer = asyncio.create_task(bob.request("data.question", timeout=5, old_style=True))
-    await (await asked.next_msg(timeout=5)).respond(b"yes")
+    answer = asyncio.create_task(bob.request("data.question", timeout=PATIENCE_SECONDS, old_style=True))
+    await (await asked.next_msg(timeout=PATIENCE_SECONDS)).respond(b"yes")
     assert (await answer).data == b"yes"
     await client.flush()
     await client.close()
@@ -383,7 +387,7 @@ def test_a_leaf_node_joins_with_its_account(load: Load, start: Start, certificat
         """
     )
     (leaf,) = start(leaf_config, directory="leaf")
-    assert running.eventually(lambda: ask(leaf, "/leafz")["leafnodes"] == 1, 10), f"{leaf.log}\n{hub.log}"
+    assert running.eventually(lambda: ask(leaf, "/leafz")["leafnodes"] == 1, PATIENCE_SECONDS), f"{leaf.log}\n{hub.log}"
     (at_leaf,), (at_hub,) = ask(leaf, "/leafz")["leafs"], ask(hub, "/leafz")["leafs"]
     assert (at_leaf["account"], at_leaf["name"], at_leaf["is_spoke"]) == ("LOCAL", "hub", True)
     assert (at_hub["account"], at_hub["name"]) == ("HUB", "leaf")

@@ -24,6 +24,7 @@ from aviso_workers.server.running import Node, ask
 from tests.cli.conftest import run
 from tests.server.conftest import Load, Start
 from tests.test_server import ended, listens
+from tests.waits import PATIENCE_SECONDS
 
 __all__ = ["run"]
 
@@ -32,7 +33,7 @@ ANYWHERE = "port: 0\nmonitoring: {port: 0}"
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([AVISO_WORKERS, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([AVISO_WORKERS, *arguments], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
 
 def ports(node: Node) -> list[int]:
@@ -65,7 +66,7 @@ def test_starting_again_starts_only_what_does_not_run(load: Load, start: Start) 
     nodes = start(loaded, nodes=3)
     before = [node.pid for node in nodes]
     os.kill(before[1], signal.SIGKILL)
-    assert running.eventually(lambda: not running.is_running(nodes[1]), 10)
+    assert running.eventually(lambda: not running.is_running(nodes[1]), PATIENCE_SECONDS)
     assert [state.health[:15] for state in running.states(nodes[0].directory.parent)] == ["ok", "ended by itself", "ok"]
     assert start(loaded, nodes=3) == nodes
     after = [node.pid for node in nodes]
@@ -79,7 +80,7 @@ def test_what_was_killed_is_forgotten_when_something_else_is_started(load: Load,
     nodes = start(loaded, nodes=2)
     for node in nodes:
         os.kill(node.pid, signal.SIGKILL)
-    assert running.eventually(lambda: not any(map(running.is_running, nodes)), 10)
+    assert running.eventually(lambda: not any(map(running.is_running, nodes)), PATIENCE_SECONDS)
     (alone,) = start(loaded)
     assert [(state.node, state.health) for state in running.states(alone.directory.parent)] == [(alone, "ok")]
 
@@ -104,7 +105,7 @@ def test_a_port_in_use_is_named(load: Load, start: Start) -> None:
 def test_a_process_that_got_the_number_of_a_node_is_left_alone(load: Load, start: Start) -> None:
     (node,) = start(load(ANYWHERE))
     os.kill(node.pid, signal.SIGKILL)
-    assert running.eventually(lambda: not running.is_running(node), 10)
+    assert running.eventually(lambda: not running.is_running(node), PATIENCE_SECONDS)
     with subprocess.Popen(["sleep", "60"]) as other:
         (node.directory / "nats-server.pid").write_text(str(other.pid))
         assert running.stop(node.directory.parent) == ()
@@ -137,7 +138,10 @@ def test_reload_takes_over_what_can_be_taken_over_and_names_what_cannot(load: Lo
 
 def test_in_lame_duck_mode_clients_are_told_and_have_their_time(load: Load, start: Start) -> None:
     (node,) = start(load(f"{ANYWHERE}\nlame_duck_grace_period: 2s\nlame_duck_duration: 31s"))
-    with socket.create_connection(("127.0.0.1", node.port), timeout=20) as client, client.makefile("rb") as lines:
+    with (
+        socket.create_connection(("127.0.0.1", node.port), timeout=PATIENCE_SECONDS) as client,
+        client.makefile("rb") as lines,
+    ):
         client.sendall(b'CONNECT {"verbose":false,"protocol":1}\r\nPING\r\n')
         assert lines.readline().startswith(b"INFO ")
         assert lines.readline() == b"PONG\r\n"
@@ -149,7 +153,7 @@ def test_in_lame_duck_mode_clients_are_told_and_have_their_time(load: Load, star
         at = time.monotonic()
         assert not listens(node.port)
         list(lines)  # until the server hangs up
-        assert 1.5 < time.monotonic() - at < 10
+        assert 1.5 < time.monotonic() - at < 30
         assert stopping.communicate()[0] == b"aviso-workers: ended\n"
 
 
@@ -181,7 +185,7 @@ async def test_a_stream_of_three_copies_survives_its_leader_and_loses_nothing(lo
     stored = await _stored(context)
     assert sorted(stored) == sorted(acknowledged), f"after the end of {killed}"
     start(loaded, nodes=3)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not await _is_whole(context):
         assert time.monotonic() < deadline, (await context.stream_info("DATA")).cluster
         await asyncio.sleep(0.05)
@@ -190,12 +194,12 @@ async def test_a_stream_of_three_copies_survives_its_leader_and_loses_nothing(lo
 
 async def _publish(context: Any, name: str) -> None:
     """Publish until it is acknowledged; the id keeps it from being stored twice."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
             await context.publish("data", name.encode(), headers={"Nats-Msg-Id": name}, timeout=1)
         except (TimeoutError, nats.errors.Error):
-            assert time.monotonic() < deadline, f"{name} was not acknowledged within 30 s"
+            assert time.monotonic() < deadline, f"{name} was not acknowledged within {PATIENCE_SECONDS:g} s"
         else:
             return
 

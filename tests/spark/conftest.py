@@ -20,10 +20,12 @@ from aviso_workers import App
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import register
 from tests.spark.place import Place
+from tests.waits import PATIENCE_SECONDS
 
 KEYS = ("cluster", "application", "kind", "event", "id")
 QUICK_START = {
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.python.authenticate.socketTimeout": f"{PATIENCE_SECONDS:.0f}s",  # for a Python worker to start
     "spark.sql.shuffle.partitions": "2",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -133,5 +135,5 @@ def _end_jvm() -> None:
     if gateway is not None:
         gateway.shutdown()
         gateway.proc.stdin.close()  # by which the JVM knows that it is to end
-        gateway.proc.wait(10)
+        gateway.proc.wait(PATIENCE_SECONDS)
         SparkContext._gateway = SparkContext._jvm = None

@@ -14,6 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from aviso_workers import App, Notification, Notify
 from aviso_workers.backends import Message
 from aviso_workers.server import NatsServer
+from tests.waits import PATIENCE_SECONDS
 
 IDENTIFIER = {"class": "od", "date": "20261120", "time": "0600", "step": 0}
 
@@ -69,7 +70,9 @@ class Place:
         """A message that no schema has seen."""
         message = Message(subject=subject, data=b"", headers=headers)
         self._with_app(
-            lambda app: app.session.backend.publish(message, message_id=subject, stream="MARS", timeout_seconds=5)
+            lambda app: app.session.backend.publish(
+                message, message_id=subject, stream="MARS", timeout_seconds=PATIENCE_SECONDS
+            )
         )
 
     def stored(self, event: str = "mars") -> list[Notification[Any]]:

@@ -29,6 +29,7 @@ from aviso_workers.server import NatsServer
 from aviso_workers.spark import register
 from tests.spark.place import Place
 from tests.stories.processes import cluster, until_jetstream
+from tests.waits import PATIENCE_SECONDS
 
 SPARK_CLASS = Path(pyspark.__file__).parent / "bin" / "spark-class"
 QUICK_START = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
@@ -50,7 +51,6 @@ COUNT = 20_000
 PAYLOAD_CHARACTERS = 2000
 """So that a task has more to pass on than fits into all buffers on the way: about 10 MB."""
 MASTER = re.compile(r"Starting Spark master at (spark://\S+)")
-PATIENCE_SECONDS = 120
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,10 @@ from aviso_workers.streams import SECOND
 from tests.commands import Command
 from tests.spark.logs import ids_in, logs_in
 from tests.spark.test_listening import work
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-PATIENCE_SECONDS = 60.0
 KILLS = int(os.environ.get("AVISO_BRIDGE_KILLS", "20"))
 SEED = int(os.environ.get("AVISO_BRIDGE_SEED", "6"))
 APPLICATIONS = 60

@@ -13,8 +13,7 @@ from pyspark.sql import SparkSession
 
 from aviso_agents import spark_events
 from aviso_workers import App, Notification
-
-PATIENCE_SECONDS = 20.0
+from tests.waits import PATIENCE_SECONDS
 
 
 @pytest.mark.anyio

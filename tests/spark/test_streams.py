@@ -17,8 +17,7 @@ from pyspark.sql.streaming import StreamingQuery
 from aviso_workers.backends import StreamInfo
 from aviso_workers.spark import offsets
 from tests.spark.place import Place
-
-PATIENCE_SECONDS = 60
+from tests.waits import PATIENCE_SECONDS
 
 
 class Copying:

@@ -24,10 +24,10 @@ from aviso_agents import spark_events
 from aviso_workers import App
 from tests.commands import Command
 from tests.spark.logs import NAMES, logs_in, raw
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-PATIENCE_SECONDS = 60.0
 JOBS = 20
 FAILING = 5
 
@@ -170,7 +170,9 @@ async def ask(history: str, application: str) -> dict[str, int]:
     """What the history server counts."""
 
     def get(path: str) -> Any:
-        with urllib.request.urlopen(f"{history}/api/v1/applications/{application}{path}", timeout=30) as answer:
+        with urllib.request.urlopen(
+            f"{history}/api/v1/applications/{application}{path}", timeout=PATIENCE_SECONDS
+        ) as answer:
             return json.load(answer)
 
     with anyio.fail_after(PATIENCE_SECONDS):

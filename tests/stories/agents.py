@@ -18,6 +18,7 @@ from aviso_workers import App, Backoff, Notification, Notify, Tick, Window, Wind
 
 __all__ = [
     "ACK_WAIT_SECONDS",
+    "ACK_WAIT_VARIABLE",
     "LATENESS_SECONDS",
     "RECORD_VARIABLE",
     "RETRY",
@@ -36,7 +37,8 @@ __all__ = [
 ]
 
 RECORD_VARIABLE = "AVISO_STORY_RECORD"
-ACK_WAIT_SECONDS = 2.0
+ACK_WAIT_VARIABLE = "AVISO_STORY_ACK_WAIT"
+ACK_WAIT_SECONDS = float(os.environ.get(ACK_WAIT_VARIABLE, "2.0"))
 WINDOW_SECONDS = 100
 """A deed happens at the second that is its number."""
 LATENESS_SECONDS = 50

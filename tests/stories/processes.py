@@ -28,13 +28,13 @@ from msgspec import Struct
 
 from aviso_workers.server import NatsServer
 from tests import ports
-from tests.stories.agents import RECORD_VARIABLE
+from tests.stories.agents import ACK_WAIT_SECONDS, ACK_WAIT_VARIABLE, RECORD_VARIABLE
+from tests.waits import PATIENCE_SECONDS
 
 __all__ = ["Act", "Proxy", "Record", "Server", "Worker", "cluster", "until", "until_jetstream"]
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "tests/contract/aviso.yaml"
-PATIENCE_SECONDS = 20.0
 LOOK_SECONDS = 0.02
 MAIN = "from aviso_workers.cli import main; main()"
 
@@ -88,6 +88,7 @@ class Worker:
         app: str = "app",
         settings: Mapping[str, object] | None = None,
         options: Sequence[str] = (),
+        ack_wait_seconds: float = ACK_WAIT_SECONDS,
     ) -> None:
         """`settings` are further `notification_backend.jetstream` keys, or others by their whole path."""
         whole = {
@@ -98,6 +99,7 @@ class Worker:
             **(settings or {}),
         }
         variables = {f"AVISO_WORKERS_{key.replace('.', '__').upper()}": str(value) for key, value in whole.items()}
+        variables |= {RECORD_VARIABLE: str(record.path), ACK_WAIT_VARIABLE: str(ack_wait_seconds)}
         self.log_file = directory / f"worker-{time.monotonic_ns()}.log"
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
@@ -114,7 +116,7 @@ class Worker:
                     *options,
                 ],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), RECORD_VARIABLE: str(record.path), **variables},
+                env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -144,7 +146,7 @@ class Worker:
         """What the status port answers; its code first, where that is not 200."""
         (started, *_) = self.logged("fleet.started") or self.logged("worker.started") or [{"status": "http://unknown"}]
         try:
-            with urllib.request.urlopen(f"{started['status']}{path}", timeout=2) as answer:
+            with urllib.request.urlopen(f"{started['status']}{path}", timeout=PATIENCE_SECONDS) as answer:
                 return str(answer.read().decode())
         except urllib.error.HTTPError as answer:
             return f"{answer.status}: {answer.read().decode()}"
@@ -327,7 +329,7 @@ class Proxy:
 
 async def until_jetstream(client: nats.NATS) -> None:
     """Wait until the cluster has a leader."""
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE_SECONDS):
         while True:
             try:
                 await client.jetstream(timeout=1).account_info()

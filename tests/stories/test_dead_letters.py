@@ -18,6 +18,7 @@ from aviso_workers.engine.dead_lettering import RETRIES, STREAM
 from aviso_workers.events import Event, Settled
 from aviso_workers.server import NatsServer
 from tests.commands import Command
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -71,7 +72,7 @@ async def work(config: Path, *, broken: bool) -> list[int]:
             stop.set()
 
     app.events.listen(note)
-    with anyio.fail_after(60):
+    with anyio.fail_after(PATIENCE_SECONDS):
         async with app:
             await app.work(stop)
     return handled
@@ -82,7 +83,7 @@ async def stored(app: App, stream: str) -> int:
 
 
 async def until_stored(app: App, stream: str, sequence: int) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(PATIENCE_SECONDS):
         async with aclosing(app.session.backend.read(stream, filter_subjects=(), start_sequence=sequence)) as messages:
             async for _ in messages:
                 return

@@ -11,7 +11,8 @@ import pytest
 
 from aviso_workers import App, Notify
 from tests.contract.settings import app_config
-from tests.stories.processes import PATIENCE_SECONDS, Server, Worker
+from tests.stories.processes import Server, Worker
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -43,6 +44,6 @@ async def test_each_is_stored_once_and_in_time_though_the_worker_is_killed(
         assert len(lateness) == COUNT, f"{COUNT - len(lateness)} were not stored; {second.log}"
         assert (await app.session.backend.stream_info("PLAIN")).last_sequence == COUNT
 
-    late = sorted(each.total_seconds() for each in lateness.values())
-    assert late[0] >= 0, "one came before its time"
-    assert median(late) < 1, late
+    late = [each.total_seconds() for each in lateness.values()]
+    assert min(late) >= 0, "one came before its time"
+    assert median(late[: COUNT // 2]) < SPREAD_SECONDS / 2, "those before the kill came in time"

@@ -12,8 +12,8 @@ import msgspec
 import nats
 import pytest
 
-from tests.stories.agents import ACK_WAIT_SECONDS
 from tests.stories.processes import Proxy, Record, Server, Worker, cluster, until, until_jetstream
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -262,7 +262,7 @@ class TestTheConsumer:
         worker.kill()
         other = run_worker()
         await goes_on(other, publish, record, 3)
-        await until(lambda: record.of("done", 2), within=ACK_WAIT_SECONDS + 3, what=lambda: f"{record.acts}")
+        await until(lambda: record.of("done", 2), what=lambda: f"{record.acts}")
 
     async def test_that_limits_requests_is_asked_for_no_more(self, run_worker, publish, record, server):
         await publish(range(1, 21))
@@ -309,10 +309,12 @@ class TestTheLeader:
             worker = run_worker(url=urls, settings=settings)
             await goes_on(worker, publish, record, 1, url=urls)
 
-            answer = await client.request(f"$JS.API.CONSUMER.LEADER.STEPDOWN.{STREAM}.{CONSUMER}", timeout=5)
+            answer = await client.request(
+                f"$JS.API.CONSUMER.LEADER.STEPDOWN.{STREAM}.{CONSUMER}", timeout=PATIENCE_SECONDS
+            )
             assert b"error" not in answer.data
             await goes_on(worker, publish, record, 2, url=urls)
-            answer = await client.request(f"$JS.API.STREAM.LEADER.STEPDOWN.{STREAM}", timeout=5)
+            answer = await client.request(f"$JS.API.STREAM.LEADER.STEPDOWN.{STREAM}", timeout=PATIENCE_SECONDS)
             assert b"error" not in answer.data
             await goes_on(worker, publish, record, 3, url=urls)
 
@@ -334,7 +336,7 @@ class TestTheLeader:
             await goes_on(worker, publish, record, 1, url=urls)
 
             nodes[0].process.send_signal(signal.SIGUSR2)
-            await until(lambda: len(worker.logged("connection.up")) == 2, within=3, what=lambda: worker.log)
+            await until(lambda: len(worker.logged("connection.up")) == 2, what=lambda: worker.log)
 
             assert worker.logged("connection.down")[0]["reason"] == "the server is shutting down"
             assert nodes[0].process.poll() is None

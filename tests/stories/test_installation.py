@@ -16,6 +16,7 @@ import yaml
 
 from aviso_workers import App, Notify, config
 from tests import ports
+from tests.waits import PATIENCE_SECONDS
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 EXPECTATIONS = {
@@ -30,7 +31,11 @@ EXPECTATIONS = {
 def run(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("AVISO", "NATS_"))}
     return subprocess.run(
-        [str(part) for part in command], env={**env, **environ}, capture_output=True, text=True, timeout=120
+        [str(part) for part in command],
+        env={**env, **environ},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 from main_job.children import wait_until
 from main_job.deployment import deployed
 from main_job.generating import make_slice
+from tests.waits import PATIENCE_SECONDS
 
 
 @pytest.mark.covers("002-04", "003-12")
@@ -22,7 +23,7 @@ def test_everything_is_indexed_though_the_worker_is_killed_while_notifications_a
             wait_until(
                 lambda: index.count() >= total // 8,
                 lambda: f"only {index.count()} of {total} are indexed",
-                within_seconds=30,
+                within_seconds=PATIENCE_SECONDS,
                 alive=[first.child],
             )
             first.child.kill()
@@ -30,12 +31,12 @@ def test_everything_is_indexed_though_the_worker_is_killed_while_notifications_a
             assert index.count() < total
 
             with deployment.index_worker() as second:
-                notify.wait(within_seconds=60)
+                notify.wait(within_seconds=PATIENCE_SECONDS)
                 assert deployment.stored(notify) == total
                 wait_until(
                     lambda: index.count() == total and second.numbers().lag == 0,
                     lambda: f"{index.count()} of {total} are indexed, {second.numbers()}",
-                    within_seconds=60,
+                    within_seconds=PATIENCE_SECONDS,
                     alive=[second.child],
                 )
 

@@ -20,7 +20,8 @@ from nats.aio.client import Client
 from aviso_workers import App, Notify
 from aviso_workers.engine.dead_lettering import STREAM as DEAD_LETTERS
 from aviso_workers.server import NatsServer
-from tests.commands import PATIENCE_SECONDS, Command
+from tests.commands import Command
+from tests.waits import PATIENCE_SECONDS, PROMPT_SECONDS
 
 AGENTS = """
 from pathlib import Path
@@ -89,7 +90,7 @@ def eventually(holds: Callable[[], bool], complaint: Callable[[], object]) -> No
 
 def get(worker_started: dict[str, Any], path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(worker_started["status"] + path, timeout=10) as answer:
+        with urllib.request.urlopen(worker_started["status"] + path, timeout=PATIENCE_SECONDS) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -131,7 +132,7 @@ def test_a_worker_handles_what_is_published_and_leaves_in_order(
 
     asked = time.monotonic()
     assert worker.end(signal.SIGTERM) == 0
-    assert time.monotonic() - asked < 5
+    assert time.monotonic() - asked < PROMPT_SECONDS
     assert [line["event"] for line in worker.log if line.get("agent", "index") == "index"][-3:] == [
         "worker.stopping",
         "agent.stopped",
@@ -172,7 +173,7 @@ def test_a_second_signal_ends_what_does_not_want_to_end(start: Start, config: Pa
     worker.until("worker.stopping")
     asked = time.monotonic()
     assert worker.end(signal.SIGINT) == 0
-    assert time.monotonic() - asked < 5
+    assert time.monotonic() - asked < PROMPT_SECONDS
     assert [line["event"] for line in worker.log if line["event"].startswith("worker.")][-2:] == [
         "worker.cancelled",
         "worker.stopped",
@@ -331,7 +332,7 @@ class TestAWorkerThatCannotStart:
         worker.until("worker.started")
         asked = time.monotonic()
         assert worker.end(signal.SIGTERM) == 0
-        assert time.monotonic() - asked < 5
+        assert time.monotonic() - asked < PROMPT_SECONDS
 
     def test_ends_when_the_connection_is_lost_for_good(
         self, start: Start, nats_server: NatsServer, write_config: Callable[..., Path]

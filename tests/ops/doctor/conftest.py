@@ -21,6 +21,7 @@ from aviso_workers.ops.doctor.checks import CHECKS
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Finding, Result
 from aviso_workers.server import NatsServer
+from tests.waits import PATIENCE_SECONDS
 
 MONITORED = "http: 127.0.0.1:-1\n"
 SECOND = 10**9
@@ -138,7 +139,7 @@ async def pull(administration: Administration, stream: str, consumer: str, count
     asked = json.dumps({"batch": count, "expires": 20 * SECOND, **request}).encode()
     async with administration.listen(inbox) as heard:
         administration.send(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}", asked, reply=inbox)
-        with anyio.fail_after(20):
+        with anyio.fail_after(PATIENCE_SECONDS):
             return [(await heard.receive()).reply for _ in range(count)]
 
 
@@ -148,7 +149,7 @@ async def between_samples(administration: Administration, deed: Callable[[], Awa
     async with administration.listen("$JS.EVENT.ADVISORY.API") as heard, create_task_group() as waiting:
 
         async def wait() -> None:
-            with anyio.fail_after(30):
+            with anyio.fail_after(PATIENCE_SECONDS):
                 while json.loads((await heard.receive()).data)["subject"] != "$JS.API.INFO":
                     pass
             await deed()

@@ -33,6 +33,7 @@ from tests.ops.doctor.conftest import (
     served,
     write,
 )
+from tests.waits import PATIENCE_SECONDS
 
 patient = App("patient")
 LONG = Backoff(first=60, factor=2, max=600, attempts=4, jitter=0)
@@ -68,9 +69,9 @@ async def leave_behind(server: Administration) -> None:
     await add_consumer(server, "MARS", "field__index", max_deliver=1, ack_wait=SECOND // 10)
     async with server.listen(f"{sweeping.SUBJECT}.>") as given_up:
         await pull(server, "MARS", "field__index", 1)
-        with anyio.fail_after(20):
+        with anyio.fail_after(PATIENCE_SECONDS):
             await given_up.receive()
-    with anyio.fail_after(20):  # the stream has it a little later than who listens
+    with anyio.fail_after(PATIENCE_SECONDS):  # the stream has it a little later than who listens
         while not (await server.api(f"STREAM.INFO.{sweeping.STREAM}"))["state"]["messages"]:
             await anyio.lowlevel.checkpoint()
 

@@ -21,6 +21,7 @@ from aviso_workers.ops.doctor.answers import Replica
 from aviso_workers.server import running
 from aviso_workers.server.running import Node
 from tests.ops.doctor.conftest import Seen, add_stream, examined, gathered, judged, write
+from tests.waits import PATIENCE_SECONDS
 
 SERVER = """
 notification_backend: {kind: jetstream, jetstream: {replicas: 3}}
@@ -31,7 +32,6 @@ server:
   monitoring: {port: 0}
   jetstream: {unique_tag: "az:", sync_interval: 10s}
 """
-PATIENCE_SECONDS = 30
 
 
 class Cluster(Struct, frozen=True):

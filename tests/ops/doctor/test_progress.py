@@ -29,6 +29,7 @@ from tests.ops.doctor.conftest import (
     served,
     write,
 )
+from tests.waits import PATIENCE_SECONDS
 
 SHARED = "WORK"
 
@@ -60,7 +61,7 @@ async def set_up_queues(server: Administration) -> None:
         await publish(server, name, 2)
     async with server.listen("$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.GIVEN_UP.>") as given_up:
         await pull(server, "GIVEN_UP", "only", 1)
-        with anyio.fail_after(20):
+        with anyio.fail_after(PATIENCE_SECONDS):
             await given_up.receive()
 
 

@@ -31,6 +31,7 @@ from tests.ops.doctor.conftest import (
     served,
     write,
 )
+from tests.waits import PATIENCE_SECONDS
 
 ACCOUNTS = """
 accounts {
@@ -221,7 +222,7 @@ def test_a_slow_client_and_too_many_of_them(tmp_path: Path) -> None:
 
 def subscribe(port: int, subject: str, stack: ExitStack) -> None:
     """A client that has subscribed."""
-    client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+    client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS))
     client.sendall(f'CONNECT {{"verbose":false}}\r\nSUB {subject} 1\r\nPING\r\n'.encode())
     with client.makefile("rb") as lines:
         while lines.readline() != b"PONG\r\n":

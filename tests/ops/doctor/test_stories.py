@@ -34,6 +34,7 @@ from tests.ops.doctor.conftest import (
     pull,
 )
 from tests.ops.doctor.test_clients import back_up
+from tests.waits import PATIENCE_SECONDS
 
 DEMO = Path(__file__).parents[3] / "config" / "dev.yaml"
 MARS = {"class": "od", "expver": "0001", "domain": "g", "date": "20261120", "time": "0000", "stream": "oper"}
@@ -96,7 +97,7 @@ async def work_on(loaded: Config, notifications: list[Notify]) -> None:
     async with app, create_task_group() as working:
         working.start_soon(app.work, stop)
         await app.notify_many(notifications)
-        with anyio.fail_after(20):
+        with anyio.fail_after(PATIENCE_SECONDS):
             for _ in (*notifications, SWEEP):
                 await done.acquire()
         stop.set()
