@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,11 @@ from tests.commands import Command
 
 pytest_plugins = ["pytester"]
 
+# The tests start hundreds of processes. Without stored bytecode each of them compiles the package again, which takes
+# as long as everything else that a command does; container images often forbid storing it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # A machine that has more to do is no mistake of the code.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
@@ -21,7 +28,7 @@ hypothesis.settings.load_profile("patient")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How `pytest -n 4` spreads the tests: each goes where there is room. Those of a module that share servers keep
+    """How `pytest -n 6` spreads the tests: each goes where there is room. Those of a module that share servers keep
     together, and those of Spark, which share a JVM: in two halves that are begun at once, because they take longest.
     (`--dist loadgroup` is for that, and does nothing with pytest 9.2.)
     """
