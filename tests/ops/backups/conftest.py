@@ -15,9 +15,11 @@ from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup
 from aviso_workers.server import NatsServer
 from tests.conftest import write_mars_config
+from tests.waits import PATIENCE_SECONDS
 
 HOUR_NS = 3_600_000_000_000
-PATIENCE_SECONDS = 10.0
+STORED = 60_000
+"""Notifications in the original: its archive is larger than what a server sends before the first ack (8 MiB)."""
 
 
 class Site:
@@ -103,15 +105,15 @@ async def site(nats_server: NatsServer, write_config: Callable[..., Path]) -> As
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
-    """100,000 notifications and two consumers, of which one has pending acks; one notification is deleted."""
+    """Notifications and two consumers, of which one has pending acks; one notification is deleted."""
     directory = tmp_path_factory.mktemp("original")
 
     async def make(nats_url: str) -> Original:
         async with App("tests", config=write_mars_config(directory / "config.yaml", nats_url)) as app:
             site = Site(app)
-            await site.fill(100_000)
+            await site.fill(STORED)
             await site.add_consumers()
-            await app.session.backend.delete_message("MARS", 50_000)
+            await app.session.backend.delete_message("MARS", STORED // 2)
             account = await site.account()
             return Original(await backups.create(app, "MARS", directory / "backups"), account)
 
