@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import subprocess
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -30,6 +29,7 @@ from aviso_workers.events import (
     WindowDone,
 )
 from aviso_workers.metrics import MOST_REASONS, RETRY_REASONS, FleetMetrics, Metrics
+from tests import programs
 
 OF_APP = {"app": "field-index"}
 OF_BASE = {**OF_APP, "base": "fields"}
@@ -416,12 +416,11 @@ def samples(shown: str, **labels: str) -> set[tuple[str, frozenset[tuple[str, st
     return {(sample.name, frozenset((sample.labels | labels).items()), str(sample.value)) for sample in found}
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on PATH")
 def test_promtool_finds_nothing_to_complain_of(app: App, metrics: Metrics) -> None:
+    promtool = programs.find("promtool", package="prometheus")
+
     def check() -> str:
-        found = subprocess.run(
-            ["promtool", "check", "metrics"], input=metrics.render(), capture_output=True, check=False
-        )
+        found = subprocess.run([promtool, "check", "metrics"], input=metrics.render(), capture_output=True, check=False)
         return (found.stdout + found.stderr).decode()
 
     assert check() == ""

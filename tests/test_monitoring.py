@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from aviso_workers.events import Event, Measured
 from aviso_workers.metrics import METRICS, OF_FLEET
 from aviso_workers.ops import doctor
 from aviso_workers.ops.doctor import showing
+from tests import programs
+from tests.waits import PATIENCE_SECONDS
 
 PROJECT = Path(__file__).parents[1]
 RULES = PROJECT / "config" / "prometheus-rules.yml"
@@ -34,8 +35,6 @@ IN_MEMORY = """
 notification_backend: {kind: in_memory}
 workers: {agents: {observer: {poll_seconds: 0.01}}}
 """
-
-needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on PATH")
 
 
 class Shown(Struct, frozen=True):
@@ -96,7 +95,7 @@ async def of_observer(config: Config) -> list[Shown]:
                 stop.set()
 
     app.events.listen(listen)
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_SECONDS):
         async with app:
             await app.work(stop)
     return list(found.values())
@@ -128,7 +127,6 @@ def test_keda_is_asked_to_scale_on_the_lag_of_one_agent() -> None:
     assert 'app="fields", agent="index"' in by_query["query"]
 
 
-@needs_promtool
 def test_promtool_can_read_what_is_scaled_on(tmp_path: Path) -> None:
     (query,) = re.findall(r"```promql\n(.*?)```", FLEETS.read_text(), re.DOTALL)
     asked = [query, yaml.safe_load(SCALING.read_text())["spec"]["triggers"][0]["metadata"]["query"]]
@@ -147,14 +145,12 @@ def alerts() -> list[dict[str, Any]]:
     return list(group["rules"])
 
 
-@needs_promtool
 @pytest.mark.parametrize("what", ["config", "rules"])
 def test_promtool_takes_the_files(what: str) -> None:
     file = {"config": "prometheus.yml", "rules": "prometheus-rules.yml"}[what]
     promtool("check", what, str(PROJECT / "config" / file))
 
 
-@needs_promtool
 def test_promtool_can_read_what_the_dashboard_asks_for(tmp_path: Path) -> None:
     asked = [target["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel["targets"]]
     check_expressions(tmp_path, [expression.replace("$__rate_interval", "5m") for expression in asked])
@@ -200,7 +196,6 @@ def instead(name: str, values: str) -> dict[str, str]:
     return {series: values}
 
 
-@needs_promtool
 @pytest.mark.parametrize(
     ("alert", "unhealthy"),
     [
@@ -237,5 +232,6 @@ def test_an_alert_fires_when_it_should_and_alone(alert: str, unhealthy: dict[str
 
 
 def promtool(*arguments: str) -> None:
-    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
+    promtool = programs.find("promtool", package="prometheus")
+    done = subprocess.run([promtool, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

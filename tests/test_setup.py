@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.waits import PATIENCE_SECONDS
+
 PROJECT = Path(__file__).parents[1]
-TOOLS = ("bash", "cat", "chmod", "cp", "dirname", "env", "grep", "head", "mkdir", "sed", "sha256sum")
+TOOLS = ("bash", "cat", "chmod", "cp", "dirname", "env", "grep", "head", "mkdir", "mktemp", "rm", "sed", "sha256sum")
 
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
@@ -23,12 +25,21 @@ case "$*" in
 esac
 """
 APT_GET = """#!/usr/bin/env bash
-if [ "$1" = update ]; then
-    echo "apt-get update" >>"$NOTES"
-else
-    echo "apt-get install ${*: -1}" >>"$NOTES"
-    cp "$COMMANDS/packed-java" "$COMMANDS/java"
-fi
+case "$1" in
+    update) echo "apt-get update" >>"$NOTES" ;;
+    install)
+        echo "apt-get install ${*: -1}" >>"$NOTES"
+        case "${*: -1}" in
+            openjdk*) cp "$COMMANDS/packed-java" "$COMMANDS/java" ;;
+            *) echo >"$COMMANDS/${*: -1}" && chmod +x "$COMMANDS/${*: -1}" ;;
+        esac ;;
+    download) echo "apt-get download ${*: -1}" >>"$NOTES"; echo >"${*: -1}.deb" ;;
+esac
+"""
+DPKG_DEB = """#!/usr/bin/env bash
+mkdir -p usr/bin
+echo >usr/bin/promtool
+chmod +x usr/bin/promtool
 """
 OLD_PYTHON = """#!/usr/bin/env bash
 exit 1
@@ -70,7 +81,7 @@ class Clone:
             cwd="/",
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_SECONDS,
         )
 
     @property
@@ -88,6 +99,8 @@ def clone(tmp_path: Path) -> Clone:
 def ready_clone(clone: Clone) -> Clone:
     clone.command("java", java("17.0.15"))
     clone.command("python3", PYTHON)
+    clone.command("promtool", "")
+    clone.command("openssl", "")
     return clone
 
 
@@ -186,6 +199,31 @@ def test_root_without_java_gets_debians(ready_clone: Clone) -> None:
 
     assert done.returncode == 0, done.stderr
     assert ready_clone.notes[:2] == ["apt-get update", "apt-get install openjdk-17-jre-headless"]
+
+
+def test_root_without_what_some_tests_run_gets_debians_and_no_service(ready_clone: Clone) -> None:
+    for program in ("promtool", "openssl"):
+        ready_clone.commands.joinpath(program).unlink()
+    ready_clone.command("apt-get", APT_GET)
+    ready_clone.command("dpkg-deb", DPKG_DEB)
+    ready_clone.user(0)
+
+    done = ready_clone.set_up()
+
+    assert done.returncode == 0, done.stderr
+    asked = [note for note in ready_clone.notes if note.startswith("apt-get")]
+    assert asked == ["apt-get update", "apt-get download prometheus", "apt-get update", "apt-get install openssl"]
+    again = ready_clone.set_up()
+    assert (again.returncode, again.stderr, ready_clone.notes) == (0, "", [])
+
+
+def test_somebody_else_is_told_what_some_tests_run(ready_clone: Clone) -> None:
+    ready_clone.commands.joinpath("promtool").unlink()
+
+    done = ready_clone.set_up()
+
+    assert done.returncode == 0
+    assert "setup: promtool is missing, and its tests are skipped: install the package prometheus\n" in done.stderr
 
 
 def test_somebody_with_only_an_older_python_is_told_so(clone: Clone) -> None:

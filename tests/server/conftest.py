@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import shutil
 import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from aviso_workers import config
 from aviso_workers.config import Config
 from aviso_workers.server import running
 from aviso_workers.server.running import Node
+from tests import programs
 
 Load = Callable[..., Config]
 Start = Callable[..., tuple[Node, ...]]
@@ -47,10 +47,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with cert.pem and key.pem, for localhost; the certificate is its own authority."""
-    if not shutil.which("openssl"):
-        pytest.skip("openssl is not installed")
+    openssl = programs.find("openssl", package="openssl")
     directory = tmp_path_factory.mktemp("certificate")
-    request = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    request = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-days", "2"]
     files = ["-keyout", str(directory / "key.pem"), "-out", str(directory / "cert.pem")]
     subprocess.run([*request, *names, *files], check=True, capture_output=True)

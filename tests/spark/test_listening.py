@@ -19,10 +19,9 @@ from aviso_workers.errors import UnknownEventTypeError
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import listen, listening
 from tests.spark.logs import ids_in, logs_in
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
-
-PATIENCE_SECONDS = 30.0
 
 
 async def test_the_listener_alone_tells_of_jobs_and_queries_as_the_log_does(
@@ -141,7 +140,6 @@ spark.range(3).count()
 async def test_in_spark_connect_streaming_queries_are_told(
     app: App, config: Path, start_driver: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    pytest.importorskip("grpc_status", reason="Spark Connect needs pyspark[connect]")
     (tmp_path / "lines").mkdir()
     (tmp_path / "lines" / "1.txt").write_text("one\n")
     program = """
@@ -169,7 +167,7 @@ print(spark.conf.get("spark.app.id"), query.id)
 
 async def told_by(driver: subprocess.Popen[str]) -> str:
     """What a driver writes until it ends, in order and without a stack trace."""
-    with anyio.fail_after(2 * PATIENCE_SECONDS):
+    with anyio.fail_after(PATIENCE_SECONDS):
         out, err = await anyio.to_thread.run_sync(driver.communicate, abandon_on_cancel=True)
     assert driver.returncode == 0, err
     assert "Traceback" not in err, err
