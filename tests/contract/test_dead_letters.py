@@ -384,7 +384,10 @@ async def test_bytes_that_are_no_notification_are_kept_as_they_are(app: App, tes
         await t.settle()
         subject = "mars.od.0001.g.20261120.0000.oper.12"
         await app.session.backend.publish(
-            Message(subject=subject, data=data, headers=headers), message_id="x", stream="MARS", timeout_seconds=5
+            Message(subject=subject, data=data, headers=headers),
+            message_id="x",
+            stream="MARS",
+            timeout_seconds=PATIENCE_SECONDS,
         )
         await t.settle()
         (letter,) = await all_of(office)
