@@ -528,12 +528,10 @@ class _Mortal:
     """A delivery that nobody can settle once the worker that holds it is dead."""
 
     def __init__(self, delivery: Delivery, holder: _Recorder) -> None:
+        self.message = delivery.message
+        self.can_be_read_again = delivery.can_be_read_again
         self._delivery = delivery
         self._holder = holder
-
-    @property
-    def message(self) -> Message:
-        return self._delivery.message
 
     @property
     def num_delivered(self) -> int:

@@ -251,10 +251,15 @@ class Delivery(Protocol):
     One that is not `held` any more cannot be settled: nothing comes of it.
     """
 
-    @property
-    def message(self) -> Message: ...
+    message: Message
+    """Whoever holds many may put one without a body here, and read the whole one again from the stream."""
+
     @property
     def num_delivered(self) -> int: ...
+    @property
+    def can_be_read_again(self) -> bool:
+        """Whether the consumer's stream has its message under its sequence. False for a message made of others."""
+
     @property
     def held(self) -> bool:
         """Of a pinned reader: whether certainly nobody else has been given it since. Else True."""

@@ -162,6 +162,8 @@ class DeadLetters:
 class Requeued:
     """A delivery from the retries, as the original that it carries."""
 
+    can_be_read_again = False
+
     def __init__(self, delivery: Delivery, message: Message) -> None:
         """`message` is the delivery's, with its whole body."""
         self._delivery = delivery

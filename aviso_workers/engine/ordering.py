@@ -1,43 +1,78 @@
 """The deliveries that a worker process holds for one agent, from arrival to settlement, and which is next.
 
 `pulling` puts arrivals in, a call form takes them out, the settler says when one is done. Next is what came first; or,
-with `order_by`, what came first of each key: a key's lane is strictly in order, and what follows waits until the head
-is done, also while the head waits to be tried again. That wait is here and not on the server, which would hand out
-what follows meanwhile. A server gives a delivery to somebody else when it hears nothing of it for `ack_wait`: `beat`
-keeps it patient for all that is held.
+with `order_by`, what came first of each key: a key's lane is strictly in order of sequence, and what follows waits
+until the head is done, also while the head waits to be tried again. That wait is here and not on the server, which
+would hand out what follows meanwhile. A server gives a delivery to somebody else when it hears nothing of it for
+`ack_wait`: `beat` keeps it patient for all that is held.
+
+A server delivers in the order of the stream, so a key that fails or is slow brings more and more that has to wait here
+before anything of other keys comes. All of that stays here: `surplus` says how much of what waits belongs to such keys,
+and `pulling` asks for more in its place. Only the bodies of the surplus are left out where they are too large together;
+`redeliveries` reads them again when their turn comes.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable
 
 import anyio
 from anyio.lowlevel import checkpoint
+from msgspec import structs
 
-from aviso_workers.backends import Delivery
+from aviso_workers.backends import Delivery, Message
 from aviso_workers.clocks import Clock
 from aviso_workers.engine.isolation import Isolation
 
-__all__ = ["Line"]
+__all__ = ["MOST_WAITING_BYTES", "Line"]
 
 TURN_SECONDS = 0.005
 """Handlers that never wait get so long before others of the loop have a turn."""
+BEATS_AT_ONCE = 1000
+"""Deliveries that are reported in progress before others of the loop have a turn."""
+KEY_PREFETCH = 64
+"""Of a key that is being handled, so many deliveries count as prefetched; of one that waits for a retry, none."""
+MOST_WAITING_BYTES = 16 * 1024 * 1024
+"""What may wait of an agent in one process, besides what runs. A message that is larger is asked for by itself."""
+MOST_SURPLUS_BYTES = MOST_WAITING_BYTES // 2
+"""Once so much waits, the surplus is kept without its bodies, so that there is room for other keys."""
 
 
 class _Place:
     """A delivery's place in the line."""
 
-    __slots__ = ("begin", "delivery", "since", "waited")
+    __slots__ = ("begin", "bodiless", "delivery", "since", "waited")
 
     def __init__(self, delivery: Delivery, since: float) -> None:
         self.delivery = delivery
+        self.bodiless = False
+        """Whether the body of its message was left out."""
         self.since = since
         """Since when it waits."""
         self.waited: float | None = None
         """The seconds that it waited; None while it does."""
         self.begin: Callable[[], Awaitable[None]] | None = None
         """What is awaited before it is handed out."""
+
+
+class _Lane(deque[Delivery]):
+    """The deliveries of one key that are held, in order of sequence. Only the head is handed out."""
+
+    def __init__(self, head: Delivery) -> None:
+        super().__init__((head,))
+        self.stopped = False
+        """Whether the head waits to be tried again, or for something that was given up and goes on."""
+        self.surplus = 0
+        """How many of them count as surplus."""
+
+    def insert_in_order(self, delivery: Delivery) -> None:
+        """Insert it where its sequence belongs, but not before the head."""
+        if self[-1].message.sequence < delivery.message.sequence:
+            self.append(delivery)
+        else:
+            self.insert(bisect(self, delivery.message.sequence, lo=1, key=_sequence), delivery)
 
 
 class Line:
@@ -60,7 +95,7 @@ class Line:
         self._held: dict[int, _Place] = {}
         """All, by sequence, in order of arrival."""
         self._ready: deque[Delivery] = deque()
-        self._lanes: dict[Hashable, deque[Delivery]] = {}
+        self._lanes: dict[Hashable, _Lane] = {}
         """Per busy key, its head and what waits behind it."""
         self._blocked: dict[Hashable, Delivery | None] = {}
         """Keys of which nothing is handed out, and the head that would have been."""
@@ -69,12 +104,17 @@ class Line:
         """Whether somebody who was idle has been called and has not come yet."""
         self._taken_at = self._turn_ends = 0.0
         self._bytes = self._running_bytes = 0
+        self._bodiless = 0
+        self.surplus = 0
+        """Of those that wait, how many belong to keys that have enough here, or of which none can begin."""
         self.running = 0
         """Deliveries whose handling has begun."""
         self.finished = 0
         """Deliveries that came to their end here."""
         self.made_room: Callable[[], None] = _nobody
         """Called when one waits no more."""
+        self.on_surplus: Callable[[], None] = _nobody
+        """Called when what came is surplus, so that more may be asked for in its place."""
         self.on_lost: Callable[[Delivery], None] = _nobody
         """Called with what may have been given to somebody else, at every beat."""
 
@@ -90,6 +130,16 @@ class Line:
     def waiting_bytes(self) -> int:
         """The size of what `waiting` counts."""
         return self._bytes - self._running_bytes
+
+    @property
+    def mean_bytes(self) -> float:
+        """The mean size of those that wait and have a body; 0 where there are none."""
+        return self.waiting_bytes / max(1, self.waiting - self._bodiless)
+
+    @property
+    def ready(self) -> int:
+        """Deliveries that begin as soon as a worker is free."""
+        return len(self._ready)
 
     @property
     def starved(self) -> bool:
@@ -125,15 +175,20 @@ class Line:
             if held.delivery.message.timestamp_ns == message.timestamp_ns:
                 return  # delivered again while it is held: settling the older delivery settles both
             self._waits(held)
-            self._bytes -= len(held.delivery.message.data)
+            self._let_go(held)
         self._bytes += len(message.data)
         self._held[message.sequence] = _Place(delivery, self._clock.monotonic())
         if self._key is not None:
             key = self._key(message.subject)
-            if key in self._lanes:
-                self._lanes[key].append(delivery)
+            lane = self._lanes.get(key)
+            if lane is not None:
+                lane.insert_in_order(delivery)
+                self._count_surplus(lane)
+                if lane.surplus:
+                    self._leave_out_body(delivery)
+                    self.on_surplus()
                 return
-            self._lanes[key] = deque([delivery])
+            self._lanes[key] = _Lane(delivery)
         self._offer(delivery)
 
     async def take(self) -> Delivery | None:
@@ -196,7 +251,7 @@ class Line:
             self.finished += 1
             self._waits(place)
             del self._held[delivery.message.sequence]
-            self._bytes -= len(delivery.message.data)
+            self._let_go(place)
         if self._key is None:
             return
         key = self._key(delivery.message.subject)
@@ -204,6 +259,7 @@ class Line:
         if lane is None or lane[0] is not delivery:
             return  # it was given back meanwhile
         lane.popleft()
+        self._count_surplus(lane)
         if lane:
             self._offer(lane[0])
         else:
@@ -215,7 +271,9 @@ class Line:
         if place := self._place(delivery):
             self._waits(place)
             place.since = due
-        self._clock.call_at(due, lambda: self._offer(delivery))
+            self._stop(delivery, stopped=True)
+            self._leave_out_body(delivery)
+        self._clock.call_at(due, lambda: self._resume(delivery))
 
     def block(self, delivery: Delivery) -> None:
         """Hand out nothing of its key until `unblock`: something works on it that was given up and goes on."""
@@ -228,7 +286,7 @@ class Line:
             return
         head = self._blocked.pop(self._key(delivery.message.subject), None)
         if head is not None and self.holds(head):
-            self._offer(head)
+            self._resume(head)
 
     def close(self) -> None:
         """Hand out nothing any more, and let the workers end. What arrives now is only held."""
@@ -248,13 +306,31 @@ class Line:
         """Give back everything, what runs as well; returns how many those were."""
         return self._give_back(list(self._held))
 
-    def beat(self) -> None:
+    async def beat(self) -> None:
         """Tell the server that what is held is being worked on."""
-        for place in tuple(self._held.values()):
+        for number, place in enumerate(tuple(self._held.values()), start=1):
+            if self._place(place.delivery) is None:
+                continue  # it was settled while others had a turn
             if place.delivery.held:
                 place.delivery.in_progress()
             else:
                 self.on_lost(place.delivery)
+            if number % BEATS_AT_ONCE == 0:
+                await checkpoint()
+
+    def is_bodiless(self, delivery: Delivery) -> bool:
+        """Whether the body of its message was left out, to be read again when its turn has come."""
+        place = self._place(delivery)
+        return place is not None and place.bodiless
+
+    def restore_body(self, delivery: Delivery, message: Message) -> None:
+        """Its message was read again."""
+        place = self._place(delivery)
+        if place is not None and place.bodiless:
+            delivery.message = message
+            place.bodiless = False
+            self._bodiless -= 1
+            self._bytes += len(message.data)
 
     def _place(self, delivery: Delivery) -> _Place | None:
         place = self._held.get(delivery.message.sequence)
@@ -299,12 +375,42 @@ class Line:
             key = self._key(delivery.message.subject)
             if key in self._blocked:
                 self._blocked[key] = delivery
+                self._stop(delivery, stopped=True)
                 return
-        if self._sorts_out and delivery.num_delivered > 1:
+        if self._sorts_out and (delivery.num_delivered > 1 or self.is_bodiless(delivery)):
             self._redelivered.append(delivery)
             self._redelivery.set()
         else:
             self.admit(delivery)
+
+    def _resume(self, delivery: Delivery) -> None:
+        """The head of a lane that was stopped may begin."""
+        self._stop(delivery, stopped=False)
+        self._offer(delivery)
+
+    def _stop(self, delivery: Delivery, *, stopped: bool) -> None:
+        """Note whether the head of a lane cannot begin."""
+        if self._key is None:
+            return
+        lane = self._lanes.get(self._key(delivery.message.subject))
+        if lane is not None and lane.stopped is not stopped:
+            lane.stopped = stopped
+            self._count_surplus(lane)
+
+    def _count_surplus(self, lane: _Lane) -> None:
+        surplus = len(lane) if lane.stopped else max(0, len(lane) - KEY_PREFETCH)
+        self.surplus += surplus - lane.surplus
+        lane.surplus = surplus
+
+    def _leave_out_body(self, delivery: Delivery) -> None:
+        """Keep it without its body where too much waits: it has come and cannot begin."""
+        size = len(delivery.message.data)
+        if not size or self.waiting_bytes <= MOST_SURPLUS_BYTES or not delivery.can_be_read_again:
+            return
+        self._held[delivery.message.sequence].bodiless = True
+        self._bodiless += 1
+        self._bytes -= size
+        delivery.message = structs.replace(delivery.message, data=b"", headers=None)
 
     def _wake(self) -> None:
         if self._idle and not self._waking:
@@ -315,11 +421,24 @@ class Line:
         for sequence in sorted(sequences):  # in order, so that they come back in order
             place = self._held.pop(sequence)
             self._waits(place)
-            self._bytes -= len(place.delivery.message.data)
+            self._let_go(place)
             place.delivery.nak()
-        lanes = {key: deque(filter(self.holds, lane)) for key, lane in self._lanes.items()}
-        self._lanes = {key: lane for key, lane in lanes.items() if lane}
+        for key, lane in tuple(self._lanes.items()):
+            kept = [delivery for delivery in lane if self.holds(delivery)]
+            lane.clear()
+            lane.extend(kept)
+            self._count_surplus(lane)
+            if not lane:
+                del self._lanes[key]
         return len(sequences)
+
+    def _let_go(self, place: _Place) -> None:
+        self._bytes -= len(place.delivery.message.data)
+        self._bodiless -= place.bodiless
+
+
+def _sequence(delivery: Delivery) -> int:
+    return delivery.message.sequence
 
 
 def _nobody(*_: object) -> None:

@@ -13,7 +13,7 @@ import anyio
 from aviso_workers import clocks
 from aviso_workers.backends import Consumer
 from aviso_workers.clocks import Clock
-from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.ordering import MOST_WAITING_BYTES, Line
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.shielding import Shield
 from aviso_workers.engine.threads import Threads
@@ -27,8 +27,6 @@ CHECKS = 8
 """How often the room is looked at while as many begin as are asked for at a time."""
 MOST_PREFETCH = 1000
 """More at a time makes nothing faster."""
-MOST_WAITING_BYTES = 16 * 1024 * 1024
-"""What may wait of an agent in one process, besides what runs. A message that is larger is asked for by itself."""
 
 
 class Form(Protocol):
@@ -45,6 +43,10 @@ class AgentRun:
     done: at least for `prefetch` and at most for `most_prefetch`. Where notifications are large, it asks for as many as
     fit into a budget of bytes, if they are as large as those that wait. The budget makes nobody wait: while a worker is
     idle and nothing that is held may begin, only the number counts.
+
+    With `order_by`, much of what is held may wait behind a few keys. Where fewer are ready to begin than there are
+    workers, it asks for notifications of other keys in their place, until the server delivers no more because too many
+    are not acknowledged.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class AgentRun:
     ) -> None:
         self.line = line
         self.line.made_room = self._refill
+        self.line.on_surplus = self._ask
         self.returned = 0
         """Deliveries that were given back because the worker stops."""
         self._form = form
@@ -89,9 +92,11 @@ class AgentRun:
             return 0
         line = self.line
         room = self._prefetch - line.waiting
+        if line.surplus and line.ready < self._workers:
+            room += line.surplus
         if not line.waiting_bytes:
             return room
-        fitting = (MOST_WAITING_BYTES - line.waiting_bytes) * line.waiting // line.waiting_bytes
+        fitting = int((MOST_WAITING_BYTES - line.waiting_bytes) / line.mean_bytes)
         self._fills_budget = fitting < room and not line.starved
         return fitting if self._fills_budget else room
 
@@ -178,7 +183,7 @@ class AgentRun:
             with clocks.move_on_after(self._clock, self._beat_seconds):
                 await self._beat_again.wait()
             self._beat_again = anyio.Event()
-            self.line.beat()
+            await self.line.beat()
 
     async def _stop_reading(self) -> None:
         """Before anything is given back: it would come here again."""
@@ -187,12 +192,15 @@ class AgentRun:
 
     def _refill(self) -> None:
         self._begun += 1
-        if self._begun % max(1, self._prefetch // CHECKS) and not self._fills_budget:
+        if self._begun % max(1, self._prefetch // CHECKS) and not self._fills_budget and not self.line.surplus:
             return
         seconds = self._clock.monotonic() - self._begun_since
         if seconds >= PREFETCH_SECONDS:
             pace = int(self._begun * PREFETCH_SECONDS / seconds)
             self._prefetch = max(self._least, min(pace, self._most))
             self._begun, self._begun_since = 0, self._begun_since + seconds
+        self._ask()
+
+    def _ask(self) -> None:
         for consumer in self._consumers.values():
             consumer.refill()

@@ -1,4 +1,4 @@
-"""What becomes of a delivery that is not its notification's first, before its handler is run.
+"""What becomes, before its handler is run, of a delivery that is not its notification's first, or has no body here.
 
 A notification whose handler ends its process (a crash in a library, memory used up) takes along whatever the process
 held, and the server delivers all of it again. How often it was delivered does not tell it from what was given back by
@@ -6,6 +6,8 @@ workers that stop, or by those of another version. So what came back without a f
 record that is still there when the notification comes again says that the process ended while it ran. It may have been
 this one: it is run alone (`isolation`), and recorded as such. Where its process ends again, it was this one. That is a
 failure like any other: it counts as an attempt. What never began is run, and counts as nothing.
+
+A message whose body was left out while it waited (`ordering`) is read again from its stream.
 """
 
 from __future__ import annotations
@@ -15,17 +17,22 @@ from functools import partial
 import anyio
 
 from aviso_workers import verdicts
-from aviso_workers.backends import Delivery
+from aviso_workers.backends import Backend, Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.replaying import message_at
 from aviso_workers.engine.settling import Settler
 from aviso_workers.engine.shielding import Shield
-from aviso_workers.errors import DeliveriesExhaustedError, WorkerDiedError
+from aviso_workers.errors import BackendError, DeliveriesExhaustedError, NotFoundError, WorkerDiedError
 from aviso_workers.verdicts import Failure
 
 __all__ = ["Redeliveries"]
+
+READS_AT_ONCE = 8
+READ_AGAIN_SECONDS = 1.0
+"""How long a message waits that could not be read."""
 
 
 class Redeliveries:
@@ -34,6 +41,8 @@ class Redeliveries:
     def __init__(
         self,
         *,
+        backend: Backend,
+        stream: str,
         line: Line,
         failures: Failures,
         settler: Settler,
@@ -42,6 +51,9 @@ class Redeliveries:
         attempts: int,
         clock: Clock,
     ) -> None:
+        self._backend = backend
+        self._stream = stream
+        self._reads = anyio.CapacityLimiter(READS_AT_ONCE)
         self._line = line
         self._failures = failures
         self._settler = settler
@@ -51,7 +63,7 @@ class Redeliveries:
         self._clock = clock
 
     async def work(self) -> None:
-        """Take what was delivered again from the line, until the line is closed."""
+        """Take from the line what was delivered again or has no body, until the line is closed."""
         async with anyio.create_task_group() as tasks:
             while (delivery := await self._line.take_redelivered()) is not None:
                 tasks.start_soon(self._decide, delivery)
@@ -61,6 +73,11 @@ class Redeliveries:
         await self._failures.clear_all()
 
     async def _decide(self, delivery: Delivery) -> None:
+        if self._line.is_bodiless(delivery) and not await self._read(delivery):
+            return
+        if delivery.num_delivered == 1:
+            self._line.admit(delivery)
+            return
         record = await self._failures.look(delivery)
         match verdicts.before_handling(record, num_delivered=delivery.num_delivered, attempts=self._attempts):
             case "run":
@@ -74,6 +91,23 @@ class Redeliveries:
             case "give_up":
                 exhausted = DeliveriesExhaustedError(delivery.num_delivered)
                 await self._fail(delivery, Failure(exhausted, final="max_deliveries"))
+
+    async def _read(self, delivery: Delivery) -> bool:
+        """Read the message of a delivery again; whether it could be read."""
+        try:
+            async with self._reads:
+                message = await message_at(self._backend, self._stream, delivery.message.sequence)
+        except NotFoundError:
+            message = None
+        except BackendError:
+            self._line.again(delivery, after_seconds=READ_AGAIN_SECONDS)
+            return False
+        if message is None or message.timestamp_ns != delivery.message.timestamp_ns:
+            delivery.nak()  # it has left the stream, and a server delivers no such message again
+            self._line.done(delivery)
+            return False
+        self._line.restore_body(delivery, message)
+        return True
 
     async def _run_alone(self, delivery: Delivery) -> None:
         async with self._isolation.of(delivery):

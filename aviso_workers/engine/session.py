@@ -225,6 +225,8 @@ class Session:
             most_prefetch=1 if policy.singleton else MOST_PREFETCH,
             ack_wait_seconds=_reported_within(agent, policy.ack_wait),
             redeliveries=Redeliveries(
+                backend=self.backend,
+                stream=stream.name,
                 line=line,
                 failures=failures,
                 settler=settler,

@@ -97,6 +97,8 @@ class Worker:
             events=facts.events,
         )
         self.redeliveries = Redeliveries(
+            backend=backend,
+            stream="MARS",
             line=self.line,
             failures=self.failures,
             settler=self.settler,

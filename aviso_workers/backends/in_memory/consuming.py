@@ -81,6 +81,8 @@ class InMemoryDelivery:
 
     __slots__ = ("_dispatcher", "_losses", "_reader", "_until", "message", "num_delivered")
 
+    can_be_read_again = True
+
     def __init__(self, dispatcher: Dispatcher, reader: InMemoryConsumer, message: Message, num_delivered: int) -> None:
         self.message = message
         self.num_delivered = num_delivered

@@ -128,6 +128,8 @@ class JetStreamDelivery:
 
     __slots__ = ("_reply", "_settle", "message", "num_delivered")
 
+    can_be_read_again = True
+
     def __init__(
         self, message: Message, reply: bytes, num_delivered: int, settle: Callable[[bytes, bytes], None]
     ) -> None:

@@ -1,0 +1,169 @@
+"""`order_by`: what one key may hold up, on every backend. A key that fails or is slow stops no other key."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import App, Backoff, Notification, Notify
+from aviso_workers.engine import ordering, pulling
+from aviso_workers.testing import Harness, harness
+from tests.contract.settings import mars
+
+pytestmark = pytest.mark.anyio
+
+PREFETCH = pulling.MOST_PREFETCH
+LATER = Backoff(first=3600.0, factor=1.0, attempts=5, jitter=0.0)
+SOON = Backoff(first=0.05, factor=1.0, attempts=2, jitter=0.0)
+PATIENCE_SECONDS = 20.0
+BAD, GOOD = "0bad", "good"
+
+
+async def publish(app: App, steps_by_key: Iterable[tuple[str, int]], payload: Any = "x") -> None:
+    await app.notify_many(Notify("mars", mars(expver=key, step=step), payload) for key, step in steps_by_key)
+
+
+async def wait_until(t: Harness, true: Callable[[], bool]) -> None:
+    deadline = t.clock.monotonic() + PATIENCE_SECONDS
+    while not true() and t.clock.monotonic() < deadline:
+        await t.advance(0.05)
+
+
+class Handled:
+    """What the handler of a test was given, by key."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, list[int]] = {}
+        self.sequences: dict[str, list[int]] = {}
+
+    def note(self, notification: Notification[Any]) -> str:
+        key = notification.identifier["expver"]
+        self.steps.setdefault(key, []).append(int(notification.identifier["step"]))
+        self.sequences.setdefault(key, []).append(notification.sequence)
+        return key
+
+    def count(self, *, without: str) -> int:
+        return sum(len(steps) for key, steps in self.steps.items() if key != without)
+
+
+async def test_a_key_that_fails_stops_no_other(app: App, url: str | None) -> None:
+    handled = Handled()
+
+    @app.agent("mars", order_by=("expver",), concurrency=4, retry=LATER)
+    async def index(notification: Notification[Any]) -> None:
+        if handled.note(notification) == BAD:
+            raise ConnectionError("its database is down")
+
+    async with harness(app, server=url) as t:
+        await publish(app, ((BAD, step) for step in range(2 * PREFETCH)))
+        await publish(app, ((f"{GOOD[:2]}{key:02}", step) for step in range(3) for key in range(20)))
+        await wait_until(t, lambda: handled.count(without=BAD) == 60)
+
+        assert handled.count(without=BAD) == 60, "those behind what fails"
+        assert all(steps == [0, 1, 2] for key, steps in handled.steps.items() if key != BAD)
+        assert handled.steps[BAD] == [0]
+
+
+async def test_many_keys_that_fail_stop_no_other(app: App, url: str | None) -> None:
+    handled = Handled()
+
+    @app.agent("mars", order_by=("expver",), concurrency=4, retry=LATER)
+    async def index(notification: Notification[Any]) -> None:
+        if handled.note(notification) != GOOD:
+            raise ConnectionError("its database is down")
+
+    async with harness(app, server=url) as t:
+        await publish(app, ((f"{key:04}", step) for step in range(3) for key in range(PREFETCH // 2)))
+        await publish(app, ((GOOD, step) for step in range(20)))
+        await wait_until(t, lambda: len(handled.steps.get(GOOD, [])) == 20)
+
+        assert handled.steps[GOOD] == list(range(20))
+
+
+async def test_a_key_that_takes_long_stops_no_other(app: App, url: str | None) -> None:
+    handled = Handled()
+    goes_on = anyio.Event()
+
+    @app.agent("mars", order_by=("expver",), concurrency=4)
+    async def index(notification: Notification[Any]) -> None:
+        if handled.note(notification) == BAD:
+            await goes_on.wait()
+
+    async with harness(app, server=url) as t:
+        await publish(app, (pair for step in range(2 * PREFETCH) for pair in ((BAD, step), (f"{step % 20:04}", step))))
+        await wait_until(t, lambda: handled.count(without=BAD) == 2 * PREFETCH)
+        assert handled.count(without=BAD) == 2 * PREFETCH
+        assert len(handled.steps[BAD]) == 1
+
+        goes_on.set()
+        await t.settle()
+        assert sorted(handled.steps[BAD]) == list(range(2 * PREFETCH))
+        assert handled.sequences[BAD] == sorted(handled.sequences[BAD]), "in the order of the stream"
+        assert Counter(t.outcomes(index)) == {"acked": 4 * PREFETCH}
+
+
+class TestWhatIsTooLargeTogether:
+    """What waits behind a key is kept without its bodies then, and read again."""
+
+    COUNT = 200
+
+    @pytest.fixture(autouse=True)
+    def small_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ordering, "MOST_SURPLUS_BYTES", 10_000)
+        monkeypatch.setattr(pulling, "MOST_WAITING_BYTES", 20_000)
+
+    async def test_is_handled_whole_and_in_order(self, app: App, url: str | None) -> None:
+        handled = Handled()
+        goes_on = anyio.Event()
+        sizes: set[int] = set()
+
+        @app.agent("mars", order_by=("expver",), concurrency=4)
+        async def index(notification: Notification[str]) -> None:
+            sizes.add(len(notification.payload))
+            if handled.note(notification) == BAD:
+                await goes_on.wait()
+
+        async with harness(app, server=url) as t:
+            await publish(app, ((BAD, step) for step in range(self.COUNT)), "x" * 1000)
+            await publish(app, ((GOOD, step) for step in range(self.COUNT)), "x" * 1000)
+            await wait_until(t, lambda: handled.count(without=BAD) == self.COUNT)
+            assert handled.steps == {BAD: [0], GOOD: list(range(self.COUNT))}
+
+            goes_on.set()
+            await t.settle()
+            assert handled.steps == {BAD: list(range(self.COUNT)), GOOD: list(range(self.COUNT))}
+            assert sizes == {1000}
+
+    async def test_becomes_whole_dead_letters(self, app: App, url: str | None) -> None:
+        @app.agent("mars", order_by=("expver",), retry=SOON)
+        async def index(notification: Notification[str]) -> None:
+            raise ConnectionError("its database is down")
+
+        async with harness(app, server=url) as t:
+            await publish(app, ((BAD, step) for step in range(40)), "x" * 1000)
+            await t.settle()
+            assert [letter.original.sequence for letter in t.dead_letters] == list(range(1, 41))
+            assert {len(letter.original.data) for letter in t.dead_letters} == {1002}
+            assert {letter.attempts for letter in t.dead_letters} == {2}
+
+    async def test_is_not_handled_where_it_has_left_the_stream(self, app: App, url: str | None) -> None:
+        handled = Handled()
+        goes_on = anyio.Event()
+
+        @app.agent("mars", order_by=("expver",))
+        async def index(notification: Notification[str]) -> None:
+            handled.note(notification)
+            await goes_on.wait()
+
+        async with harness(app, server=url) as t:
+            await publish(app, ((BAD, step) for step in range(self.COUNT)), "x" * 1000)
+            await wait_until(t, lambda: bool(handled.steps))
+            await t.advance(0.5)
+            await app.session.backend.delete_message("MARS", self.COUNT)
+            goes_on.set()
+            await t.settle()
+            assert handled.steps[BAD] == list(range(self.COUNT - 1))
