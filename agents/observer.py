@@ -1,9 +1,9 @@
 """Lag and standstill of every agent of a deployment, also of those whose workers are down, for Prometheus.
 
-Everything comes from the server, stream by stream, spread over `poll_seconds`: a request for 256 consumers, and two for
-the dead letters and what was given up. One worker with it per deployment is enough. An agent whose consumer is deleted
-disappears. What the server does not answer stays as it was, and `aviso_observer_last_poll_timestamp_seconds` tells how
-old that is.
+Everything comes from the server, stream by stream, spread over `poll_seconds`: a request for 256 consumers, two for the
+dead letters and what was given up, and one for what workers recorded of their consumers. One worker with it per
+deployment is enough. An agent whose consumer is gone shows as such until a worker makes it anew. What the server does
+not answer stays as it was, and `aviso_observer_last_poll_timestamp_seconds` tells how old that is.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from msgspec import Meta, Struct
 
 from aviso_workers import App, Router
 from aviso_workers.errors import BackendError
-from aviso_workers.ops import observing
-from aviso_workers.ops.observing import ConsumerInfo
+from aviso_workers.ops import observing, stuck
+from aviso_workers.ops.observing import ConsumerInfo, ConsumerRecord
 
-__all__ = ["Observer", "Seen", "observe", "router", "see"]
+__all__ = ["Observer", "observe", "router"]
 
 AGENT = ("app", "agent")
 CONSUMER = (*AGENT, "stream")
@@ -36,28 +36,13 @@ class Observer(Struct, frozen=True, kw_only=True):
 
     poll_seconds: Annotated[float, Meta(gt=0)] = 15.0
     """The time in which everything is asked for once."""
-    stuck_after_seconds: Annotated[float, Meta(gt=0)] = 300.0
-    """How long an agent that has work may get nothing done."""
 
 
 class Seen(Struct, frozen=True):
-    """An agent's consumer, and for how long it has had work and got nothing done."""
+    """An agent's consumer, and why it is stuck; empty where it is not."""
 
     consumer: ConsumerInfo
-    standstill_seconds: float = 0.0
-
-
-def see(consumer: ConsumerInfo, before: Seen | None, *, elapsed_seconds: float) -> Seen:
-    """What is seen of an agent, `elapsed_seconds` after it was seen before.
-
-    Done counts above the ack floor as well: one notification that waits for its next attempt holds the floor down,
-    while the agent works on.
-    """
-    if before is None or consumer.paused or not (consumer.num_pending or consumer.num_ack_pending):
-        return Seen(consumer)
-    if (consumer.ack_floor, consumer.last_settled) != (before.consumer.ack_floor, before.consumer.last_settled):
-        return Seen(consumer)
-    return Seen(consumer, before.standstill_seconds + elapsed_seconds)
+    why_stuck: str = ""
 
 
 router = Router("observer", settings=Observer)
@@ -77,14 +62,15 @@ class _Rounds:
         self._settings = settings
         self._agents: dict[str, dict[tuple[str, str], Seen]] = {}
         """By stream; then by app and agent."""
-        self._asked_at: dict[str, float] = {}
+        self._records: Mapping[tuple[str, str], ConsumerRecord] = {}
+        self._missing: dict[str, dict[tuple[str, str], ConsumerRecord]] = {}
+        """By stream, the agents whose consumer is gone."""
         self._polled_at: dict[tuple[str, ...], float] = {}
         self._problems: dict[str, str] = {}
 
     async def go(self) -> None:
-        questions: dict[str, Callable[[], Awaitable[None]]] = {
-            stream: partial(self._ask_for_agents, stream) for stream in observing.streams_of(self._app)
-        }
+        questions: dict[str, Callable[[], Awaitable[None]]] = {"records": self._ask_for_records}
+        questions |= {stream: partial(self._ask_for_agents, stream) for stream in observing.streams_of(self._app)}
         questions |= {"dead letters": self._ask_for_dead_letters, "given up": self._ask_for_given_up}
         while True:
             for about, ask in questions.items():
@@ -103,13 +89,9 @@ class _Rounds:
 
     async def _ask_for_agents(self, stream: str) -> None:
         found = await observing.agents(self._app, stream)
-        now = anyio.current_time()
-        elapsed = now - self._asked_at.get(stream, now)
+        self._missing[stream] = await observing.missing(self._app, stream, self._records)
         before = self._agents.get(stream, {})
-        self._agents[stream] = {
-            agent: see(consumer, before.get(agent), elapsed_seconds=elapsed) for agent, consumer in found.items()
-        }
-        self._asked_at[stream] = now
+        self._agents[stream] = {agent: self._seen(stream, each, before.get(agent)) for agent, each in found.items()}
         self._polled_at[stream,] = time.time()
         self._show_agents()
         self._show(
@@ -118,6 +100,13 @@ class _Rounds:
             labels=("stream",),
             values=self._polled_at,
         )
+
+    def _seen(self, stream: str, consumer: ConsumerInfo, before: Seen | None) -> Seen:
+        record = self._records.get((stream, consumer.name))
+        return Seen(consumer, stuck.why_stuck(consumer, before.consumer if before else None, record))
+
+    async def _ask_for_records(self) -> None:
+        self._records = await observing.records(self._app)
 
     async def _ask_for_dead_letters(self) -> None:
         counts = await observing.dead_letters(self._app)
@@ -162,8 +151,16 @@ class _Rounds:
         show("paused", "Whether the agent is paused on the server.", lambda seen: seen.consumer.paused)
         show(
             "stuck",
-            "Whether the agent has work, is not paused, and got nothing done for stuck_after_seconds.",
-            lambda seen: seen.standstill_seconds >= self._settings.stuck_after_seconds,
+            "Whether nobody takes what there is, or a notification is unfinished for longer than its agent's policy "
+            "allows.",
+            lambda seen: bool(seen.why_stuck),
+        )
+        missing = [(*agent, stream) for stream, agents in self._missing.items() for agent in agents]
+        self._show(
+            "consumer_missing",
+            "Whether the agent's consumer is gone, so that nothing waits for the agent.",
+            labels=CONSUMER,
+            values={**dict.fromkeys(seen, 0.0), **dict.fromkeys(missing, 1.0)},
         )
 
     def _show(self, name: str, help: str, *, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> None:

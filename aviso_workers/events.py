@@ -273,6 +273,24 @@ class ConsumerDiffers(Struct, frozen=True, kw_only=True):
     differences: tuple[str, ...]
 
 
+class ConsumerResumed(Struct, frozen=True, kw_only=True):
+    """An agent's consumer was gone, and was made anew: it goes on after what was recorded as settled."""
+
+    agent: str
+    stream: str
+    consumer: str
+    sequence: int
+    """The first one of the stream that it is given."""
+
+
+class ConsumerNotRecorded(Struct, frozen=True, kw_only=True):
+    """How far an agent's consumer has come cannot be recorded. Stated once, until it can be again."""
+
+    agent: str
+    bucket: str
+    error: Exception
+
+
 class FiltersDiffer(Struct, frozen=True, kw_only=True):
     """Which other versions of an agent, with another filter, read its consumer is not what it was before.
 
@@ -347,6 +365,8 @@ Event = (
     | StreamMadeAgain
     | StreamProvisioned
     | ConsumerDiffers
+    | ConsumerResumed
+    | ConsumerNotRecorded
     | FiltersDiffer
     | AckWaitDiffers
     | ConnectionChanged

@@ -19,6 +19,8 @@ from aviso_workers.events import (
     ConnectionChanged,
     ConnectionSlow,
     ConsumerDiffers,
+    ConsumerNotRecorded,
+    ConsumerResumed,
     DeadLettersRefused,
     DeadLettersStored,
     Event,
@@ -74,7 +76,7 @@ def observe(event: Event) -> None:
             pass
         case Settled():
             _observe_end(event)
-        case ConsumerDiffers() | FiltersDiffer() | AckWaitDiffers():
+        case ConsumerDiffers() | FiltersDiffer() | AckWaitDiffers() | ConsumerResumed() | ConsumerNotRecorded():
             _observe_consumer(event)
         case AgentStarted():
             log.info("agent.started", agent=event.agent, stream=event.stream, consumer=event.consumer)
@@ -139,7 +141,12 @@ def _observe_stream(event: StreamProvisioned | StreamGone | StreamMadeAgain) -> 
             )
 
 
-def _observe_consumer(event: ConsumerDiffers | FiltersDiffer | AckWaitDiffers) -> None:
+def _observe_consumer(
+    event: ConsumerDiffers | FiltersDiffer | AckWaitDiffers | ConsumerResumed | ConsumerNotRecorded,
+) -> None:
+    if isinstance(event, ConsumerResumed | ConsumerNotRecorded):
+        _observe_record(event)
+        return
     if isinstance(event, ConsumerDiffers):
         log.warning(
             "consumer.differs",
@@ -165,6 +172,26 @@ def _observe_consumer(event: ConsumerDiffers | FiltersDiffer | AckWaitDiffers) -
         log.warning("consumer.filters_differ", **of, others=_spelled(event.others))
     if event.gone or not event.others:
         log.warning("consumer.filter_narrowed", **of, gone=_spelled(event.gone))
+
+
+def _observe_record(event: ConsumerResumed | ConsumerNotRecorded) -> None:
+    if isinstance(event, ConsumerResumed):
+        log.warning(
+            "consumer.resumed",
+            agent=event.agent,
+            stream=event.stream,
+            consumer=event.consumer,
+            sequence=event.sequence,
+            cure="find out who deleted the consumer; up to half a minute of notifications may be handled again",
+        )
+        return
+    log.warning(
+        "consumer.not_recorded",
+        agent=event.agent,
+        bucket=event.bucket,
+        error=str(event.error),
+        cure="let the worker's user read and write the bucket: it says where an agent goes on whose consumer is lost",
+    )
 
 
 def _spelled(versions: Iterable[tuple[str, ...]]) -> list[str]:

@@ -32,6 +32,7 @@ from aviso_workers.events import (
     AgentStarted,
     ConnectionChanged,
     ConnectionSlow,
+    ConsumerResumed,
     DeadLettersRefused,
     DeadLettersStored,
     Event,
@@ -401,7 +402,7 @@ class Metrics:
                 self._agents[agent].pull_errors.add(_code(error))
                 if isinstance(error, NotFoundError):
                     self._gone.add((agent, stream))
-            case AgentStarted(agent=agent) if agent in self._agents:
+            case AgentStarted() | ConsumerResumed() if event.agent in self._agents:
                 self._started(event)
             case Measured(name=name):
                 self._measured[name] = event
@@ -412,7 +413,10 @@ class Metrics:
         self._agents[agent].ack_pending = consumer.num_ack_pending
         self._agents[agent].came_to(Passed(consumer.deliveries, consumer.position))
 
-    def _started(self, event: AgentStarted) -> None:
+    def _started(self, event: AgentStarted | ConsumerResumed) -> None:
+        if isinstance(event, ConsumerResumed):
+            self._gone.add((event.agent, event.stream))  # also where it was gone before this worker came
+            return
         if event.passed is not None:
             self._agents[event.agent].started(event.passed)
         if (event.agent, event.stream) in self._gone:

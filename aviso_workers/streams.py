@@ -40,6 +40,7 @@ __all__ = [
     "Stored",
     "StreamSpec",
     "after_reset",
+    "beginning_after",
     "consumer_differences",
     "consumer_plan",
     "declared",
@@ -481,6 +482,11 @@ def starting(start: str) -> dict[str, Any]:
 def after_reset(metadata: Mapping[str, str] | None) -> dict[str, str]:
     """The metadata of a consumer that was taken to another place: any start may be declared from now on."""
     return {**(metadata or {}), START: ""}
+
+
+def beginning_after(spec: ConsumerSpec, sequence: int) -> ConsumerSpec:
+    """The consumer that, where it has to be made, begins after a sequence. The start that was declared stays noted."""
+    return structs.replace(spec, deliver_policy="by_start_sequence", opt_start_seq=sequence + 1, opt_start_time=UNSET)
 
 
 def _start_differs(wanted: ConsumerSpec, found: Mapping[str, Any]) -> Difference | None:

@@ -391,6 +391,9 @@ class Backend(Protocol):
         One that has no leader just now may be missing.
         """
 
+    async def delete_consumer(self, stream: str, consumer: str) -> None:
+        """Remove a consumer and what is known of how far it has come, for good. Raises `NotFoundError`."""
+
     async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> None:
         """Deliver nothing, to nobody, before `until`; None: deliver again at once.
 

@@ -41,7 +41,7 @@ def lag(
     watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Show what agents have not finished, over all their workers."""
+    """Show what agents have not finished, over all their workers; exit 1 where one is stuck or has no consumer."""
     if everyone and (target or agent):
         raise DeclarationError("say either --all, or which app: MODULE:APP, or --agent NAME")
     app = connected_app(config) if everyone else find_app(target, agent=agent, config=config)
@@ -75,7 +75,10 @@ def _differing(app: App, agent: Agent[Any, Any], progress: Progress) -> dict[str
 
 
 async def _print_lag(app: App, report: Report) -> None:
-    terminal().print(_table(await report(app)))
+    found = await report(app)
+    terminal().print(_table(found))
+    if any(progress.trouble for progress in found):
+        raise typer.Exit(1)
 
 
 async def _watch(app: App, report: Report) -> None:
@@ -95,7 +98,7 @@ async def _watch(app: App, report: Report) -> None:
             await anyio.sleep(REFRESH_SECONDS)
 
 
-LAG = ("app", "agent", "stream", "pending", "ack pending", "redelivered", "paused until")
+LAG = ("app", "agent", "stream", "pending", "ack pending", "redelivered", "paused until", "trouble")
 
 
 def _table(report: Sequence[Progress]) -> Table:
@@ -103,7 +106,8 @@ def _table(report: Sequence[Progress]) -> Table:
 
 
 def _row(progress: Progress) -> tuple[str, ...]:
-    if progress.events is None:
-        return (progress.app, progress.agent, progress.stream, "-", "-", "-", "no worker has been here yet")
+    of = (progress.app, progress.agent, progress.stream)
+    if progress.events is None and progress.record is None:
+        return (*of, "-", "-", "-", "", "no worker has ever been here")
     numbers = (progress.pending, progress.ack_pending, progress.redelivered)
-    return (progress.app, progress.agent, progress.stream, *map(str, numbers), progress.paused_until)
+    return (*of, *map(str, numbers), progress.paused_until, progress.trouble)

@@ -1,4 +1,4 @@
-"""`pause`, `resume` and `reset`: agents steered on the server, whether their workers run or not."""
+"""`pause`, `resume`, `reset` and `retire`: agents steered on the server, whether their workers run or not."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from aviso_workers.cli.confirming import Yes, confirm
 from aviso_workers.cli.finding import ConfigOption, connected_app, find_app, run_connected
 from aviso_workers.cli.parsing import parse_duration
 from aviso_workers.cli.printing import print_table
-from aviso_workers.ops import steering
+from aviso_workers.ops import retiring, steering
+from aviso_workers.ops.retiring import Retirement
 from aviso_workers.ops.steering import UNTIL_RESUMED, Reset, Steered
 from aviso_workers.positions import Position, parse_date, parse_id
 
-__all__ = ["pause", "reset", "resume"]
+__all__ = ["pause", "reset", "resume", "retire"]
 
 Agent = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's name.")]
 Owner = Annotated[str, typer.Option("--app", metavar="APP", help="The name of its app, or MODULE:APP.")]
@@ -77,6 +78,37 @@ def reset(
         typer.echo(f"{agent} goes on at {steered.stream}@{plan.sequence}, with {ahead} notifications ahead of it")
 
     _steer(agent, app, config, run)
+
+
+def retire(
+    app: Annotated[str, typer.Argument(metavar="APP", help="The name of the app.")],
+    agent: Annotated[
+        str, typer.Option("--agent", metavar="AGENT", help="Only this agent, and nothing that the app shares.")
+    ] = "",
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Remove an app that nobody runs any more, or one agent, with its consumers, buckets and tables; for good."""
+
+    async def run(connected: App) -> None:
+        plan = await retiring.plan(connected, app, agent)
+        print_table(("what", "of", "entries"), _retirement_rows(plan))
+        if plan.dead_letters:
+            typer.echo(f"{plan.dead_letters} dead letters stay: `aviso-workers dead-letters drop` removes them")
+        confirm(yes, to="remove it")
+        await retiring.retire(connected, plan)
+        typer.echo(f"{f'{agent} of {app}' if agent else app} is gone from the server")
+
+    run_connected(connected_app(config), run)
+
+
+def _retirement_rows(plan: Retirement) -> list[tuple[str, str, str]]:
+    return [
+        *(("consumer", f"{stream} > {consumer}", "") for stream, consumer in plan.consumers),
+        *(("record of its consumer", f"{stream} > {agent}", "") for agent, stream in plan.records),
+        *(("bucket", stream.removeprefix("KV_"), str(entries)) for stream, entries in plan.streams.items()),
+        *(("messages", f"{stream}, {subject}", str(count)) for (stream, subject), count in plan.subjects.items()),
+    ]
 
 
 def _steer(agent: str, owner: str, config: Path | None, run: Callable[[App, Steered], Awaitable[None]]) -> None:

@@ -18,7 +18,7 @@ from aviso_workers.errors import BackendError
 from aviso_workers.events import Events, FailuresNotStored
 from aviso_workers.verdicts import RECORDED_FROM, Record
 
-__all__ = ["Failures"]
+__all__ = ["ALONE", "BEGAN_SUBJECT", "BUCKET_SUFFIX", "Failures", "app_of", "parse_began"]
 
 T = TypeVar("T")
 
@@ -28,6 +28,9 @@ SILENT_SECONDS = 10.0
 """A bucket that took `SLOW_SECONDS` to fail is not asked for so long: many fail at once, and each would wait."""
 BESIDE_OTHERS = b"beside_others"
 ALONE = b"alone"
+BUCKET_SUFFIX = "_failures"
+BEGAN_SUBJECT = "$KV.*.*.*.*.*.began"
+"""Of the records that a handler has begun, in the stream of any app's bucket."""
 MOST_REMEMBERED = 10_000
 """Failure counts that a process remembers of notifications that it has given back, where they cannot be stored."""
 
@@ -38,7 +41,7 @@ class Failures:
     def __init__(self, backend: Backend, *, app: str, agent: str, stream: str, events: Events) -> None:
         self._backend = backend
         self._agent = agent
-        self._bucket = f"{app}_failures"
+        self._bucket = f"{app}{BUCKET_SUFFIX}"
         self._prefix = f"{agent}.{stream}"
         self._events = events
         self._values: KeyValue | None = None
@@ -155,6 +158,18 @@ class Failures:
     def _key(self, delivery: Delivery) -> str:
         # With its time, because a stream that is made anew counts from 1 again.
         return f"{self._prefix}.{delivery.message.sequence}.{delivery.message.timestamp_ns}"
+
+
+def app_of(stream: str) -> str:
+    """The app whose bucket of failure counts is kept in that stream; empty where it is none."""
+    is_one = stream.startswith("KV_") and stream.endswith(BUCKET_SUFFIX)
+    return stream.removeprefix("KV_").removesuffix(BUCKET_SUFFIX) if is_one else ""
+
+
+def parse_began(subject: str) -> tuple[str, str, int]:
+    """Agent, stream and sequence of the notification that a subject as `BEGAN_SUBJECT` is about."""
+    _, _, agent, stream, sequence, _, _ = subject.split(".")
+    return agent, stream, int(sequence)
 
 
 async def _delete(key: str, values: KeyValue) -> int:

@@ -30,7 +30,7 @@ from aviso_workers.events import Events, LeadershipChanged, Ticked
 from aviso_workers.timers import Tick, Timer
 from aviso_workers.verdicts import Failure
 
-__all__ = ["LEASE_SECONDS", "Lease", "drained", "run_timers"]
+__all__ = ["LEASE_SECONDS", "Lease", "buckets_of", "drained", "run_timers"]
 
 LEASE_SECONDS = 10.0
 RENEW_SECONDS = 2.0
@@ -85,7 +85,7 @@ async def drained(stop: anyio.Event, *, clock: Clock, timeout_seconds: float) ->
 async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, events: Events, stop: anyio.Event) -> None:
     """Run these whenever this worker is the leader."""
     clock = backend.clock
-    claims = SteadyBucket(backend, f"{app}_timers", patience_seconds=PATIENCE_SECONDS)
+    claims = SteadyBucket(backend, buckets_of(app)[1], patience_seconds=PATIENCE_SECONDS)
     lease = Lease(backend, app)
     while await lease.take(stop):
         events.emit(LeadershipChanged(leads=True, token=lease.token))
@@ -93,6 +93,11 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
             for timer in led:
                 running.start_soon(_keep_ticking, timer, clock, events, stop, Claims(timer.name, claims, lease))
         events.emit(LeadershipChanged(leads=False, token=lease.token))
+
+
+def buckets_of(app: str) -> tuple[str, str]:
+    """The buckets of the app's leases, and of the ticks that its timers claimed."""
+    return f"{app}_leases", f"{app}_timers"
 
 
 class Lease:
@@ -103,7 +108,9 @@ class Lease:
         self.token = 0
         """Greater with every leader."""
         self._clock = backend.clock
-        self._bucket = SteadyBucket(backend, f"{app}_leases", ttl_seconds=LEASE_SECONDS, patience_seconds=RENEW_SECONDS)
+        self._bucket = SteadyBucket(
+            backend, buckets_of(app)[0], ttl_seconds=LEASE_SECONDS, patience_seconds=RENEW_SECONDS
+        )
         self._key = of
         self._holder = f"{socket.gethostname()}:{os.getpid()}".encode()
         self._revision = 0

@@ -14,8 +14,9 @@ from aviso_workers.agents import Agent, Task
 from aviso_workers.backends import Backend, ConsumerInfo, Opening, open_backend
 from aviso_workers.codec import NotificationReader
 from aviso_workers.config import Config
-from aviso_workers.engine import dead_lettering, deferring, resourcing, sweeping
+from aviso_workers.engine import consumer_records, dead_lettering, deferring, resourcing, sweeping
 from aviso_workers.engine.batching import InBatches
+from aviso_workers.engine.consumer_records import ConsumerRecorder
 from aviso_workers.engine.dead_lettering import DeadLetters, Requeued, retry_subject
 from aviso_workers.engine.deferring import Courier
 from aviso_workers.engine.failing import Failures
@@ -251,6 +252,14 @@ class Session:
             stream=stream.name,
             backend=self.backend,
             provisioner=self.provisioner,
+            recorder=ConsumerRecorder(
+                self.backend,
+                app=self._app,
+                agent=agent.name,
+                stream=stream.name,
+                longest_seconds=consumer_records.longest_seconds(policy),
+                events=self._events,
+            ),
             events=self._events,
             on_ack_wait=lambda seconds: run.keep_within(_reported_within(agent, seconds)),
         )
@@ -289,6 +298,7 @@ class Session:
                     tasks.start_soon(windows.close, stop, self._config.workers.drain_timeout_seconds)
                 await self._supervise(agent.name, run, feeds, stop)
             looking.cancel_scope.cancel()
+        await shared.record_last()
 
     def _windows(self, kit: Kit, stream: str) -> AsWindows | None:
         """Of an agent that has some."""

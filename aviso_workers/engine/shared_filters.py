@@ -27,15 +27,18 @@ acks whatever other versions want: see `settling.Settler.pass_over`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import anyio
 from msgspec import Struct
 
 from aviso_workers import clocks, streams, subjects
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
+from aviso_workers.engine import consumer_records
+from aviso_workers.engine.consumer_records import ConsumerRecorder
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import BackendError, NotFoundError
-from aviso_workers.events import AckWaitDiffers, Events, FiltersDiffer
+from aviso_workers.events import AckWaitDiffers, ConsumerResumed, Events, FiltersDiffer
 from aviso_workers.streams import ConsumerSpec, Version
 
 __all__ = ["SharedFilter"]
@@ -47,6 +50,7 @@ LOOK_AGAIN_SECONDS = 1.0
 GONE_SECONDS = 300.0
 """A version that was not heard of for so long has no worker. Longer than a network is usually interrupted: what only
 workers want that are cut off for longer is given up."""
+LAST_RECORD_SECONDS = 2.0
 FIRST_DELAY_SECONDS = 0.1
 LONGEST_DELAY_SECONDS = 5.0
 """What is given back comes again after a delay that doubles with each delivery, between these two."""
@@ -73,6 +77,7 @@ class SharedFilter:
         stream: str,
         backend: Backend,
         provisioner: Provisioner,
+        recorder: ConsumerRecorder,
         events: Events,
         on_ack_wait: Callable[[float], None],
     ) -> None:
@@ -82,6 +87,7 @@ class SharedFilter:
         self._stream = stream
         self._backend = backend
         self._provisioner = provisioner
+        self._recorder = recorder
         self._events = events
         self._on_ack_wait = on_ack_wait
         self._own = streams.version_of(consumer)
@@ -105,14 +111,25 @@ class SharedFilter:
     async def ensure(self) -> ConsumerInfo:
         """Create the consumer, or bring it in line so that this version is among those that it serves.
 
-        Raises as `Backend.ensure_consumer` does.
+        One that was deleted is made anew, and begins after what it had settled as far as that was recorded. Raises
+        `UnavailableError` where that cannot be known, and as `Backend.ensure_consumer` does.
         """
-        versions = await self._versions()
+        found = await self._found()
+        settled = await self._settled(found)
+        versions = self._versions(found)
         self._given_back = self._known_up_to = 0  # the stream may be another one now, and count from 1 again
-        info = await self._provisioner.ensure_consumer(self._stream, streams.shared(self._consumer, versions))
+        wanted = streams.shared(self._consumer, versions)
+        if settled is not None:
+            wanted = streams.beginning_after(wanted, settled)
+        info = await self._provisioner.ensure_consumer(self._stream, wanted)
         self._granted = info.config["max_ack_pending"]
+        if found is None and settled is not None:
+            self._events.emit(
+                ConsumerResumed(agent=self._agent, stream=self._stream, consumer=info.name, sequence=settled + 1)
+            )
         self._follow(info)
         self._note(versions)
+        await self._recorder.record(info)
         if len(versions) > 1:
             self._look_soon.set()  # two that open it at once may have overwritten each other
         return info
@@ -122,16 +139,29 @@ class SharedFilter:
 
         Raises as `Backend.ensure_consumer` does.
         """
-        longest = max(version.ack_wait for version in await self._versions())
+        longest = max(version.ack_wait for version in self._versions(await self._found()))
         return await provisioner.ensure_consumer(stream, streams.with_ack_wait(consumer, longest))
 
-    async def _versions(self) -> dict[Version, int]:
-        """Those that are noted in the consumer, and this one."""
+    async def _found(self) -> ConsumerInfo | None:
+        """The consumer; None where there is none."""
         try:
-            found = await self._backend.consumer_info(self._stream, self._consumer.durable_name)
+            return await self._backend.consumer_info(self._stream, self._consumer.durable_name)
         except NotFoundError:
-            return {self._own: 0}
-        return {self._own: 0} | streams.noted_versions(found.config)
+            return None
+
+    async def _settled(self, found: ConsumerInfo | None) -> int | None:
+        """The sequence up to which the agent has settled everything; None where it has never had a consumer."""
+        if found is not None:
+            await self._recorder.look_where_known()
+            return found.ack_floor
+        try:
+            return await self._recorder.look()
+        except BackendError as error:
+            raise consumer_records.unreadable(self._consumer.durable_name, self._stream, error) from error
+
+    def _versions(self, found: ConsumerInfo | None) -> dict[Version, int]:
+        """Those that are noted in the consumer, and this one."""
+        return {self._own: 0} | (streams.noted_versions(found.config) if found else {})
 
     def takes(self, delivery: Delivery) -> bool:
         """Whether this version wants the delivery; one that it does not want is settled."""
@@ -164,6 +194,12 @@ class SharedFilter:
             self._look_soon = anyio.Event()
             await self._look()
 
+    async def record_last(self) -> None:
+        """Record how far the consumer has come when the worker stops, where the server answers soon."""
+        with clocks.move_on_after(self._backend.clock, LAST_RECORD_SECONDS), suppress(BackendError):
+            found = await self._backend.consumer_info(self._stream, self._consumer.durable_name)
+            await self._recorder.record(found)
+
     async def _look(self) -> None:
         stored_before = self._given_back
         try:
@@ -171,9 +207,10 @@ class SharedFilter:
             self._follow(found)
             noted = streams.noted_versions(found.config)
             versions = self._still_there(noted)
-            wanted = streams.shared(self._consumer, versions)
+            wanted = streams.beginning_after(streams.shared(self._consumer, versions), found.ack_floor)
             if versions != noted or not _is_as(wanted, found) or found.config["max_ack_pending"] < self._granted:
                 self._follow(await self._backend.ensure_consumer(self._stream, wanted))
+            await self._recorder.record(found)
         except BackendError:
             return
         self._note(versions)

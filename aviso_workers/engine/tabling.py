@@ -32,7 +32,7 @@ from aviso_workers.key_value import Entry, KeyValue
 from aviso_workers.streams import StreamSpec
 from aviso_workers.tables import Counter, Table
 
-__all__ = ["CachedBucket", "SteadyBucket", "Sums", "Tables"]
+__all__ = ["COUNTERS", "COUNTERS_SUBJECT", "CachedBucket", "SteadyBucket", "Sums", "Tables"]
 
 T = TypeVar("T")
 

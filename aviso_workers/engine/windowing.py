@@ -39,7 +39,7 @@ from aviso_workers.tables import decode_key, encode_key
 from aviso_workers.verdicts import Ack, Again, Failure
 from aviso_workers.windows import Progress, Settled, State, Window, Windowing
 
-__all__ = ["AsWindows", "unfinished"]
+__all__ = ["AsWindows", "bucket_of", "unfinished"]
 
 _Change = Callable[[State[Any], Progress], Awaitable[State[Any]]]
 
@@ -74,7 +74,7 @@ class AsWindows:
         self._durable = agent.durable_name(app)
         self._events = events
         self._states = _States(agent)
-        bucket = SteadyBucket(backend, _bucket(app, agent), patience_seconds=patience_seconds)
+        bucket = SteadyBucket(backend, bucket_of(app, agent.name), patience_seconds=patience_seconds)
         self._bucket = CachedBucket(bucket, backend.clock)
         self._counted = Counted(bucket, backend, stream=stream)
         self._lease = Lease(backend, app, of=f"windows/{agent.name}")
@@ -342,10 +342,10 @@ class _States:
 async def unfinished(agent: Agent[Any, Any], windowing: Windowing[Any, Any], backend: Backend, *, app: str) -> int:
     """How many windows are over by the time of what was counted, and not done."""
     try:
-        await backend.stream_info(f"KV_{_bucket(app, agent)}")
+        await backend.stream_info(f"KV_{bucket_of(app, agent.name)}")
     except NotFoundError:
         return 0
-    states = _States(agent).by_key(await (await backend.key_value(_bucket(app, agent))).entries()).values()
+    states = _States(agent).by_key(await (await backend.key_value(bucket_of(app, agent.name))).entries()).values()
     until = windows.newest(states)[0] - windowing.lateness_seconds
     return sum(len(windows.due(windows.close(state, until, windowing), windowing)) for state in states)
 
@@ -355,5 +355,6 @@ def _spelled(key: str) -> str:
     return encode_key(key) if key else NO_KEY
 
 
-def _bucket(app: str, agent: Agent[Any, Any]) -> str:
-    return f"{app}_windows_{agent.name}"
+def bucket_of(app: str, agent: str) -> str:
+    """The bucket of the agent's windows."""
+    return f"{app}_windows_{agent}"

@@ -7,7 +7,7 @@ knows of an agent's two consumers, that of its events and that of what is tried 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -17,9 +17,10 @@ from aviso_workers.agents import Agent
 from aviso_workers.app import App
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.config import Config
+from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.engine.dead_lettering import RETRIES
 from aviso_workers.notifications import Batch
-from aviso_workers.ops import observing, wiping
+from aviso_workers.ops import observing, stuck, wiping
 from aviso_workers.ops.steering import UNTIL_RESUMED
 from aviso_workers.streams import SECOND, filters_of
 from aviso_workers.verdicts import Backoff
@@ -34,13 +35,24 @@ class Progress(Struct, frozen=True, kw_only=True):
     agent: str
     stream: str
     events: ConsumerInfo | None
-    """None: no worker of it has ever been there."""
+    """None: it has no consumer."""
     retries: ConsumerInfo | None
+    record: ConsumerRecord | None = None
+    """What workers recorded of the consumer of this stream; None: none has ever been there, or an older version."""
+    behind: int = 0
+    """Where the consumer is gone: notifications after what was settled."""
 
     @property
     def pending(self) -> int:
         """Never delivered yet."""
-        return _sum(self, "num_pending")
+        return _sum(self, "num_pending") + self.behind
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing gets done; empty where something does, as far as one look can tell."""
+        if self.events is None:
+            return "its consumer is gone" if self.record else ""
+        return stuck.why_stuck(self.events, None, self.record)
 
     @property
     def ack_pending(self) -> int:
@@ -70,27 +82,52 @@ class Progress(Struct, frozen=True, kw_only=True):
 async def of_app(app: App) -> list[Progress]:
     """The app's own agents. Inside of `async with app:`. Raises `BackendError`."""
     streams = {agent.name: wiping.stream_of(app, agent.event_type) for agent in app.agents}
-    found = {stream: await observing.agents(app, stream) for stream in {*streams.values(), RETRIES}}
+    agents = await _of_streams(app, set(streams.values()))
+    retries = await observing.agents(app, RETRIES)
     return [
-        Progress(
-            app=app.name,
-            agent=agent,
-            stream=stream,
-            events=found[stream].get((app.name, agent)),
-            retries=found[RETRIES].get((app.name, agent)),
-        )
+        agents.get((app.name, agent, stream))
+        or Progress(app=app.name, agent=agent, stream=stream, events=None, retries=retries.get((app.name, agent)))
         for agent, stream in streams.items()
     ]
 
 
 async def of_deployment(app: App) -> list[Progress]:
     """All agents of whatever app that have ever read one of the configured event streams. As `of_app`."""
-    retries = await observing.agents(app, RETRIES)
-    return [
-        Progress(app=owner, agent=agent, stream=stream, events=events, retries=retries.get((owner, agent)))
-        for stream in await wiping.event_streams(app)
-        for (owner, agent), events in sorted((await observing.agents(app, stream)).items())
-    ]
+    agents = await _of_streams(app, await wiping.event_streams(app))
+    return [progress for _, progress in sorted(agents.items(), key=lambda item: (item[0][2], item[0]))]
+
+
+async def _of_streams(app: App, streams: Iterable[str]) -> dict[tuple[str, str, str], Progress]:
+    """By app, agent and stream, those that have a consumer or had one."""
+    records, retries = await observing.records(app), await observing.agents(app, RETRIES)
+    found: dict[tuple[str, str, str], Progress] = {}
+    for stream in streams:
+        for (owner, agent), events in (await observing.agents(app, stream)).items():
+            found[owner, agent, stream] = Progress(
+                app=owner,
+                agent=agent,
+                stream=stream,
+                events=events,
+                retries=retries.get((owner, agent)),
+                record=records.get((stream, events.name)),
+            )
+        for (owner, agent), record in (await observing.missing(app, stream, records)).items():
+            found[owner, agent, stream] = Progress(
+                app=owner,
+                agent=agent,
+                stream=stream,
+                events=None,
+                retries=retries.get((owner, agent)),
+                record=record,
+                behind=await _behind(app, stream, record),
+            )
+    return found
+
+
+async def _behind(app: App, stream: str, record: ConsumerRecord) -> int:
+    return await app.session.backend.count(
+        stream, filter_subjects=record.filter_subjects, start_sequence=record.ack_floor + 1
+    )
 
 
 def policy(app: App, agent: Agent[Any, Any]) -> dict[str, str]:

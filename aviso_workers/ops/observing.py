@@ -7,13 +7,41 @@ not exist has nothing to tell.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
+from msgspec import Struct
+
+from aviso_workers import agents as agents_
 from aviso_workers import streams
 from aviso_workers.app import App
 from aviso_workers.backends import ConsumerInfo
-from aviso_workers.engine import dead_lettering, deferring, sweeping
+from aviso_workers.engine import consumer_records, dead_lettering, deferring, failing, sweeping
+from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import NotFoundError
 
-__all__ = ["ConsumerInfo", "agent_of", "agents", "dead_letters", "given_up", "streams_of"]
+__all__ = [
+    "ConsumerInfo",
+    "ConsumerRecord",
+    "RunAlone",
+    "agent_of",
+    "agents",
+    "dead_letters",
+    "given_up",
+    "missing",
+    "records",
+    "run_alone",
+    "streams_of",
+]
+
+
+class RunAlone(Struct, frozen=True, kw_only=True):
+    """A notification during whose handling a worker process has ended, so that it is run alone now."""
+
+    app: str
+    agent: str
+    stream: str
+    sequence: int
+
 
 LETTER_WORDS = dead_lettering.SUBJECT.count(".") + 3
 """Of the subject of a dead letter."""
@@ -33,6 +61,50 @@ async def agents(app: App, stream: str) -> dict[tuple[str, str], ConsumerInfo]:
     except NotFoundError:
         return {}
     return {found: consumer for consumer in consumers if (found := agent_of(consumer.name))}
+
+
+async def records(app: App) -> dict[tuple[str, str], ConsumerRecord]:
+    """What workers recorded of agents' consumers, by stream and consumer. Raises `BackendError`."""
+    stored = await consumer_records.stored(app.session.backend)
+    return {(stream, agents_.durable_name(owner, agent)): record for (owner, agent, stream), record in stored.items()}
+
+
+async def missing(
+    app: App, stream: str, records: Mapping[tuple[str, str], ConsumerRecord]
+) -> dict[tuple[str, str], ConsumerRecord]:
+    """By app and agent, those records of which the consumer is gone, while the stream is the same one.
+
+    Raises `BackendError`.
+    """
+    recorded = {key: record for key, record in records.items() if key[0] == stream}
+    if not recorded:
+        return {}
+    try:
+        created = (await app.session.backend.stream_info(stream)).created
+        there = {consumer.name for consumer in await app.session.backend.consumers(stream)}
+    except NotFoundError:
+        return {}
+    return {
+        agent: record
+        for (_, consumer), record in recorded.items()
+        if record.stream_created == created and consumer not in there and (agent := agent_of(consumer))
+    }
+
+
+async def run_alone(app: App, among: Collection[str]) -> list[RunAlone]:
+    """Return the notifications that are run alone, because a worker process ended while they were handled.
+
+    `among` are the streams that there are; those of the failure counts are looked into. Raises `BackendError`.
+    """
+    found: list[RunAlone] = []
+    for stream in sorted(among):
+        if owner := failing.app_of(stream):
+            for subject in await _subject_counts(app, stream, failing.BEGAN_SUBJECT):
+                began = await app.session.backend.last_message(stream, subject)
+                if began is not None and began.data == failing.ALONE:
+                    agent, of_stream, sequence = failing.parse_began(subject)
+                    found.append(RunAlone(app=owner, agent=agent, stream=of_stream, sequence=sequence))
+    return found
 
 
 async def dead_letters(app: App) -> dict[tuple[str, ...], int]:
@@ -58,9 +130,9 @@ async def given_up(app: App) -> dict[tuple[str, ...], int]:
     }
 
 
-async def _subject_counts(app: App, stream: str) -> dict[str, int]:
+async def _subject_counts(app: App, stream: str, subject: str = ">") -> dict[str, int]:
     try:
-        return await app.session.backend.subject_counts(stream)
+        return await app.session.backend.subject_counts(stream, subject=subject)
     except NotFoundError:
         return {}
 

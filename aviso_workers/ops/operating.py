@@ -13,8 +13,9 @@ import anyio
 from msgspec import Struct
 
 from aviso_workers.app import App
+from aviso_workers.engine import consumer_records
 from aviso_workers.errors import DeclarationError, NotFoundError, RefusedError, UnavailableError
-from aviso_workers.ops import inspecting
+from aviso_workers.ops import inspecting, observing
 
 __all__ = [
     "Purge",
@@ -94,8 +95,11 @@ async def remove_stream(app: App, stream: str) -> None:
 
 
 async def remove_consumer(app: App, stream: str, consumer: str) -> None:
-    """Raises `NotFoundError`."""
-    await app.session.backend.administration().api(f"CONSUMER.DELETE.{stream}.{consumer}")
+    """Remove a consumer; an agent of ours that had it begins anew where its `start` says. Raises `NotFoundError`."""
+    await app.session.backend.delete_consumer(stream, consumer)
+    if (of_agent := observing.agent_of(consumer)) is not None:
+        owner, agent = of_agent
+        await consumer_records.remove(app.session.backend, app=owner, agent=agent, stream=stream)
 
 
 async def unpin(app: App, stream: str, consumer: str, group: str) -> None:

@@ -15,8 +15,10 @@ import msgspec
 from msgspec import Struct
 
 from aviso_workers.app import App
+from aviso_workers.backends import ConsumerInfo
+from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import NotFoundError
-from aviso_workers.streams import SECOND
+from aviso_workers.ops import observing, stuck
 
 __all__ = ["ConsumerRow", "Look", "StreamRow", "consumers", "look", "streams"]
 
@@ -27,8 +29,10 @@ class Look(Struct, frozen=True, kw_only=True):
     at: float
     """In seconds of a clock that only goes forward."""
     streams: dict[str, dict[str, Any]]
-    consumers: dict[tuple[str, str], dict[str, Any]]
+    consumers: dict[tuple[str, str], ConsumerInfo]
     """By stream and name."""
+    records: Mapping[tuple[str, str], ConsumerRecord] = {}
+    """What workers recorded of consumers, by stream and name."""
 
 
 class StreamRow(Struct, frozen=True, kw_only=True):
@@ -65,8 +69,8 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
     """By how much the lag grows in a second; what is less than nought, it shrinks by."""
     last_settled: datetime | None
     paused: bool
-    stuck: bool
-    """There was something to do at both looks, nothing was finished in between, nor within the last `ack_wait`."""
+    stuck: str
+    """Why it is stuck, by the rule of `ops.stuck`; empty where it is not."""
 
     @property
     def lag(self) -> int:
@@ -83,17 +87,18 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
 
 async def look(app: App) -> Look:
     """Ask the server. Inside of `async with app:`. Raises `BackendError`."""
-    server = app.session.backend.administration()
-    streams = {each["config"]["name"]: each for each in await server.pages("STREAM.LIST", "streams")}
-    consumers: dict[tuple[str, str], dict[str, Any]] = {}
+    backend = app.session.backend
+    streams = {each["config"]["name"]: each for each in await backend.administration().pages("STREAM.LIST", "streams")}
+    consumers: dict[tuple[str, str], ConsumerInfo] = {}
 
     for name in [name for name, found in streams.items() if found["state"].get("consumer_count")]:
         try:
-            for each in await server.pages(f"CONSUMER.LIST.{name}", "consumers"):
-                consumers[name, each["name"]] = each
+            for each in await backend.consumers(name):
+                consumers[name, each.name] = each
         except NotFoundError:
             streams.pop(name)  # it was deleted meanwhile
-    return Look(at=anyio.current_time(), streams=streams, consumers=consumers)
+    records = await observing.records(app)
+    return Look(at=anyio.current_time(), streams=streams, consumers=consumers, records=records)
 
 
 def streams(now: Look, before: Look) -> list[StreamRow]:
@@ -133,33 +138,21 @@ def _stream_row(name: str, now: Look, before: Look) -> StreamRow:
 def _consumer_row(key: tuple[str, str], now: Look, before: Look) -> ConsumerRow:
     found = now.consumers[key]
     known = before.consumers.get(key, found)
-    last_settled = _time(found["ack_floor"].get("last_active"))
     return ConsumerRow(
         stream=key[0],
         consumer=key[1],
-        pending=found["num_pending"],
-        ack_pending=found["num_ack_pending"],
-        redelivered=found["num_redelivered"],
+        pending=found.num_pending,
+        ack_pending=found.num_ack_pending,
+        redelivered=found.num_redelivered,
         rate=_per_second(_lag(found) - _lag(known), now, before),
-        last_settled=last_settled,
-        paused=bool(found.get("paused")),
-        stuck=_is_stuck(found, known, last_settled),
+        last_settled=found.last_settled,
+        paused=found.paused,
+        stuck=stuck.why_stuck(found, known, now.records.get(key)),
     )
 
 
-def _is_stuck(found: Mapping[str, Any], known: Mapping[str, Any], last_settled: datetime | None) -> bool:
-    if found.get("paused") or not _lag(found) or not _lag(known) or found["ack_floor"] != known["ack_floor"]:
-        return False
-    if last_settled is None:
-        return True
-    said = msgspec.convert(found["ts"], datetime)
-    ack_wait: int = found["config"].get("ack_wait", 0)
-    return (said - last_settled).total_seconds() > ack_wait / SECOND
-
-
-def _lag(consumer: Mapping[str, Any]) -> int:
-    lag: int = consumer["num_pending"] + consumer["num_ack_pending"]
-    return lag
+def _lag(consumer: ConsumerInfo) -> int:
+    return consumer.num_pending + consumer.num_ack_pending
 
 
 def _per_second(change: int, now: Look, before: Look) -> float:

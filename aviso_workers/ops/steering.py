@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from aviso_workers import agents, streams
 from aviso_workers.app import App
+from aviso_workers.engine import consumer_records
 from aviso_workers.engine.dead_lettering import RETRIES
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
 from aviso_workers.ops import observing, wiping
@@ -123,7 +124,11 @@ async def plan_reset(app: App, steered: Steered, to: Position) -> Reset:
 async def reset(app: App, plan: Reset) -> int:
     """Carry it out; returns how many notifications are ahead of the agent now. Raises `BackendError`."""
     steered = plan.steered
-    info = await app.session.backend.reset_consumer(steered.stream, steered.consumer, sequence=plan.sequence)
+    backend = app.session.backend
+    info = await backend.reset_consumer(steered.stream, steered.consumer, sequence=plan.sequence)
+    await consumer_records.move(
+        backend, app=steered.app, agent=steered.agent, stream=steered.stream, ack_floor=plan.sequence - 1
+    )
     return info.num_pending
 
 

@@ -16,9 +16,8 @@ import pytest
 import yaml
 
 from aviso_agents import observer
-from aviso_agents.observer import Seen, see
 from aviso_workers import App, Backoff, Notification
-from aviso_workers.backends import ConsumerInfo
+from aviso_workers.engine import consumer_records
 from aviso_workers.events import Event, Measured, Settled
 from aviso_workers.server import NatsServer
 from aviso_workers.streams import SECOND, ConsumerSpec
@@ -73,7 +72,7 @@ def config_file(tmp_path: Path, base: str) -> Callable[..., Path]:
 
     def config_file(url: str = "", **settings: float) -> Path:
         backend = {"kind": "jetstream", "jetstream": {"nats_url": url}} if url else {"kind": "in_memory"}
-        settings = {"poll_seconds": 0.05, "stuck_after_seconds": 0.3} | settings
+        settings = {"poll_seconds": 0.05} | settings
         document = {
             "notification_backend": backend,
             "notification_schema": {
@@ -152,10 +151,13 @@ async def test_the_lag_of_an_agent_whose_workers_are_down_is_shown(app: App, sho
     assert now - 60 < shown.gauges["last_poll_timestamp_seconds"][stream,] <= now
 
 
-async def test_an_agent_that_gets_nothing_done_is_stuck_until_it_does(app: App, shown: Shown, stream: str) -> None:
+async def test_an_agent_that_gets_nothing_done_is_stuck_until_it_does(
+    app: App, shown: Shown, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumer_records, "STUCK_SECONDS", 0.3)
     may_go_on = anyio.Event()
 
-    @app.agent("field")
+    @app.agent("field", ack_wait=0.1, retry=Backoff(attempts=1))
     async def index(notification: Notification[Any]) -> None:
         await may_go_on.wait()
 
@@ -219,6 +221,24 @@ async def test_an_agent_whose_consumer_is_deleted_disappears(
         assert shown.gauges["pending"]["away", "archive", stream] == 1
 
 
+async def test_an_agent_whose_consumer_is_gone_shows_as_such_until_a_worker_makes_it_anew(
+    app: App, shown: Shown, stream: str
+) -> None:
+    @app.agent("field")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    labels = (app.name, "index", stream)
+    await app.notify("field", {"step": 0})
+    async with working(app):
+        await shown.until(lambda: shown.settled == 1)
+    async with observing(app):
+        await shown.until_value("consumer_missing", labels, 0)
+        await app.session.backend.delete_consumer(stream, f"{app.name}__index")
+        await shown.until_value("consumer_missing", labels, 1)
+        async with working(app):
+            await shown.until_value("consumer_missing", labels, 0)
+
+
 @pytest.mark.parametrize("kind", ["jetstream"])
 async def test_a_thousand_agents_cost_a_handful_of_requests(
     app: App, shown: Shown, stream: str, server: NatsServer
@@ -241,6 +261,8 @@ async def test_a_thousand_agents_cost_a_handful_of_requests(
             await shown.until(lambda: "given_up" in shown.gauges)  # what is asked for last
         await client.flush()
 
+    of_records = {subject: asked.pop(subject) for subject in list(asked) if consumer_records.BUCKET in subject}
+    assert sum(of_records.values()) <= 6
     assert asked == {
         f"CONSUMER.LIST.{stream}": 4,
         "CONSUMER.LIST.aviso_workers_retries": 1,
@@ -254,31 +276,3 @@ async def test_a_thousand_agents_cost_a_handful_of_requests(
 
 def durable(name: str, subject: str) -> ConsumerSpec:
     return ConsumerSpec(durable_name=name, filter_subjects=(subject,), ack_wait=20 * SECOND, max_ack_pending=10)
-
-
-def consumer(**stated: Any) -> ConsumerInfo:
-    return ConsumerInfo(name="a__b", config={}, time=datetime.now(UTC), **stated)
-
-
-AT_WORK: dict[str, Any] = {"num_pending": 5, "num_ack_pending": 1, "ack_floor": 7, "last_settled": datetime.now(UTC)}
-
-
-@pytest.mark.parametrize(
-    ("now", "standstill"),
-    [
-        pytest.param({}, 40.0, id="nothing happened"),
-        pytest.param({"num_pending": 9}, 40.0, id="only more work came"),
-        pytest.param({"num_pending": 0}, 40.0, id="the rest is out and not done"),
-        pytest.param({"ack_floor": 8}, 0.0, id="the floor rose"),
-        pytest.param({"last_settled": datetime(2030, 1, 1, tzinfo=UTC)}, 0.0, id="something above the floor was done"),
-        pytest.param({"num_pending": 0, "num_ack_pending": 0}, 0.0, id="there is nothing to do"),
-        pytest.param({"paused_until": datetime(2030, 1, 1, tzinfo=UTC)}, 0.0, id="it is paused"),
-    ],
-)
-def test_standstill_is_having_work_and_getting_nothing_done(now: dict[str, Any], standstill: float) -> None:
-    before = Seen(consumer(**AT_WORK), standstill_seconds=30.0)
-    assert see(consumer(**{**AT_WORK, **now}), before, elapsed_seconds=10.0).standstill_seconds == standstill
-
-
-def test_who_is_seen_for_the_first_time_does_not_stand_still_yet() -> None:
-    assert see(consumer(**AT_WORK), None, elapsed_seconds=10.0).standstill_seconds == 0

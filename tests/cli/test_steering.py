@@ -141,7 +141,7 @@ def test_what_cannot_be_done_is_told(
 
 def test_agents_tells_what_is_in_effect_and_how_far_each_has_come(run: Run, config: Path, worked, agents: str) -> None:
     before = run("agents", agents, "--config", config)
-    assert "no worker has been here yet" in before.out
+    assert "no worker has ever been here" in before.out
     worked(1)
     run("notify", "mars", "class=od", "step=2", "--config", config)
     ran = run("agents", agents, "--config", config)
@@ -203,3 +203,60 @@ def test_lag_needs_to_know_of_whom(run: Run, unreachable: Path, arguments: tuple
     ran = run("lag", *arguments, "--config", unreachable)
     assert (ran.code, ran.out) == (2, "")
     assert "MODULE:APP" in ran.err
+
+
+def test_lag_tells_of_an_agent_whose_consumer_is_gone(run: Run, config: Path, worked, agents: str) -> None:
+    worked(1, 2)
+    run("notify", "mars", "class=od", "step=3", "--config", config)
+    delete_consumer(config, "MARS", "field__index")
+    for what in (("--all",), (agents,)):
+        ran = run("lag", *what, "--config", config)
+        assert ran.code == 1
+        (row,) = [line for line in ran.lines if " index " in line]
+        cells = [cell.strip() for cell in row.split("│")[1:-1]]
+        assert cells == ["field", "index", "MARS", "1", "0", "0", "", "its consumer is gone"]
+
+
+def delete_consumer(config: Path, stream: str, consumer: str) -> None:
+    async def delete() -> None:
+        async with App("operator", config=config) as app:
+            await app.session.backend.delete_consumer(stream, consumer)
+
+    anyio.run(delete)
+
+
+def test_an_app_that_is_retired_leaves_nothing_but_its_notifications(run: Run, config: Path, worked) -> None:
+    worked(1)
+    preview = run("retire", "field", "--config", config)
+    assert preview.code == 2
+    assert "MARS > field__index" in preview.out
+    assert "MARS > field__everything" in preview.out
+    assert "say --yes to remove it" in preview.err
+    assert len(lag(run, config)) == 2, "nothing was done"
+
+    ran = run("retire", "field", "--yes", "--config", config)
+    assert (ran.code, ran.lines[-1]) == (0, "field is gone from the server")
+    assert lag(run, config) == []
+    again = run("retire", "field", "--config", config)
+    assert (again.code, again.err) == (1, "aviso-workers: there is nothing of app field on this server\n")
+    replayed = run("replay", "mars", "--config", config)
+    assert len(replayed.lines) == 1
+
+
+def test_one_agent_is_retired_by_itself_and_begins_at_its_start_when_it_comes_back(
+    run: Run, config: Path, worked
+) -> None:
+    assert worked(1, 2) == ["1", "2"]
+    assert run("retire", "field", "--agent", "index", "--yes", "--config", config).code == 0
+    assert [row["agent"] for row in lag(run, config)] == ["everything"]
+    assert worked(3) == ["1", "2", "1", "2", "3"]
+
+
+def test_an_app_whose_workers_run_is_not_retired(run: Run, config: Path, start, agents: str, worked) -> None:
+    worked(1)
+    worker = start("worker", agents, "--config", config)
+    worker.until("agent.started")
+    ran = run("retire", "field", "--yes", "--config", config)
+    assert ran.code == 1
+    assert "workers ask for notifications of" in ran.err
+    assert worker.end(signal.SIGTERM) == 0

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from aviso_workers import Agent, App, Backoff, Batch, Batching, Notification, Notify, Stream
 from aviso_workers.errors import NotFoundError
+from aviso_workers.ops import observing
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -229,3 +230,23 @@ async def until(event: anyio.Event, t: Harness) -> None:
 def drained_at_once(app: App) -> None:
     """A worker that stops gives its handlers no time."""
     app.configure(structs.replace(app.config, workers=structs.replace(app.config.workers, drain_timeout_seconds=0.1)))
+
+
+async def test_what_ends_its_worker_is_told_to_operators_meanwhile(app: App, url: str | None) -> None:
+    handlers = Handlers(app, 1)
+
+    @app.agent("mars", ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
+    async def index(notification: Notification[Any]) -> None:
+        await handlers.handle(notification)
+
+    async with harness(app, server=url) as t:
+        await t.notify("mars", mars(step=1), {})
+        seen: list[observing.RunAlone] = []
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not seen:
+                if handlers.killed.is_set():
+                    handlers.killed = anyio.Event()
+                    await t.crash()
+                await t.advance(0.01)
+                seen = await observing.run_alone(app, ["KV_contract_failures", "MARS"])
+        assert seen == [observing.RunAlone(app="contract", agent="index", stream="MARS", sequence=1)]

@@ -11,6 +11,7 @@ from msgspec import structs
 
 from aviso_workers.backends import Backend, ConsumerInfo, Message
 from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.engine.consumer_records import ConsumerRecorder
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.shared_filters import GONE_SECONDS, LOOK_AGAIN_SECONDS, LOOK_SECONDS, SharedFilter
 from aviso_workers.errors import UnavailableError
@@ -36,6 +37,9 @@ def worker(backend: Backend, filters: tuple[str, ...], stated: list[FiltersDiffe
         stream="MARS",
         backend=backend,
         provisioner=Provisioner(backend, management="reconcile", events=events),
+        recorder=ConsumerRecorder(
+            backend, app="app", agent="agent", stream="MARS", longest_seconds=300.0, events=events
+        ),
         events=events,
         on_ack_wait=lambda seconds: None,
     )

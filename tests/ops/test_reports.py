@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from msgspec import structs
 
 from aviso_workers import App
 from aviso_workers.backends import Administration
+from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.ops import reports
 from aviso_workers.ops.reports import ConsumerRow, Look, StreamRow
 from aviso_workers.server import NatsServer
@@ -94,7 +96,7 @@ async def test_a_lag_that_shrinks_is_gone_some_time(place: Place) -> None:
         await place.settle("MARS", "index__field")
     now = structs.replace(await place.look(), at=before.at + 2)
     row = consumer_row(now, before)
-    assert (row.pending, row.lag, row.rate, row.drain_seconds, row.stuck) == (6, 6, -2.0, 3.0, False)
+    assert (row.pending, row.lag, row.rate, row.drain_seconds, row.stuck) == (6, 6, -2.0, 3.0, "")
 
 
 async def test_a_lag_that_grows_is_never_gone(place: Place) -> None:
@@ -111,16 +113,41 @@ async def test_what_nobody_takes_is_stuck(place: Place) -> None:
     await place.create("MARS")
     await place.consumer("MARS", "index__field")
     await place.publish("MARS", 1)
-    assert consumer_row(later(await place.look(), 1), await place.look()).stuck
+    row = consumer_row(later(await place.look(), 1), await place.look())
+    assert row.stuck == "1 pending, and no worker asks for them"
 
 
-async def test_what_was_settled_within_the_ack_wait_is_not_stuck(place: Place) -> None:
+async def test_what_was_delivered_just_now_is_not_stuck(place: Place) -> None:
     await place.create("MARS")
     await place.publish("MARS", 3)
     await place.consumer("MARS", "slow", ack_wait=30_000_000_000)
-    await place.settle("MARS", "slow")
+    await place.settle("MARS", "slow", b"+WPI")
     look = await place.look()
     assert not consumer_row(later(look, 1), look).stuck
+
+
+async def test_one_that_is_unfinished_for_long_is_stuck_although_others_are_settled(place: Place) -> None:
+    """A worker recorded that the ack floor had stood for ten minutes."""
+    await place.create("MARS")
+    await place.publish("MARS", 2)
+    await place.consumer("MARS", "index__field")
+    await place.settle("MARS", "index__field", b"+WPI")
+    await place.settle("MARS", "index__field")
+    look = await place.look()
+    consumer = look.consumers["MARS", "index__field"]
+    record = ConsumerRecord(
+        stream_created=consumer.time,
+        ack_floor=0,
+        filter_subjects=(),
+        time=consumer.time,
+        unfinished_since=consumer.time - timedelta(minutes=10),
+    )
+    assert consumer.last_settled, "the second one was just now"
+    assert not consumer_row(look, look).stuck
+    recorded = structs.replace(look, records={("MARS", "index__field"): record})
+    assert consumer_row(recorded, recorded).stuck == (
+        "1 delivered and not finished; the oldest one, after sequence 0, for 10 min"
+    )
 
 
 async def test_what_is_paused_is_not_stuck(place: Place) -> None:
@@ -129,7 +156,7 @@ async def test_what_is_paused_is_not_stuck(place: Place) -> None:
     await place.consumer("MARS", "index__field", pause_until="2099-01-01T00:00:00Z")
     look = await place.look()
     row = consumer_row(later(look, 1), look)
-    assert (row.paused, row.stuck) == (True, False)
+    assert (row.paused, row.stuck) == (True, "")
 
 
 async def test_those_that_lag_behind_most_come_first(place: Place) -> None:

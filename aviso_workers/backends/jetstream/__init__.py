@@ -200,6 +200,9 @@ class JetStreamBackend:
             _consumer_info(found) for found in await self._administration.pages(f"CONSUMER.LIST.{stream}", "consumers")
         ]
 
+    async def delete_consumer(self, stream: str, consumer: str) -> None:
+        await self._connection.api(f"CONSUMER.DELETE.{stream}.{consumer}")
+
     async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> None:
         self.require_server(2, 11, to="pause a consumer")
         request = {"pause_until": until.isoformat()} if until else {}
@@ -216,7 +219,7 @@ class JetStreamBackend:
             if error.code != INVALID_RESET:
                 raise
             # It was made to begin later than that: one that begins there takes its place.
-            await self._connection.api(f"CONSUMER.DELETE.{stream}.{consumer}")
+            await self.delete_consumer(stream, consumer)
             config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": sequence}
             config.pop("opt_start_time", None)
             request = {"stream_name": stream, "config": config, "action": "create"}

@@ -105,6 +105,7 @@ class StreamState(Struct, frozen=True, kw_only=True):
 
 class Stream(Struct, frozen=True, kw_only=True):
     config: StreamConfig
+    created: datetime | None = None
     state: StreamState = StreamState()
     cluster: Group = Group()
     mirror: Origin | None = None

@@ -24,6 +24,7 @@ from aviso_workers.app import App
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.config.stream_keys import event_streams
+from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import BackendError, NotFoundError, ServerProcessError
 from aviso_workers.ops import backups, observing
 from aviso_workers.ops.backups import Backup
@@ -31,13 +32,14 @@ from aviso_workers.ops.doctor import monitoring
 from aviso_workers.ops.doctor.answers import Account, Advisory, Consumer, Server, Stream
 from aviso_workers.ops.doctor.monitoring import Monitored
 from aviso_workers.ops.mirroring import Link, Mirrors
+from aviso_workers.ops.observing import RunAlone
 from aviso_workers.streams import Plan, Stored
 
 __all__ = ["Facts", "Need", "Sample", "Scope", "gather"]
 
 T = TypeVar("T")
 
-Need = Literal["account", "agents", "backups", "consumers", "letters", "monitoring", "streams"]
+Need = Literal["account", "agents", "backups", "consumers", "letters", "monitoring", "records", "streams"]
 """What a check can need, and what may be missing."""
 
 EVENTS = "$JS.EVENT."
@@ -91,6 +93,10 @@ class Facts(Struct, frozen=True, kw_only=True):
     """Dead letters that are kept, by app and agent."""
     given_up: Mapping[tuple[str, ...], int]
     """What died on its last delivery within the last days, by app, agent and stream."""
+    records: Mapping[tuple[str, str], ConsumerRecord]
+    """What workers recorded of agents' consumers, by stream and consumer."""
+    run_alone: tuple[RunAlone, ...]
+    """Notifications that are run alone, because a worker process ended while they ran."""
     monitored: tuple[Monitored, ...]
     deaf: Mapping[str, str]
     """Monitoring ports that were named and do not answer, with the reason."""
@@ -137,6 +143,8 @@ async def gather(app: App, scope: Scope) -> Facts:
         after = await asking.sample()
     letters = await asking.ask("letters", lambda: observing.dead_letters(app)) or {}
     given_up = await asking.ask("letters", lambda: observing.given_up(app)) or {}
+    records = await asking.ask("records", lambda: observing.records(app)) or {}
+    run_alone = await asking.ask("records", lambda: observing.run_alone(app, after.streams)) or []
     links = await asking.ask("streams", Mirrors(app).links) or []
     monitored, deaf = await asking.monitored(_monitors(app.config, scope), named=bool(scope.monitors), of=server)
     unknown = asking.unknown
@@ -156,6 +164,8 @@ async def gather(app: App, scope: Scope) -> Facts:
         heard=tuple(heard),
         letters=letters,
         given_up=given_up,
+        records=records,
+        run_alone=tuple(run_alone),
         monitored=monitored,
         deaf=deaf,
         promoted=tuple(link for link in links if link.relation == "promoted"),

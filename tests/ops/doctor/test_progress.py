@@ -10,12 +10,14 @@ import anyio
 import pytest
 from msgspec import structs
 
-from aviso_workers import App
+from aviso_workers import App, Notification
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
+from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Advisory
 from aviso_workers.ops.doctor.facts import Facts
+from aviso_workers.ops.observing import RunAlone
 from tests.ops.doctor.conftest import (
     SECOND,
     Seen,
@@ -152,18 +154,83 @@ def test_who_gets_nothing_done(working: Seen) -> None:
     assert working.found("JS058") == {}
     later = judged(structs.replace(working.facts, now=working.facts.now + timedelta(minutes=6)))
     found = later.found("JS058")
-    assert found[f"{SHARED} > busy"] == "35 pending, 5 with workers, none done for 6 min"
+    assert found[f"{SHARED} > busy"] == "5 delivered and not finished; the oldest one, after sequence 0, for 6 min"
     assert f"{SHARED} > alone" not in found  # nobody works on it, see JS030
+
+
+def test_what_is_settled_beside_it_does_not_hide_one_that_is_unfinished(working: Seen) -> None:
+    """By hand: a worker recorded for how long the ack floor has stood, and what its agent's policy allows."""
+    busy = working.facts.consumers[SHARED, "busy"]
+    moved = structs.replace(busy.ack_floor, last_active=working.facts.now)
+    after = structs.replace(
+        working.facts.after, consumers={(SHARED, "busy"): structs.replace(busy, ack_floor=moved, num_pending=0)}
+    )
+    found = structs.replace(working.facts, after=after, records={(SHARED, "busy"): recorded(working, minutes=10)})
+    assert judged(found).found("JS058") == {
+        f"{SHARED} > busy": "5 delivered and not finished; the oldest one, after sequence 0, for 10 min"
+    }
+    patient = structs.replace(found, records={(SHARED, "busy"): recorded(working, minutes=10, longest_seconds=3600)})
+    assert judged(patient).found("JS058") == {}
+
+
+def recorded(working: Seen, *, minutes: float, longest_seconds: float = 300.0) -> ConsumerRecord:
+    created = working.facts.streams[SHARED].created
+    assert created is not None
+    return ConsumerRecord(
+        stream_created=created,
+        ack_floor=0,
+        filter_subjects=(),
+        time=working.facts.now,
+        unfinished_since=working.facts.now - timedelta(minutes=minutes),
+        longest_seconds=longest_seconds,
+    )
 
 
 def test_who_got_something_done_meanwhile_is_not_stuck(working: Seen) -> None:
     """By hand: a floor that rose."""
     consumers = working.facts.consumers
     busy = consumers[SHARED, "busy"]
-    risen = structs.replace(busy, ack_floor=structs.replace(busy.ack_floor, consumer_seq=9))
+    risen = structs.replace(busy, ack_floor=structs.replace(busy.ack_floor, stream_seq=9))
     after = structs.replace(working.facts.after, consumers={(SHARED, "busy"): risen})
     later = structs.replace(working.facts, after=after, now=working.facts.now + timedelta(minutes=6))
     assert judged(later).found("JS058") == {}
+
+
+def test_an_agent_whose_consumer_is_gone(working: Seen) -> None:
+    """By hand: workers recorded it, and it is not there."""
+    record = recorded(working, minutes=0)
+    gone = structs.replace(working.facts, records={(SHARED, "field__index"): record})
+    assert judged(gone).found("JS065") == {
+        f"{SHARED} > field__index": "its consumer is gone; it had settled everything up to sequence 0, "
+        "and the stream has come to 40"
+    }
+    finding = judged(gone).findings("JS065")[f"{SHARED} > field__index"]
+    assert (finding.state, "aviso-workers retire field --agent index" in finding.cure) == (State.FAIL, True)
+    of_another = structs.replace(record, stream_created=record.stream_created - timedelta(days=1))
+    anew = structs.replace(working.facts, records={(SHARED, "field__index"): of_another})
+    assert judged(anew).found("JS065") == {}, "the stream was made anew, and the record is of the one before"
+
+
+def test_an_agent_that_no_worker_has_ever_run(working: Seen) -> None:
+    app = App("field")
+
+    @app.agent("mars")
+    async def index(notification: Notification) -> None: ...
+
+    facts = working.facts
+    mars = structs.replace(facts.after, streams={"MARS": facts.streams[SHARED]})
+    declared = structs.replace(facts, after=mars, scope=structs.replace(facts.scope, agents=(index,), app="field"))
+    (finding,) = judged(declared).findings("JS065").values()
+    assert (finding.where, finding.state) == ("MARS > field__index", State.WARN)
+    assert finding.found == "no worker of it has ever been here, and nothing waits for it"
+
+
+def test_notifications_that_end_their_worker(working: Seen) -> None:
+    one = RunAlone(app="field", agent="index", stream=SHARED, sequence=7)
+    crashing = structs.replace(working.facts, run_alone=(one, structs.replace(one, sequence=5)))
+    assert judged(crashing).found("JS066") == {
+        f"{SHARED} > field__index": "a worker ended while it handled sequence 5, 7; each is run alone now (2 in all)"
+    }
 
 
 def test_an_agents_slow_acknowledgements_are_its_heartbeats_business(working: Seen) -> None:

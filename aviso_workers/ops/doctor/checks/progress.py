@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import datetime
 from functools import partial
 
+from aviso_workers import agents, schema, topics
+from aviso_workers.backends import ConsumerInfo
+from aviso_workers.ops import stuck
 from aviso_workers.ops.doctor.answers import Consumer
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
@@ -23,7 +26,7 @@ FEW = 20
 """Shares of fewer are chance."""
 SLOW_SHARE, SLOW_PERCENTILE = 0.5, 0.99
 NEARLY_ALL_WAITING = 0.9
-STUCK = timedelta(minutes=5)
+MOST_SHOWN = 5
 NO_WORKER = (
     "start a worker (`aviso-workers worker MODULE:APP`); `aviso-workers lag --all` shows who has what left to do"
 )
@@ -143,22 +146,83 @@ def hidden(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS058",
-    "Who has work gets something done",
-    why="workers are there, and nothing is acknowledged: they hang, or everything fails",
-    cure="the workers' logs and `/readyz` say why; `aviso-workers lag --all` shows how much waits",
+    "Every notification that was delivered is finished in time",
+    why="a handler hangs, its worker does, or everything fails; what is settled beside it does not change that",
+    cure="the workers' logs and `/readyz` say why; `aviso-workers streams get {stream} SEQUENCE` shows the "
+    "notification. If its handler may take so long, give the agent a `timeout`, which also says how long is right",
+    severity=State.FAIL,
+    needs=("consumers", "records", "streams"),
+)
+def unfinished(facts: Facts) -> Iterator[Finding]:
+    for key, after in facts.consumers.items():
+        before = facts.before.consumers.get(key, after)
+        record = facts.records.get(key)
+        why = stuck.why_stuck(_info(after, facts.now), _info(before, facts.now), record)
+        if why and (after.num_ack_pending or after.num_waiting):  # else JS030 says it
+            yield about(after, why)
+
+
+@declare(
+    "JS065",
+    "Every agent has its consumer",
+    why="without it nothing is delivered to the agent, nothing waits for it, and no lag shows what comes meanwhile",
+    cure="start a worker of {app}: it makes the consumer anew, and begins after what was settled. If nobody needs the "
+    "agent any more: `aviso-workers retire {app} --agent {agent}`",
+    severity=State.FAIL,
+    needs=("consumers", "records", "streams"),
+)
+def without_consumer(facts: Facts) -> Iterator[Finding]:
+    for (name, consumer), record in facts.records.items():
+        stream = facts.streams.get(name)
+        if stream is None or stream.created != record.stream_created or (name, consumer) in facts.consumers:
+            continue
+        found = (
+            f"its consumer is gone; it had settled everything up to sequence {record.ack_floor}, "
+            f"and the stream has come to {stream.state.last_seq}"
+        )
+        yield Finding(stream=name, consumer=consumer, found=found)
+    for agent in facts.scope.agents or ():
+        topic = schema.topic_of(agent.event_type, facts.config.notification_schema[agent.event_type])
+        key = (topics.stream_name(topic.base), agent.durable_name(facts.scope.app))
+        if key not in facts.consumers and key not in facts.records and key[0] in facts.streams:
+            found = "no worker of it has ever been here, and nothing waits for it"
+            cure = "start a worker of {app}, if one is meant to run here"
+            yield Finding(stream=key[0], consumer=key[1], found=found, state=State.WARN, cure=cure)
+
+
+@declare(
+    "JS066",
+    "No notification ends the worker that handles it",
+    why="its handler crashes the process, or uses up its memory: after as many deaths as the agent has attempts it "
+    "becomes a dead letter, and until then it costs a worker each time",
+    cure="`aviso-workers streams get {stream} SEQUENCE` shows it; the end of the workers' logs, and the kernel's "
+    "(`dmesg` for memory), say how they ended. `aviso-workers pause {agent} --app {app}` ends the loop meanwhile",
+    needs=("records", "streams"),
     severity=State.FAIL,
 )
-def stuck(facts: Facts) -> Iterator[Finding]:
-    for before, after in _both(facts):
-        since = after.ack_floor.last_active or after.delivered.last_active
-        has_work = after.num_pending and after.num_ack_pending and not after.paused
-        moved = after.ack_floor.consumer_seq > before.ack_floor.consumer_seq
-        if has_work and since and facts.now - since > STUCK and not moved:
-            minutes = (facts.now - since).total_seconds() / 60
-            found = (
-                f"{after.num_pending} pending, {after.num_ack_pending} with workers, none done for {minutes:.0f} min"
-            )
-            yield about(after, found)
+def ends_workers(facts: Facts) -> Iterator[Finding]:
+    by_agent = defaultdict[tuple[str, str], list[int]](list)
+    for each in facts.run_alone:
+        by_agent[each.stream, agents.durable_name(each.app, each.agent)].append(each.sequence)
+    for (stream, consumer), sequences in by_agent.items():
+        shown = ", ".join(map(str, sorted(sequences)[:MOST_SHOWN]))
+        found = f"a worker ended while it handled sequence {shown}; each is run alone now ({len(sequences)} in all)"
+        yield Finding(stream=stream, consumer=consumer, found=found)
+
+
+def _info(consumer: Consumer, now: datetime) -> ConsumerInfo:
+    return ConsumerInfo(
+        name=consumer.name,
+        config={"ack_wait": consumer.config.ack_wait},
+        time=now,
+        num_pending=consumer.num_pending,
+        num_ack_pending=consumer.num_ack_pending,
+        deliveries=consumer.delivered.consumer_seq,
+        ack_floor=consumer.ack_floor.stream_seq,
+        last_delivered=consumer.delivered.last_active,
+        last_settled=consumer.ack_floor.last_active,
+        paused_until=now if consumer.paused else None,
+    )
 
 
 def _both(facts: Facts) -> Iterator[tuple[Consumer, Consumer]]:

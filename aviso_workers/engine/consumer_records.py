@@ -1,0 +1,181 @@
+"""How far each agent's durable consumer has come, recorded apart from the consumer, for when that is gone.
+
+A consumer that was deleted leaves nothing behind, and one that is made in its place begins where the agent's `start`
+says: with the whole stream, usually. So the workers of all apps record it in one bucket. `shared_filters` does so when
+it opens the consumer, when it looks which versions there are, and when the worker stops. Where the consumer is missing
+then, it is made anew and begins after what was settled. The same record says since when the oldest notification of the
+agent is unfinished, which a server does not tell. `ops.observing` reads the records for operators.
+
+A record belongs to one stream. Where the stream was deleted and made anew, its sequences count other notifications.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import msgspec
+from msgspec import Struct, structs
+
+from aviso_workers.agents import Policy
+from aviso_workers.backends import Backend, ConsumerInfo
+from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
+from aviso_workers.events import ConsumerNotRecorded, Events
+from aviso_workers.streams import filters_of
+
+__all__ = [
+    "BUCKET",
+    "STUCK_SECONDS",
+    "ConsumerRecord",
+    "ConsumerRecorder",
+    "longest_seconds",
+    "move",
+    "remove",
+    "stored",
+    "unreadable",
+]
+
+BUCKET = "aviso_workers_consumers"
+STUCK_SECONDS = 300.0
+"""What may be unfinished for so long, whatever the agent's policy."""
+MOST_ATTEMPTS = 20
+"""Of a policy that never gives up, so many attempts are waited for."""
+
+
+class ConsumerRecord(Struct, frozen=True, kw_only=True):
+    """How far an agent's consumer had come when a worker last looked."""
+
+    stream_created: datetime
+    """When the stream was created that the sequences are of."""
+    ack_floor: int
+    """The stream sequence up to which everything is settled."""
+    filter_subjects: tuple[str, ...]
+    time: datetime
+    """When this was so, by the server's clock."""
+    unfinished_since: datetime | None = None
+    """Since when the ack floor is this one while there is something to do; None where there is nothing."""
+    longest_seconds: float = STUCK_SECONDS
+    """How long the agent's policy lets a notification be unfinished."""
+
+
+class ConsumerRecorder:
+    """Records the consumer of one agent, as one worker sees it."""
+
+    def __init__(
+        self, backend: Backend, *, app: str, agent: str, stream: str, longest_seconds: float, events: Events
+    ) -> None:
+        self._backend = backend
+        self._agent = agent
+        self._stream = stream
+        self._key = _key(app, agent, stream)
+        self._longest_seconds = longest_seconds
+        self._events = events
+        self._created: datetime | None = None
+        self._last: ConsumerRecord | None = None
+        self._told = False
+        """Whether it was stated that the record cannot be written."""
+
+    async def look(self) -> int | None:
+        """Return the ack floor that is recorded of the consumer of this stream; None where there is no record of one.
+
+        Raises `BackendError`, also where the record cannot be read.
+        """
+        info = await self._backend.stream_info(self._stream)
+        self._created = info.created or info.time
+        entry = await (await self._backend.key_value(BUCKET)).get(self._key)
+        self._last = _read(entry.value) if entry else None
+        if self._last and self._last.stream_created != self._created:
+            self._last = None
+        return self._last.ack_floor if self._last else None
+
+    async def look_where_known(self) -> int | None:
+        """The same where the consumer exists, so that the record is not needed: None where it cannot be read."""
+        try:
+            return await self.look()
+        except BackendError:
+            return None
+
+    async def record(self, consumer: ConsumerInfo) -> None:
+        """Store what is new about the consumer. Where that fails, it is stated once."""
+        if self._created is None:
+            return  # nobody could look
+        record = self._of(consumer, self._created)
+        if self._last and structs.replace(record, time=self._last.time) == self._last:
+            return
+        try:
+            await (await self._backend.key_value(BUCKET)).put(self._key, msgspec.json.encode(record))
+        except BackendError as error:
+            if not self._told:
+                self._told = True
+                self._events.emit(ConsumerNotRecorded(agent=self._agent, bucket=BUCKET, error=error))
+            return
+        self._last, self._told = record, False
+
+    def _of(self, consumer: ConsumerInfo, stream_created: datetime) -> ConsumerRecord:
+        has_work = (consumer.num_pending or consumer.num_ack_pending) and not consumer.paused
+        stands = self._last is not None and self._last.ack_floor == consumer.ack_floor
+        before = self._last.unfinished_since if self._last and stands else None
+        return ConsumerRecord(
+            stream_created=stream_created,
+            ack_floor=consumer.ack_floor,
+            filter_subjects=tuple(filters_of(consumer.config)),
+            time=consumer.time,
+            unfinished_since=(before or consumer.time) if has_work else None,
+            longest_seconds=self._longest_seconds,
+        )
+
+
+def longest_seconds(policy: Policy) -> float:
+    """Return how long an agent of this policy may leave a notification unfinished: all its attempts, and the waits
+    between them, and what `ack_wait` and `rate_limit` add. A call without a `timeout` is not known to end: it
+    may take `STUCK_SECONDS`.
+    """
+    retry = policy.retry
+    attempts = int(min(retry.attempts, MOST_ATTEMPTS))
+    waits = sum(min(retry.max, retry.first * retry.factor**n) * (1 + retry.jitter) for n in range(attempts - 1))
+    calls = attempts * (policy.timeout or 0.0)
+    paced = 1 / policy.rate_limit if policy.rate_limit else 0.0
+    return max(STUCK_SECONDS, 2 * policy.ack_wait) + waits + calls + paced
+
+
+async def stored(backend: Backend) -> dict[tuple[str, str, str], ConsumerRecord]:
+    """Return all records, by app, agent and stream. Raises `BackendError`."""
+    try:
+        await backend.stream_info(f"KV_{BUCKET}")
+    except NotFoundError:
+        return {}  # and who only reads makes none
+    entries = await (await backend.key_value(BUCKET)).entries()
+    found = ((entry.key.split("/"), _read(entry.value)) for entry in entries)
+    return {(app, agent, stream): record for (app, agent, stream), record in found if record}
+
+
+async def remove(backend: Backend, *, app: str, agent: str, stream: str) -> None:
+    """Forget how far a consumer had come, because it is deleted on purpose. Raises `BackendError`."""
+    if (app, agent, stream) in await stored(backend):
+        await (await backend.key_value(BUCKET)).delete(_key(app, agent, stream))
+
+
+async def move(backend: Backend, *, app: str, agent: str, stream: str, ack_floor: int) -> None:
+    """Record that a consumer was taken to another place. Raises `BackendError`."""
+    record = (await stored(backend)).get((app, agent, stream))
+    if record is not None:
+        moved = structs.replace(record, ack_floor=ack_floor, unfinished_since=None)
+        await (await backend.key_value(BUCKET)).put(_key(app, agent, stream), msgspec.json.encode(moved))
+
+
+def unreadable(consumer: str, stream: str, error: BackendError) -> UnavailableError:
+    """The error where a consumer is missing and nobody can say how far it had come."""
+    return UnavailableError(
+        f"consumer {consumer} of stream {stream} does not exist, and whether it had come far is not known, because "
+        f"bucket {BUCKET} cannot be read: {error}"
+    )
+
+
+def _key(app: str, agent: str, stream: str) -> str:
+    return f"{app}/{agent}/{stream}"
+
+
+def _read(value: bytes) -> ConsumerRecord | None:
+    try:
+        return msgspec.json.decode(value, type=ConsumerRecord)
+    except msgspec.MsgspecError:
+        return None  # of a version that writes another one

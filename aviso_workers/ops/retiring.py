@@ -1,0 +1,126 @@
+"""An app, or one of its agents, taken off a server for good: its consumers, its buckets, what was to be tried again.
+
+Called by `retire`. It comes in two: a plan that says what there is, and the deed. The notifications themselves and the
+dead letters stay. Workers that still run would make the consumers anew, and begin at the agents' `start`: while there
+are some, nothing is removed.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from msgspec import Struct
+
+from aviso_workers.app import App
+from aviso_workers.engine import consumer_records, dead_lettering, failing, scheduling, tabling, windowing
+from aviso_workers.errors import NotFoundError, RefusedError
+from aviso_workers.ops import inspecting, observing
+
+__all__ = ["Retirement", "plan", "retire"]
+
+
+class Retirement(Struct, frozen=True, kw_only=True):
+    """What would be removed of an app, or of one of its agents."""
+
+    app: str
+    agent: str
+    """Empty: all of them, and what belongs to the app as a whole."""
+    consumers: tuple[tuple[str, str], ...]
+    """Stream and name of each."""
+    records: tuple[tuple[str, str], ...]
+    """Agent and stream of each record of how far a consumer had come."""
+    streams: dict[str, int]
+    """Streams of buckets, such as failure counts, leases, windows and tables, with their entries."""
+    subjects: dict[tuple[str, str], int]
+    """By stream and subject, messages in streams that others share."""
+    dead_letters: int
+    """Those that stay, until somebody drops them."""
+
+    @property
+    def nothing(self) -> bool:
+        return not (self.consumers or self.records or self.streams or self.subjects)
+
+
+async def plan(app: App, owner: str, agent: str = "") -> Retirement:
+    """What there is of the app named `owner`, on the server that `app` is connected to.
+
+    Raises `NotFoundError` where there is nothing, `RefusedError` where a worker of it asks for notifications.
+    """
+    streams = await inspecting.streams(app)
+    consumers = [
+        consumer
+        for stream in streams
+        if stream["state"].get("consumer_count")
+        for consumer in await inspecting.consumers(app, stream["config"]["name"])
+        if _is_of(consumer["name"], owner, agent)
+    ]
+    if at_work := sorted({consumer["name"] for consumer in consumers if consumer.get("num_waiting")}):
+        raise RefusedError(f"workers ask for notifications of {', '.join(at_work)}: stop them first")
+    dead_letters = await observing.dead_letters(app)
+    found = Retirement(
+        app=owner,
+        agent=agent,
+        consumers=tuple((consumer["stream_name"], consumer["name"]) for consumer in consumers),
+        records=tuple(
+            (of, stream)
+            for (by, of, stream) in await consumer_records.stored(app.session.backend)
+            if by == owner and agent in ("", of)
+        ),
+        streams={name: messages for name, messages in _sizes(streams).items() if _is_bucket_of(name, owner, agent)},
+        subjects=await _subjects(app, owner, agent),
+        dead_letters=sum(count for of, count in dead_letters.items() if of[0] == owner and agent in ("", of[1])),
+    )
+    if found.nothing:
+        raise NotFoundError(f"there is nothing of {f'agent {agent} of ' if agent else ''}app {owner} on this server")
+    return found
+
+
+async def retire(app: App, plan: Retirement) -> None:
+    """Remove what is planned. What is gone already is passed over. Raises `BackendError`."""
+    backend = app.session.backend
+    for stream, consumer in plan.consumers:
+        with suppress(NotFoundError):
+            await backend.delete_consumer(stream, consumer)
+    for agent, stream in plan.records:
+        await consumer_records.remove(backend, app=plan.app, agent=agent, stream=stream)
+    for stream, subject in plan.subjects:
+        with suppress(NotFoundError):
+            await backend.purge_stream(stream, subject=subject)
+    for stream in plan.streams:
+        with suppress(NotFoundError):
+            await backend.delete_stream(stream)
+
+
+async def _subjects(app: App, owner: str, agent: str) -> dict[tuple[str, str], int]:
+    """What waits to be tried again, the app's counters, and of one agent its failure counts."""
+    wanted = [(dead_lettering.RETRIES, dead_lettering.retry_subject(owner, agent or "*"))]
+    if not agent:
+        wanted.append((tabling.COUNTERS, f"{tabling.COUNTERS_SUBJECT}.{owner}.>"))
+    if agent:
+        wanted.append((f"KV_{owner}{failing.BUCKET_SUFFIX}", f"$KV.{owner}{failing.BUCKET_SUFFIX}.{agent}.>"))
+    found = {}
+    for stream, subject in wanted:
+        with suppress(NotFoundError):
+            if count := sum((await app.session.backend.subject_counts(stream, subject=subject)).values()):
+                found[stream, subject] = count
+    return found
+
+
+def _is_of(consumer: str, owner: str, agent: str) -> bool:
+    of = observing.agent_of(consumer)
+    return of is not None and of[0] == owner and agent in ("", of[1])
+
+
+def _is_bucket_of(stream: str, owner: str, agent: str) -> bool:
+    bucket = stream.removeprefix("KV_")
+    if bucket == stream:
+        return False
+    if agent:
+        return bucket == windowing.bucket_of(owner, agent)
+    of_app = (f"{owner}{failing.BUCKET_SUFFIX}", *scheduling.buckets_of(owner))
+    return bucket in of_app or bucket.startswith((f"{owner}__", windowing.bucket_of(owner, "")))
+
+
+def _sizes(streams: list[dict[str, Any]]) -> dict[str, int]:
+    return {stream["config"]["name"]: int(stream["state"]["messages"]) for stream in streams}

@@ -1,0 +1,55 @@
+"""When a consumer is stuck: the one rule of `report`, `top`, `agents`, `lag`, `doctor` and the observer.
+
+The ack floor stands before the oldest notification that is not finished. So what is settled beside it, however much,
+does not hide it. The server does not tell since when it stands; the workers' records do (`engine.consumer_records`),
+and say how long the agent's policy allows it. Without a record, such as for other clients' consumers, the last delivery
+or acknowledgement is taken, which traffic can hide.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from aviso_workers.backends import ConsumerInfo
+from aviso_workers.engine import consumer_records
+from aviso_workers.engine.consumer_records import ConsumerRecord
+from aviso_workers.streams import SECOND
+
+__all__ = ["unfinished_since", "why_stuck"]
+
+
+def why_stuck(now: ConsumerInfo, before: ConsumerInfo | None, record: ConsumerRecord | None) -> str:
+    """Return why a consumer is stuck, for people; empty where it is not.
+
+    `before` is an earlier look at it. Without one, only what has been delivered can be judged.
+    """
+    if now.paused or not _lag(now) or (before and (not _lag(before) or before.ack_floor != now.ack_floor)):
+        return ""
+    if not now.num_ack_pending:
+        nobody = before and not before.num_ack_pending and before.deliveries == now.deliveries
+        return f"{now.num_pending} pending, and no worker asks for them" if nobody else ""
+    since = unfinished_since(now, record)
+    seconds = (now.time - since).total_seconds() if since else 0.0
+    if seconds <= (record.longest_seconds if record else _longest_seconds(now)):
+        return ""
+    return (
+        f"{now.num_ack_pending} delivered and not finished; the oldest one, after sequence {now.ack_floor}, "
+        f"for {seconds / 60:.0f} min"
+    )
+
+
+def unfinished_since(consumer: ConsumerInfo, record: ConsumerRecord | None) -> datetime | None:
+    """Return since when the oldest delivered notification is not finished, or a later time; None: not known."""
+    if record and record.ack_floor == consumer.ack_floor and record.unfinished_since:
+        return record.unfinished_since
+    known = [moment for moment in (consumer.last_delivered, consumer.last_settled) if moment]
+    return max(known, default=None)
+
+
+def _longest_seconds(consumer: ConsumerInfo) -> float:
+    """How long one notification of a consumer without a record may take."""
+    return max(consumer_records.STUCK_SECONDS, 2 * (consumer.config.get("ack_wait") or 0) / SECOND)
+
+
+def _lag(consumer: ConsumerInfo) -> int:
+    return consumer.num_pending + consumer.num_ack_pending

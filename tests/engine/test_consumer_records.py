@@ -1,0 +1,139 @@
+"""What workers record of an agent's consumer, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import timedelta
+
+import pytest
+
+from aviso_workers import config
+from aviso_workers.agents import Policy
+from aviso_workers.backends import ConsumerInfo, Message
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.clocks import VirtualClock
+from aviso_workers.engine import consumer_records
+from aviso_workers.engine.consumer_records import BUCKET, ConsumerRecord, ConsumerRecorder, longest_seconds
+from aviso_workers.errors import UnavailableError
+from aviso_workers.events import ConsumerNotRecorded, Events
+from aviso_workers.streams import ConsumerSpec, StreamSpec
+from aviso_workers.verdicts import Backoff
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()
+
+
+@pytest.fixture
+async def backend(clock: VirtualClock) -> AsyncIterator[InMemoryBackend]:
+    async with InMemoryBackend(config.InMemory(), clock=clock) as backend:
+        yield backend
+
+
+class Place:
+    """The stream MARS with the agent `index` of the app `field`, and one worker's recorder."""
+
+    def __init__(self, backend: InMemoryBackend) -> None:
+        self.backend = backend
+        self.facts: list[ConsumerNotRecorded] = []
+        self.recorder = self.worker()
+
+    def worker(self) -> ConsumerRecorder:
+        events = Events()
+        events.listen(self.facts.append, ConsumerNotRecorded)
+        return ConsumerRecorder(
+            self.backend, app="field", agent="index", stream="MARS", longest_seconds=300.0, events=events
+        )
+
+    async def publish(self, number: int) -> None:
+        message = Message(subject=f"mars.{number}", data=b"")
+        await self.backend.publish(message, message_id=str(number), stream="MARS", timeout_seconds=1)
+
+    async def info(self) -> ConsumerInfo:
+        return await self.backend.consumer_info("MARS", "field__index")
+
+    async def record(self) -> ConsumerRecord:
+        await self.recorder.record(await self.info())
+        return (await consumer_records.stored(self.backend))["field", "index", "MARS"]
+
+
+@pytest.fixture
+async def place(backend: InMemoryBackend) -> Place:
+    await backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
+    await backend.ensure_consumer(
+        "MARS",
+        ConsumerSpec(durable_name="field__index", filter_subjects=("mars.>",), ack_wait=10**9, max_ack_pending=10),
+    )
+    return Place(backend)
+
+
+async def test_since_when_the_oldest_is_unfinished_is_kept_while_the_floor_stands(
+    place: Place, clock: VirtualClock
+) -> None:
+    await place.recorder.look()
+    assert (await place.record()).unfinished_since is None, "there is nothing to do"
+    await place.publish(1)
+    began = (await place.record()).unfinished_since
+    assert began is not None
+    await clock.advance(100)
+    assert (await place.record()).unfinished_since == began
+
+    place.recorder = place.worker()
+    await place.recorder.look()
+    await clock.advance(100)
+    assert (await place.record()).unfinished_since == began, "also where a worker was started again meanwhile"
+
+
+async def test_it_begins_anew_when_the_floor_rises(place: Place, clock: VirtualClock) -> None:
+    await place.recorder.look()
+    await place.publish(1)
+    await place.publish(2)
+    before = await place.record()
+    await clock.advance(100)
+    delivered = []
+    async with place.backend.consume("MARS", "field__index", deliver=delivered.append, room=lambda: 1):
+        await clock.advance(1)
+        delivered[0].ack()
+        await clock.advance(1)
+        after = await place.record()
+    assert before.unfinished_since is not None
+    assert after.unfinished_since is not None
+    assert (before.ack_floor, after.ack_floor) == (0, 1)
+    assert after.unfinished_since - before.unfinished_since >= timedelta(seconds=101)
+
+
+async def test_a_bucket_that_cannot_be_written_is_told_of_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    await place.recorder.look()
+    await place.record()
+
+    async def refuse(bucket: str, **stated: object) -> None:
+        raise UnavailableError("no answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(place.backend, "key_value", refuse)
+        for number in range(3):
+            await place.publish(number)
+            await place.recorder.record(await place.info())
+    assert [(fact.agent, fact.bucket) for fact in place.facts] == [("index", BUCKET)]
+
+
+async def test_a_record_that_is_no_longer_true_of_this_stream_says_nothing(place: Place) -> None:
+    await place.recorder.look()
+    await place.record()
+    assert await place.worker().look() == 0
+    await place.backend.delete_stream("MARS")
+    await place.backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
+    assert await place.worker().look() is None
+
+
+def test_a_policy_says_how_long_a_notification_may_be_unfinished() -> None:
+    never_again = Backoff(attempts=1)
+    assert longest_seconds(Policy(retry=never_again)) == 300
+    assert longest_seconds(Policy(retry=never_again, ack_wait=400)) == 800
+    assert longest_seconds(Policy(retry=never_again, timeout=3600)) == 3900
+    thrice = Backoff(first=10, factor=2, attempts=3, jitter=0)
+    assert longest_seconds(Policy(retry=thrice, timeout=60)) == 300 + 10 + 20 + 3 * 60
+    assert longest_seconds(Policy(retry=never_again, rate_limit=0.01)) == 400

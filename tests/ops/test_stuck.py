@@ -1,0 +1,67 @@
+"""When a consumer is stuck: pure, from what a server tells and what workers recorded."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from aviso_workers.backends import ConsumerInfo
+from aviso_workers.engine.consumer_records import ConsumerRecord
+from aviso_workers.ops.stuck import why_stuck
+
+NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
+LONG_AGO = NOW - timedelta(minutes=10)
+
+
+def consumer(**stated: Any) -> ConsumerInfo:
+    """At work: one notification is delivered, and another one was settled ten minutes ago."""
+    stated = {"num_ack_pending": 1, "ack_floor": 7, "deliveries": 9, "last_settled": LONG_AGO} | stated
+    return ConsumerInfo(name="a__b", config={"ack_wait": 20_000_000_000}, time=NOW, **stated)
+
+
+def record(**stated: Any) -> ConsumerRecord:
+    stated = {"ack_floor": 7, "unfinished_since": LONG_AGO} | stated
+    return ConsumerRecord(stream_created=LONG_AGO, filter_subjects=(), time=NOW, **stated)
+
+
+OLDEST = "1 delivered and not finished; the oldest one, after sequence 7, for 10 min"
+
+
+@pytest.mark.parametrize(
+    ("now", "recorded", "why"),
+    [
+        pytest.param({}, None, OLDEST, id="nothing happened for ten minutes"),
+        pytest.param({"num_pending": 5}, None, OLDEST, id="and more waits"),
+        pytest.param({"last_settled": NOW}, None, "", id="others are settled, and nothing is recorded"),
+        pytest.param({"last_settled": NOW}, {}, OLDEST, id="others are settled, and the floor stands"),
+        pytest.param({"last_delivered": NOW}, {}, OLDEST, id="it is delivered again and again"),
+        pytest.param({"last_settled": NOW}, {"ack_floor": 6}, "", id="the floor has risen since it was recorded"),
+        pytest.param({}, {"longest_seconds": 3600.0}, "", id="its policy allows an hour"),
+        pytest.param({"paused_until": NOW}, {}, "", id="it is paused"),
+        pytest.param({"num_ack_pending": 0}, {}, "", id="there is nothing to do"),
+    ],
+)
+def test_what_is_delivered_and_not_finished(now: dict[str, Any], recorded: dict[str, Any] | None, why: str) -> None:
+    found = consumer(**now)
+    assert why_stuck(found, found, None if recorded is None else record(**recorded)) == why
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "why"),
+    [
+        pytest.param({}, {}, "3 pending, and no worker asks for them", id="nothing is delivered between two looks"),
+        pytest.param({"num_pending": 0}, {}, "", id="it has just come"),
+        pytest.param({}, {"deliveries": 10}, "", id="something was delivered"),
+        pytest.param({}, {"ack_floor": 8}, "", id="something was settled"),
+    ],
+)
+def test_what_nobody_takes(before: dict[str, Any], now: dict[str, Any], why: str) -> None:
+    waiting = {"num_pending": 3, "num_ack_pending": 0}
+    assert why_stuck(consumer(**waiting | now), consumer(**waiting | before), None) == why
+
+
+def test_with_one_look_what_nobody_takes_is_not_known() -> None:
+    assert why_stuck(consumer(num_pending=3, num_ack_pending=0), None, None) == ""
+    assert why_stuck(consumer(), None, None) == OLDEST
