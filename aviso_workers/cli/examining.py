@@ -11,7 +11,7 @@ import typer
 from aviso_workers.cli.finding import ConfigOption, connected_app, find_app, run_connected
 from aviso_workers.cli.printing import print_json, printable
 from aviso_workers.errors import AvisoWorkersError, BackendError
-from aviso_workers.ops.doctor import Report, Scope, State, examine, showing
+from aviso_workers.ops.doctor import Report, Scope, State, examine, hurried, showing
 
 __all__ = ["doctor"]
 
@@ -58,7 +58,10 @@ def doctor(
             seconds=seconds,
             backups=backups,
         )
+        if sys.stderr.isatty():
+            typer.echo(f"asking the servers twice, {seconds:g} s apart ...", err=True)
         connected = connected_app(examined.config if examined else config)  # the app's own tables are not touched
+        connected.configure(hurried(connected.config))
         report = run_connected(connected, lambda app: examine(app, scope))
     except AvisoWorkersError as error:
         if format != "nagios":

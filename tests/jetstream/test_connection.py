@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator
 
 import anyio
+import anyio.abc
 import pytest
 from nats.aio.client import ServerVersion
 
@@ -145,3 +146,18 @@ async def test_the_version_of_the_last_server_holds_until_the_next_one_has_told_
     )
 
     assert connection.server_version == known
+
+
+async def test_a_listed_server_that_accepts_and_says_nothing_costs_seconds(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SECONDS_PER_SERVER", 1)
+    monkeypatch.setattr("nats.aio.client.shuffle", lambda servers: None)  # the silent one is tried first
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as silent:
+        (host, port) = silent.extra(anyio.abc.SocketAttribute.local_address)
+        settings = config.JetStream(nats_url=config.ServerUrls(f"nats://{host}:{port}", nats_server.url))
+        connection = Connection(settings, on_connection=None)
+        with anyio.fail_after(5):
+            await connection.open()
+        assert connection.ready
+        await connection.close()

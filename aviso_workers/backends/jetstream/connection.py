@@ -30,6 +30,9 @@ from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 __all__ = ["Connection"]
 
 API_TIMEOUT_SECONDS = 5.0
+SECONDS_PER_SERVER = 3
+"""Where several servers are listed, one of them may take so long to answer at first, and twice and three times as long
+in the second and third attempt: one that accepts connections and says nothing must not use up the time of all."""
 LOOK_AGAIN_SECONDS = 1.0
 """A cluster never answers who asks about a stream or a consumer while it is being created. So the question is sent once
 more after this time."""
@@ -90,7 +93,7 @@ class Connection:
                 await anyio.sleep(settings.reconnect_delay_ms / 1000)
             try:
                 with anyio.fail_after(settings.timeout_seconds):
-                    await self._connect()
+                    await self._connect(attempt)
             except (nats.errors.Error, OSError, ValueError) as error:
                 await self.nc.close()
                 self._last_error = self._last_error or str(error) or type(error).__name__
@@ -229,13 +232,15 @@ class Connection:
     def _urls(self) -> str:
         return ", ".join(self._settings.masked_servers)
 
-    async def _connect(self) -> None:
+    async def _connect(self, attempt: int) -> None:
         settings = self._settings
+        alone = len(settings.servers) == 1
+        patience = settings.timeout_seconds if alone else min(settings.timeout_seconds, attempt * SECONDS_PER_SERVER)
         self.nc = Client()
         await self.nc.connect(
             list(settings.servers),
             name="aviso-workers",
-            connect_timeout=settings.timeout_seconds,
+            connect_timeout=patience,
             allow_reconnect=settings.enable_auto_reconnect,
             # nats-py uses these two for the first connection as well: there, the attempts are counted by `open`.
             max_reconnect_attempts=1,

@@ -6,16 +6,21 @@ holds one against the other, `showing` writes what came of it. docs/operations.m
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.app import App
+from aviso_workers.config import Config
 from aviso_workers.ops.doctor import durability, facts, judging
 from aviso_workers.ops.doctor.checks import CHECKS
 from aviso_workers.ops.doctor.durability import Standing
 from aviso_workers.ops.doctor.facts import Scope
 from aviso_workers.ops.doctor.judging import Result, State
 
-__all__ = ["Report", "Scope", "State", "examine"]
+__all__ = ["Report", "Scope", "State", "examine", "hurried"]
+
+
+CONNECT_SECONDS = 8
+"""Enough to pass over two servers of three that accept connections and say nothing."""
 
 
 class Report(Struct, frozen=True, kw_only=True):
@@ -31,6 +36,14 @@ class Report(Struct, frozen=True, kw_only=True):
     @property
     def state(self) -> State:
         return judging.worst(self.results)
+
+
+def hurried(config: Config) -> Config:
+    """The configuration by which the doctor connects: a server that does not let it in soon is a finding by itself."""
+    backend = config.notification_backend
+    soon = min(CONNECT_SECONDS, backend.jetstream.timeout_seconds)
+    jetstream = structs.replace(backend.jetstream, timeout_seconds=soon, retry_attempts=1)
+    return structs.replace(config, notification_backend=structs.replace(backend, jetstream=jetstream))
 
 
 async def examine(app: App, scope: Scope) -> Report:

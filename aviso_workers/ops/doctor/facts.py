@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import anyio
 import msgspec
+from anyio.streams.memory import MemoryObjectReceiveStream
 from msgspec import Struct, structs
 
 from aviso_workers import streams
 from aviso_workers.agents import Agent
 from aviso_workers.app import App
-from aviso_workers.backends import Administration
+from aviso_workers.backends import Administration, Heard
 from aviso_workers.config import Config
 from aviso_workers.config.stream_keys import event_streams
 from aviso_workers.engine.consumer_records import ConsumerRecord
-from aviso_workers.errors import BackendError, NotFoundError, ServerProcessError
+from aviso_workers.errors import BackendError, NotFoundError, ServerProcessError, UnavailableError
 from aviso_workers.ops import backups, observing
 from aviso_workers.ops.backups import Backup
 from aviso_workers.ops.doctor import monitoring
@@ -43,6 +45,15 @@ Need = Literal["account", "agents", "backups", "consumers", "letters", "monitori
 """What a check can need, and what may be missing."""
 
 EVENTS = "$JS.EVENT."
+ANSWER_SECONDS = 4.0
+"""How long is waited for answers, which are asked for side by side: whoever hangs is told of within 10 s."""
+SILENT_SECONDS = 1.0
+"""The same for a server that has not answered before."""
+LISTING_SECONDS = 30.0
+"""The same for the consumers of a stream, of which there may be a hundred thousand."""
+AT_ONCE = 32
+"""Questions that are asked side by side."""
+LISTINGS = ("NAMES", "LIST")
 NAME_SECONDS = 2.0
 """Who may not ask for it waits so long."""
 EVERY_ADDRESS = ("0.0.0.0", "::")
@@ -132,21 +143,18 @@ async def gather(app: App, scope: Scope) -> Facts:
 
     Raises `RefusedError` where the backend is no server, `UnavailableError` where the connection is lost.
     """
-    administration = app.session.backend.administration()
-    asking = _Asking(administration)
+    asking = _Asking(app.session.backend.administration())
     server = await asking.server()
-    async with _listening(administration) as heard:
-        began = time.monotonic()
-        before = await asking.sample()
-        await anyio.sleep(scope.seconds)
-        elapsed = time.monotonic() - began
-        after = await asking.sample()
-    letters = await asking.ask("letters", lambda: observing.dead_letters(app)) or {}
-    given_up = await asking.ask("letters", lambda: observing.given_up(app)) or {}
-    records = await asking.ask("records", lambda: observing.records(app)) or {}
-    run_alone = await asking.ask("records", lambda: observing.run_alone(app, after.streams)) or []
-    links = await asking.ask("streams", Mirrors(app).links) or []
-    monitored, deaf = await asking.monitored(_monitors(app.config, scope), named=bool(scope.monitors), of=server)
+    before = after = Sample()
+    elapsed = scope.seconds
+    async with _listening(asking) as heard:
+        sampled = time.monotonic()
+        before = after = await asking.sample()
+        if "streams" not in asking.unknown:
+            await anyio.sleep(scope.seconds)
+            elapsed = time.monotonic() - sampled
+            after = await asking.sample()
+    once = await _ask_once(app, asking, after, server, scope)
     unknown = asking.unknown
     if scope.agents is None:
         unknown["agents"] = "which agents is not known: say --app MODULE:APP"
@@ -162,16 +170,58 @@ async def gather(app: App, scope: Scope) -> Facts:
         elapsed_seconds=elapsed,
         plans=_plans(app.config, asking.configurations, after.streams),
         heard=tuple(heard),
-        letters=letters,
-        given_up=given_up,
-        records=records,
-        run_alone=tuple(run_alone),
-        monitored=monitored,
-        deaf=deaf,
-        promoted=tuple(link for link in links if link.relation == "promoted"),
+        letters=once.letters,
+        given_up=once.given_up,
+        records=once.records,
+        run_alone=once.run_alone,
+        monitored=once.monitored,
+        deaf=once.deaf,
+        promoted=once.promoted,
         backups=await anyio.to_thread.run_sync(_backups, scope.backups) if scope.backups else {},
         unknown=unknown,
     )
+
+
+class _Once(Struct):
+    """What is asked for one time only."""
+
+    letters: Mapping[tuple[str, ...], int] = {}
+    given_up: Mapping[tuple[str, ...], int] = {}
+    records: Mapping[tuple[str, str], ConsumerRecord] = {}
+    run_alone: tuple[RunAlone, ...] = ()
+    promoted: tuple[Link, ...] = ()
+    monitored: tuple[Monitored, ...] = ()
+    deaf: Mapping[str, str] = {}
+
+
+async def _ask_once(app: App, asking: _Asking, after: Sample, server: Server, scope: Scope) -> _Once:
+    """Ask side by side, so that those who do not answer are waited for at the same time."""
+    found = _Once()
+
+    async def letters() -> None:
+        found.letters = await asking.ask("letters", lambda: observing.dead_letters(app)) or {}
+
+    async def given_up() -> None:
+        found.given_up = await asking.ask("letters", lambda: observing.given_up(app)) or {}
+
+    async def records() -> None:
+        found.records = await asking.ask("records", lambda: observing.records(app)) or {}
+
+    async def run_alone() -> None:
+        found.run_alone = tuple(await asking.ask("records", lambda: observing.run_alone(app, after.streams)) or ())
+
+    async def promoted() -> None:
+        links = await asking.ask("streams", Mirrors(app).links) or []
+        found.promoted = tuple(link for link in links if link.relation == "promoted")
+
+    async def monitored() -> None:
+        urls = _monitors(app.config, scope)
+        found.monitored, found.deaf = await asking.monitored(urls, named=bool(scope.monitors), of=server)
+
+    async with anyio.create_task_group() as tasks:
+        for question in (letters, given_up, records, run_alone, promoted, monitored):
+            tasks.start_soon(question)
+    return found
 
 
 class _Asking:
@@ -183,14 +233,23 @@ class _Asking:
         self.configurations: dict[str, Mapping[str, Any]] = {}
         """Of the streams, whole."""
 
-    async def ask(self, need: Need, question: Callable[[], Awaitable[T]]) -> T | None:
+    async def ask(
+        self, need: Need, question: Callable[[], Awaitable[T]], *, within: float = ANSWER_SECONDS
+    ) -> T | None:
         if need in self.unknown:
             return None  # asked before, and waited for
         try:
-            return await question()
+            with anyio.fail_after(within):
+                return await question()
+        except TimeoutError:
+            self.unknown[need] = f"no answer within {within:g} s"
         except BackendError as error:
             self.unknown[need] = str(error)
-            return None
+        return None
+
+    def listen(self) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Heard]]:
+        """What the servers tell unasked."""
+        return self._api.listen(f"{EVENTS}>")
 
     async def server(self) -> Server:
         """Which server it is; one that may not be asked for its name is known by its version only."""
@@ -203,23 +262,40 @@ class _Asking:
         return msgspec.convert(answer["server"], Server)
 
     async def sample(self) -> Sample:
-        names = await self.ask("streams", lambda: self._api.pages("STREAM.NAMES", "streams")) or []
-        listed = await self.ask("streams", lambda: self._api.pages("STREAM.LIST", "streams")) or []
+        listings = await self._all(
+            "streams", [partial(self._api.pages, f"STREAM.{what}", "streams") for what in LISTINGS]
+        )
+        names, listed = (listing or [] for listing in listings)
         self.configurations = {one["config"]["name"]: one["config"] for one in listed}
         found = {stream.name: stream for stream in msgspec.convert(listed, list[Stream])}
+        consumed = [partial(self._consumers, stream.name) for stream in found.values() if stream.state.consumer_count]
         consumers = [
-            consumer
-            for stream in found.values()
-            if stream.state.consumer_count
-            for consumer in await self.ask("consumers", lambda: self._consumers(stream.name)) or ()  # noqa: B023
+            each for answer in await self._all("consumers", consumed, within=LISTING_SECONDS) for each in answer or ()
         ]
-        account = await self.ask("account", lambda: self._api.api("INFO")) or {}
+        within = SILENT_SECONDS if "streams" in self.unknown else ANSWER_SECONDS
+        account = await self.ask("account", lambda: self._api.api("INFO"), within=within) or {}
         return Sample(
             streams=found,
             silent=frozenset(names) - found.keys(),
             consumers={(consumer.stream_name, consumer.name): consumer for consumer in consumers},
             account=msgspec.convert(account, Account),
         )
+
+    async def _all(
+        self, need: Need, questions: Sequence[Callable[[], Awaitable[T]]], *, within: float = ANSWER_SECONDS
+    ) -> list[T | None]:
+        """The answers to all of these, asked side by side, some at a time."""
+        answers: list[T | None] = [None] * len(questions)
+        limiter = anyio.CapacityLimiter(AT_ONCE)
+
+        async def put(index: int) -> None:
+            async with limiter:
+                answers[index] = await self.ask(need, questions[index], within=within)
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(len(questions)):
+                tasks.start_soon(put, index)
+        return answers
 
     async def _consumers(self, stream: str) -> list[Consumer]:
         try:
@@ -232,11 +308,19 @@ class _Asking:
     ) -> tuple[tuple[Monitored, ...], dict[str, str]]:
         found: list[Monitored] = []
         deaf: dict[str, str] = {}
-        for url in urls:
+        answers: dict[str, Monitored] = {}
+
+        async def look(url: str) -> None:
             try:
-                one = await anyio.to_thread.run_sync(monitoring.look, url)
+                answers[url] = await anyio.to_thread.run_sync(monitoring.look, url)
             except ServerProcessError as error:
                 deaf[url] = str(error)
+
+        async with anyio.create_task_group() as tasks:
+            for url in urls:
+                tasks.start_soon(look, url)
+        for url in urls:
+            if (one := answers.get(url)) is None:
                 continue
             is_told = named and not of.id
             if not (is_told or one.varz.server_id == of.id or (of.cluster and one.varz.cluster.name == of.cluster)):
@@ -251,10 +335,15 @@ class _Asking:
 
 
 @asynccontextmanager
-async def _listening(administration: Administration) -> AsyncIterator[list[Advisory]]:
+async def _listening(asking: _Asking) -> AsyncIterator[list[Advisory]]:
     """What is told while the block runs, complete when it has ended."""
     told: list[Advisory] = []
-    async with administration.listen(f"{EVENTS}>") as heard:
+    async with AsyncExitStack() as stack:
+        try:
+            with anyio.fail_after(ANSWER_SECONDS):
+                heard = await stack.enter_async_context(asking.listen())
+        except TimeoutError as error:
+            raise UnavailableError(f"the server does not answer within {ANSWER_SECONDS:g} s") from error
         yield told
         while heard.statistics().current_buffer_used:
             one = heard.receive_nowait()

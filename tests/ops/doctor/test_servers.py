@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,9 +17,10 @@ from msgspec import structs
 from aviso_workers import App
 from aviso_workers.config import Config
 from aviso_workers.engine import dead_lettering, deferring, sweeping
-from aviso_workers.errors import BackendError
-from aviso_workers.ops.doctor import State
+from aviso_workers.errors import BackendError, UnavailableError
+from aviso_workers.ops.doctor import Scope, State, facts
 from aviso_workers.ops.doctor.facts import Facts
+from aviso_workers.server import NatsServer
 from tests.ops.doctor.conftest import (
     MONITORED,
     Seen,
@@ -302,6 +305,29 @@ def test_a_monitoring_port_that_does_not_answer(plain: Seen, free_port: int, tmp
     assert by_default.state("JS044") is State.SKIP
     assert by_default.state("JS043") is State.SKIP
     assert any("say --monitor URL" in finding.found for finding in by_default.results["JS043"].findings)
+
+
+def test_monitoring_ports_that_accept_and_say_nothing_are_waited_for_side_by_side(plain: Seen, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        monitors = tuple(f"http://127.0.0.1:{each.getsockname()[1]}" for each in silent)
+        loaded, _ = stack.enter_context(running(tmp_path / "server"))
+        began = time.monotonic()
+        seen = examined(loaded, monitors=monitors)
+    assert time.monotonic() - began < 10
+    assert seen.found("JS044").keys() == set(monitors)
+
+
+@pytest.mark.anyio
+async def test_a_server_that_hangs_is_told_of_within_ten_seconds(nats_server: NatsServer, tmp_path: Path) -> None:
+    loaded = write(tmp_path / "config.yaml", nats_server.url)
+    async with App("the-doctor", config=loaded) as app:
+        nats_server.process.send_signal(signal.SIGSTOP)
+        try:
+            with anyio.fail_after(10), pytest.raises(UnavailableError, match="does not answer"):
+                await facts.gather(app, Scope())
+        finally:
+            nats_server.process.send_signal(signal.SIGCONT)
 
 
 def test_a_monitoring_port_that_is_named_twice_is_one_server(tmp_path: Path) -> None:
