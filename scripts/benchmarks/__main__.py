@@ -15,7 +15,7 @@ from rich.console import Console
 from aviso_workers.errors import AvisoWorkersError
 from benchmarks import reporting
 from benchmarks.backing_up import back_up
-from benchmarks.consuming import consume
+from benchmarks.consuming import consume, consume_replicated
 from benchmarks.ground import Cores
 from benchmarks.latency import delay
 from benchmarks.memory import remember
@@ -29,6 +29,7 @@ from main_job.children import ShortfallError
 
 BENCHMARKS = {
     "consume": consume,
+    "replicated": consume_replicated,
     "publish": publish,
     "replay": replay,
     "latency": delay,
@@ -38,8 +39,8 @@ BENCHMARKS = {
     "backup": back_up,
 }
 WHOLE = Size(repetitions=3, scale=1)
-APART = ("spark", "backup")
-"""Not part of `all`, which is to take no longer than it does. The first needs Java, and the whole machine."""
+APART = ("replicated", "spark", "backup")
+"""Not part of `all`, which is to take no longer than it does. Spark needs Java, and the whole machine."""
 SHORT = Size(repetitions=1, scale=0.01)
 
 console = Console(highlight=False, soft_wrap=True)

@@ -20,6 +20,7 @@ from aviso_workers.agents import durable_name
 from aviso_workers.server import NatsServer
 from benchmarks import filling
 from benchmarks.tally import MARKS_VARIABLE
+from endurance.clusters import connected, started
 from main_job.children import Child, ShortfallError, free_port, running, wait_until
 
 __all__ = ["Cores", "Ground", "Mark", "grounded"]
@@ -28,6 +29,7 @@ PROJECT = Path(__file__).parents[2]
 CONFIG = Path(__file__).with_name("config.yaml")
 COMMANDS = Path(sys.executable).parent
 NATS_URL_VARIABLE = "AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL"
+REPLICAS_VARIABLE = "AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__REPLICAS"
 STORE = "nats"
 READY_SECONDS = 30.0
 ACKED_SECONDS = 10.0
@@ -81,8 +83,9 @@ class Cores(Struct, frozen=True, kw_only=True):
 class Ground:
     """A running server, and how processes are measured beside it."""
 
-    def __init__(self, directory: Path, nats_url: str, cores: Cores) -> None:
-        self.nats_url = nats_url
+    def __init__(self, directory: Path, servers: Sequence[NatsServer], cores: Cores) -> None:
+        self.nats_url = servers[0].url
+        self._replicas = len(servers)
         self._directory = directory
         self._cores = cores
         self._started = 0
@@ -93,12 +96,17 @@ class Ground:
         return self._directory / STORE
 
     def fill(self, count: int) -> None:
-        """Store so many notifications."""
-        anyio.run(lambda: filling.fill(self.nats_url, self.app("fill"), count=count))
+        """Store so many notifications, once the servers have elected their leader."""
+        anyio.run(self._fill, count)
+
+    async def _fill(self, count: int) -> None:
+        async with connected(self.app("ready")):
+            pass
+        await filling.fill(self.nats_url, self.app("fill"), count=count)
 
     def app(self, name: str) -> App:
         """An app of this process on this server."""
-        return App(name, config=config.load(CONFIG, environ={NATS_URL_VARIABLE: self.nats_url}))
+        return App(name, config=config.load(CONFIG, environ=self._settings))
 
     @contextmanager
     def worker(
@@ -198,7 +206,11 @@ class Ground:
     @property
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("AVISO", "NATS_"))}
-        return kept | {NATS_URL_VARIABLE: self.nats_url, "AVISO_WORKERS_CONFIG_FILE": str(CONFIG)}
+        return kept | self._settings | {"AVISO_WORKERS_CONFIG_FILE": str(CONFIG)}
+
+    @property
+    def _settings(self) -> dict[str, str]:
+        return {NATS_URL_VARIABLE: self.nats_url, REPLICAS_VARIABLE: str(self._replicas)}
 
 
 def _marks_in(child: Child) -> list[Mark]:
@@ -215,10 +227,11 @@ def _is_ready(port: int) -> bool:
 
 
 @contextmanager
-def grounded(cores: Cores) -> Iterator[Ground]:
-    """A fresh server, whose streams are forgotten afterwards."""
-    with (
-        tempfile.TemporaryDirectory(prefix="aviso-workers-bench-") as directory,
-        NatsServer.start(store_dir=Path(directory) / STORE) as server,
-    ):
-        yield Ground(Path(directory), server.url, cores)
+def grounded(cores: Cores, *, servers: int = 1) -> Iterator[Ground]:
+    """Fresh servers whose streams have as many replicas, and are forgotten afterwards."""
+    with tempfile.TemporaryDirectory(prefix="aviso-workers-bench-") as directory, ExitStack() as stack:
+        if servers == 1:
+            nodes = [stack.enter_context(NatsServer.start(store_dir=Path(directory) / STORE))]
+        else:
+            nodes = stack.enter_context(started(directory, servers))
+        yield Ground(Path(directory), nodes, cores)
