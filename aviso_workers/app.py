@@ -23,7 +23,7 @@ import msgspec
 from aviso_workers import positions, resources, schema, topics
 from aviso_workers.agents import Agent, Router, check_name
 from aviso_workers.backends import KeyValue, Opening, open_backend
-from aviso_workers.config import Config, load
+from aviso_workers.config import Config, Examined, examine, load
 from aviso_workers.engine.publishing import encode
 from aviso_workers.engine.pulling import AgentRun
 from aviso_workers.engine.session import Session, open_session
@@ -119,7 +119,10 @@ class App(Router):
 
         Raises `ConfigError`.
         """
-        sections = self.config.workers.agents
+        return self._settings(router, self.config)
+
+    def _settings(self, router: Router, config: Config) -> Any:
+        sections = config.workers.agents
         # A variable of the environment cannot spell the '-' of a name.
         name = next((each for each in (router.name, _as_variable(router.name)) if each in sections), router.name)
         path = f"workers.agents.{name}"
@@ -130,22 +133,25 @@ class App(Router):
         unknown = [key for key in found if key not in known]
         if unknown:
             raise ConfigError(
-                self._mistake(f"{path}.{key}", f"unknown key{_suggestion(key, known)}") for key in unknown
+                self._mistake(f"{path}.{key}", f"unknown key{_suggestion(key, known)}", config) for key in unknown
             )
         try:
             return msgspec.convert(found, router.settings_type)
         except msgspec.ValidationError as error:
             problem, _, inside = str(error).partition(" - at `$")
-            raise ConfigError([self._mistake(path + inside.rstrip("`"), problem)]) from error
+            raise ConfigError([self._mistake(path + inside.rstrip("`"), problem, config)]) from error
 
     def mistakes(self) -> list[str]:
         """Every mistake that shows without connecting: in the configuration, the agents and the routers."""
         try:
-            event_types = self.config.notification_schema
+            examined = self._examined()
         except ConfigError as error:
             return list(error.mistakes)
-        found: list[str] = []
+        event_types = examined.config.notification_schema
+        found = list(examined.mistakes)
         for agent in self.agents:
+            if agent.event_type in examined.unclear:
+                continue
             if agent.event_type not in event_types:
                 found.append(f"agent {agent.name!r}: {UnknownEventTypeError(agent.event_type, event_types)}")
                 continue
@@ -163,10 +169,15 @@ class App(Router):
         found += resources.mistakes(self.resources, needing, app=type(self))
         for router in self._routers:
             try:
-                self.settings(router)
+                self._settings(router, examined.config)
             except ConfigError as error:
                 found += error.mistakes
         return found
+
+    def _examined(self) -> Examined:
+        if isinstance(self._config, Config):
+            return Examined(config=self._config, mistakes=(), unclear=frozenset())
+        return examine(self._config)
 
     def warnings(self) -> list[str]:
         """What is no mistake and may lose something: what the configuration looks like, and each agent whose stream
@@ -320,13 +331,13 @@ class App(Router):
         """
         await self.session.work(self, stop, agents=self.agents)
 
-    def _mistake(self, path: str, problem: str) -> str:
+    def _mistake(self, path: str, problem: str, config: Config) -> str:
         """With where the key is from, or the section that lacks it: a file and line, a variable, or the code."""
         origins = {
             f"workers.agents.{router}{key}": f"config= of router {router!r}"
             for router, given in self._given.items()
             for key in ("", *(f".{each}" for each in given))
-        } | dict(self.config.origins)
+        } | dict(config.origins)
         known = path
         while known and known not in origins:
             known = known.rpartition(".")[0]

@@ -12,7 +12,7 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping
-from decimal import Decimal
+from decimal import Decimal, localcontext
 from typing import Self
 
 __all__ = ["Duration", "Size", "SizeLimit", "decode_hook", "float_text", "parse_float", "printable"]
@@ -21,6 +21,8 @@ _FLOAT = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _LARGEST_U64 = 2**64 - 1
 _LARGEST_I64 = 2**63 - 1
 _NANOSECONDS = 10**9
+_ALL_DIGITS = 800
+"""Enough for the exact value of any float."""
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _BYTES = {
@@ -122,11 +124,22 @@ def parse_float(text: str) -> float:
 
 
 def float_text(number: float) -> str:
-    """The shortest digits that give `number` back, without exponent and without a trailing `.0`."""
-    text = repr(number)
-    if "e" in text:
-        text = format(Decimal(text), "f")
-    return text.removesuffix(".0")
+    """The shortest digits that give `number` back, without exponent and without a trailing `.0`.
+
+    Where two spellings are as short and as near, it is the one farther from nought, as Rust writes it.
+    """
+    shortest = Decimal(repr(number))
+    if (digit := _half_a_digit(number, shortest)) and float(shortest + digit) == number:
+        shortest += digit
+    return format(shortest, "f").removesuffix(".0")
+
+
+def _half_a_digit(number: float, shortest: Decimal) -> Decimal:
+    """One of the last digit of the spelling, where the number is exactly half of it farther from nought; else 0."""
+    with localcontext(prec=_ALL_DIGITS):
+        exponent = shortest.as_tuple().exponent
+        digit = Decimal((0 if number > 0 else 1, (1,), int(exponent)))
+        return digit if 2 * (Decimal(number) - shortest) == digit else Decimal()
 
 
 def _split(text: str, units: Mapping[str, int], kind: str) -> tuple[int, str]:

@@ -52,12 +52,13 @@ __all__ = [
     "canonical_identifier",
     "check_bases_unique",
     "mistakes",
+    "not_stored",
     "parse_where",
     "require_routable",
     "topic_of",
 ]
 
-_BASE = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+_BASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _BLANK_OR_CONTROL = re.compile(r"[\s\x00-\x1f\x7f-\x9f]")
 _DATE = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]{8})|([0-9]{4})-([0-9]{3})")
 _DATE_FORMATS = ("%Y%m%d", "%Y-%m-%d")
@@ -413,6 +414,14 @@ def mistakes(event_type_name: str, event_type: EventType) -> list[tuple[str, str
     )
     prefix = f"notification_schema.{event_type_name}"
     return [(f"{prefix}.{path}" if path else prefix, message) for path, message in found]
+
+
+def not_stored(event_type: EventType) -> list[str]:
+    """Return the identifier fields whose values no message carries: neither its subject nor its headers."""
+    if event_type.topic is None:
+        return []
+    carried = {*event_type.topic.key_order, _POLYGON, _POINT_CLOUD}
+    return [field for field in event_type.identifier if field not in carried]
 
 
 def check_bases_unique(event_types: Mapping[str, EventType]) -> list[tuple[str, str]]:

@@ -107,7 +107,7 @@ def test_only_the_kind_is_needed_and_all_else_has_the_documented_default(load: L
     )
     assert loaded.workers == config.Workers()
     assert loaded.workers.status == config.Status(host="127.0.0.1", port=9464)
-    assert loaded.application.base_url == "http://localhost:8000"
+    assert loaded.application.base_url == "http://localhost"
     assert loaded.warnings == ()
 
 
@@ -197,7 +197,10 @@ def test_sections_of_an_aviso_server_are_left_alone(load: Load) -> None:
     assert loaded.notification_backend.in_memory.max_history_per_topic == 10
     assert loaded.notification_schema_strict is False
     assert list(loaded.notification_schema) == ["dissemination"]
-    assert loaded.warnings == ()
+    assert [warning.partition(": ")[2] for warning in loaded.warnings] == [
+        "notification_backend.in_memory.newer_option: this key is not known and is ignored",
+        "notification_backend.jetstream.newer_option: this key is not known and is ignored",
+    ]
 
 
 # ---- notification_backend -------------------------------------------------------------------------------------
@@ -473,7 +476,6 @@ def test_a_mistake_in_workers(mistakes: Mistakes, setting: str, expected: str) -
 def test_a_key_that_is_nearly_known_is_a_warning_where_aviso_server_accepts_it(load: Load) -> None:
     loaded = load(
         """
-        worker: {}
         notification_backends: {}
         notification_backend:
           kind: in_memory
@@ -487,13 +489,78 @@ def test_a_key_that_is_nearly_known_is_a_warning_where_aviso_server_accepts_it(l
         """
     )
     assert [re.sub(": this key is not known and is ignored", "", warning) for warning in loaded.warnings] == [
-        "dev.yaml:2: worker; did you mean 'workers'?",
-        "dev.yaml:3: notification_backends; did you mean 'notification_backend'?",
-        "dev.yaml:6: notification_backend.jetstream.nats_urls; did you mean 'nats_url'?",
-        "dev.yaml:7: notification_backend.in_memory.MAX_TOPICS; did you mean 'max_topics'?",
-        "dev.yaml:10: notification_schema.mars.storage_polcy; did you mean 'storage_policy'?",
-        "dev.yaml:11: notification_schema.mars.topic.key_orders; did you mean 'key_order'?",
+        "dev.yaml:2: notification_backends; did you mean 'notification_backend'?",
+        "dev.yaml:5: notification_backend.jetstream.nats_urls; did you mean 'nats_url'?",
+        "dev.yaml:6: notification_backend.in_memory.MAX_TOPICS; did you mean 'max_topics'?",
+        "dev.yaml:9: notification_schema.mars.storage_polcy; did you mean 'storage_policy'?",
+        "dev.yaml:10: notification_schema.mars.topic.key_orders; did you mean 'key_order'?",
     ]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("stream_managment: observe", "stream_managment is not known; did you mean 'stream_management'?"),
+        ("pasword: x", "pasword is not known; did you mean 'password'?"),
+        ("publish_deadline: 5", "publish_deadline is not known; did you mean 'publish_deadline_seconds'?"),
+        ("credential_file: x", "credential_file is not known; did you mean 'credentials_file'?"),
+    ],
+)
+def test_a_key_of_the_backend_that_is_nearly_one_of_ours_is_a_mistake(
+    mistakes: Mistakes, written: str, expected: str
+) -> None:
+    (mistake,) = mistakes(
+        f"""
+        notification_backend:
+          kind: jetstream
+          jetstream:
+            {written}
+        """
+    )
+    assert mistake == f"dev.yaml:5: notification_backend.jetstream.{expected}"
+
+
+def test_a_section_that_is_nearly_one_of_ours_is_a_mistake(mistakes: Mistakes) -> None:
+    (mistake,) = mistakes("worker: {}\nnotification_backend: {kind: in_memory}\n")
+    assert mistake == "dev.yaml:1: worker is not known; did you mean 'workers'?"
+
+
+def test_any_other_unknown_key_of_the_backend_is_a_warning(load: Load) -> None:
+    loaded = load(
+        """
+        notification_backend:
+          kind: in_memory
+          newer: 1
+          jetstream: {connection_name: x}
+        elsewhere: {}
+        """
+    )
+    assert loaded.warnings == (
+        "dev.yaml:4: notification_backend.newer: this key is not known and is ignored",
+        "dev.yaml:5: notification_backend.jetstream.connection_name: this key is not known and is ignored",
+    )
+
+
+def test_a_field_that_is_in_no_subject_is_a_warning(load: Load) -> None:
+    loaded = load(
+        """
+        notification_backend: {kind: in_memory}
+        notification_schema:
+          mars:
+            topic: {base: mars, key_order: [step]}
+            identifier:
+              step: {type: IntHandler, required: true}
+              class: {type: StringHandler, required: true}
+              polygon: {type: PolygonHandler, required: false}
+          all:
+            identifier:
+              step: {type: IntHandler, required: true}
+        """
+    )
+    assert loaded.warnings == (
+        "dev.yaml:8: notification_schema.mars.identifier.class: is not in key_order, so its values are not stored: "
+        "no watch, replay or agent sees them, and none can filter by them",
+    )
 
 
 def test_all_mistakes_come_at_once_in_the_order_of_the_file(mistakes: Mistakes) -> None:

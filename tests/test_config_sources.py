@@ -185,6 +185,33 @@ def test_a_variable_of_ours_that_names_no_key_is_a_mistake(variable: str, expect
     assert mistake.startswith(f"{variable}: names no known key: {expected}")
 
 
+@pytest.mark.parametrize("prefix", ["avisoserver_", "AvisoServer_", "aviso_workers_", "AVISO_WORKERS_"])
+def test_names_of_variables_have_no_case(prefix: str) -> None:
+    """As those of an aviso-server have none."""
+    found = loaded(**{f"{prefix}notification_backend__jetstream__NATS_URL": "nats://elsewhere:4222"})
+    assert found.notification_backend.jetstream.servers == ("nats://elsewhere:4222",)
+
+
+@pytest.mark.parametrize("empty", ["", "  "])
+def test_an_empty_token_is_none(empty: str) -> None:
+    token = "AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__TOKEN"
+    of_server = "AVISOSERVER_NOTIFICATION_BACKEND__JETSTREAM__TOKEN"
+    text = "notification_backend: {kind: jetstream, jetstream: {user: a, password: b}}\n"
+    assert (
+        loaded(text, **{token: empty, of_server: empty, "NATS_TOKEN": empty}).notification_backend.jetstream.token
+        is None
+    )
+    text = "notification_backend: {kind: jetstream}\n"
+    assert loaded(text, **{token: empty, "NATS_TOKEN": "x"}).notification_backend.jetstream.token == config.Secret("x")
+
+
+@pytest.mark.parametrize("variable", ["AVISO_WORKERS_CONFIG_FILE", "AVISOSERVER_CONFIG_FILE"])
+def test_blanks_around_the_name_of_the_file_do_not_count(tmp_path: Path, variable: str) -> None:
+    file = tmp_path / "named.yaml"
+    file.write_text("notification_backend: {kind: in_memory}\n")
+    assert config.load(environ={variable: f" {file}\n"}).sources == (str(file),)
+
+
 def test_variables_that_are_not_ours_to_judge_are_ignored() -> None:
     assert loaded(
         AVISOSERVER_AUTH__JWT_SECRET="x",

@@ -8,7 +8,7 @@ with `stream_keys`); `showing` prints it.
 """
 
 from aviso_workers.config.declared_streams import DeclaredConsumer, DeclaredStream
-from aviso_workers.config.loading import load, places
+from aviso_workers.config.loading import Examined, examine, load, places
 from aviso_workers.config.nats_server import Server
 from aviso_workers.config.secrets import Secret, ServerUrls
 from aviso_workers.config.settings import (
@@ -31,6 +31,7 @@ __all__ = [
     "DeadLetters",
     "DeclaredConsumer",
     "DeclaredStream",
+    "Examined",
     "InMemory",
     "JetStream",
     "Logging",
@@ -42,6 +43,7 @@ __all__ = [
     "Tls",
     "Workers",
     "effective",
+    "examine",
     "json_schema",
     "load",
     "places",

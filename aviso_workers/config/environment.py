@@ -2,8 +2,8 @@
 
 `loading` calls `overrides`. A variable names a key by its path, with `__` between the levels:
 `AVISOSERVER_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL` as aviso-server reads it, and the same with `AVISO_WORKERS_`,
-which wins. Names have no case, and `_` stands for `-` as well, so those of event types and routers are matched with
-what the files have.
+which wins. Names have no case, as aviso-server's have none, and `_` stands for `-` as well, so those of event types and
+routers are matched with what the files have.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ def overrides(
     mistakes: list[tuple[Place, str]] = []
     for prefix in (SERVER, WORKERS):
         for name in sorted(environ):
-            if not name.startswith(prefix) or name in _NOT_KEYS:
+            if not name.upper().startswith(prefix) or name.upper() in _NOT_KEYS:
                 continue
             place = Place(rank=rank, line=0, source=name)
             try:
-                keys, type_ = _find(name.removeprefix(prefix).lower().split("__"), root, wanted)
+                keys, type_ = _find(name[len(prefix) :].lower().split("__"), root, wanted)
             except LookupError as problem:
                 if prefix == WORKERS:
                     mistakes.append((place, f"names no known key: {problem}"))
                 continue
+            if keys[-1] == "token" and not environ[name].strip():
+                continue  # an empty token is none, as in NATS_TOKEN
             if not is_text(environ[name]):
                 mistakes.append((place, "is not UTF-8 text"))
                 continue

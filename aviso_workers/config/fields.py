@@ -19,9 +19,11 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 """0 is any free one."""
 
 
-def about(description: str, **reasons: str) -> Meta:
+def about(description: str, *, ours: bool = False, **reasons: str) -> Meta:
     """What a field means, which is also shown in editors.
+
+    A field is `ours` where aviso-server, whose section it stands in, does not know it.
 
     `reasons` belongs to a choice: why a value that one might expect is none, and `otherwise`, what to say of the rest.
     """
-    return Meta(description=description, extra={"reasons": reasons})
+    return Meta(description=description, extra={"reasons": reasons, "ours": ours})

@@ -13,7 +13,7 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from msgspec import inspect, structs
+from msgspec import Struct, inspect, structs
 
 from aviso_workers import schema
 from aviso_workers.config import stream_keys
@@ -26,12 +26,22 @@ from aviso_workers.config.settings import Config, Document, JetStream, Notificat
 from aviso_workers.errors import ConfigError
 from aviso_workers.schema import EventType
 
-__all__ = ["load", "places"]
+__all__ = ["Examined", "examine", "load", "places"]
 
 TOKEN = "NATS_TOKEN"
 
 _JETSTREAM = "notification_backend.jetstream"
 _UNUSED = {"jetstream": "notification_backend.in_memory", "in_memory": _JETSTREAM}
+
+
+class Examined(Struct, frozen=True, kw_only=True):
+    """What could be read of a configuration, and what is wrong with it."""
+
+    config: Config
+    """Complete where there are no mistakes; else what is wrong is left out, or has its default."""
+    mistakes: tuple[str, ...]
+    unclear: frozenset[str]
+    """The names of event types that are there, and of which something is wrong."""
 
 
 def load(path: str | Path | None = None, *, environ: Mapping[str, str] = os.environ) -> Config:
@@ -42,6 +52,17 @@ def load(path: str | Path | None = None, *, environ: Mapping[str, str] = os.envi
     `$HOME/.aviso_server/config.yaml`, of which the later win.
 
     Raises ConfigError with all mistakes.
+    """
+    examined = examine(path, environ=environ)
+    if examined.mistakes:
+        raise ConfigError(examined.mistakes)
+    return examined.config
+
+
+def examine(path: str | Path | None = None, *, environ: Mapping[str, str] = os.environ) -> Examined:
+    """Read what can be read of the same configuration, and every mistake that is in it.
+
+    Raises ConfigError where a file cannot be made sense of at all.
     """
     files = _files(path, environ)
     root, mistakes = _read(files)
@@ -58,14 +79,18 @@ def load(path: str | Path | None = None, *, environ: Mapping[str, str] = os.envi
         _refuse_all(reader, _jetstream_mistakes(backend.jetstream, reader))
     _refuse_all(reader, _schema_mistakes(values, reader))
     _refuse_all(reader, _stream_mistakes(values, reader))
-    if found := mistakes + wrong + reader.mistakes:
-        raise _error(found)
+    _warn_of_fields(values, reader)
     variables = {place.source for place in reader.places.values() if place.rank == environment}
-    return Config(
-        **values,
+    config = Config(
+        **{"notification_backend": NotificationBackend(kind="in_memory"), **values},
         sources=(*map(str, files), *sorted(variables)),
         warnings=tuple(_sentences(reader.warnings)),
         origins={key: str(place) for key, place in reader.places.items() if key},
+    )
+    return Examined(
+        config=config,
+        mistakes=tuple(_sentences(mistakes + wrong + reader.mistakes)),
+        unclear=frozenset(_unclear(root, config, reader)),
     )
 
 
@@ -74,7 +99,7 @@ def _files(path: str | Path | None, environ: Mapping[str, str]) -> Sequence[Path
         return [_file("configuration", path)]
     for variable in (WORKERS_FILE, SERVER_FILE):
         if variable in environ:
-            return [_file(variable, environ[variable])]
+            return [_file(variable, environ[variable].strip())]
     found = [place for place in places(environ) if isfile(place)]
     if not found:
         looked = ", ".join(map(str, places(environ)))
@@ -199,6 +224,26 @@ def _schema_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tupl
             path = f"notification_schema.{name}.storage_policy.{option}"
             if path in reader.places:
                 yield path, f"is not supported by backend {backend.kind!r}"
+
+
+def _warn_of_fields(values: Mapping[str, Any], reader: Reader) -> None:
+    event_types: dict[str, EventType] = values.get("notification_schema", {})
+    for name, event_type in event_types.items():
+        for field in schema.not_stored(event_type):
+            path = f"notification_schema.{name}.identifier.{field}"
+            reader.warn(
+                reader.place(path),
+                path,
+                "is not in key_order, so its values are not stored: no watch, replay or agent sees them, "
+                "and none can filter by them",
+            )
+
+
+def _unclear(root: Node, config: Config, reader: Reader) -> Iterator[str]:
+    node = root.value.get("notification_schema") if isinstance(root.value, dict) else None
+    for name in node.value if node and isinstance(node.value, dict) else ():
+        if name not in config.notification_schema or reader.is_wrong(f"notification_schema.{name}"):
+            yield name
 
 
 def _stream_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tuple[str, str]]:

@@ -41,6 +41,8 @@ _BOOLEANS = {
 _I64 = 2**63
 _POLICY = re.compile(r"notification_schema\.(.+)\.storage_policy\.(\w+)")
 _LONGEST_SHOWN = 60
+_BACKEND = "notification_backend"
+"""Of the sections of aviso-server, the one in which every unknown key is told."""
 _BAD: Any = object()
 """Stands for what cannot be read; the mistake is noted."""
 
@@ -68,6 +70,10 @@ class Reader:
         self.mistakes.append((self.place(path), _sentence(path, problem)))
         self._wrong.append(path)
 
+    def warn(self, place: Place, path: str, text: str) -> None:
+        """Note what is no mistake but looks like one."""
+        self.warnings.append((place, f"{path}: {text}"))
+
     def is_wrong(self, path: str) -> bool:
         """Whether there is a mistake at a key path or below."""
         return any(wrong == path or wrong.startswith(f"{path}.") for wrong in self._wrong)
@@ -92,14 +98,19 @@ class Reader:
         return {name: value for name, value in values.items() if value is not _BAD}
 
     def _check_keys(self, nodes: dict[str, Node], wanted: inspect.StructType, path: str) -> None:
-        known = [field.name for field in wanted.fields]
+        known = {field.name: _is_ours(field.type) for field in wanted.fields}
         for key, node in nodes.items():
             if key in known or key == wanted.tag_field:
                 continue
+            nearest = _nearest(key, known, cutoff=0.75)
             if wanted.forbid_unknown_fields:
                 self.mistakes.append((node.place, f"{path}: unknown field(s): {key}; {near(key, known, among=True)}"))
+            elif known.get(nearest):
+                self.mistakes.append((node.place, f"{_join(path, key)} is not known; did you mean {nearest!r}?"))
             elif hint := near(key, known, cutoff=0.8):
-                self.warnings.append((node.place, f"{_join(path, key)}: this key is not known and is ignored; {hint}"))
+                self.warn(node.place, _join(path, key), f"this key is not known and is ignored; {hint}")
+            elif path.startswith(_BACKEND):
+                self.warn(node.place, _join(path, key), "this key is not known and is ignored")
 
     def _read(self, node: Node, wanted: inspect.Type, path: str) -> Any:
         self.places[path] = node.place
@@ -193,9 +204,19 @@ def _sentence(path: str, problem: str) -> str:
 def near(name: str, known: Iterable[str], *, cutoff: float = 0.6, among: bool = False) -> str:
     """A question for the nearest known name; where none is near, all of them (`among`) or nothing."""
     names = list(known)
-    if found := difflib.get_close_matches(name.lower(), names, n=1, cutoff=cutoff):
-        return f"did you mean {found[0]!r}?"
+    if nearest := _nearest(name, names, cutoff=cutoff):
+        return f"did you mean {nearest!r}?"
     return f"known are: {', '.join(names)}" if among else ""
+
+
+def _nearest(name: str, known: Iterable[str], *, cutoff: float) -> str:
+    """Return the known name that is nearest; empty where none is near."""
+    return next(iter(difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=cutoff)), "")
+
+
+def _is_ours(type_: inspect.Type) -> bool:
+    """Whether a field is one that aviso-server does not know."""
+    return isinstance(type_, inspect.Metadata) and bool((type_.extra or {}).get("ours"))
 
 
 def without_none(wanted: inspect.Type) -> inspect.Type:

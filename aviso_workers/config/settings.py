@@ -3,7 +3,8 @@
 `loading` fills these Structs, `showing` prints them, and everybody else reads them. The keys of `notification_backend`
 and `notification_schema` are those of aviso-server, with its defaults (Aviso's JetStream backend, "Configuration
 Reference"); what stands under "beyond the document" and under `workers` is ours. Structs that refuse unknown keys are
-ours alone; the others ignore what they do not know, as aviso-server does.
+ours alone; the others ignore what they do not know, as aviso-server does, unless it is nearly the name of a field that
+is `ours`: aviso-server cannot have meant that one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Application(Struct, frozen=True, kw_only=True):
     """The only key of aviso-server's own section that we read."""
 
     base_url: Annotated[Text, about("Where CloudEvents say they come from (`source` and `dataschema`).")] = (
-        "http://localhost:8000"
+        "http://localhost"
     )
 
 
@@ -105,22 +106,23 @@ class JetStream(Struct, frozen=True, kw_only=True):
     discard_policy: Annotated[Literal["old", "new"], about("What gives way when a stream is full.")] = "old"
 
     # Beyond the document.
-    user: Annotated[Text | None, about("User to authenticate as, with password.")] = None
-    password: Annotated[Secret | None, about("The user's password; best set in the environment.")] = None
-    nkey_seed_file: Annotated[str | None, about("File with an NKey seed to authenticate with.")] = None
-    credentials_file: Annotated[str | None, about("File with a user JWT and its seed (.creds).")] = None
-    tls: Annotated[Tls | None, about("TLS options; a URL that starts with tls:// needs none.")] = None
-    domain: Annotated[Text | None, about("JetStream domain. Default: the account's own.")] = None
+    user: Annotated[Text | None, about("User to authenticate as, with password.", ours=True)] = None
+    password: Annotated[Secret | None, about("The user's password; best set in the environment.", ours=True)] = None
+    nkey_seed_file: Annotated[str | None, about("File with an NKey seed to authenticate with.", ours=True)] = None
+    credentials_file: Annotated[str | None, about("File with a user JWT and its seed (.creds).", ours=True)] = None
+    tls: Annotated[Tls | None, about("TLS options; a URL that starts with tls:// needs none.", ours=True)] = None
+    domain: Annotated[Text | None, about("JetStream domain. Default: the account's own.", ours=True)] = None
     stream_management: Annotated[
         Literal["reconcile", "create", "observe"],
         about(
             "reconcile: create streams, and update those that differ from the configuration, "
             "as far as that removes no stored messages; "
-            "create: create what is missing; observe: change nothing."
+            "create: create what is missing; observe: change nothing.",
+            ours=True,
         ),
     ] = "reconcile"
     publish_deadline_seconds: Annotated[
-        Seconds, about("Seconds within which a notification must be published, all attempts together.")
+        Seconds, about("Seconds within which a notification must be published, all attempts together.", ours=True)
     ] = 30.0
 
     @property
@@ -206,11 +208,12 @@ class Document(Struct, frozen=True, kw_only=True):
         bool | None, about("Refuse unknown event types. Default: where there is a known one.")
     ] = None
     application: Annotated[Application, about("aviso-server's section; only base_url is read.")] = Application()
-    workers: Annotated[Workers, about("The worker processes.")] = Workers()
+    workers: Annotated[Workers, about("The worker processes.", ours=True)] = Workers()
     streams: Annotated[
-        dict[str, DeclaredStream], about("Streams by name, beyond those of event types, or more of those' settings.")
+        dict[str, DeclaredStream],
+        about("Streams by name, beyond those of event types, or more of those' settings.", ours=True),
     ] = {}
-    server: Annotated[Server, about("A nats-server of our own. Workers do not read it.")] = Server()
+    server: Annotated[Server, about("A nats-server of our own. Workers do not read it.", ours=True)] = Server()
 
 
 class Config(Document, frozen=True, kw_only=True):

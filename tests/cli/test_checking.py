@@ -113,6 +113,50 @@ workers:
     ], ran.err
 
 
+def test_mistakes_of_the_configuration_hide_none_of_the_app(run: Run, write_module, tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text("""
+notification_backend:
+  kind: in_memory
+notification_schema:
+  mars:
+    topic: {base: mars, key_order: [class]}
+    identifier:
+      class: {type: StringHandler, required: true}
+  broken:
+    identifier:
+      class: {type: StringHandler}
+workers:
+  statsu: {}
+  agents: {other: {direktory: x}}
+""")
+    module = write_module("""
+class Settings(msgspec.Struct):
+    directory: str = ""
+
+router = Router("other", settings=Settings)
+app.include(router)
+
+@app.agent("marsh")
+async def first(notification: Notification) -> None: ...
+
+@app.agent("mars", where={"stop": 6})
+async def second(notification: Notification) -> None: ...
+
+@app.agent("broken", where={"whatever": 6})
+async def third(notification: Notification) -> None: ...
+""")
+    ran = run("check", module, "--config", "wrong.yaml")
+    assert (ran.code, ran.out) == (2, "")
+    told = ran.err.removeprefix("aviso-workers: ").splitlines()
+    assert [line.partition(";")[0] for line in told] == [
+        "wrong.yaml:11: notification_schema.broken.identifier.class.required is missing",
+        "wrong.yaml:13: workers: unknown field(s): statsu",
+        "agent 'first': unknown event type 'marsh'",
+        "agent 'second': where: mars: identifier field 'stop' is unknown",
+        "workers.agents.other.direktory: unknown key",
+    ]
+
+
 @pytest.mark.usefixtures("unreachable")
 def test_a_declaration_that_is_refused_is_told_in_a_sentence(run: Run, write_module) -> None:
     module = write_module("""

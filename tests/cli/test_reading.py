@@ -38,10 +38,10 @@ class TestReplay:
         assert event == {
             "specversion": "1.0",
             "id": "mars@1",
-            "source": "http://localhost:8000",
+            "source": "http://localhost",
             "type": "int.ecmwf.aviso.mars",
             "datacontenttype": "application/json",
-            "dataschema": "http://localhost:8000/schema/mars",
+            "dataschema": "http://localhost/schema/mars",
             "data": {"identifier": {"class": "od", "step": "6"}, "payload": {}},
         }
         assert time.endswith("Z")
