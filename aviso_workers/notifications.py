@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct, field
 
+from aviso_workers import spatial
 from aviso_workers.errors import DeclarationError
 from aviso_workers.verdicts import Reject, Retry
 
@@ -47,9 +48,14 @@ class Notification(Struct, Generic[T], frozen=True, kw_only=True):
         """`<event type>@<sequence>`, the id of its CloudEvent."""
         return f"{self.event_type}@{self.sequence}"
 
-    def cloud_event(self, base_url: str) -> dict[str, Any]:
-        """The CloudEvent 1.0 that an aviso-server with this `application.base_url` sends for it."""
+    def cloud_event(self, base_url: str, *, spatial_arrays: bool = False) -> dict[str, Any]:
+        """The CloudEvent 1.0 that an aviso-server with this `application.base_url` sends for it.
+
+        With `spatial_arrays`, polygons and point clouds are arrays of [latitude, longitude], as an aviso-server from
+        0.10 on has them; else they are text, as before.
+        """
         base_url = base_url.rstrip("/")
+        identifier = spatial.with_arrays(self.identifier) if spatial_arrays else dict(self.identifier)
         return {
             "specversion": "1.0",
             "id": self.id,
@@ -58,7 +64,7 @@ class Notification(Struct, Generic[T], frozen=True, kw_only=True):
             "time": self.time.isoformat().replace("+00:00", "Z"),
             "datacontenttype": "application/json",
             "dataschema": f"{base_url}/schema/{self.event_type}",
-            "data": {"identifier": dict(self.identifier), "payload": self.payload},
+            "data": {"identifier": identifier, "payload": self.payload},
         }
 
 

@@ -12,7 +12,8 @@ clouds) and "the boundary does not count" (points) mean nothing otherwise: see `
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any, Self, TypeGuard
@@ -35,6 +36,7 @@ __all__ = [
     "parse_cloud",
     "parse_point",
     "parse_polygon",
+    "with_arrays",
 ]
 
 Point = tuple[float, float]
@@ -233,6 +235,19 @@ def parse_cloud(value: object, max_points: int = MOST_POINTS) -> list[Point]:
     if not 1 <= len(points) <= max_points:
         raise ValueError(f"a point cloud has 1 to {max_points} points, not {len(points)}")
     return points
+
+
+def with_arrays(identifier: Mapping[str, str]) -> dict[str, Any]:
+    """Return the identifier with its polygon and its point cloud as arrays of pairs, unless they cannot be read."""
+    points_of: dict[str, Callable[[str], Iterable[Point]]] = {
+        "polygon": lambda text: parse_polygon(text).ring,
+        "point_cloud": parse_cloud,
+    }
+    found: dict[str, Any] = dict(identifier)
+    for field in points_of.keys() & identifier.keys():
+        with suppress(ValueError):
+            found[field] = [list(point) for point in points_of[field](identifier[field])]
+    return found
 
 
 def canonical_cloud(value: object, max_points: int = MOST_POINTS) -> str:

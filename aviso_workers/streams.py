@@ -99,6 +99,7 @@ CONSUMER_WHEN_CREATED = frozenset(
         "replay_policy",
     }
 )
+LIMITS = ("max_msgs", "max_bytes", "max_age", "max_msgs_per_subject", "max_msg_size", "max_consumers")
 LISTS = frozenset({"backoff", "filter_subjects", "priority_groups", "subjects"})
 COUNTS = frozenset({"max_bytes", "max_consumers", "max_msg_size", "max_msgs", "max_msgs_per_subject"})
 """Of these, a server reports -1 where there is no limit."""
@@ -262,6 +263,8 @@ class Plan(_Step, frozen=True, kw_only=True):
     wanted: StreamSpec
     removing: tuple[Difference, ...] = ()
     """What would remove stored messages: `config` is without it, `with_removals` adds it."""
+    unstated: tuple[str, ...] = ()
+    """The limits that the stream has and the configuration does not state: it keeps them."""
     fenced: bool = False
     """Another stream has taken its place: nothing is applied, and using it is an error."""
     unfinished: bool = False
@@ -359,7 +362,19 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None, stored: Stored) ->
     harmless = tuple(each for each in judged if each.removal is None)
     config, harmless = _updated(found, harmless, fields)
     removing = tuple(each for each in judged if each.removal is not None)
-    return Plan(wanted=wanted, exists=True, config=config, differences=harmless, fixed=fixed, removing=removing)
+    return Plan(
+        wanted=wanted,
+        exists=True,
+        config=config,
+        differences=harmless,
+        fixed=fixed,
+        removing=removing,
+        unstated=tuple(
+            f"{limit}: {readable(limit, found.get(limit))}"
+            for limit in LIMITS
+            if limit not in fields and _something(found.get(limit)) not in (None, -1)
+        ),
+    )
 
 
 def with_removals(plan: Plan) -> Plan:

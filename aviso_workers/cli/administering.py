@@ -124,17 +124,25 @@ def _print_plans(plans: Iterable[Plan | ConsumerPlan]) -> None:
             rows.append((*names, "wait", "it is being restored, or that was killed"))
         elif not found.exists and found.needed:
             rows.append((*names, "create", ""))
-        elif not found.needed and not found.fixed:
+        elif not found.needed and not found.fixed and not _unstated(found):
             rows.append((*names, "keep", ""))
         elif found.needed:
             rows += [(*names, "update", str(difference)) for difference in found.differences]
             rows += [(*names, "remove", str(difference)) for difference in _removing(found)]
         rows += [(*names, "cannot", str(difference)) for difference in found.fixed]
+        rows += [
+            (*names, "keep", f"{limit} is no longer in the file, or never was: the stream keeps it")
+            for limit in _unstated(found)
+        ]
     print_table(("stream", "consumer", "step", "difference"), rows)
 
 
 def _removing(plan: Plan | ConsumerPlan) -> tuple[Difference, ...]:
     return plan.removing if isinstance(plan, Plan) else ()
+
+
+def _unstated(plan: Plan | ConsumerPlan) -> tuple[str, ...]:
+    return plan.unstated if isinstance(plan, Plan) else ()
 
 
 def _names(plan: Plan | ConsumerPlan) -> tuple[str, str]:

@@ -25,17 +25,25 @@ FromDate = Annotated[str | None, typer.Option("--from-date", help="First time, i
 ToId = Annotated[str | None, typer.Option("--to-id", help="Last sequence, inclusive.")]
 ToDate = Annotated[str | None, typer.Option("--to-date", help="Last time, inclusive.")]
 
+SpatialArrays = Annotated[
+    bool,
+    typer.Option("--spatial-arrays", help="Polygons and point clouds as arrays, as aviso-server 0.10 has them."),
+]
+
 
 def watch(
     event: Event,
     where: Filter = None,
     from_id: FromId = None,
     from_date: FromDate = None,
+    spatial_arrays: SpatialArrays = False,
     config: ConfigOption = None,
 ) -> None:
     """Print notifications as they come, until Ctrl-C."""
     wanted = parse_where(where or [])
-    anyio.run(_print, config, lambda app: app.watch(event, wanted, from_id=from_id, from_date=from_date))
+    anyio.run(
+        _print, config, spatial_arrays, lambda app: app.watch(event, wanted, from_id=from_id, from_date=from_date)
+    )
 
 
 def replay(
@@ -45,6 +53,7 @@ def replay(
     from_date: FromDate = None,
     to_id: ToId = None,
     to_date: ToDate = None,
+    spatial_arrays: SpatialArrays = False,
     config: ConfigOption = None,
 ) -> None:
     """Print stored notifications, from the first to the last unless told otherwise."""
@@ -52,14 +61,16 @@ def replay(
     anyio.run(
         _print,
         config,
+        spatial_arrays,
         lambda app: app.replay(event, wanted, from_id=from_id, from_date=from_date, to_id=to_id, to_date=to_date),
     )
 
 
-async def _print(config: Path | None, read: Callable[[App], AsyncIterator[Any]]) -> None:
+async def _print(config: Path | None, spatial_arrays: bool, read: Callable[[App], AsyncIterator[Any]]) -> None:
     app = connected_app(config)
     base_url = app.config.application.base_url
     async with app, aclosing(read(app)) as notifications:  # type: ignore[type-var]
         async for notification in notifications:
-            sys.stdout.buffer.write(msgspec.json.encode(notification.cloud_event(base_url)) + b"\n")
+            event = notification.cloud_event(base_url, spatial_arrays=spatial_arrays)
+            sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
             sys.stdout.buffer.flush()

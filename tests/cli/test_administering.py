@@ -11,6 +11,7 @@ import pytest
 from aviso_workers import App, Notify
 from aviso_workers.errors import RefusedError
 from aviso_workers.ops import stream_policy
+from aviso_workers.server import NatsServer
 from aviso_workers.streams import Plan
 from tests.cli.conftest import Ran
 
@@ -60,6 +61,23 @@ def test_stored_messages_are_counted_and_removed_with_a_yes_only(
     assert (applied.code, "MARS: done" in applied.out) == (0, True), applied
     assert len(run("replay", "mars", "--config", config).lines) == 1
     assert "keep" in run("streams", "plan", "--config", narrower).out
+
+
+def test_a_limit_that_is_no_longer_in_the_file_stays_and_is_told(
+    run: Run, nats_server: NatsServer, write_config: Callable[..., Path]
+) -> None:
+    limited = write_config(nats_server.url, name="limited.yaml", max_messages=5, retention_time="1h")
+    assert run("streams", "apply", "--config", limited).code == 0
+    without = write_config(nats_server.url, name="without.yaml")
+    for command in ("plan", "apply", "plan"):
+        ran = run("streams", command, "--config", without)
+        assert ran.code == 0, ran
+        assert "max_msgs: 5 is no longer in the file, or never was: the stream keeps it" in ran.out
+        assert "max_age: 1h is no longer in the file, or never was: the stream keeps it" in ran.out
+        assert "update" not in ran.out
+    lifted = write_config(nats_server.url, name="lifted.yaml", max_messages=0, retention_time="1h")
+    assert run("streams", "apply", "--config", lifted).code == 0
+    assert "keeps it" not in run("streams", "plan", "--config", lifted).out
 
 
 @pytest.mark.anyio

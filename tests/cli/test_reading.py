@@ -49,6 +49,28 @@ class TestReplay:
             "mars@1"
         ]
 
+    def test_prints_polygons_as_arrays_where_that_is_asked_for(
+        self, run: Run, nats_server, write_config, tmp_path: Path
+    ) -> None:
+        config = write_config(nats_server.url)
+        document = json.loads(config.read_text())
+        document["notification_schema"]["area"] = {
+            "topic": {"base": "area", "key_order": ["name"]},
+            "identifier": {
+                "name": {"type": "StringHandler", "required": True},
+                "polygon": {"type": "PolygonHandler", "required": True},
+            },
+        }
+        config.write_text(json.dumps(document))
+        square = "(0,0,0,1,1,1,0,0)"
+        assert run("notify", "area", "name=a", f"polygon={square}", "--payload", "{}", "--config", config).code == 0
+        for options, expected in (
+            ((), square),
+            (("--spatial-arrays",), [[0.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]]),
+        ):
+            (line,) = run("replay", "area", *options, "--config", config).lines
+            assert json.loads(line)["data"]["identifier"] == {"name": "a", "polygon": expected}
+
     @pytest.mark.parametrize(
         ("arguments", "expected"),
         [

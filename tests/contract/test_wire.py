@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import anyio
 import nats
 import pytest
+import yaml
 from msgspec.structs import replace
 from nats.aio.client import Client, ServerVersion
 from nats.js.api import StreamConfig
@@ -21,6 +23,8 @@ from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 SQUARE = "(52.5,13.4,52.6,13.4,52.6,13.5,52.5,13.5,52.5,13.4)"
 
@@ -111,6 +115,45 @@ async def test_an_unchanged_stream_gets_no_update_and_a_changed_one_gets_one(
     assert len(updates) == 1, updates
 
 
+AVISO_PERMISSIONS = """
+authorization { users: [
+  { user: operator, password: o }
+  { user: aviso, password: a, permissions: { publish: { allow: [%s] } } }
+] }
+"""
+
+
+async def test_an_aviso_server_that_wipes_all_can_be_kept_from_our_own_streams(
+    tmp_path: Path,
+) -> None:
+    """With the permissions that docs/aviso.md gives, it can do all that it needs, and purge its streams alone."""
+    document = yaml.safe_load((DOCS / "aviso.md").read_text().split("```yaml\n")[1].split("```")[0])
+    allowed = document["server"]["accounts"]["notifications"]["users"]["aviso"]["permissions"]["publish"]["allow"]
+    text = AVISO_PERMISSIONS % ", ".join(map(json.dumps, allowed))
+    with NatsServer.start(store_dir=tmp_path, config=text) as server:
+        operator = app_config("jetstream", server.url, user="operator", password="o")
+        async with App("wire", config=operator) as app:
+            await (await app.key_value("tables")).put("key", b"value")
+        as_aviso = app_config("jetstream", server.url, user="aviso", password="a")
+        async with App("aviso", config=as_aviso) as app:
+            await app.notify("mars", mars(), {"n": 1})
+            assert [found.payload async for found in app.replay("mars")] == [{"n": 1}]
+        client = await nats.connect(server.url, user="aviso", password="a", error_cb=ignore)
+        try:
+            context = client.jetstream(timeout=0.5)
+            await context.purge_stream("MARS")
+            with pytest.raises(nats.errors.TimeoutError):
+                await context.purge_stream("KV_tables")
+            assert (await context.stream_info("MARS")).state.messages == 0
+            assert (await context.stream_info("KV_tables")).state.messages == 1
+        finally:
+            await client.close()
+
+
+async def ignore(error: Exception) -> None:
+    """Permissions that are violated are what the test is about."""
+
+
 async def test_a_payload_that_is_no_json_comes_as_its_text(app: App, client: Client) -> None:
     context = client.jetstream()
     await context.add_stream(StreamConfig(name="MARS", subjects=["mars.>"]))
@@ -134,6 +177,26 @@ async def test_cloud_events_are_those_of_an_aviso_server(app: App) -> None:
         "dataschema": "https://aviso.example/schema/mars",
         "data": {"identifier": mars(), "payload": {"location": "here"}},
     }
+
+
+@pytest.mark.parametrize("text", ["(0,1.5,0,2,1,2,0,1.5)", "[[0,1.5],[0,2],[1,2],[0,1.5]]"])
+def test_cloud_events_have_a_polygon_as_an_array_where_that_is_asked_for(text: str) -> None:
+    """As an aviso-server from 0.10 on sends it, whichever form is stored; older ones send the text."""
+    found = Notification(event_type="area", identifier={"date": "20261120", "polygon": text}, payload=None)
+    assert found.cloud_event("")["data"]["identifier"]["polygon"] == text
+    identifier = found.cloud_event("", spatial_arrays=True)["data"]["identifier"]
+    assert identifier == {"date": "20261120", "polygon": [[0, 1.5], [0, 2], [1, 2], [0, 1.5]]}
+
+
+def test_cloud_events_have_a_point_cloud_as_an_array_where_that_is_asked_for() -> None:
+    found = Notification(event_type="cloud", identifier={"point_cloud": "[[1.0,2.0],[3.0,4.5]]"}, payload=None)
+    identifier = found.cloud_event("", spatial_arrays=True)["data"]["identifier"]
+    assert identifier == {"point_cloud": [[1, 2], [3, 4.5]]}
+
+
+def test_a_spatial_text_that_cannot_be_read_stays_a_text() -> None:
+    found = Notification(event_type="area", identifier={"polygon": "north", "point_cloud": "[]"}, payload=None)
+    assert found.cloud_event("", spatial_arrays=True)["data"]["identifier"] == found.identifier
 
 
 async def test_a_consumer_with_one_filter_is_not_updated_for_the_way_in_which_it_is_reported(
