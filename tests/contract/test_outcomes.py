@@ -26,6 +26,7 @@ from aviso_workers import (
     Stream,
     Window,
     Windowing,
+    testing,
 )
 from aviso_workers.config import Config
 from aviso_workers.engine.dead_lettering import DeadLetter
@@ -257,6 +258,11 @@ async def test_a_payload_that_its_own_type_refuses_is_undecodable_whatever_it_ra
 
 class TestCancelled:
     """A call that was cancelled is not done, whatever it returns or raises afterwards."""
+
+    @pytest.fixture(autouse=True)
+    def short_of_patience(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In memory the harness gives code 10 real seconds before it lets the drain timeout pass."""
+        monkeypatch.setattr(testing, "CODE_PATIENCE_SECONDS", 0.2)
 
     @pytest.fixture
     def calls(self) -> list[str]:
