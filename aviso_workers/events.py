@@ -104,6 +104,12 @@ class Settled(Struct, frozen=True, kw_only=True):
     """From the time at which the stream stored the notification."""
     num_delivered: int
     error: BaseException | None = None
+    attempt: int = 0
+    """Where handling it failed, how often it has failed with this one."""
+    attempts: float = 0
+    """After so many failures it becomes a dead letter."""
+    again_in_seconds: float = 0.0
+    """When it is retried."""
 
     @property
     def notification(self) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable
-from pathlib import Path
+from typing import get_args
 
 import structlog
 
 from aviso_workers.config import Logging
-from aviso_workers.errors import AvisoWorkersError, text_of
 from aviso_workers.events import (
     AckWaitDiffers,
     AgentDisturbed,
@@ -41,10 +40,11 @@ from aviso_workers.events import (
     WindowDone,
 )
 
-__all__ = ["configure", "observe"]
+__all__ = ["OBSERVED", "configure", "observe"]
 
 log = structlog.get_logger("aviso_workers")
-OURS = Path(__file__).parent
+OBSERVED = tuple(kind for kind in get_args(Event) if kind is not Settled)
+"""The facts that `observe` is for. `failure_logs` has the others."""
 
 
 def configure(settings: Logging) -> None:
@@ -70,12 +70,8 @@ def configure(settings: Logging) -> None:
 
 
 def observe(event: Event) -> None:
-    """An observer of the engine's facts."""
+    """An observer of the engine's facts that are `OBSERVED`."""
     match event:
-        case Settled(outcome="acked", error=None):
-            pass
-        case Settled():
-            _observe_end(event)
         case ConsumerDiffers() | FiltersDiffer() | AckWaitDiffers() | ConsumerResumed() | ConsumerNotRecorded():
             _observe_consumer(event)
         case AgentStarted():
@@ -281,32 +277,3 @@ def _observe_beside(event: Event) -> None:
             )
         case LeadershipChanged():
             log.info("leader.began" if event.leads else "leader.ceased", token=event.token)
-
-
-def _observe_end(event: Settled) -> None:
-    match event:
-        case Settled(outcome="dead_lettered"):
-            log.error("notification.dead_lettered", **_of(event))
-        case Settled(outcome="retried", reason="dead_letter_failed"):
-            pass  # `DeadLettersRefused` says so for all of an agent's
-        case Settled(outcome="retried"):
-            log.warning("notification.retried", **_of(event))
-        case Settled(outcome="acked"):
-            log.warning("notification.acked", **_of(event))
-
-
-def _of(event: Settled) -> dict[str, object]:
-    fields: dict[str, object] = {
-        "agent": event.agent,
-        "notification": event.notification,
-        "reason": event.reason,
-        "num_delivered": event.num_delivered,
-        "seconds": round(event.seconds, 3),
-    }
-    error = event.error
-    if error is None or isinstance(error, AvisoWorkersError):
-        return fields | {"error": text_of(error) if error else "None"}
-    frames = error.__traceback__
-    while frames and frames.tb_next and Path(frames.tb_frame.f_code.co_filename).is_relative_to(OURS):
-        frames = frames.tb_next  # the author's frames are what helps
-    return fields | {"exc_info": (type(error), error, frames)}

@@ -30,6 +30,7 @@ from aviso_workers.events import (
     ThreadsFreed,
     ThreadsStuck,
 )
+from aviso_workers.failure_logs import FailureLog
 from aviso_workers.member import Member
 from aviso_workers.metrics import Metrics
 from aviso_workers.status import Health, StatusServer
@@ -74,7 +75,9 @@ async def serve(app: App, *, status_port: int | None = None, member: Member | No
     readiness = _Readiness(app)
     health = readiness.health
     metrics = Metrics(app, ready=lambda: not health.unready, loop_lag_seconds=health.late_seconds)
-    app.events.listen(logs.observe)
+    failures = FailureLog()
+    app.events.listen(logs.observe, *logs.OBSERVED)
+    app.events.listen(failures.observe, Settled)
     app.events.listen(metrics.observe)
     app.events.listen(
         readiness.observe,
@@ -91,7 +94,7 @@ async def serve(app: App, *, status_port: int | None = None, member: Member | No
     with StatusServer(host=host, port=port, health=health, metrics=metrics.render) as status:
         if member is not None:
             member.announce(status.url)
-        await _work(app, readiness, metrics, status_url=status.url, member=member)
+        await _work(app, readiness, metrics, failures, status_url=status.url, member=member)
     log.info("worker.stopped", app=app.name)
 
 
@@ -109,12 +112,21 @@ def _waiting_for_servers(config: Config) -> Config:
     return structs.replace(config, notification_backend=structs.replace(backend, jetstream=patient))
 
 
-async def _work(app: App, readiness: _Readiness, metrics: Metrics, *, status_url: str, member: Member | None) -> None:
+async def _work(
+    app: App,
+    readiness: _Readiness,
+    metrics: Metrics,
+    failures: FailureLog,
+    *,
+    status_url: str,
+    member: Member | None,
+) -> None:
     connected, stop = anyio.Event(), anyio.Event()
     failure: BackendError | ResourceError | None = None
     async with anyio.create_task_group() as watching:
         await watching.start(_obey_signals, connected, stop, readiness, watching.cancel_scope)
         watching.start_soon(readiness.health.keep_turning)
+        watching.start_soon(failures.keep_counting)
         log.info("worker.started", app=app.name, agents=[agent.name for agent in app.agents], status=status_url)
         try:
             async with app:

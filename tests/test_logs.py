@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -34,6 +35,7 @@ from aviso_workers.events import (
     ThreadsStuck,
     WindowDone,
 )
+from aviso_workers.failure_logs import LINES_PER_PERIOD, PERIOD_SECONDS, FailureLog
 
 
 @pytest.fixture(autouse=True)
@@ -78,12 +80,23 @@ def settled(**stated: Any) -> Settled:
 
 
 @pytest.fixture
-def lines(capsys: pytest.CaptureFixture[str]) -> Any:
+def clock() -> SimpleNamespace:
+    return SimpleNamespace(seconds=0.0)
+
+
+@pytest.fixture
+def failures(clock: SimpleNamespace) -> FailureLog:
+    return FailureLog(lambda: clock.seconds)
+
+
+@pytest.fixture
+def lines(capsys: pytest.CaptureFixture[str], failures: FailureLog) -> Any:
     """`lines(event)`: what is logged as JSON for it."""
 
     def lines(event: Any) -> list[dict[str, Any]]:
         logs.configure(Logging(format="json"))
-        logs.observe(event)
+        observe = failures.observe if isinstance(event, Settled) else logs.observe
+        observe(event)
         return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
     return lines
@@ -103,6 +116,61 @@ def test_a_failure_is_told_with_the_authors_frames_and_not_with_ours(lines: Any)
     assert "in function_of_the_author" in line["exception"]
     assert "in call" not in line["exception"]
     assert line["exception"].endswith("ValueError: boom")
+
+
+def test_only_the_first_failure_of_a_kind_is_told_with_its_traceback(lines: Any) -> None:
+    (first,) = lines(settled(attempt=2, attempts=6, again_in_seconds=2.512))
+    (second,) = lines(settled(attempt=3, attempts=6, again_in_seconds=6.3))
+    (other,) = lines(settled(agent="load"))
+
+    assert "in function_of_the_author" in first["exception"]
+    assert "exception" not in second
+    assert {key: second[key] for key in ("error", "attempt", "attempts", "again_in_seconds")} == {
+        "error": "ValueError: boom",
+        "attempt": 3,
+        "attempts": 6,
+        "again_in_seconds": 6.3,
+    }
+    assert "in function_of_the_author" in other["exception"]
+
+
+def test_of_many_failures_of_a_kind_most_are_counted(
+    lines: Any, failures: FailureLog, clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = settled()
+    told = [line for _ in range(LINES_PER_PERIOD + 512) for line in lines(failed)]
+    assert len(told) == LINES_PER_PERIOD
+    assert len(lines(settled(reason="timeout", error=TimeoutError()))) == 1, "another kind has lines of its own"
+
+    clock.seconds += PERIOD_SECONDS
+    failures.tell_counted()
+    failures.tell_counted()
+    (more,) = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert {key: more[key] for key in ("event", "level", "agent", "outcome", "reason", "more", "in_seconds")} == {
+        "event": "notification.more_failures",
+        "level": "warning",
+        "agent": "index",
+        "outcome": "retried",
+        "reason": "ValueError",
+        "more": 512,
+        "in_seconds": 10.0,
+    }
+    assert [line["event"] for line in lines(settled())] == ["notification.retried"]
+
+
+def test_what_was_counted_is_told_when_the_worker_ends(
+    lines: Any, failures: FailureLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = settled()
+    for _ in range(LINES_PER_PERIOD + 1):
+        lines(failed)
+
+    async def end_at_once() -> None:
+        with anyio.move_on_after(0):
+            await failures.keep_counting()
+
+    anyio.run(end_at_once)
+    assert json.loads(capsys.readouterr().err)["more"] == 1
 
 
 def test_one_of_our_errors_is_told_in_a_sentence(lines: Any) -> None:
@@ -256,7 +324,7 @@ def test_for_people_a_traceback_is_plain_and_shows_no_local_variables(capsys: py
     logs.configure(Logging(format="console"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        logs.observe(settled())
+        FailureLog().observe(settled())
     told = capsys.readouterr().err
     assert "notification.retried" in told
     assert "mars@42" in told

@@ -33,6 +33,8 @@ BEGAN_SUBJECT = "$KV.*.*.*.*.*.began"
 """Of the records that a handler has begun, in the stream of any app's bucket."""
 MOST_REMEMBERED = 10_000
 """Failure counts that a process remembers of notifications that it has given back, where they cannot be stored."""
+MOST_GIVEN_BACK = 20_000
+"""The same where they are stored, to spare a request when they come back: about 6 MB."""
 
 
 class Failures:
@@ -47,6 +49,9 @@ class Failures:
         self._values: KeyValue | None = None
         self._counts: dict[str, int] = {}
         """By key: of what is held here and has failed, and of what could not be stored."""
+        self._given_back: dict[str, tuple[int, int]] = {}
+        """By key, of what has failed here, is stored and was given back: how often it failed, and which delivery that
+        was. When the next delivery comes here as well, nobody else can have counted or run anything in between."""
         self._begun: set[str] = set()
         """Keys of which the bucket says that a handler has begun."""
         self._begun_here: set[str] = set()
@@ -59,6 +64,10 @@ class Failures:
     async def look(self, delivery: Delivery) -> Record:
         """What is known of a notification that was delivered before. `count` says the same from then on."""
         key = self._key(delivery)
+        failures, last_delivered = self._given_back.pop(key, (0, 0))
+        if failures and delivery.num_delivered == last_delivered + 1:
+            self._remember(key, failures)
+            return Record(failures=failures, stored=self._stored)
         entry = await self._try(lambda values: values.get(key))
         failures = max(self._counts.get(key, 0), int(entry.value) if entry else 0)
         if failures:
@@ -113,8 +122,12 @@ class Failures:
         stored = await self._write(lambda values: values.put(key, str(failures).encode()))
         if kept or not stored:
             self._remember(key, failures)
-        else:
-            self._counts.pop(key, None)
+            return
+        self._counts.pop(key, None)
+        if not worker_died:
+            self._given_back[key] = failures, delivery.num_delivered
+            if len(self._given_back) > MOST_GIVEN_BACK:
+                del self._given_back[next(iter(self._given_back))]
 
     async def forget(self, delivery: Delivery) -> None:
         """It is settled."""

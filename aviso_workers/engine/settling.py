@@ -25,11 +25,13 @@ REFUSED = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
 
 
 class _End(NamedTuple):
-    """What became of a delivery, and because of which error."""
+    """What became of a delivery, because of which error, how many failures that makes, and when it is tried again."""
 
     outcome: SettledOutcome
     reason: str = ""
     error: BaseException | None = None
+    attempt: int = 0
+    again_in_seconds: float = 0.0
 
 
 ON_ERROR = "on_error"
@@ -101,6 +103,9 @@ class Settler:
                 stored_to_settled_seconds=(self._clock.time_ns() - delivery.message.timestamp_ns) / 1e9,
                 num_delivered=delivery.num_delivered,
                 error=end.error,
+                attempt=end.attempt,
+                attempts=self._agent.policy.retry.attempts,
+                again_in_seconds=end.again_in_seconds,
             )
         )
         if end.outcome != "retried":
@@ -112,6 +117,7 @@ class Settler:
             self._ack(delivery)
             return _End("acked", ON_ERROR, failure.error)
         failures = self._failures.count(delivery)
+        attempt = failures + 1
         verdict = verdicts.decide(classified, failures=failures, retry=self._agent.policy.retry)
         error = classified.error
         if isinstance(verdict, Again):
@@ -119,18 +125,18 @@ class Settler:
                 delivery, before=failures, kept=self._line.ordered, worker_died=failure.worker_died
             )
             self._give_back(delivery, verdict.after_seconds)
-            return _End("retried", verdict.reason, error)
-        refused = await self._storing.store(delivery, verdict, attempts=failures + 1, error=error)
+            return _End("retried", verdict.reason, error, attempt, verdict.after_seconds)
+        refused = await self._storing.store(delivery, verdict, attempts=attempt, error=error)
         if refused is not None:
             # It was run, and failed: else it would look like what ends its worker, which leaves no failure.
             await self._failures.add(
                 delivery, before=failures, kept=self._line.ordered, worker_died=failure.worker_died
             )
             self._give_back(delivery, refused.again_in_seconds)
-            return _End("retried", "dead_letter_failed", refused.error)
+            return _End("retried", "dead_letter_failed", refused.error, attempt, refused.again_in_seconds)
         delivery.term(verdict.reason)
         self._line.done(delivery)
-        return _End("dead_lettered", verdict.reason, error)
+        return _End("dead_lettered", verdict.reason, error, attempt)
 
     def _ack(self, delivery: Delivery) -> None:
         delivery.ack()

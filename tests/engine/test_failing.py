@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,11 @@ class Guard(InMemoryBackend):
     """Stores nothing while `closed`."""
 
     closed = False
+    asked = 0
+
+    async def last_message(self, stream: str, subject: str) -> Message | None:
+        self.asked += 1
+        return await super().last_message(stream, subject)
 
     async def publish(self, message: Message, **stated: Any) -> PubAck:
         if self.closed:
@@ -36,6 +42,11 @@ class Redelivered:
 
     message = Message(subject="mars", data=b"", sequence=1, timestamp_ns=1)
     num_delivered = 3
+
+
+def delivered(number: int) -> Any:
+    """The notification, when it is delivered for this time."""
+    return SimpleNamespace(message=Redelivered.message, num_delivered=number)
 
 
 @pytest.fixture
@@ -121,3 +132,23 @@ async def test_failures_are_stored_again_after_their_bucket_was_deleted(
     for before in (1, 2):  # the first of them finds that the bucket is gone
         await here.add(Redelivered(), before=before, kept=False, worker_died=False)
     assert (await worker().look(Redelivered())).failures == 3
+
+
+async def test_what_comes_back_to_the_worker_where_it_failed_is_not_asked_for(
+    backend: Guard, worker: Callable[[], Any]
+) -> None:
+    here = worker()
+    await here.add(delivered(1), before=0, kept=False, worker_died=False)
+    assert (await here.look(delivered(2))).failures == 1
+    assert here.count(delivered(2)) == 1
+    assert backend.asked == 0
+
+
+async def test_what_comes_back_after_another_worker_had_it_is_asked_for(worker: Callable[[], Any]) -> None:
+    here, other = worker(), worker()
+    await here.add(delivered(1), before=0, kept=False, worker_died=False)
+    await other.look(delivered(2))
+    await other.add(delivered(2), before=1, kept=False, worker_died=False)
+    assert (await here.look(delivered(3))).failures == 2
+    await other.begin(delivered(3), alone=False)
+    assert (await here.look(delivered(4))).began == "beside_others"
