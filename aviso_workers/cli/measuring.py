@@ -16,12 +16,12 @@ from rich.live import Live
 from rich.text import Text
 
 from aviso_workers.app import App
-from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
+from aviso_workers.cli.finding import ConfigOption, connected, connected_app, run_connected
 from aviso_workers.cli.mirroring import status as mirrors
 from aviso_workers.cli.printing import print_json, print_table, printable, table, terminal
 from aviso_workers.errors import BackendError
 from aviso_workers.ops import observing, reports
-from aviso_workers.ops.reports import ConsumerRow, Look, StreamRow
+from aviso_workers.ops.reports import ConsumerRow, Look, ServerRow, StreamRow
 
 __all__ = ["report", "top"]
 
@@ -39,11 +39,26 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON document a row.")
 
 
 @report.command()
-def streams(seconds: Seconds = 2.0, as_json: AsJson = False, config: ConfigOption = None) -> None:
-    """Sizes against limits, rates and replicas of all streams."""
+def streams(
+    seconds: Seconds = 2.0,
+    monitor: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--monitor", metavar="URL", help="A server's monitoring port, for its disk; once for each server."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    config: ConfigOption = None,
+) -> None:
+    """Sizes against limits, rates and replicas of all streams, and the servers' disks; exit 1 on trouble."""
     now, before = _looks(config, seconds)
     rows = reports.streams(now, before)
     _print(STREAMS, map(_stream_row, rows), rows, as_json=as_json)
+    servers: list[ServerRow] = connected(config, lambda app: reports.servers(app, monitor or ()))
+    if servers:
+        _print(SERVERS, map(_server_row, servers), servers, as_json=as_json)
+    if any(row.trouble for row in (*rows, *servers)):
+        raise typer.Exit(1)
 
 
 @report.command()
@@ -115,6 +130,7 @@ class _Screen:
 
 
 STREAMS = ("stream", "messages", "bytes", "used", "gaps", "per second", "last", "consumers", "replicas", "trouble")
+SERVERS = ("server", "stores", "may store", "free on its disk", "trouble")
 CONSUMERS = ("stream", "consumer", "pending", "ack pending", "redelivered", "grows by", "gone in", "settled", "")
 
 
@@ -137,7 +153,19 @@ def _print_consumers(rows: Sequence[ConsumerRow], *, as_json: bool) -> None:
 def _stream_row(row: StreamRow) -> tuple[str, ...]:
     used = "-" if row.used is None else f"{row.used:.0%}"
     numbers = (str(row.messages), decimal(row.bytes), used, str(row.deleted), f"{row.rate:.1f}")
-    return (row.stream, *numbers, _ago(row.last), str(row.consumers), row.replicas, row.trouble)
+    return (
+        row.stream,
+        *numbers,
+        _ago(row.last),
+        str(row.consumers),
+        row.replicas,
+        row.trouble or ("sealed" if row.sealed else ""),
+    )
+
+
+def _server_row(row: ServerRow) -> tuple[str, ...]:
+    free = "not on this machine" if row.free is None else decimal(row.free)
+    return (row.server, decimal(row.bytes), decimal(row.may_store), free, row.trouble)
 
 
 def _consumer_row(row: ConsumerRow) -> tuple[str, ...]:

@@ -6,21 +6,25 @@ consumers, some hundreds at a time. What is made of two looks is pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import msgspec
 from msgspec import Struct
 
 from aviso_workers.app import App
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.engine.consumer_records import ConsumerRecord
-from aviso_workers.errors import NotFoundError
+from aviso_workers.errors import NotFoundError, ServerProcessError
 from aviso_workers.ops import observing, stuck
+from aviso_workers.ops.doctor import monitoring
+from aviso_workers.ops.doctor.monitoring import Monitored
 
-__all__ = ["ConsumerRow", "Look", "StreamRow", "consumers", "look", "streams"]
+__all__ = ["ConsumerRow", "Look", "ServerRow", "StreamRow", "consumers", "look", "servers", "streams"]
 
 
 class Look(Struct, frozen=True, kw_only=True):
@@ -51,6 +55,18 @@ class StreamRow(Struct, frozen=True, kw_only=True):
     """When the last message was stored."""
     consumers: int
     replicas: str
+    sealed: bool
+    trouble: str
+
+
+class ServerRow(Struct, frozen=True, kw_only=True):
+    """What a server stores."""
+
+    server: str
+    bytes: int
+    may_store: int
+    free: int | None
+    """Bytes of its disk; None where that is not on this machine."""
     trouble: str
 
 
@@ -106,6 +122,32 @@ def streams(now: Look, before: Look) -> list[StreamRow]:
     return [_stream_row(name, now, before) for name in sorted(now.streams)]
 
 
+async def servers(app: App, named: Sequence[str]) -> list[ServerRow]:
+    """What the servers of these monitoring ports store, or that of the section `server`.
+
+    One that was named and does not answer is told as trouble.
+    """
+    rows = []
+    for url in monitoring.urls(app.config, named):
+        try:
+            rows.append(_server_row(await anyio.to_thread.run_sync(monitoring.look, url)))
+        except ServerProcessError as error:
+            if named:
+                rows.append(ServerRow(server=url, bytes=0, may_store=0, free=None, trouble=str(error)))
+    return rows
+
+
+def _server_row(found: Monitored) -> ServerRow:
+    jetstream = found.varz.jetstream
+    return ServerRow(
+        server=found.name,
+        bytes=jetstream.stats.storage,
+        may_store=jetstream.config.max_storage,
+        free=shutil.disk_usage(found.disk).free if found.disk else None,
+        trouble="" if found.health == "ok" else found.health,
+    )
+
+
 def consumers(now: Look, before: Look) -> list[ConsumerRow]:
     """How every consumer does: those that lag behind most come first."""
     rows = [_consumer_row(key, now, before) for key in now.consumers]
@@ -131,7 +173,8 @@ def _stream_row(name: str, now: Look, before: Look) -> StreamRow:
         last=_time(state["last_ts"]) if state["messages"] else None,
         consumers=state.get("consumer_count", 0),
         replicas=_replicas(config, found.get("cluster") or {}),
-        trouble=_trouble(state, config, found.get("cluster") or {}),
+        sealed=bool(config.get("sealed")),
+        trouble=_trouble(state, found.get("cluster") or {}),
     )
 
 
@@ -167,7 +210,7 @@ def _replicas(config: Mapping[str, Any], cluster: Mapping[str, Any]) -> str:
     return f"{current} of {wanted}, led by {cluster.get('leader') or 'nobody'}"
 
 
-def _trouble(state: Mapping[str, Any], config: Mapping[str, Any], cluster: Mapping[str, Any]) -> str:
+def _trouble(state: Mapping[str, Any], cluster: Mapping[str, Any]) -> str:
     if (lost := state.get("lost")) and lost.get("msgs"):
         return f"{len(lost['msgs'])} messages are lost: a block is damaged"
     if cluster and not cluster.get("leader"):
@@ -175,8 +218,6 @@ def _trouble(state: Mapping[str, Any], config: Mapping[str, Any], cluster: Mappi
     behind = [peer["name"] for peer in cluster.get("replicas") or () if peer.get("offline") or not peer.get("current")]
     if behind:
         return f"not current: {', '.join(behind)}"
-    if config.get("sealed"):
-        return "it is sealed"
     return ""
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from aviso_workers.cli import measuring
+from aviso_workers.server import NatsServer
 from tests.cli.conftest import Ran
 from tests.commands import Command
 
@@ -26,6 +27,26 @@ def test_streams_are_reported(run: Run, stored: Path) -> None:
     assert "MARS" in ran.out
     [document] = map(json.loads, run("report", "streams", "--seconds", "0.1", "--json", "-c", stored).lines)
     assert (document["stream"], document["messages"], document["rate"]) == ("MARS", 2, 0.0)
+
+
+def test_a_server_whose_disk_is_asked_for_and_does_not_answer_is_trouble(
+    run: Run, stored: Path, free_port: int
+) -> None:
+    ran = run("report", "streams", "--seconds", "0.1", "--monitor", f"http://127.0.0.1:{free_port}", "-c", stored)
+    assert ran.code == 1
+    assert f"no answer of a nats-server from http://127.0.0.1:{free_port}" in ran.out
+
+
+def test_the_disks_of_servers_are_reported(run: Run, stored: Path, tmp_path: Path) -> None:
+    with NatsServer.start(store_dir=tmp_path / "js", config="http: 127.0.0.1:-1\n") as server:
+        line = next(line for line in server.log.splitlines() if "Starting http monitor" in line)
+        ran = run(
+            "report", "streams", "--seconds", "0.1", "--monitor", f"http://{line.split()[-1]}", "--json", "-c", stored
+        )
+    assert ran.code == 0
+    document = json.loads(ran.lines[-1])
+    assert (document["server"], document["trouble"]) == (server.name, "")
+    assert document["free"] > 0
 
 
 def test_without_consumers_nothing_is_stuck(run: Run, stored: Path) -> None:

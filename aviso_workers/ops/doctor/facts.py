@@ -56,7 +56,6 @@ AT_ONCE = 32
 LISTINGS = ("NAMES", "LIST")
 NAME_SECONDS = 2.0
 """Who may not ask for it waits so long."""
-EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 class Scope(Struct, frozen=True, kw_only=True):
@@ -215,7 +214,7 @@ async def _ask_once(app: App, asking: _Asking, after: Sample, server: Server, sc
         found.promoted = tuple(link for link in links if link.relation == "promoted")
 
     async def monitored() -> None:
-        urls = _monitors(app.config, scope)
+        urls = monitoring.urls(app.config, scope.monitors)
         found.monitored, found.deaf = await asking.monitored(urls, named=bool(scope.monitors), of=server)
 
     async with anyio.create_task_group() as tasks:
@@ -350,14 +349,6 @@ async def _listening(asking: _Asking) -> AsyncIterator[list[Advisory]]:
             with suppress(msgspec.MsgspecError):  # anybody may publish there
                 advisory = msgspec.json.decode(one.data, type=Advisory)
                 told.append(structs.replace(advisory, kind=one.subject.removeprefix(EVENTS)))
-
-
-def _monitors(config: Config, scope: Scope) -> Sequence[str]:
-    if scope.monitors:
-        return scope.monitors
-    monitor = config.server.monitoring
-    host = "127.0.0.1" if monitor.host in EVERY_ADDRESS else monitor.host
-    return [f"http://{host}:{monitor.port}"] if monitor.port else []
 
 
 def _members(found: Sequence[Monitored], of: Server) -> set[str]:

@@ -15,13 +15,15 @@ from urllib.request import ProxyHandler, build_opener
 import msgspec
 from msgspec import Struct
 
+from aviso_workers.config import Config
 from aviso_workers.errors import ServerProcessError
 from aviso_workers.ops.doctor.answers import Varz
 
-__all__ = ["LOOPBACK", "Monitored", "look"]
+__all__ = ["LOOPBACK", "Monitored", "look", "urls"]
 
 ANSWER_SECONDS = 5.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+EVERY_ADDRESS = ("0.0.0.0", "::")
 NEAR = build_opener(ProxyHandler({}))
 """A monitoring port is near: a proxy that the environment names is for the web."""
 
@@ -41,6 +43,11 @@ class Monitored(Struct, frozen=True, kw_only=True):
         return self.varz.server_name
 
     @property
+    def cannot_write(self) -> bool:
+        """Whether it has given up writing to some of its streams, such as for a full disk, until it is restarted."""
+        return "write error" in self.health
+
+    @property
     def machine(self) -> str:
         """Where it runs, as the URL says."""
         return urlsplit(self.url).hostname or ""
@@ -50,6 +57,15 @@ class Monitored(Struct, frozen=True, kw_only=True):
         """Its store_dir, where that is on this machine and may be looked into."""
         directory = Path(self.varz.jetstream.config.store_dir)
         return directory if self.machine in LOOPBACK and os.access(directory, os.R_OK) else None
+
+
+def urls(config: Config, named: Sequence[str]) -> Sequence[str]:
+    """The monitoring ports to ask: those that were named, else that of the section `server`."""
+    if named:
+        return named
+    monitor = config.server.monitoring
+    host = "127.0.0.1" if monitor.host in EVERY_ADDRESS else monitor.host
+    return [f"http://{host}:{monitor.port}"] if monitor.port else []
 
 
 def look(url: str) -> Monitored:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -105,6 +107,44 @@ def test_a_disk_that_is_too_small(plain: Seen) -> None:
 def test_a_disk_that_cannot_be_seen_is_not_a_large_one(plain: Seen) -> None:
     """By hand: the server of another machine."""
     assert judged(elsewhere(plain.facts)).state("JS053") is State.SKIP
+
+
+def test_a_disk_that_is_full(plain: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: what is free."""
+    (server,) = plain.facts.monitored
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**12, used=10**12, free=0))
+    full = judged(plain.facts)
+    assert full.state("JS053") is State.FAIL
+    finding = full.findings("JS053")[server.name]
+    assert finding.found.startswith("0 of 1000000000000 bytes are free in ")
+    assert "restart that server: it does not try again by itself" in finding.cure
+
+
+def test_a_server_that_could_not_write_is_to_be_restarted(plain: Seen) -> None:
+    """By hand: what a server said whose disk was full, and says after it was enlarged."""
+    (server,) = plain.facts.monitored
+    error = "JetStream stream '$G > MARS' write error: write 4.blk: no space left on device"
+    shut = judged(structs.replace(plain.facts, monitored=(structs.replace(server, health=error),)))
+    finding = shut.findings("JS044")[server.name]
+    assert (finding.state, finding.found) == (State.FAIL, error)
+    assert "then restart that server" in finding.cure
+    assert "two are needed" not in finding.cure
+
+
+def test_a_server_that_has_stored_as_much_as_it_may(tmp_path: Path) -> None:
+    with running(tmp_path / "js", "max_file_store: 1MB") as (loaded, monitor):
+        anyio.run(lambda: fill(loaded, "MARS", 1_040_000))
+        seen = examined(loaded, monitors=(monitor,))
+    (finding,) = (each for each in seen.results["JS053"].findings if each.state is State.FAIL)
+    assert finding.found.endswith("of 1048576 bytes that the server may store are stored")
+    assert "raise jetstream.max_file_store" in finding.cure
+
+
+async def fill(loaded: Config, stream: str, size: int) -> None:
+    async with App("filling", config=loaded) as app:
+        server = app.session.backend.administration()
+        await add_stream(server, stream)
+        await publish(server, stream, 1, size=size)
 
 
 def elsewhere(facts: Facts) -> Facts:

@@ -22,6 +22,18 @@ SHORT_INTERVAL = 10 * SECOND
 HOT_PER_SECOND = 500
 TEMPORARY = ("/tmp/", "/var/tmp/", "/dev/shm/")
 NEARLY_ALL = 0.8
+NEARLY_FULL = 0.95
+LITTLE_FREE = 2**30
+"""Bytes: of a disk that is nearly full, that is too little for large disks too."""
+RUNBOOK = "docs/operations.md#a-disk-is-full"
+RESTART = (
+    "make room on the disk of {place}, then restart that server: it does not try again by itself, and until then it "
+    f"stores nothing in these streams ({RUNBOOK})"
+)
+MORE_ROOM = (
+    "raise jetstream.max_file_store (where it is not set, the server took three quarters of what was free when it "
+    f"started) and restart the server {{place}}, or make room in streams ({RUNBOOK})"
+)
 SYNC = "in the section `server`, then `aviso-workers server render --profile production` and a restart"
 
 
@@ -65,7 +77,7 @@ def power_cut(facts: Facts) -> Iterator[Finding]:
     "Servers are healthy, and agree on a leader",
     why="without a leader of the meta group no stream and no consumer can be made, changed or listed",
     cure="the server's log says why; start what is down (`aviso-workers server start`, or the site's supervisor): "
-    "two of three servers are needed",
+    "of three servers, two are needed",
     severity=State.FAIL,
     needs=("account", "monitoring", "streams"),
 )
@@ -78,7 +90,7 @@ def health(facts: Facts) -> Iterator[Finding]:
     for one in facts.monitored:
         meta = one.varz.jetstream.meta
         if one.health != "ok":
-            yield Finding(place=one.name, found=one.health)
+            yield Finding(place=one.name, found=one.health, cure=RESTART if one.cannot_write else "")
         if meta is None:
             continue
         if not meta.leader:
@@ -163,16 +175,26 @@ def temporary(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS053",
     "The disk has room for what may be stored",
-    why="a server whose disk is full stops JetStream, long before max_file_store would have refused anything",
+    why="a server that cannot write a message stores nothing more in that stream, also after there is room again",
     cure="a larger disk, two to three times max_file_store, or a lower jetstream.max_file_store " + SYNC,
 )
 def small_disk(facts: Facts) -> Iterator[Finding]:
     for one in facts.monitored:
         config, stored = one.varz.jetstream.config, one.varz.jetstream.stats.storage
+        if config.max_storage and stored >= NEARLY_FULL * config.max_storage:
+            found = f"{stored} of {config.max_storage} bytes that the server may store are stored"
+            yield Finding(place=one.name, found=found, state=State.FAIL, cure=MORE_ROOM)
         if one.disk is None:
             yield Finding(place=one.name, found=f"its {config.store_dir} is not on this machine", state=State.SKIP)
-        elif (free := shutil.disk_usage(one.disk).free) < config.max_storage - stored:
-            found = f"{config.max_storage - stored} bytes may still come, and {free} are free in {config.store_dir}"
+            continue
+        disk = shutil.disk_usage(one.disk)
+        if disk.free <= (1 - NEARLY_FULL) * disk.total and disk.free < LITTLE_FREE:
+            found = f"{disk.free} of {disk.total} bytes are free in {config.store_dir}"
+            yield Finding(place=one.name, found=found, state=State.FAIL, cure=RESTART)
+        elif disk.free < config.max_storage - stored:
+            found = (
+                f"{config.max_storage - stored} bytes may still come, and {disk.free} are free in {config.store_dir}"
+            )
             yield Finding(place=one.name, found=found)
 
 
