@@ -1,9 +1,9 @@
 """Lag and standstill of every agent of a deployment, also of those whose workers are down, for Prometheus.
 
-Everything comes from the server, stream by stream, spread over `poll_seconds`: a request for 256 consumers, two for the
-dead letters and what was given up, and one for what workers recorded of their consumers. One worker with it per
-deployment is enough. An agent whose consumer is gone shows as such until a worker makes it anew. What the server does
-not answer stays as it was, and `aviso_observer_last_poll_timestamp_seconds` tells how old that is.
+Everything comes from the server, stream by stream, spread over `poll_seconds`: a request for 256 consumers, one for the
+stream, two for the dead letters and what was given up, and some for what workers recorded of their consumers. One
+worker with it per deployment is enough. An agent whose consumer is gone shows as such until a worker makes it anew.
+What the server does not answer stays as it was, and `aviso_observer_last_poll_timestamp_seconds` tells how old that is.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class _Rounds:
         self._records: Mapping[tuple[str, str], ConsumerRecord] = {}
         self._missing: dict[str, dict[tuple[str, str], ConsumerRecord]] = {}
         """By stream, the agents whose consumer is gone."""
+        self._used: dict[str, float] = {}
+        """By stream, of those that refuse what is new when they are full."""
         self._polled_at: dict[tuple[str, ...], float] = {}
         self._problems: dict[str, str] = {}
 
@@ -100,6 +102,19 @@ class _Rounds:
             labels=("stream",),
             values=self._polled_at,
         )
+        await self._ask_for_use(stream)
+
+    async def _ask_for_use(self, stream: str) -> None:
+        used = await observing.part_used(self._app, stream)
+        self._used.pop(stream, None)
+        if used is not None:
+            self._used[stream] = used
+        self._show(
+            "stream_used_ratio",
+            "How much of the nearest limit of a stream is used that refuses what is new when it is full.",
+            labels=("stream",),
+            values={(name,): ratio for name, ratio in self._used.items()},
+        )
 
     def _seen(self, stream: str, consumer: ConsumerInfo, before: Seen | None) -> Seen:
         record = self._records.get((stream, consumer.name))
@@ -111,6 +126,7 @@ class _Rounds:
     async def _ask_for_dead_letters(self) -> None:
         counts = await observing.dead_letters(self._app)
         self._show("dead_letters", "Dead letters that are kept.", labels=AGENT, values=counts)
+        await self._ask_for_use(observing.DEAD_LETTERS)
 
     async def _ask_for_given_up(self) -> None:
         self._show(

@@ -194,6 +194,7 @@ OF_PROCESS = (
         "Whether /readyz says yes: connected, and every agent reads and can store its dead letters.",
         lambda own: own.ready(),
     ),
+    Metric(Gauge, "start_timestamp_seconds", "When the process started.", lambda own: own.started_at),
     Metric(Gauge, "connected", "Whether the backend is connected.", lambda own: own.connected),
     Metric(
         Gauge,
@@ -353,6 +354,7 @@ class Metrics:
         bases = {name: schema.topic_of(name, kind).base for name, kind in app.config.notification_schema.items()}
         self.ready = ready
         self.loop_lag_seconds = loop_lag_seconds
+        self.started_at = time.time()
         self.connected = self.slow = False
         self.connections = 0
         self._published = {name: _Published() for name in bases}

@@ -49,6 +49,7 @@ __all__ = [
     "is_unfinished",
     "noted_versions",
     "own_stream",
+    "part_used",
     "plan",
     "readable",
     "reads_all",
@@ -411,6 +412,16 @@ def filters_of(consumer: Mapping[str, Any]) -> list[str]:
     """The filters of a consumer as a server reports it: a single one may be under another name than several."""
     single = consumer.get("filter_subject")
     return [single] if single else list(consumer.get("filter_subjects") or ())
+
+
+def part_used(config: Mapping[str, Any], *, messages: int, bytes: int) -> float | None:
+    """How much of the nearest of its limits of messages and bytes a stream uses; None where it has none."""
+    parts = [
+        counted / config[limit]
+        for counted, limit in ((messages, "max_msgs"), (bytes, "max_bytes"))
+        if config.get(limit, -1) > 0
+    ]
+    return max(parts, default=None)
 
 
 def reads_all(consumer: Mapping[str, Any], subjects: Collection[str]) -> bool:

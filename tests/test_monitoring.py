@@ -29,7 +29,7 @@ RULES = PROJECT / "config" / "prometheus-rules.yml"
 DASHBOARD = PROJECT / "config" / "grafana-dashboard.json"
 SCALING = PROJECT / "config" / "keda.yaml"
 FLEETS = PROJECT / "docs" / "fleets.md"
-NAME = re.compile(r"\baviso_(?:worker|observer)_[a-z_]+\b")
+NAME = re.compile(r"\baviso_(?:worker|observer|doctor)_[a-z_]+\b")
 
 IN_MEMORY = """
 notification_backend: {kind: in_memory}
@@ -184,6 +184,17 @@ HEALTHY = {
     f"aviso_observer_paused{{{OBSERVED}}}": "0x60",
     f"aviso_observer_stuck{{{OBSERVED}}}": "0x60",
     'aviso_observer_dead_letters{app="fields", agent="index"}': "3x60",
+    f"aviso_worker_start_timestamp_seconds{{{OF_WORKER}}}": "7x30 1900x30",
+    f'aviso_worker_pull_errors_total{{{OF_AGENT}, code="503"}}': "0x50 1x10",
+    f"aviso_worker_consumer_recreations_total{{{OF_AGENT}}}": "0x60",
+    f"aviso_observer_consumer_missing{{{OBSERVED}}}": "0x60",
+    f"aviso_observer_given_up{{{OBSERVED}}}": "2x60",
+    'aviso_observer_stream_used_ratio{stream="MARS"}': "0.5x60",
+    'aviso_doctor_check{code="JS044", state="fail"}': "0x60",
+    'aviso_doctor_check{code="JS042", state="fail"}': "0x60",
+    'aviso_doctor_findings{code="JS042", state="fail"}': "0x60",
+    'aviso_doctor_findings{code="JS042", state="warn"}': "0x30 1x30",
+    "aviso_doctor_last_run_timestamp_seconds": "0+60x60",
     'aviso_observer_last_poll_timestamp_seconds{stream="MARS"}': "0+60x60",
 }
 """An hour of a deployment, a value a minute."""
@@ -209,6 +220,18 @@ def instead(name: str, values: str) -> dict[str, str]:
             {f'aviso_worker_process_exits_total{{{OF_WORKER}, process="1", ending="crashed"}}': "0+1x60"},
         ),
         ("AvisoAgentStuck", instead("aviso_observer_stuck", "1x60")),
+        ("AvisoWorkerRestarts", instead("aviso_worker_start_timestamp_seconds", "0+60x60")),
+        ("AvisoPullErrors", instead("aviso_worker_pull_errors_total", "0+1x60")),
+        ("AvisoConsumerMissing", instead("aviso_observer_consumer_missing", "1x60")),
+        ("AvisoConsumerRecreated", instead("aviso_worker_consumer_recreations_total", "0x50 1x10")),
+        ("AvisoConsumerRecreated", instead("aviso_worker_consumer_recreations_total", "_x50 1x10")),
+        ("", instead("aviso_worker_consumer_recreations_total", "_x30 1x30")),
+        ("AvisoDeliveriesExceeded", instead("aviso_observer_given_up", "2x50 3x10")),
+        ("AvisoStreamNearlyFull", instead("aviso_observer_stream_used_ratio", "0.95x60")),
+        ("AvisoServersUnhealthy", instead('aviso_doctor_check{code="JS044"', "1x60")),
+        ("AvisoDoctorFails", instead('aviso_doctor_findings{code="JS042", state="fail"', "1x60")),
+        ("AvisoDoctorMissing", instead("aviso_doctor_last_run_timestamp_seconds", "-900x60")),
+        ("AvisoDoctorMissing", instead("aviso_doctor_last_run_timestamp_seconds", "_x60")),
         ("AvisoLagGrowing", GROWING),
         ("", GROWING | instead("aviso_observer_paused", "1x60")),
         ("AvisoDeadLetters", instead("aviso_worker_dead_letters_total", "0x50 1x10")),
@@ -222,9 +245,30 @@ def instead(name: str, values: str) -> dict[str, str]:
     ],
 )
 def test_an_alert_fires_when_it_should_and_alone(alert: str, unhealthy: dict[str, str], tmp_path: Path) -> None:
-    firing = {"expr": 'count by (alertname) (ALERTS{alertstate="firing"})', "eval_time": "1h"}
+    fires_alone(alert, HEALTHY | unhealthy, tmp_path, at="1h")
+
+
+def test_a_warning_of_the_doctors_is_told_after_a_day(tmp_path: Path) -> None:
+    days = {
+        "aviso_doctor_last_run_timestamp_seconds": "0+60x1500",
+        'aviso_observer_last_poll_timestamp_seconds{stream="MARS"}': "0+60x1500",
+        'aviso_doctor_findings{code="JS042", state="warn"}': "1x1500",
+    }
+    fires_alone("AvisoDoctorWarns", days, tmp_path, at="25h")
+
+
+def test_every_runbook_is_a_heading_of_its_page() -> None:
+    for rule in alerts():
+        page, _, anchor = rule["annotations"].get("runbook", "docs/operations.md#alerts").partition("#")
+        headings = re.findall(r"^#+ (.+)$", (PROJECT / page).read_text(), re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+        assert anchor in anchors, rule["alert"]
+
+
+def fires_alone(alert: str, shown: dict[str, str], tmp_path: Path, *, at: str) -> None:
+    firing = {"expr": 'count by (alertname) (ALERTS{alertstate="firing"})', "eval_time": at}
     firing["exp_samples"] = [{"labels": f'{{alertname="{alert}"}}', "value": 1}] if alert else []
-    series = [{"series": name, "values": values} for name, values in (HEALTHY | unhealthy).items()]
+    series = [{"series": name, "values": values} for name, values in shown.items()]
     test = {"interval": "1m", "input_series": series, "promql_expr_test": [firing]}
     file = tmp_path / "test.yml"
     file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [test]}))

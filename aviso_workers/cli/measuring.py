@@ -57,7 +57,7 @@ def streams(
     servers: list[ServerRow] = connected(config, lambda app: reports.servers(app, monitor or ()))
     if servers:
         _print(SERVERS, map(_server_row, servers), servers, as_json=as_json)
-    if any(row.trouble for row in (*rows, *servers)):
+    if any(row.trouble for row in rows) or any(row.trouble for row in servers):
         raise typer.Exit(1)
 
 

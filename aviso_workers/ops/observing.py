@@ -20,6 +20,7 @@ from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import NotFoundError
 
 __all__ = [
+    "DEAD_LETTERS",
     "ConsumerInfo",
     "ConsumerRecord",
     "RunAlone",
@@ -28,10 +29,15 @@ __all__ = [
     "dead_letters",
     "given_up",
     "missing",
+    "part_used",
     "records",
     "run_alone",
     "streams_of",
 ]
+
+
+DEAD_LETTERS = dead_lettering.STREAM
+"""The stream of the dead letters of all apps."""
 
 
 class RunAlone(Struct, frozen=True, kw_only=True):
@@ -105,6 +111,20 @@ async def run_alone(app: App, among: Collection[str]) -> list[RunAlone]:
                     agent, of_stream, sequence = failing.parse_began(subject)
                     found.append(RunAlone(app=owner, agent=agent, stream=of_stream, sequence=sequence))
     return found
+
+
+async def part_used(app: App, stream: str) -> float | None:
+    """How much of the nearest limit a stream uses that refuses what is new when it is full.
+
+    None where it has no limit, discards what is old, or does not exist. Raises `BackendError`.
+    """
+    try:
+        info = await app.session.backend.stream_info(stream)
+    except NotFoundError:
+        return None
+    if info.config.get("discard") != "new":
+        return None
+    return streams.part_used(info.config, messages=info.messages, bytes=info.bytes)
 
 
 async def dead_letters(app: App) -> dict[tuple[str, ...], int]:

@@ -23,6 +23,7 @@ from aviso_workers.errors import NotFoundError, ServerProcessError
 from aviso_workers.ops import observing, stuck
 from aviso_workers.ops.doctor import monitoring
 from aviso_workers.ops.doctor.monitoring import Monitored
+from aviso_workers.streams import part_used
 
 __all__ = ["ConsumerRow", "Look", "ServerRow", "StreamRow", "consumers", "look", "servers", "streams"]
 
@@ -158,16 +159,11 @@ def _stream_row(name: str, now: Look, before: Look) -> StreamRow:
     found = now.streams[name]
     config, state = found["config"], found["state"]
     stored = state["last_seq"] - before.streams.get(name, found)["state"]["last_seq"]
-    parts = [
-        state[counted] / config[limit]
-        for counted, limit in (("messages", "max_msgs"), ("bytes", "max_bytes"))
-        if config.get(limit, -1) > 0
-    ]
     return StreamRow(
         stream=name,
         messages=state["messages"],
         bytes=state["bytes"],
-        used=max(parts, default=None),
+        used=part_used(config, messages=state["messages"], bytes=state["bytes"]),
         deleted=state.get("num_deleted", 0),
         rate=_per_second(stored, now, before),
         last=_time(state["last_ts"]) if state["messages"] else None,

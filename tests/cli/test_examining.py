@@ -76,7 +76,11 @@ def test_prometheus_reads_it_and_the_labels_are_bounded(run: Run, config: Path) 
     assert states["JS042", "pass"] == 0
     assert len(states) == 4 * len(CHECKS)
     assert sum(states.values()) == len(CHECKS)
-    (findings,) = [s for s in samples if s.name == "aviso_doctor_findings" and s.labels["code"] == "JS042"]
+    (findings,) = [
+        sample
+        for sample in samples
+        if sample.name == "aviso_doctor_findings" and sample.labels == {"code": "JS042", "state": "fail"}
+    ]
     assert findings.value == 1
     assert "MARS" not in ran.out
 

@@ -69,8 +69,9 @@ def measured(report: Report) -> list[Measured]:
         for state in State
     }
     findings: dict[tuple[str, ...], float] = {
-        (result.check.code,): float(sum(finding.state in (State.WARN, State.FAIL) for finding in result.findings))
+        (result.check.code, state.name.lower()): float(sum(finding.state is state for finding in result.findings))
         for result in report.results
+        for state in (State.WARN, State.FAIL)
     }
     return [
         Measured(
@@ -79,7 +80,12 @@ def measured(report: Report) -> list[Measured]:
             labels=("code", "state"),
             values=states,
         ),
-        Measured(name="aviso_doctor_findings", help="How much a check found wrong.", labels=("code",), values=findings),
+        Measured(
+            name="aviso_doctor_findings",
+            help="How much a check found wrong.",
+            labels=("code", "state"),
+            values=findings,
+        ),
         Measured(
             name="aviso_doctor_last_run_timestamp_seconds",
             help="When the doctor was here.",
