@@ -53,6 +53,7 @@ __all__ = [
     "plan",
     "readable",
     "reads_all",
+    "resets_of",
     "shared",
     "shorter_age",
     "starting",
@@ -74,6 +75,7 @@ UPDATABLE = PRIORITY | {"ack_wait", "filter_subjects", "max_ack_pending", "max_d
 STARTING = frozenset({"deliver_policy", "opt_start_seq", "opt_start_time", "metadata"})
 """What says where a consumer begins: told apart by what was declared, not by what became of that."""
 START = "aviso-workers-start"
+RESETS = "aviso-workers-resets"
 VERSIONS = "aviso-workers-versions"
 """The metadata of a durable consumer that says which versions of an agent read it: see `noted_versions`."""
 ACK_WAIT = "ack_wait="
@@ -506,8 +508,16 @@ def starting(start: str) -> dict[str, Any]:
 
 
 def after_reset(metadata: Mapping[str, str] | None) -> dict[str, str]:
-    """The metadata of a consumer that was taken to another place: any start may be declared from now on."""
-    return {**(metadata or {}), START: ""}
+    """The metadata of a consumer that is taken to another place: any start may be declared from now on, and workers
+    see that they are to forget what they have handled.
+    """
+    return {**(metadata or {}), START: "", RESETS: str(resets_of({"metadata": metadata}) + 1)}
+
+
+def resets_of(consumer: Mapping[str, Any]) -> int:
+    """How often a consumer, as a server reports it, was taken to another place."""
+    found = (consumer.get("metadata") or {}).get(RESETS, "")
+    return int(found) if found.isdecimal() else 0
 
 
 def beginning_after(spec: ConsumerSpec, sequence: int) -> ConsumerSpec:

@@ -160,6 +160,7 @@ class ConsumerInfo(Struct, frozen=True, kw_only=True):
     """When a message was last delivered."""
     last_settled: datetime | None = None
     """When a message was last acked or terminated, whether the floor rose or not."""
+    created: datetime | None = None
     paused_until: datetime | None = None
     """Before this time nothing is delivered; None where it is not paused."""
     pinned_since: datetime | None = None

@@ -27,6 +27,7 @@ from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publishing import Publisher
 from aviso_workers.engine.pulling import MOST_PREFETCH, AgentRun, Form
 from aviso_workers.engine.redeliveries import Redeliveries
+from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.replaying import Replayer
 from aviso_workers.engine.returning import Outputs
 from aviso_workers.engine.scheduling import run_timers
@@ -200,10 +201,13 @@ class Session:
         )
         failures = Failures(self.backend, app=self._app, agent=agent.name, stream=stream.name, events=self._events)
         shield = Shield(clock)
+        durable = agent.durable_name(self._app)
+        repeats = Repeats(self.backend, stream=stream.name, consumer=durable)
         settler = Settler(
             agent,
             stream=stream.name,
             line=line,
+            repeats=repeats,
             failures=failures,
             dead_letters=self._dead_letters,
             shield=shield,
@@ -240,7 +244,6 @@ class Session:
             shield=shield,
         )
         self.runs[agent.name] = run
-        durable = agent.durable_name(self._app)
         consumer = _served(
             _consumer(durable, topics.filter_subjects(where), policy.ack_wait, start=policy.start),
             singleton=policy.singleton,
@@ -275,6 +278,7 @@ class Session:
                 consumer=consumer,
                 ensure=shared.ensure,
                 takes=takes,
+                repeats=repeats,
                 provisioner=self.provisioner,
                 in_order=line.ordered,
                 # Who is busy, or waits for something to come, goes on asking, or would not stay pinned.

@@ -13,6 +13,7 @@ from aviso_workers.engine import parts
 from aviso_workers.engine.dead_lettering import DeadLetters
 from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shielding import Shield
 from aviso_workers.errors import BackendError
 from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, Settled, SettledOutcome
@@ -49,6 +50,7 @@ class Settler:
         *,
         stream: str,
         line: Line,
+        repeats: Repeats,
         failures: Failures,
         dead_letters: DeadLetters,
         shield: Shield,
@@ -58,6 +60,7 @@ class Settler:
         self._agent = agent
         self._stream = stream
         self._line = line
+        self._repeats = repeats
         self._failures = failures
         self._shield = shield
         self._storing = _Storing(agent.name, dead_letters, stream=stream, clock=clock, events=events)
@@ -135,11 +138,15 @@ class Settler:
             self._give_back(delivery, refused.again_in_seconds)
             return _End("retried", "dead_letter_failed", refused.error, attempt, refused.again_in_seconds)
         delivery.term(verdict.reason)
-        self._line.done(delivery)
+        self._end(delivery)
         return _End("dead_lettered", verdict.reason, error, attempt)
 
     def _ack(self, delivery: Delivery) -> None:
         delivery.ack()
+        self._end(delivery)
+
+    def _end(self, delivery: Delivery) -> None:
+        self._repeats.note(delivery)
         self._line.done(delivery)
 
     def _give_back(self, delivery: Delivery, delay: float) -> None:

@@ -20,6 +20,7 @@ from aviso_workers.engine import calling, parts
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.pulling import AgentRun
+from aviso_workers.engine.repeats import Repeats
 from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, Passed, TaskFailed
 from aviso_workers.streams import ConsumerSpec, StreamSpec
@@ -55,6 +56,8 @@ class Feed(Struct, frozen=True, kw_only=True):
     """Creates the consumer or brings it in line; None where `consumer` says all that is wanted of it."""
     takes: Callable[[Delivery], bool] | None = None
     """Whether the agent is to have a delivery; one that it is not to have is settled by this. None: it has all."""
+    repeats: Repeats | None = None
+    """What was settled lately of the stream; None where what comes again is always handled again."""
 
 
 async def supervise_agent(
@@ -119,6 +122,8 @@ async def _read(
     if feed.in_order and info.num_ack_pending and not len(run.line):
         await clocks.sleep_until(backend.clock, info.config["ack_wait"] / streams.SECOND + EXPIRY_SECONDS, stop)
 
+    if feed.repeats is not None:
+        feed.repeats.opened(info)
     room = feed.room or run.room
     deliver = _delivering(feed, run.line, backend, joining)
     async with backend.consume(stream, consumer, deliver=deliver, room=room, priority=feed.priority) as opened:
@@ -149,7 +154,8 @@ async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> P
 
 def _delivering(feed: Feed, line: Line, backend: Backend, joining: TaskGroup) -> Callable[[Delivery], None]:
     """What a delivery goes through before the agent holds it."""
-    unwrap, takes, put = feed.unwrap, feed.takes, line.put
+    unwrap, takes = feed.unwrap, feed.takes
+    put = line.put if feed.repeats is None else _passing_over(feed.repeats, line.put, joining)
 
     def take(delivery: Delivery) -> None:
         if takes is None or takes(delivery):
@@ -185,6 +191,22 @@ def _delivering(feed: Feed, line: Line, backend: Backend, joining: TaskGroup) ->
             take_unwrapped(unwrap(delivery, message))
 
     return deliver
+
+
+def _passing_over(repeats: Repeats, put: Callable[[Delivery], None], joining: TaskGroup) -> Callable[[Delivery], None]:
+    """`put` for what was not settled here before; see `repeats`."""
+    includes = repeats.includes
+
+    async def settle() -> None:
+        await repeats.settle(handle=put)
+
+    def put_new(delivery: Delivery) -> None:
+        if not includes(delivery):
+            put(delivery)
+        elif repeats.add(delivery):
+            joining.start_soon(settle)
+
+    return put_new
 
 
 async def supervise_task(task: Task, app: Any, *, clock: Clock, events: Events, stop: anyio.Event) -> None:

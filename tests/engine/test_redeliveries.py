@@ -18,6 +18,7 @@ from aviso_workers.engine.isolation import ALONE_SECONDS, Isolation
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.redeliveries import Redeliveries
+from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.settling import Settler
 from aviso_workers.engine.shielding import Shield
 from aviso_workers.events import Settled
@@ -90,6 +91,7 @@ class Worker:
             index,
             stream="MARS",
             line=self.line,
+            repeats=Repeats(backend, stream="MARS", consumer="index"),
             failures=self.failures,
             dead_letters=DeadLetters(backend, app="tests", config=settings, provisioner=provisioner),
             shield=shield,

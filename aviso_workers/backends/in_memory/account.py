@@ -72,8 +72,7 @@ class Account:
         if found is None:
             self._refuse_overlap(wanted)
             # No two streams of a name are made at the same time, so that one can be told from the one before it.
-            created_ns = max(self._clock.time_ns(), self._created_ns.get(spec.name, 0) + 1000)
-            self._created_ns[spec.name] = created_ns
+            created_ns = self._created_now(spec.name)
             self._streams[spec.name] = Stream(
                 wanted, history=self._settings.max_history_per_topic, created_ns=created_ns
             )
@@ -94,11 +93,17 @@ class Account:
         found = self.stream(stream)
         durable = found.durables.get(spec.durable_name)
         if durable is None:
-            durable = Durable(spec, found.messages, last_sequence=found.last_sequence)
+            created_ns = self._created_now(f"{stream}.{spec.durable_name}")
+            durable = Durable(spec, found.messages, last_sequence=found.last_sequence, created_ns=created_ns)
             found.durables[spec.durable_name] = durable
         else:
             durable.update(spec)
         return durable
+
+    def _created_now(self, name: str) -> int:
+        """The time at which a stream or consumer is created: never that of one of the same name before it."""
+        self._created_ns[name] = max(self._clock.time_ns(), self._created_ns.get(name, 0) + 1000)
+        return self._created_ns[name]
 
     def publish(self, outgoing: Outgoing) -> PubAck:
         """Store a message where its subject belongs, if that is `stream`."""

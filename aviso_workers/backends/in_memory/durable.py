@@ -41,7 +41,9 @@ class Outstanding(Struct):
 class Durable:
     """A consumer over `messages`, the stream's own mapping of what it holds, in sequence order."""
 
-    def __init__(self, spec: ConsumerSpec, messages: Mapping[int, Message], *, last_sequence: int) -> None:
+    def __init__(
+        self, spec: ConsumerSpec, messages: Mapping[int, Message], *, last_sequence: int, created_ns: int = 0
+    ) -> None:
         if spec.ack_policy != "explicit" or spec.deliver_policy not in POLICIES:
             raise RefusedError(
                 f"consumer {spec.durable_name}: in memory there are ack_policy explicit and deliver_policy "
@@ -55,6 +57,7 @@ class Durable:
         self._waiting: OrderedDict[int, None] = OrderedDict()
         self._outstanding: dict[int, Outstanding] = {}
         self._due: OrderedDict[int, None] = OrderedDict()
+        self._created_ns = created_ns
         self.last_delivered_ns = 0
         self.last_settled_ns = 0
         self.pinned_ns = 0
@@ -76,6 +79,7 @@ class Durable:
             ack_floor=min(self._outstanding) - 1 if self._outstanding else self._cursor,
             last_delivered=_time(self.last_delivered_ns),
             last_settled=_time(self.last_settled_ns),
+            created=_time(self._created_ns),
             paused_until=self.paused_until,
             pinned_since=_time(self.pinned_ns),
         )

@@ -213,6 +213,8 @@ class JetStreamBackend:
         found = await self.consumer_info(stream, consumer)  # a server does not answer about one that is missing
         config = {**found.config, "metadata": streams.after_reset(found.config.get("metadata"))}
         create = f"CONSUMER.CREATE.{stream}.{consumer}"
+        # Before it is done: a worker that is given something again must find that it was meant to be.
+        await self._connection.api(create, {"stream_name": stream, "config": config, "action": "update"})
         try:
             answer = await self._connection.api(f"CONSUMER.RESET.{stream}.{consumer}", {"seq": sequence})
         except RefusedError as error:
@@ -224,7 +226,6 @@ class JetStreamBackend:
             config.pop("opt_start_time", None)
             request = {"stream_name": stream, "config": config, "action": "create"}
             return _consumer_info(await self._connection.api(create, request))
-        await self._connection.api(create, {"stream_name": stream, "config": config, "action": "update"})
         return _consumer_info(answer)
 
     def _has_server(self, major: int, minor: int) -> bool:
@@ -368,6 +369,7 @@ def _consumer_info(answer: Mapping[str, Any]) -> ConsumerInfo:
         ack_floor=answer["ack_floor"]["stream_seq"],
         last_delivered=_time(answer["delivered"].get("last_active")),
         last_settled=_time(answer["ack_floor"].get("last_active")),
+        created=_time(answer["created"]),
         paused_until=_time(answer["config"].get("pause_until")) if answer.get("paused") else None,
         pinned_since=_pinned_since(answer),
     )

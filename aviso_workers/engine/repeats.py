@@ -1,0 +1,104 @@
+"""Deliveries that come again although this process has settled them, because the settlement did not arrive in time.
+
+An acknowledgement is lost with its connection, or leaves later than `ack_wait` where a handler has stopped the event
+loop. The server delivers the notification again, and handling it again would be a repeat, and with `order_by` one
+behind its successors. So what was settled lately is remembered, and what comes again is acknowledged again.
+`settling` notes what it settles; `supervising` asks here about each delivery of the agent's stream.
+
+An operator who takes a consumer back (`reset`), or deletes it, wants everything handled again. Of such a consumer
+everything comes as for the first time, but another worker may have been given it before this one. So before anything
+is acknowledged again, the server is asked whether the consumer is still the one that was known; where it is another
+one, everything is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+
+from aviso_workers import streams
+from aviso_workers.backends import Backend, ConsumerInfo, Delivery
+from aviso_workers.errors import BackendError
+
+__all__ = ["Repeats"]
+
+MOST_REMEMBERED = 20_000
+"""More than a worker settles between the moment at which its connection is lost and the one at which it notices."""
+AGAIN_SECONDS = 1.0
+"""When what came again is delivered once more where the server does not say whether the consumer is the same."""
+
+
+class Repeats:
+    """The notifications that one worker has settled lately of an agent's stream."""
+
+    def __init__(self, backend: Backend, *, stream: str, consumer: str) -> None:
+        self._backend = backend
+        self._stream = stream
+        self._consumer = consumer
+        self._newer: dict[int, int] = {}
+        """The store time by sequence: those of a stream that is deleted and made anew differ."""
+        self._older: dict[int, int] = {}
+        self._known: tuple[datetime | None, int] | None = None
+        """Which consumer it was that delivered them: when it was created, and how often it was taken back."""
+        self._deliveries = 0
+        """How many deliveries it had made at least."""
+        self._found: list[Delivery] = []
+
+    def __len__(self) -> int:
+        return len(self._newer) + len(self._older)
+
+    def note(self, delivery: Delivery) -> None:
+        """It is settled for good."""
+        if not delivery.can_be_read_again:
+            return  # a dead letter that was handed back, which has the sequence of its original
+        message, newer = delivery.message, self._newer
+        newer[message.sequence] = message.timestamp_ns
+        if len(newer) >= MOST_REMEMBERED // 2:
+            self._older, self._newer = newer, {}
+
+    def includes(self, delivery: Delivery) -> bool:
+        """Whether it was settled here. What comes as for the first time was not: its consumer was taken back."""
+        message = delivery.message
+        sequence, time = message.sequence, message.timestamp_ns
+        if self._newer.get(sequence) != time and self._older.get(sequence) != time:
+            return False
+        if delivery.num_delivered == 1:
+            self._forget()
+            return False
+        return True
+
+    def opened(self, consumer: ConsumerInfo) -> bool:
+        """Note the consumer that is read from now on; whether it is the one that was known. Else all is forgotten."""
+        found = (consumer.created, streams.resets_of(consumer.config))
+        same = found == self._known and consumer.deliveries >= self._deliveries
+        if not same:
+            self._forget()
+        self._known, self._deliveries = found, consumer.deliveries
+        return same
+
+    def add(self, delivery: Delivery) -> bool:
+        """Keep one that `includes` has found until `settle`; whether that has to be called."""
+        self._found.append(delivery)
+        return len(self._found) == 1
+
+    async def settle(self, *, handle: Callable[[Delivery], None]) -> None:
+        """Acknowledge what was found, or `handle` it where the consumer is not the one that was known."""
+        try:
+            info = await self._backend.consumer_info(self._stream, self._consumer)
+        except BackendError:
+            for delivery in self._taken():
+                delivery.nak(delay_seconds=AGAIN_SECONDS)
+            return
+        same = self.opened(info)
+        for delivery in self._taken():
+            if same:
+                delivery.ack()
+            else:
+                handle(delivery)
+
+    def _taken(self) -> list[Delivery]:
+        found, self._found = self._found, []
+        return found
+
+    def _forget(self) -> None:
+        self._newer, self._older = {}, {}
