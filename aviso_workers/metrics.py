@@ -1,7 +1,7 @@
-"""What a worker, or a fleet of them, shows to Prometheus: the only module that knows its client.
+"""What a worker, or a fleet of them, shows to Prometheus.
 
-An observer of the engine's facts that adds to plain numbers; Prometheus' objects are made when somebody scrapes, from
-the tables below. Labels are names and small sets of words, never a subject. Every series that can be known exists at
+An observer of the engine's facts that adds to plain numbers, which are written out when somebody scrapes, from the
+tables below. Labels are names and small sets of words, never a subject. Every series that can be known exists at
 zero from the start. docs/metrics.md lists them all.
 """
 
@@ -12,17 +12,12 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
-from typing import Any, cast
+from itertools import accumulate
+from typing import Any
 
 from msgspec import Struct
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily as Counter
-from prometheus_client.core import GaugeMetricFamily as Gauge
-from prometheus_client.core import HistogramMetricFamily as Histogram
-from prometheus_client.core import Metric as Family
-from prometheus_client.parser import text_string_to_metric_families as families_in
 
-from aviso_workers import schema
+from aviso_workers import exposition, schema
 from aviso_workers.app import App
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.engine.ordering import Line
@@ -45,6 +40,7 @@ from aviso_workers.events import (
     Ticked,
     WindowDone,
 )
+from aviso_workers.exposition import Kind
 from aviso_workers.windows import Window
 
 __all__ = ["FleetMetrics", "Metrics", "render_gauges"]
@@ -62,8 +58,12 @@ DEAD_LETTER_REASONS = (
 ENDINGS = ("crashed", "in_order")
 MOST_REASONS = 50
 """Reasons after these are counted as one, because authors may make up names of exceptions as they go."""
+COUNTER: Kind = "counter"
+GAUGE: Kind = "gauge"
+HISTOGRAM: Kind = "histogram"
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
 """Seconds: from a cached answer to an hour's backlog."""
+BOUNDS = (*map(str, BUCKETS), "+Inf")
 
 
 class _Seconds:
@@ -77,12 +77,10 @@ class _Seconds:
         self.counts[bisect_left(BUCKETS, seconds)] += 1
         self.sum += seconds
 
-    def cumulative(self) -> list[tuple[str, float]]:
-        total, result = 0, []
-        for bound, count in zip((*map(str, BUCKETS), "+Inf"), tuple(self.counts), strict=True):
-            total += count
-            result.append((bound, float(total)))
-        return result
+    def values(self) -> list[float]:
+        """How many took at most as long as each bound, how many there were, and their sum."""
+        cumulative = list(accumulate(tuple(self.counts)))
+        return [*cumulative, cumulative[-1], self.sum]
 
 
 class _Counts(dict[str, int]):
@@ -177,149 +175,152 @@ class _Timer:
 class Metric(Struct, frozen=True):
     """A metric, and how its value is read from the numbers."""
 
-    kind: Any
-    """One of the client's families."""
+    kind: Kind
     name: str
-    """What follows `aviso_worker_`; the client puts a counter's `_total` behind it."""
+    """What follows `aviso_worker_`, without the `_total` of a counter."""
     help: str
     read: Callable[[Any], float | _Counts | _Seconds]
     by: tuple[str, ...] = ()
     """The label that the words of a `_Counts` are."""
 
+    @property
+    def full_name(self) -> str:
+        return f"aviso_worker_{self.name}{'_total' if self.kind == COUNTER else ''}"
+
 
 OF_PROCESS = (
     Metric(
-        Gauge,
+        GAUGE,
         "ready",
         "Whether /readyz says yes: connected, and every agent reads and can store its dead letters.",
         lambda own: own.ready(),
     ),
-    Metric(Gauge, "start_timestamp_seconds", "When the process started.", lambda own: own.started_at),
-    Metric(Gauge, "connected", "Whether the backend is connected.", lambda own: own.connected),
+    Metric(GAUGE, "start_timestamp_seconds", "When the process started.", lambda own: own.started_at),
+    Metric(GAUGE, "connected", "Whether the backend is connected.", lambda own: own.connected),
     Metric(
-        Gauge,
+        GAUGE,
         "connection_slow",
         "Whether notifications take the long way through nats-py, because its version is not one that was tested.",
         lambda own: own.slow,
     ),
-    Metric(Counter, "reconnects", "Connections made after the first.", lambda own: max(0, own.connections - 1)),
+    Metric(COUNTER, "reconnects", "Connections made after the first.", lambda own: max(0, own.connections - 1)),
     Metric(
-        Gauge,
+        GAUGE,
         "loop_lag_seconds",
         "How late the event loop came round the last time, or is now if that is more.",
         lambda own: own.loop_lag_seconds(),
     ),
 )
 PER_BASE = (
-    Metric(Counter, "published", "Notifications published, by outcome.", lambda b: b.outcomes, ("outcome",)),
-    Metric(Counter, "publish_retries", "Attempts to publish after the first.", lambda b: b.retries),
+    Metric(COUNTER, "published", "Notifications published, by outcome.", lambda b: b.outcomes, ("outcome",)),
+    Metric(COUNTER, "publish_retries", "Attempts to publish after the first.", lambda b: b.retries),
 )
 PER_AGENT = (
     Metric(
-        Gauge,
+        GAUGE,
         "pending",
         "Notifications never delivered yet, over all workers; NaN until it is known.",
         lambda a: a.pending,
     ),
     Metric(
-        Gauge,
+        GAUGE,
         "ack_pending",
         "Notifications delivered and not settled, over all workers; NaN until it is known.",
         lambda a: a.ack_pending,
     ),
     Metric(
-        Gauge,
+        GAUGE,
         "oldest_unfinished_age_seconds",
         "Age of the oldest notification that this worker holds; 0 where it holds none.",
         lambda a: a.of_line(lambda line: line.oldest_age_seconds),
     ),
     Metric(
-        Gauge,
+        GAUGE,
         "in_flight",
         "Notifications that this worker handles now.",
         lambda a: a.of_line(lambda line: line.running),
     ),
     Metric(
-        Gauge,
+        GAUGE,
         "waiting",
         "Notifications that this worker holds and does not handle now.",
         lambda a: a.of_line(lambda line: line.waiting),
     ),
-    Metric(Counter, "notifications", "Deliveries settled, by outcome.", lambda a: a.outcomes, ("outcome",)),
-    Metric(Counter, "retries", "Deliveries to be tried again, by exception.", lambda a: a.retries, ("reason",)),
+    Metric(COUNTER, "notifications", "Deliveries settled, by outcome.", lambda a: a.outcomes, ("outcome",)),
+    Metric(COUNTER, "retries", "Deliveries to be tried again, by exception.", lambda a: a.retries, ("reason",)),
     Metric(
-        Counter,
+        COUNTER,
         "dead_letters",
         "Notifications that became dead letters, by reason.",
         lambda a: a.dead_letters,
         ("reason",),
     ),
     Metric(
-        Gauge,
+        GAUGE,
         "dead_letters_refused",
         "Whether dead letters of this agent cannot be stored now, so that their originals wait.",
         lambda a: a.dead_letters_refused,
     ),
     Metric(
-        Gauge,
+        GAUGE,
         "threads_stuck",
         "Threads of this agent that run on after their timeout, where these are all it may have; else 0.",
         lambda a: a.threads_stuck,
     ),
-    Metric(Counter, "redelivered", "Deliveries that were not their notification's first.", lambda a: a.redelivered),
+    Metric(COUNTER, "redelivered", "Deliveries that were not their notification's first.", lambda a: a.redelivered),
     Metric(
-        Counter,
+        COUNTER,
         "missed",
         "Notifications that left the stream before they were delivered, over all workers; NaN where a filter hides it.",
         lambda a: a.missed,
     ),
     Metric(
-        Counter,
+        COUNTER,
         "pull_errors",
         "How often reading broke off, by JetStream's error code, or by exception where there is none.",
         lambda a: a.pull_errors,
         ("code",),
     ),
     Metric(
-        Counter,
+        COUNTER,
         "consumer_recreations",
         "How often the agent's consumer or stream was gone and made anew.",
         lambda a: a.recreations,
     ),
     Metric(
-        Gauge,
+        GAUGE,
         "last_progress_timestamp_seconds",
         "When this worker last settled a delivery; 0 before the first.",
         lambda a: a.settled_at,
     ),
     Metric(
-        Histogram,
+        HISTOGRAM,
         "lane_wait_seconds",
         "Time that a delivery waited in the worker, for its lane and for a free slot.",
         lambda a: a.waited,
     ),
-    Metric(Histogram, "handler_seconds", "Time that handling a delivery took.", lambda a: a.handler),
+    Metric(HISTOGRAM, "handler_seconds", "Time that handling a delivery took.", lambda a: a.handler),
     Metric(
-        Histogram,
+        HISTOGRAM,
         "stored_to_settled_seconds",
         "Time from when a notification was stored to when its delivery was settled.",
         lambda a: a.stored_to_settled,
     ),
 )
 PER_TIMER = (
-    Metric(Counter, "ticks", "Ticks that this worker ran, by outcome.", lambda t: t.outcomes, ("outcome",)),
+    Metric(COUNTER, "ticks", "Ticks that this worker ran, by outcome.", lambda t: t.outcomes, ("outcome",)),
     Metric(
-        Gauge,
+        GAUGE,
         "last_tick_timestamp_seconds",
         "When the last tick was due that this worker ran; 0 before the first.",
         lambda t: t.last_tick,
     ),
 )
 PER_WINDOWS = (
-    Metric(Counter, "windows", "Times an agent ran for a window that is over, by outcome.", lambda w: w, ("outcome",)),
+    Metric(COUNTER, "windows", "Times an agent ran for a window that is over, by outcome.", lambda w: w, ("outcome",)),
 )
 METRICS = {
-    ("version",): (Metric(Gauge, "build_info", "The package that runs.", lambda _: 1),),
+    ("version",): (Metric(GAUGE, "build_info", "The package that runs.", lambda _: 1),),
     ("app",): OF_PROCESS,
     ("app", "base"): PER_BASE,
     ("app", "agent", "base"): PER_AGENT,
@@ -327,16 +328,16 @@ METRICS = {
     ("app", "agent"): PER_WINDOWS,
 }
 """All of a worker process, by the labels that they have in common."""
-OF_FLEET = {
+OF_FLEET: dict[tuple[str, ...], tuple[Metric, ...]] = {
     ("app", "process"): (
         Metric(
-            Gauge,
+            GAUGE,
             "process_running",
             "Whether the process of a fleet runs; its other series are gone while it does not.",
             lambda process: process.running,
         ),
         Metric(
-            Counter,
+            COUNTER,
             "process_exits",
             "How often a process of a fleet ended that was to go on, by how.",
             lambda process: process.endings,
@@ -374,8 +375,7 @@ class Metrics:
         self._measured: dict[str, Measured] = {}
         self._gone: set[tuple[str, str]] = set()
         """Agents and streams of which one or the other's consumer was not found."""
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
+        self._table = _Table()
 
     def observe(self, event: Event) -> None:
         match event:
@@ -427,31 +427,12 @@ class Metrics:
 
     def render(self) -> bytes:
         """The numbers in Prometheus' text format."""
-        return generate_latest(self._registry)
-
-    def collect(self) -> Iterator[Family]:
-        """What the client's registry asks for."""
-        for labels, metrics in METRICS.items():
-            for metric in metrics:
-                yield _family(metric, labels, self._rows[labels])
-        yield from map(_gauge, tuple(self._measured.values()))
-
-
-class _Gauges:
-    """What was measured once, by whoever is no worker."""
-
-    def __init__(self, measured: Iterable[Measured]) -> None:
-        self._measured = tuple(measured)
-
-    def collect(self) -> Iterator[Family]:
-        yield from map(_gauge, self._measured)
+        return self._table.render(METRICS, self._rows) + render_gauges(tuple(self._measured.values()))
 
 
 def render_gauges(measured: Iterable[Measured]) -> bytes:
     """These and nothing else, in Prometheus' text format."""
-    registry = CollectorRegistry()
-    registry.register(_Gauges(measured))
-    return generate_latest(registry)
+    return "".join(map(_gauge, measured)).encode()
 
 
 class _Process:
@@ -473,8 +454,7 @@ class FleetMetrics:
         self._processes = {name: _Process() for name in processes}
         self._rows: dict[tuple[str, ...], _Process] = {(app, name): one for name, one in self._processes.items()}
         self._scrape = scrape
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
+        self._table = _Table()
 
     def started(self, process: str) -> None:
         self._processes[process].running = True
@@ -488,40 +468,65 @@ class FleetMetrics:
 
     def render(self) -> bytes:
         """The numbers in Prometheus' text format."""
-        return generate_latest(self._registry)
-
-    def collect(self) -> Iterator[Family]:
-        """What the client's registry asks for."""
-        for labels, metrics in OF_FLEET.items():
-            for metric in metrics:
-                yield _family(metric, labels, self._rows)
-        merged: dict[str, Family] = {}
-        for process, text in self._scrape().items():
-            for family in families_in(text):
-                whole = merged.setdefault(family.name, Family(family.name, family.documentation, family.type))
-                whole.samples += [one._replace(labels={**one.labels, "process": process}) for one in family.samples]
-        yield from merged.values()
+        own = self._table.render(OF_FLEET, dict.fromkeys(OF_FLEET, self._rows))
+        return own + exposition.joined(self._scrape(), label="process").encode()
 
 
-def _family(metric: Metric, labels: tuple[str, ...], rows: Mapping[tuple[str, ...], Any]) -> Family:
-    family = metric.kind(f"aviso_worker_{metric.name}", metric.help, labels=(*labels, *metric.by))
-    for key, numbers in rows.items():
-        match metric.read(numbers):
-            case _Seconds() as seconds:
-                family.add_metric(key, buckets=seconds.cumulative(), sum_value=seconds.sum)
-            case _Counts() as counts:
-                for word, count in dict(counts).items():  # at once: the loop's thread may add to it meanwhile
-                    family.add_metric((*key, word), float(count))
-            case value:
-                family.add_metric(key, float(value))
-    return cast(Family, family)
+Rows = Mapping[tuple[str, ...], Any]
+"""Numbers by the values of their labels."""
 
 
-def _gauge(measured: Measured) -> Family:
-    gauge = Gauge(measured.name, measured.help, labels=measured.labels)
+class _Table:
+    """Writes out a table of metrics again and again. What stands before a number is made once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ...], list[str]] = {}
+        """What stands before the numbers of a metric, by its name and the values of its labels."""
+
+    def render(
+        self, metrics: Mapping[tuple[str, ...], Iterable[Metric]], rows: Mapping[tuple[str, ...], Rows]
+    ) -> bytes:
+        return "".join(
+            text for labels, those in metrics.items() for metric in those for text in self._family(metric, labels, rows)
+        ).encode()
+
+    def _family(self, metric: Metric, labels: tuple[str, ...], rows: Mapping[tuple[str, ...], Rows]) -> Iterator[str]:
+        yield exposition.heading(metric.full_name, metric.help, metric.kind)
+        for key, numbers in rows[labels].items():
+            match metric.read(numbers):
+                case _Seconds() as seconds:
+                    for before, value in zip(self._of_histogram(metric, labels, key), seconds.values(), strict=True):
+                        yield f"{before}{exposition.number(value)}\n"
+                case _Counts() as counts:
+                    for word, count in dict(counts).items():  # at once: the loop's thread may add to it meanwhile
+                        yield self._line(metric, (*labels, *metric.by), (*key, word), count)
+                case value:
+                    yield self._line(metric, labels, key, float(value))
+
+    def _line(self, metric: Metric, labels: tuple[str, ...], key: tuple[str, ...], value: float) -> str:
+        known = self._known.get((metric.name, *key))
+        if known is None:
+            before = exposition.labelled(metric.full_name, zip(labels, key, strict=True))
+            known = self._known[metric.name, *key] = [before]
+        return f"{known[0]}{exposition.number(value)}\n"
+
+    def _of_histogram(self, metric: Metric, labels: tuple[str, ...], key: tuple[str, ...]) -> list[str]:
+        known = self._known.get((metric.name, *key))
+        if known is None:
+            of_row = tuple(zip(labels, key, strict=True))
+            name = metric.full_name
+            buckets = [exposition.labelled(f"{name}_bucket", (*of_row, ("le", bound))) for bound in BOUNDS]
+            rest = [exposition.labelled(f"{name}_{part}", of_row) for part in ("count", "sum")]
+            known = self._known[metric.name, *key] = [*buckets, *rest]
+        return known
+
+
+def _gauge(measured: Measured) -> str:
+    lines = [exposition.heading(measured.name, measured.help, GAUGE)]
     for key, value in measured.values.items():
-        gauge.add_metric(key, value)
-    return gauge
+        before = exposition.labelled(measured.name, zip(measured.labels, key, strict=True))
+        lines.append(f"{before}{exposition.number(value)}\n")
+    return "".join(lines)
 
 
 def _line_of(app: App, agent: str) -> Callable[[], Line | None]:

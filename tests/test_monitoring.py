@@ -62,15 +62,9 @@ class Shown(Struct, frozen=True):
 def metrics(tmp_path_factory: pytest.TempPathFactory) -> list[Shown]:
     """All: the worker's and the fleet's as their tables have them, and what the observer measures."""
     of_worker = [
-        Shown(
-            f"aviso_worker_{metric.name}{'_total' if kind == 'counter' else ''}",
-            kind,
-            (*labels, *metric.by),
-            metric.help,
-        )
+        Shown(metric.full_name, metric.kind, (*labels, *metric.by), metric.help)
         for labels, of_labels in (METRICS | OF_FLEET).items()
         for metric in of_labels
-        for kind in [metric.kind("any", "any").type]
     ]
     file = tmp_path_factory.mktemp("observer") / "config.yaml"
     file.write_text(IN_MEMORY)

@@ -122,8 +122,8 @@ async def test_one_port_answers_for_all_processes(run_worker: Callable[..., Work
     assert [line for line in shown if line.startswith(("aviso_worker_ready{", "aviso_worker_process_running{"))] == [
         'aviso_worker_process_running{app="stories",process="1"} 1.0',
         'aviso_worker_process_running{app="stories",process="2"} 1.0',
-        'aviso_worker_ready{app="stories",process="1"} 1.0',
-        'aviso_worker_ready{app="stories",process="2"} 1.0',
+        'aviso_worker_ready{process="1",app="stories"} 1.0',
+        'aviso_worker_ready{process="2",app="stories"} 1.0',
     ]
     assert len([line for line in shown if line.startswith("# TYPE aviso_worker_ready ")]) == 1
     assert fleet.get("/livez") == "ok\n"
