@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def environ(tmp_path: Path) -> Iterator[dict[str, str]]:
     """What tells init_nats.sh to start a server of the test's own."""
     with ports.held(2) as (port, http_port):
         yield {
-            "SKIP_DOCKER": "true",
+            "DOCKER_HOST": "tcp://127.0.0.1:1",  # where no engine answers
             "CONFIG_DIR": str(tmp_path / "nats"),
             "CONTAINER_NAME": f"test-{os.getpid()}",
             "NATS_PORT": str(port),
@@ -231,6 +232,68 @@ def test_a_token_is_made_and_needed_and_not_shown(environ: dict[str, str], tmp_p
         assert smoke(**installation.environ).returncode == 0
     finally:
         run(SCRIPTS / "init_nats.sh", "stop", **environ)
+
+
+@pytest.mark.parametrize("token", ['a"b', "a\\b", 'x" } debug: true #', "$HOME {}%'"])
+def test_a_token_is_taken_as_it_is(environ: dict[str, str], tmp_path: Path, token: str) -> None:
+    started = run(SCRIPTS / "init_nats.sh", **environ, ENABLE_AUTH="true", TOKEN=token)
+    try:
+        assert started.returncode == 0, started.stderr
+        url = f"nats://localhost:{environ['NATS_PORT']}"
+        installation = Installation(tmp_path / "installation.yaml", url)
+        installation.configure()
+        installation.environ["NATS_TOKEN"] = token
+        installation.apply()
+    finally:
+        run(SCRIPTS / "init_nats.sh", "stop", **environ)
+
+
+@pytest.mark.parametrize("token", ["a\nb", "a\tb", "$2a$10$abcdefghijklmnopqrstuv"])
+def test_a_token_that_no_server_reads_as_it_is_is_refused(environ: dict[str, str], token: str) -> None:
+    started = run(SCRIPTS / "init_nats.sh", **environ, ENABLE_AUTH="true", TOKEN=token)
+    assert started.returncode == 1
+    assert "init_nats.sh: TOKEN must" in started.stderr
+    assert token not in started.stderr
+
+
+def test_a_process_id_that_was_given_to_somebody_else_is_left_alone(environ: dict[str, str], tmp_path: Path) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        directory = tmp_path / "nats"
+        directory.mkdir()
+        (directory / "nats-server.pid").write_text(f"{stranger.pid}\n")
+        assert run(SCRIPTS / "init_nats.sh", "stop", **environ).returncode == 0
+        assert stranger.poll() is None
+        (directory / "nats-server.pid").write_text(f"{stranger.pid}\n")
+        started = run(SCRIPTS / "init_nats.sh", **environ)
+        assert started.returncode == 0, started.stderr
+        assert stranger.poll() is None
+    finally:
+        run(SCRIPTS / "init_nats.sh", "stop", **environ)
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_server_that_ends_at_once_is_told_with_its_reason(environ: dict[str, str]) -> None:
+    begun = time.monotonic()
+    started = run(SCRIPTS / "init_nats.sh", **environ, MAX_STORAGE="plenty")
+    assert started.returncode == 1
+    assert "the server ended at once: " in started.stderr
+    assert "max_file_store" in started.stderr or "plenty" in started.stderr
+    assert time.monotonic() - begun < 8, "it did not wait for the ten seconds that a server has to get ready"
+
+
+@pytest.mark.parametrize("value", ["true", "1", "yes"])
+def test_without_docker_the_configuration_is_written_and_nothing_started(
+    environ: dict[str, str], tmp_path: Path, value: str
+) -> None:
+    """As upstream's script does where SKIP_DOCKER is set."""
+    ran = run(SCRIPTS / "init_nats.sh", **environ, SKIP_DOCKER=value)
+    assert ran.returncode == 0, ran.stderr
+    config_file = tmp_path / "nats" / "nats-server.conf"
+    assert f"nats-server -c {config_file}" in ran.stdout
+    assert f'listen: "127.0.0.1:{environ["NATS_PORT"]}"' in config_file.read_text()
+    assert not (tmp_path / "nats" / "nats-server.pid").exists()
 
 
 def test_a_watch_from_history_to_live_misses_and_doubles_nothing() -> None:
