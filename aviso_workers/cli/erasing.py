@@ -13,7 +13,7 @@ from aviso_workers.cli.confirming import Yes, confirm
 from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
 from aviso_workers.cli.parsing import parse_where
 from aviso_workers.cli.printing import print_table
-from aviso_workers.ops.erasing import ELSEWHERE, Eraser, Survey
+from aviso_workers.ops.erasing import ELSEWHERE, INDEX_WITHIN, Eraser, Survey
 
 __all__ = ["erase"]
 
@@ -46,6 +46,10 @@ def erase(
         record = audit or Path(f"erasure-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}.json")
         left = await eraser.erase(survey, audit=record)
         typer.echo(f"{survey.messages - left.messages} erased, {left.messages} left; the record is {record}")
+        typer.echo(
+            "the subjects of what is erased, with the values that are in them, stay in the index files of the servers "
+            f"until {datetime.now(UTC) + INDEX_WITHIN:%Y-%m-%dT%H:%M:%SZ} at the latest: keep no copy of these before"
+        )
         return not left.findings
 
     if not run_connected(connected_app(config), run):

@@ -14,7 +14,7 @@ import getpass
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.ops.wiping import event_type_of
 
-__all__ = ["ELSEWHERE", "Eraser", "Finding", "Survey", "Unreached"]
+__all__ = ["ELSEWHERE", "INDEX_WITHIN", "Eraser", "Finding", "Survey", "Unreached"]
 
 ELSEWHERE = (
     "backups: `aviso-workers backup cleanse` rewrites them",
@@ -52,6 +52,9 @@ AT_ONCE = 32
 ROUNDS = 3
 """A copy may arrive while its original is being erased."""
 SOURCE = "Nats-Stream-Source"
+INDEX_WITHIN = timedelta(minutes=3)
+"""A nats-server writes the index of a stream, a file that has its subjects, at most so long after a change: 2.15 does
+every two minutes or two and a half. Nothing asks it to do so at once on each of the copies."""
 DENIALS = {"deny_delete": "it has deny_delete, which no server takes back", "sealed": "it is sealed for good"}
 
 Matches = Callable[[Message], bool]
@@ -160,6 +163,7 @@ class Eraser:
             | {
                 "state": "incomplete" if left.findings else "done",
                 "ended": datetime.now(UTC).isoformat(),
+                "subjects_on_disk_until": (datetime.now(UTC) + INDEX_WITHIN).isoformat(),
                 "erased": {stream: len(sequences) for stream, sequences in self._known.items() if sequences},
                 "left": [msgspec.to_builtins(finding) for finding in left.findings],
             },

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,11 @@ def test_without_yes_nothing_is_erased(run: Run, stored: Path) -> None:
 
 def test_it_erases_and_leaves_a_record(run: Run, stored: Path, tmp_path: Path) -> None:
     ran = run("erase", "mars", "step=1", "--yes", "--audit", "erased.json", "-c", stored)
-    assert (ran.code, ran.lines[-1]) == (0, "1 erased, 0 left; the record is erased.json")
+    assert (ran.code, ran.lines[-2]) == (0, "1 erased, 0 left; the record is erased.json")
+    record = json.loads((tmp_path / "erased.json").read_text())
+    until = datetime.fromisoformat(record["subjects_on_disk_until"])
+    assert timedelta(minutes=2.5) < until - datetime.fromisoformat(record["ended"]) < timedelta(minutes=4)
+    assert f"stay in the index files of the servers until {until:%Y-%m-%dT%H:%M}" in ran.lines[-1]
     assert json.loads((tmp_path / "erased.json").read_bytes())["erased"] == {"MARS": 1}
     [left] = map(json.loads, run("replay", "mars", "-c", stored).lines)
     assert left["data"]["identifier"]["step"] == "2"
