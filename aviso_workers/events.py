@@ -332,6 +332,8 @@ class AckWaitDiffers(Struct, frozen=True, kw_only=True):
 class ConnectionChanged(Struct, frozen=True, kw_only=True):
     connected: bool
     reason: str
+    opened: bool = False
+    """Whether there was a connection before."""
 
 
 class ConnectionSlow(Struct, frozen=True, kw_only=True):
@@ -391,6 +393,10 @@ def warning(event: Event) -> str:
             return f"consumer {event.consumer} is used as it is ({'; '.join(event.differences)})"
         case Skipped():
             return f"{event.event_type}@{event.sequence} is left out: {event.error}"
+        case ConnectionChanged(opened=True, connected=False):
+            return f"the connection was lost, and is tried again: {event.reason}"
+        case ConnectionChanged(opened=True):
+            return "connected again"
         case StreamGone():
             return f"stream {event.stream} was deleted: waiting for it to be made again"
         case StreamMadeAgain():

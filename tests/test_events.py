@@ -56,10 +56,27 @@ def test_a_warning_that_nobody_listens_to_is_logged_and_nothing_else_is(caplog: 
     gone = StreamGone(stream="MARS")
     made_again = StreamMadeAgain(stream="MARS", next_sequence=43, last_sequence=7)
 
-    for event in (UP, STORED, kept, skipped, gone, made_again, StreamProvisioned(stream="MARS", action="created")):
+    lost = ConnectionChanged(connected=False, reason="EOF", opened=True)
+    again = ConnectionChanged(connected=True, reason="", opened=True)
+    never = ConnectionChanged(connected=False, reason="refused")
+
+    for event in (
+        UP,
+        STORED,
+        lost,
+        again,
+        never,
+        kept,
+        skipped,
+        gone,
+        made_again,
+        StreamProvisioned(stream="MARS", action="created"),
+    ):
         events.emit(event)
 
     assert [record.getMessage() for record in caplog.records] == [
+        "the connection was lost, and is tried again: EOF",
+        "connected again",
         "stream MARS is used as it is (max_msgs: 5 -> 1): not allowed",
         "mars@7 is left out: no \\x1b[2J JSON",
         "stream MARS was deleted: waiting for it to be made again",

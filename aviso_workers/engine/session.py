@@ -404,8 +404,14 @@ async def open_session(
 ) -> AsyncIterator[Session]:
     """Connect; leave to disconnect. Raises `BackendError`."""
 
+    opened = False
+    was: bool | None = None
+
     def on_connection(*, connected: bool, reason: str) -> None:
-        events.emit(ConnectionChanged(connected=connected, reason=reason))
+        nonlocal opened, was
+        if connected is not was:  # a client that gives up says a second time that it is disconnected
+            events.emit(ConnectionChanged(connected=connected, reason=reason, opened=opened))
+        opened, was = opened or connected, connected
 
     async with opening(config, on_connection=on_connection) as backend:
         if backend.slow_because:

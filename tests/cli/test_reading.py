@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from aviso_workers.server import NatsServer
 from tests.cli.conftest import Ran
 from tests.waits import PATIENCE_SECONDS
 
@@ -143,6 +144,22 @@ class TestWatch:
         assert watch.process.wait(PATIENCE_SECONDS) == 1
         assert watch.process.stderr.read() == ""
 
+    def test_says_when_the_server_dies_and_when_it_is_back(
+        self, start, write_config, run: Run, free_port: int, tmp_path: Path
+    ) -> None:
+        config = write_config(f"nats://127.0.0.1:{free_port}")
+        with NatsServer.start(store_dir=tmp_path / "store", port=free_port) as server:
+            assert run("notify", "mars", "class=od", "step=0", "--config", config).code == 0
+            watch = start("watch", "mars", "--from-id", "1", "--config", config)
+            assert ids(watch.lines(1)) == ["mars@1"]
+            server.kill()
+            assert watch.process.stderr.readline().startswith("the connection was lost, and is tried again: ")
+        with NatsServer.start(store_dir=tmp_path / "store", port=free_port):
+            assert watch.process.stderr.readline() == "connected again\n"
+            assert run("notify", "mars", "class=od", "step=6", "--config", config).code == 0
+            assert ids(watch.lines(1)) == ["mars@2"]
+            assert watch.end(signal.SIGINT) == 130
+
     def test_says_when_the_connection_is_lost_for_good(self, start, nats_server, write_config, run: Run) -> None:
         config = write_config(nats_server.url, max_reconnect_attempts=1)
         assert run("notify", "mars", "class=od", "step=0", "--config", config).code == 0
@@ -150,5 +167,6 @@ class TestWatch:
         watch.lines(1)
         nats_server.kill()
         assert watch.end() == 1
-        (told,) = watch.told
+        lost, told = watch.told
+        assert lost.startswith("the connection was lost, and is tried again: ")
         assert told.startswith(f"aviso-workers: the connection to {nats_server.url} is lost for good: ")

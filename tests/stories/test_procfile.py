@@ -47,13 +47,12 @@ def test_procfile_brings_everything_up_and_ctrl_c_stops_it_within_five_seconds(
 ) -> None:
     nats, index, spark_events = free_ports
     variables = {"NATS_PORT": str(nats), "INDEX_STATUS_PORT": str(index), "SPARK_EVENTS_STATUS_PORT": str(spark_events)}
-    url = {"AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL": f"nats://127.0.0.1:{nats}"}
     log_file = home / "log"
     with log_file.open("wb") as log:
         honcho = subprocess.Popen(
             [".venv/bin/honcho", "start"],
             cwd=home,
-            env=os.environ | variables | url,
+            env=os.environ | variables,
             stdout=log,
             stderr=subprocess.STDOUT,
         )

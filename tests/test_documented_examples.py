@@ -1,0 +1,43 @@
+"""Examples of the documentation that are whole programs run as they stand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aviso_workers import App
+from aviso_workers.testing import harness
+from tests.conftest import write_mars_config
+
+pytestmark = pytest.mark.anyio
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def example(page: str) -> dict[str, Any]:
+    """The names that the first example of a page defines."""
+    source = (DOCS / page).read_text().split("```python\n")[1].split("```")[0]
+    found: dict[str, Any] = {"__name__": page}
+    exec(compile(source, page, "exec"), found)
+    return found
+
+
+async def test_the_example_of_tables(tmp_path: Path) -> None:
+    found = example("tables.md")
+    app: App = found["app"]
+    file = write_mars_config(tmp_path / "config.yaml", "nats://127.0.0.1:1")
+    document = json.loads(file.read_text())
+    document["notification_backend"] = {"kind": "in_memory"}
+    del document["notification_schema"]["mars"]["storage_policy"]
+    file.write_text(json.dumps(document))
+    app.configure(file)
+    async with harness(app) as at_work:
+        for step in (0, 6):
+            await at_work.notify("mars", {"class": "od", "step": step}, {"location": f"/{step}", "size": 21})
+        await at_work.settle()
+        assert await found["newest"].get("od") == "/6"
+        assert await found["fields"].get("od") == 2
+        assert await found["volume"].get("od") == 42
