@@ -38,7 +38,7 @@ from main_job.children import ShortfallError, free_port
 
 STREAM = EVENT.upper()
 LANES = 50
-READY_SECONDS = 30.0
+READY_SECONDS = 120.0
 ENDED_SECONDS = 60.0
 """A worker that is told to stop gets 30 s to finish, and has a server to find first."""
 STILL_SECONDS = 60.0

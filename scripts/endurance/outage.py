@@ -26,11 +26,12 @@ from endurance.agents import EVENT, Deed, router
 from endurance.deployment import Deployment
 from main_job.children import ShortfallError, free_port, wait_until
 
-START_SECONDS = 30.0
-READY_SECONDS = 20.0
-"""How long after its server a worker may become ready. Agents that fail to start wait for up to 10 s."""
-HANDLED_SECONDS = 20.0
-STOP_SECONDS = 20.0
+START_SECONDS = 120.0
+READY_SECONDS = 60.0
+"""How long after its server a worker may become ready. Agents that fail to start wait for up to 10 s, and the machine
+may have more to do."""
+HANDLED_SECONDS = 60.0
+STOP_SECONDS = 60.0
 ASK_SECONDS = 1.0
 MOST_CPU = 0.01
 """Of one core."""

@@ -30,8 +30,8 @@ from main_job.generating import Slice, make_slice
 
 INDEX_SECONDS = 120.0
 SPARK_SECONDS = 150.0
-REPORT_SECONDS = 30.0
-LAG_SECONDS = 15.0
+REPORT_SECONDS = 120.0
+LAG_SECONDS = 120.0
 
 Missing = dict[tuple[str, ...], tuple[int, ...]]
 

@@ -28,8 +28,8 @@ PROJECT = Path(__file__).parents[2]
 CONFIG = PROJECT / "config" / "dev.yaml"
 COMMANDS = Path(sys.executable).parent
 SPARK_HOME = Path(sysconfig.get_path("purelib")) / "pyspark"
-READY_SECONDS = 30.0
-REPLAY_SECONDS = 30.0
+READY_SECONDS = 120.0
+REPLAY_SECONDS = 120.0
 
 # Starts sooner and takes less memory than Java's defaults, which are made for long-lived processes.
 JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
