@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
+from functools import cache
 
 import typer
 from rich.console import Console
@@ -116,7 +118,8 @@ def _goes_on(thread: threading.Thread) -> bool:
 
 def _run() -> int:
     try:
-        command()
+        command_line = _command_line()
+        command_line()
     except SystemExit as end:
         return int(end.code or 0)
     except REFUSED as error:
@@ -128,6 +131,13 @@ def _run() -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+@cache
+def _command_line() -> Callable[[], object]:
+    """Return the parser of all commands, which runs the one that is given. Tests run many commands in one process,
+    and to build the parser takes a tenth of a second."""
+    return typer.main.get_command(command)
 
 
 def _complain(error: AvisoWorkersError) -> None:
