@@ -53,7 +53,7 @@ def take(administer: Administer) -> Callable[..., None]:
         async def pull(administration: Administration) -> None:
             inbox = administration.new_inbox()
             async with administration.listen(inbox) as pulled:
-                request = json.dumps({"batch": count, "expires": PATIENCE_SECONDS * SECOND}).encode()
+                request = json.dumps({"batch": count, "expires": int(PATIENCE_SECONDS) * SECOND}).encode()
                 administration.send(f"$JS.API.CONSUMER.MSG.NEXT.ORDERS.{consumer}", request, reply=inbox)
                 with anyio.fail_after(PATIENCE_SECONDS):
                     for _ in range(count):
