@@ -196,3 +196,87 @@ async def test_what_comes_while_one_that_waits_is_being_cancelled_is_taken_by_an
         line.close()
 
     assert [delivery.message.sequence for delivery in taken if delivery] == [1]
+
+
+async def taken_from(line: Line, count: int) -> list[int]:
+    """The sequences of the next deliveries, each of them done before the next is taken."""
+    sequences = []
+    for _ in range(count):
+        delivery = await line.take()
+        assert delivery is not None
+        sequences.append(delivery.message.sequence)
+        line.done(delivery)
+    return sequences
+
+
+class Again(Held):
+    """One that a server delivers again."""
+
+    num_delivered = 2
+    can_be_read_again = True
+
+
+class Fresh(Held):
+    """One that comes for the first time."""
+
+    can_be_read_again = True
+
+
+class TestWhatComesOutOfOrder:
+    @pytest.fixture
+    def line(self, clock: VirtualClock) -> Line:
+        return Line(clock, key=str)
+
+    async def test_takes_its_place_in_its_lane(self, line: Line) -> None:
+        for sequence in (1, 5, 9, 3, 7):
+            line.put(Held(sequence, "a"))  # type: ignore[arg-type]
+        assert await taken_from(line, 5) == [1, 3, 5, 7, 9]
+
+    async def test_goes_before_a_head_that_waits_for_a_worker(self, line: Line) -> None:
+        line.put(Held(5, "a"))  # type: ignore[arg-type]
+        line.put(Held(6, "b"))  # type: ignore[arg-type]
+        line.put(Held(3, "a"))  # type: ignore[arg-type]
+        assert await taken_from(line, 3) == [6, 3, 5]
+
+    async def test_goes_after_a_head_that_runs_or_waits_for_its_retry(self, line: Line, clock: VirtualClock) -> None:
+        line.put(Held(5, "a"))  # type: ignore[arg-type]
+        head = await line.take()
+        assert head is not None
+        line.put(Held(3, "a"))  # type: ignore[arg-type]
+        line.again(head, after_seconds=1.0)
+        line.put(Held(2, "a"))  # type: ignore[arg-type]
+        await clock.advance(1.0)
+        assert await taken_from(line, 3) == [5, 2, 3]
+
+
+class TestWhatIsGathered:
+    """What a dead worker held comes in any order, and before anything new."""
+
+    @pytest.fixture
+    def line(self, clock: VirtualClock) -> Line:
+        line = Line(clock, key=str)
+        line.gather(3)
+        return line
+
+    async def test_is_handed_out_in_order_once_all_of_it_is_here(self, line: Line) -> None:
+        line.put(Again(8, "a"))  # type: ignore[arg-type]
+        line.put(Again(2, "a"))  # type: ignore[arg-type]
+        assert (line.ready, line.gathers) == (0, 1)
+        line.put(Again(5, "a"))  # type: ignore[arg-type]
+        assert line.gathers == 0
+        assert await taken_from(line, 3) == [2, 5, 8]
+
+    async def test_is_handed_out_when_something_new_comes(self, line: Line) -> None:
+        line.put(Again(8, "a"))  # type: ignore[arg-type]
+        line.put(Again(2, "a"))  # type: ignore[arg-type]
+        line.put(Fresh(9, "a"))  # type: ignore[arg-type]
+        assert await taken_from(line, 3) == [2, 8, 9]
+
+    async def test_does_not_end_with_a_dead_letter_that_was_handed_back(self, line: Line) -> None:
+        letter = Fresh(1, "a")
+        letter.can_be_read_again = False
+        line.put(Again(8, "a"))  # type: ignore[arg-type]
+        line.put(letter)  # type: ignore[arg-type]
+        assert line.ready == 0
+        line.put(Again(2, "a"))  # type: ignore[arg-type]
+        assert await taken_from(line, 3) == [1, 2, 8]

@@ -10,6 +10,9 @@ A server delivers in the order of the stream, so a key that fails or is slow bri
 before anything of other keys comes. All of that stays here: `surplus` says how much of what waits belongs to such keys,
 and `pulling` asks for more in its place. Only the bodies of the surplus are left out where they are too large together;
 `redeliveries` reads them again when their turn comes.
+
+What a dead worker held comes in the order in which its time ran out. So a worker that begins gathers it, and hands out
+nothing before all of it is here.
 """
 
 from __future__ import annotations
@@ -99,6 +102,9 @@ class Line:
         """Per busy key, its head and what waits behind it."""
         self._blocked: dict[Hashable, Delivery | None] = {}
         """Keys of which nothing is handed out, and the head that would have been."""
+        self._gathered: list[Delivery] | None = None
+        """What was gathered so far; None where nothing is gathered."""
+        self._most_gathered = 0
         self._idle: deque[anyio.Event] = deque()
         self._waking = False
         """Whether somebody who was idle has been called and has not come yet."""
@@ -168,6 +174,22 @@ class Line:
         place = self._held.get(sequence)
         return place.delivery if place is not None else None
 
+    @property
+    def gathers(self) -> int:
+        """How many more are gathered before the first of them is handed out, at most."""
+        return 0 if self._gathered is None else self._most_gathered - len(self._gathered)
+
+    def gather(self, most: int) -> None:
+        """Hand out nothing before so many have come, or one that was never delivered before, or `release` is called."""
+        self._gathered, self._most_gathered = [], most
+
+    def release(self) -> None:
+        """Hand out what was gathered, in order of sequence."""
+        gathered, self._gathered = self._gathered or [], None
+        for delivery in sorted(gathered, key=_sequence):
+            if self.holds(delivery):
+                self._enter(delivery)
+
     def put(self, delivery: Delivery) -> None:
         message = delivery.message
         held = self._held.get(message.sequence)
@@ -178,18 +200,10 @@ class Line:
             self._let_go(held)
         self._bytes += len(message.data)
         self._held[message.sequence] = _Place(delivery, self._clock.monotonic())
-        if self._key is not None:
-            key = self._key(message.subject)
-            lane = self._lanes.get(key)
-            if lane is not None:
-                lane.insert_in_order(delivery)
-                self._count_surplus(lane)
-                if lane.surplus:
-                    self._leave_out_body(delivery)
-                    self.on_surplus()
-                return
-            self._lanes[key] = _Lane(delivery)
-        self._offer(delivery)
+        if self._gathered is not None:
+            self._gather(delivery)
+        else:
+            self._enter(delivery)
 
     async def take(self) -> Delivery | None:
         """The next delivery; None when the line is closed."""
@@ -331,6 +345,51 @@ class Line:
             place.bodiless = False
             self._bodiless -= 1
             self._bytes += len(message.data)
+
+    def _gather(self, delivery: Delivery) -> None:
+        assert self._gathered is not None
+        if delivery.num_delivered == 1 and delivery.can_be_read_again:  # what was due has come by now
+            self.release()
+            self._enter(delivery)
+            return
+        self._gathered.append(delivery)
+        self._leave_out_body(delivery)
+        if self.gathers:
+            self.on_surplus()
+        else:
+            self.release()
+
+    def _enter(self, delivery: Delivery) -> None:
+        """Hand it out when it is next, of all or of its key."""
+        if self._key is not None:
+            key = self._key(delivery.message.subject)
+            lane = self._lanes.get(key)
+            if lane is not None:
+                self._join(lane, delivery)
+                return
+            self._lanes[key] = _Lane(delivery)
+        self._offer(delivery)
+
+    def _join(self, lane: _Lane, delivery: Delivery) -> None:
+        head = lane[0]
+        overtakes = delivery.message.sequence < head.message.sequence and self._recall(head)
+        if overtakes:
+            lane.appendleft(delivery)
+        else:
+            lane.insert_in_order(delivery)
+        self._count_surplus(lane)
+        if overtakes:
+            self._offer(delivery)
+        elif lane.surplus:
+            self._leave_out_body(delivery)
+            self.on_surplus()
+
+    def _recall(self, head: Delivery) -> bool:
+        """Whether it could be kept from being handed out: it waits for a worker and for nothing else."""
+        if head not in self._ready or self.alone(head):
+            return False
+        self._ready.remove(head)
+        return True
 
     def _place(self, delivery: Delivery) -> _Place | None:
         place = self._held.get(delivery.message.sequence)

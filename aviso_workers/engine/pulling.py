@@ -91,6 +91,8 @@ class AgentRun:
         if self._stopping or self._is_stuck:
             return 0
         line = self.line
+        if line.gathers:
+            return min(line.gathers, self._prefetch)
         room = self._prefetch - line.waiting
         if line.surplus and line.ready < self._workers:
             room += line.surplus

@@ -36,6 +36,8 @@ SEQUENCE_HELD_SECONDS = 1.0
 """How much later a dead letter that was handed back is delivered again whose sequence another notification has."""
 EXPIRY_SECONDS = 1.0
 """How much later than after `ack_wait` a server may notice that a delivery was not settled."""
+QUIET_SECONDS = 1.0
+"""When nothing has come for so long, a server has delivered all that was due."""
 
 
 class Feed(Struct, frozen=True, kw_only=True):
@@ -119,8 +121,10 @@ async def _read(
     await feed.provisioner.ensure(feed.stream)
     info = await (feed.ensure() if feed.ensure else feed.provisioner.ensure_consumer(stream, feed.consumer))
     passed = await _passed(backend, feed.stream, info)
-    if feed.in_order and info.num_ack_pending and not len(run.line):
+    gathers = feed.in_order and info.num_ack_pending > 0 and not len(run.line)
+    if gathers:
         await clocks.sleep_until(backend.clock, info.config["ack_wait"] / streams.SECOND + EXPIRY_SECONDS, stop)
+        run.line.gather(info.num_ack_pending)
 
     if feed.repeats is not None:
         feed.repeats.opened(info)
@@ -130,6 +134,8 @@ async def _read(
         run.attach(stream, opened)
         events.emit(AgentStarted(agent=name, stream=stream, consumer=consumer, passed=passed))
         delays.started()
+        if gathers:
+            joining.start_soon(_release_when_quiet, run.line, backend.clock)
         try:
             await _until(stop, opened.lost, run.until_stuck)
             await opened.stop()
@@ -140,6 +146,16 @@ async def _read(
                 await opened.settled()
         finally:
             run.detach(stream)
+
+
+async def _release_when_quiet(line: Line, clock: Clock) -> None:
+    """Let the line hand out what it gathers once nothing more comes: the rest is held by workers that live."""
+    missing = 0
+    while line.gathers and line.gathers != missing:
+        missing = line.gathers
+        await clock.sleep(QUIET_SECONDS)
+    if line.gathers:
+        line.release()
 
 
 async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> Passed | None:

@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Backoff, Notification, Notify
+from aviso_workers.backends import Delivery
 from aviso_workers.engine import ordering, pulling
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
@@ -167,3 +168,33 @@ class TestWhatIsTooLargeTogether:
             goes_on.set()
             await t.settle()
             assert handled.steps[BAD] == list(range(self.COUNT - 1))
+
+
+async def test_what_a_dead_worker_held_comes_in_order_although_it_becomes_due_in_another(
+    app: App, url: str | None
+) -> None:
+    """It becomes due when the last sign of life of each is `ack_wait` old."""
+    handled = Handled()
+
+    @app.agent("mars", order_by=("expver",), ack_wait=1.0)
+    async def index(notification: Notification[Any]) -> None:
+        handled.note(notification)
+
+    durable = index.durable_name("contract")
+    async with harness(app, server=url) as t:
+        await t.settle()  # it has made the consumer
+        await t.stop()
+        await publish(app, ((BAD, step) for step in range(20)))
+        backend = app.session.backend
+        held: list[Delivery] = []
+        async with backend.consume("MARS", durable, deliver=held.append, room=lambda: 20 - len(held)) as reader:
+            await wait_until(t, lambda: len(held) == 20)
+            await t.advance(0.5)
+            for delivery in held[:10]:
+                delivery.in_progress()
+            await reader.settled()
+
+        await t.start()
+        await publish(app, [(BAD, 20)])
+        await t.settle()
+        assert handled.sequences[BAD] == list(range(1, 22))

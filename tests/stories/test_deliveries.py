@@ -12,6 +12,7 @@ import pytest
 from aviso_workers import App
 from aviso_workers.engine.dead_lettering import STREAM as DEAD_LETTERS
 from aviso_workers.engine.dead_lettering import DeadLetter
+from aviso_workers.engine.pulling import MOST_PREFETCH
 from aviso_workers.errors import NotFoundError
 from tests.contract.settings import app_config
 from tests.stories.agents import ACK_WAIT_SECONDS, RETRY
@@ -264,3 +265,27 @@ async def test_a_worker_whose_threads_are_stuck_is_not_ready_says_so_once_and_st
     assert 'aviso_worker_threads_stuck{agent="hang",app="hanging",base="mars"} 2.0' in worker.get("/metrics")
     worker.process.terminate()
     assert await worker.ended() == 0
+
+
+async def test_a_key_with_more_than_a_worker_prefetches_stays_in_order_in_each_worker_although_they_are_killed(
+    run_worker, publish, record, server
+):
+    slow, fast = range(MOST_PREFETCH + 200), range(10_000, 10_100)
+    await publish(slow, expver="0001", seconds=0.002)
+    await publish(fast, expver="0002")
+    pids = []
+    for enough in (20, 60):
+        worker = run_worker(app="lanes")
+        pids.append(worker.pid)
+        await until(lambda: set(fast) <= set(record.numbers("done")), what=lambda: record.numbers("done"))
+        await until(lambda: len(record.of("done")) > len(fast) + enough, what=lambda: record.numbers("done"))  # noqa: B023
+        worker.kill()
+    pids.append(run_worker(app="lanes").pid)
+    await all_done(record, slow, within=60.0)
+
+    for pid in pids:
+        begun = [act.number for act in record.of("begun") if act.pid == pid and act.number in slow]
+        assert begun == list(range(begun[0], begun[-1] + 1)), "one after another, and none passed over"
+    assert await unfinished(server, "lanes__in_order") == (0, 0)
+    # Done by a worker and not yet acknowledged when it was killed: one of the key, and some of those beside it.
+    assert sum(record.numbers("done").values()) - len(slow) - len(fast) <= 2 * 4
