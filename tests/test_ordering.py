@@ -11,7 +11,7 @@ from anyio.lowlevel import checkpoint
 
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.codec import Message
-from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.ordering import KEY_PREFETCH, Line
 
 pytestmark = pytest.mark.anyio
 
@@ -20,9 +20,13 @@ class Held:
     """A delivery; its subject is its lane."""
 
     num_delivered = 1
+    given_back = False
 
     def __init__(self, sequence: int, lane: str) -> None:
         self.message = Message(subject=lane, data=b"null", sequence=sequence)
+
+    def nak(self, *, delay_seconds: float = 0.0) -> None:
+        self.given_back = True
 
 
 @pytest.fixture
@@ -280,3 +284,51 @@ class TestWhatIsGathered:
         assert line.ready == 0
         line.put(Again(2, "a"))  # type: ignore[arg-type]
         assert await taken_from(line, 3) == [1, 2, 8]
+
+
+class TestTheSurplus:
+    """Of what waits, what belongs to keys that have enough here, or of which none can begin."""
+
+    COUNT = KEY_PREFETCH + 10
+
+    @pytest.fixture
+    def line(self, clock: VirtualClock) -> Line:
+        line = Line(clock, key=str)
+        for sequence in range(1, self.COUNT + 1):
+            line.put(Fresh(sequence, "a"))  # type: ignore[arg-type]
+        return line
+
+    async def test_of_a_key_that_is_handled_is_what_is_more_than_enough(self, line: Line) -> None:
+        assert line.surplus == 10
+        assert await taken_from(line, 4) == [1, 2, 3, 4]
+        assert line.surplus == 6
+        await taken_from(line, self.COUNT - 4)
+        assert (line.surplus, len(line)) == (0, 0)
+
+    async def test_of_a_key_that_waits_for_its_retry_is_all_of_it(self, line: Line, clock: VirtualClock) -> None:
+        head = await line.take()
+        assert head is not None
+        line.again(head, after_seconds=5.0)
+        assert line.surplus == self.COUNT
+        await clock.advance(5.0)
+        assert line.surplus == 10
+        assert await taken_from(line, 1) == [1]
+
+    async def test_of_a_key_whose_thread_runs_on_is_all_of_it(self, line: Line) -> None:
+        head = await line.take()
+        assert head is not None
+        line.block(head)
+        line.done(head)
+        assert line.surplus == self.COUNT - 1
+        line.unblock(head)
+        assert line.surplus == 9
+
+    async def test_is_none_once_all_was_given_back(self, line: Line, clock: VirtualClock) -> None:
+        head = await line.take()
+        assert head is not None
+        line.again(head, after_seconds=5.0)
+        assert line.abandon() == self.COUNT
+        line.put(Fresh(100, "a"))  # type: ignore[arg-type]
+        await clock.advance(5.0)
+        assert line.surplus == 0
+        assert await taken_from(line, 1) == [100]

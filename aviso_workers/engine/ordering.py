@@ -63,19 +63,10 @@ class _Place:
 class _Lane(deque[Delivery]):
     """The deliveries of one key that are held, in order of sequence. Only the head is handed out."""
 
-    def __init__(self, head: Delivery) -> None:
-        super().__init__((head,))
-        self.stopped = False
-        """Whether the head waits to be tried again, or for something that was given up and goes on."""
-        self.surplus = 0
-        """How many of them count as surplus."""
-
-    def insert_in_order(self, delivery: Delivery) -> None:
-        """Insert it where its sequence belongs, but not before the head."""
-        if self[-1].message.sequence < delivery.message.sequence:
-            self.append(delivery)
-        else:
-            self.insert(bisect(self, delivery.message.sequence, lo=1, key=_sequence), delivery)
+    stopped = False
+    """Whether the head waits to be tried again, or for something that was given up and goes on."""
+    surplus = 0
+    """How many of them count as surplus."""
 
 
 class Line:
@@ -273,7 +264,9 @@ class Line:
         if lane is None or lane[0] is not delivery:
             return  # it was given back meanwhile
         lane.popleft()
-        self._count_surplus(lane)
+        if lane.surplus:
+            lane.stopped = False
+            self._count_surplus(lane)
         if lane:
             self._offer(lane[0])
         else:
@@ -367,22 +360,29 @@ class Line:
             if lane is not None:
                 self._join(lane, delivery)
                 return
-            self._lanes[key] = _Lane(delivery)
+            self._lanes[key] = _Lane((delivery,))
         self._offer(delivery)
 
     def _join(self, lane: _Lane, delivery: Delivery) -> None:
-        head = lane[0]
-        overtakes = delivery.message.sequence < head.message.sequence and self._recall(head)
-        if overtakes:
-            lane.appendleft(delivery)
-        else:
-            lane.insert_in_order(delivery)
-        self._count_surplus(lane)
-        if overtakes:
-            self._offer(delivery)
-        elif lane.surplus:
+        if delivery.message.sequence > lane[-1].message.sequence:
+            lane.append(delivery)
+        elif self._overtakes(lane, delivery):
+            return
+        if lane.stopped or len(lane) > KEY_PREFETCH:
+            self._count_surplus(lane)
             self._leave_out_body(delivery)
             self.on_surplus()
+
+    def _overtakes(self, lane: _Lane, delivery: Delivery) -> bool:
+        """Insert one that comes late where its sequence belongs; whether it has become the head of its lane."""
+        sequence, head = delivery.message.sequence, lane[0]
+        if sequence > head.message.sequence or not self._recall(head):
+            lane.insert(bisect(lane, sequence, lo=1, key=_sequence), delivery)
+            return False
+        lane.appendleft(delivery)
+        self._count_surplus(lane)
+        self._offer(delivery)
+        return True
 
     def _recall(self, head: Delivery) -> bool:
         """Whether it could be kept from being handed out: it waits for a worker and for nothing else."""
@@ -444,7 +444,8 @@ class Line:
 
     def _resume(self, delivery: Delivery) -> None:
         """The head of a lane that was stopped may begin."""
-        self._stop(delivery, stopped=False)
+        if self.holds(delivery):
+            self._stop(delivery, stopped=False)
         self._offer(delivery)
 
     def _stop(self, delivery: Delivery, *, stopped: bool) -> None:
