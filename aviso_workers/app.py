@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from datetime import datetime
 from functools import cached_property
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
-from aviso_workers import positions, resources, schema, topics
+from aviso_workers import outputs, positions, resources, schema, topics
 from aviso_workers.agents import Agent, Router, check_name
 from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, examine, load
@@ -160,6 +160,10 @@ class App(Router):
                 schema.parse_where(agent.event_type, declared, agent.where)
             except InvalidIdentifierError as error:
                 found.append(f"agent {agent.name!r}: where: {error}")
+            found += [
+                f"agent {agent.name!r}: it publishes {UnknownEventTypeError(name, event_types)}"
+                for name in sorted(outputs.named_event_types(agent.function) - event_types.keys())
+            ]
             try:
                 topics.key_of(schema.topic_of(agent.event_type, declared), agent.policy.order_by)
             except InvalidNotificationError as error:
@@ -180,22 +184,32 @@ class App(Router):
         return examine(self._config)
 
     def warnings(self) -> list[str]:
-        """What is no mistake and may lose something: what the configuration looks like, and each agent whose stream
-        keeps the newest notification of a subject only, without anybody having said that it is enough."""
-        if self.config.notification_backend.kind != "jetstream":
-            return list(self.config.warnings)
-        event_types = self.config.notification_schema
-        undecided = [agent for agent in self.agents if event_types[agent.event_type].allow_duplicates is None]
+        """What is no mistake and may lose something: what the configuration looks like, what an agent returns although
+        nothing is done with it, and each agent whose stream keeps the newest notification of a subject only, without
+        anybody having said that it is enough."""
+        ignored = {agent.name: outputs.ignored_return(agent) for agent in self.agents}
         return [
             *self.config.warnings,
             *(
-                f"agent {agent.name!r}: the stream of {agent.event_type!r} keeps one notification per subject: a newer "
-                "one replaces an older one also before the agent has handled it. Set "
-                f"notification_schema.{agent.event_type}.storage_policy.allow_duplicates: true where each one counts, "
-                "or false where the newest is enough"
-                for agent in undecided
+                f"agent {name!r}: nothing is done with the {returned} that it returns. What an agent returns is "
+                "published where it is a Notify or a list of them; annotate it to return None, or publish it"
+                for name, returned in ignored.items()
+                if returned
             ),
+            *self._undecided(),
         ]
+
+    def _undecided(self) -> Iterator[str]:
+        if self.config.notification_backend.kind != "jetstream":
+            return
+        for agent in self.agents:
+            if self.config.notification_schema[agent.event_type].allow_duplicates is None:
+                yield (
+                    f"agent {agent.name!r}: the stream of {agent.event_type!r} keeps one notification per subject: a "
+                    "newer one replaces an older one also before the agent has handled it. Set "
+                    f"notification_schema.{agent.event_type}.storage_policy.allow_duplicates: true where each one "
+                    "counts, or false where the newest is enough"
+                )
 
     async def notify(
         self,

@@ -12,6 +12,7 @@ from aviso_workers.cli.confirming import Yes, confirm
 from aviso_workers.cli.finding import ConfigOption, connected
 from aviso_workers.cli.printing import print_table
 from aviso_workers.ops import stream_policy, wiping
+from aviso_workers.ops.inspecting import StoredMessage
 from aviso_workers.streams import ConsumerPlan, Difference, Plan
 
 __all__ = ["delete", "streams"]
@@ -93,15 +94,23 @@ def wipe_all(yes: Yes = False, config: ConfigOption = None) -> None:
 
 def delete(
     notification: Annotated[str, typer.Argument(metavar="EVENT@SEQUENCE", help="e.g. mars@42")],
+    yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Delete one notification."""
+    """Delete one notification, after showing which one it is; `erase` also finds its copies."""
 
     async def run(app: App) -> None:
+        found = await wiping.find(app, notification)
+        print_table(("stream", "sequence", "subject", "stored"), [_message_row(found)])
+        confirm(yes, to="delete it")
         await wiping.delete(app, notification)
         typer.echo(f"{notification} deleted")
 
     connected(config, run)
+
+
+def _message_row(found: StoredMessage) -> tuple[str, str, str, str]:
+    return found.stream, str(found.sequence), found.subject, found.time
 
 
 async def _wipe(app: App, found: Mapping[str, int], *, yes: bool) -> None:

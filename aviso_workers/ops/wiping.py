@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from aviso_workers import schema, topics
 from aviso_workers.app import App
 from aviso_workers.errors import InvalidPositionError, NotFoundError, UnknownEventTypeError
-from aviso_workers.ops import operating
+from aviso_workers.ops import inspecting, operating
+from aviso_workers.ops.inspecting import StoredMessage
 from aviso_workers.positions import parse_id
 
-__all__ = ["delete", "event_streams", "event_type_of", "stream_of", "wipe"]
+__all__ = ["delete", "event_streams", "event_type_of", "find", "stream_of", "wipe"]
 
 
 async def event_streams(app: App) -> dict[str, int]:
@@ -39,19 +40,30 @@ async def wipe(app: App, streams: Sequence[str]) -> dict[str, int]:
     return {stream: await app.session.backend.purge_stream(stream) for stream in streams}
 
 
-async def delete(app: App, notification: str) -> None:
-    """Delete one notification, named `<event type>@<sequence>` (or by its base or stream).
+async def find(app: App, notification: str) -> StoredMessage:
+    """One notification as it is stored, named `<event type>@<sequence>` (or by its base or stream).
 
     Raises `InvalidPositionError` where the name says nothing, `UnknownEventTypeError`, and `NotFoundError` where the
     stream or the notification does not exist.
     """
+    stream, sequence = _position(app, notification)
+    return await inspecting.message(app, stream, sequence=sequence)
+
+
+async def delete(app: App, notification: str) -> None:
+    """Delete one notification. Named, and raises, as `find`."""
+    stream, sequence = _position(app, notification)
+    await app.session.backend.delete_message(stream, sequence)
+
+
+def _position(app: App, notification: str) -> tuple[str, int]:
     event_type, at, sequence = notification.strip().partition("@")
     if not (event_type and at and sequence):
         raise InvalidPositionError(f"{notification!r} is not <event type>@<sequence>, such as mars@42")
     number = parse_id(sequence, name="the sequence")
     if number == 0:
         raise InvalidPositionError("the sequence must be 1 or more, found 0")
-    await app.session.backend.delete_message(stream_of(app, event_type), number)
+    return stream_of(app, event_type), number
 
 
 def stream_of(app: App, name: str) -> str:

@@ -157,9 +157,13 @@ def test_wiping_all_with_nothing_there_says_so(run: Run, config: Path) -> None:
 def test_one_notification_is_deleted_and_a_missing_one_is_told_apart(run: Run, config: Path) -> None:
     for step in (1, 2):
         run("notify", "mars", "class=od", f"step={step}", "--config", config)
-    assert run("delete", "mars@1", "--config", config) == Ran(code=0, out="mars@1 deleted\n", err="")
+    asked = run("delete", "mars@1", "--config", config)
+    assert (asked.code, "mars.od.1" in asked.out) == (2, True), asked
+    assert asked.err == "nothing was done; say --yes to delete it\n"
+    ran = run("delete", "mars@1", "--yes", "--config", config)
+    assert (ran.code, ran.lines[-1], ran.err) == (0, "mars@1 deleted", "")
     assert [json.loads(line)["id"] for line in run("replay", "mars", "--config", config).lines] == ["mars@2"]
-    missing = run("delete", "mars@1", "--config", config)
+    missing = run("delete", "mars@1", "--yes", "--config", config)
     assert missing.code == 1, missing
     assert run("delete", "mars", "--config", config).code == 2
 

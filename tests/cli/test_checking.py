@@ -198,3 +198,51 @@ def test_a_module_that_misses_another_one_says_so_itself(run: Run, write_module)
     module = write_module("import checked_a_module\n")
     with pytest.raises(ModuleNotFoundError, match="No module named 'checked_a_module'"):
         run("check", module)
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_what_an_agent_returns_and_nobody_publishes_is_told_of(run: Run, write_module) -> None:
+    module = write_module("""
+from aviso_workers import Notify, Reject, Retry
+
+@app.agent("mars")
+async def counts(notification: Notification) -> int | None:
+    return 1
+
+@app.agent("mars")
+async def lists(notification: Notification) -> list[dict[str, str]]:
+    return []
+
+@app.agent("mars")
+async def derives(notification: Notification) -> list[Notify] | Notify | None: ...
+
+@app.agent("mars")
+async def decides(notification: Notification) -> Retry | Reject | None: ...
+
+@app.agent("mars")
+async def says_nothing(notification: Notification): ...
+""")
+    ran = run("check", f"{module}:app")
+    assert ran.code == 0
+    told = [line for line in ran.err.splitlines() if "nothing is done with" in line]
+    assert [line.partition(" that it returns")[0] for line in told] == [
+        "warning: agent 'counts': nothing is done with the int",
+        "warning: agent 'lists': nothing is done with the list[dict[str, str]]",
+    ]
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_an_agent_that_publishes_an_event_type_that_there_is_not_is_a_mistake(run: Run, write_module) -> None:
+    module = write_module("""
+from aviso_workers import Notify
+
+@app.agent("mars")
+async def derives(notification: Notification) -> Notify:
+    if notification.sequence > 1:
+        return Notify("mars", notification.identifier)
+    return Notify("dervied", notification.identifier)
+""")
+    ran = run("check", f"{module}:app")
+    assert ran.code == 2
+    assert "agent 'derives': it publishes " in ran.err
+    assert "dervied" in ran.err

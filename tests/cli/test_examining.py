@@ -24,9 +24,8 @@ def test_what_fails_comes_first_with_its_cure_and_ends_with_1(run: Run, config: 
     assert ran.code == 1
     assert re.match(r"nats-server \S+ \d+\.\d+\.\d+: 1 FAIL, ", ran.lines[0])
     assert ran.lines[2:6] == [
-        "FAIL JS042 All configured streams are there",
-        f"     {check('JS042').why} (docs/operations.md#js042)",
-        "  FAIL MARS: the stream of event type mars does not exist",
+        "FAIL JS042 MARS: the stream of event type mars does not exist",
+        f"     It should be: {check('JS042').title}. Otherwise {check('JS042').why} (docs/operations.md#js042)",
         f"       -> {check('JS042').cure.format(stream='MARS')}",
     ]
     assert "SKIP JS001 JS002 JS003 JS005 JS040 JS047 JS052: for production: say --production" in ran.lines
@@ -37,13 +36,14 @@ def test_what_is_only_a_warning_ends_with_0(run: Run, config: Path) -> None:
     run("streams", "apply", "--config", config)
     ran = run("doctor", *QUICK, "--config", config)
     assert ran.code == 0, ran
-    assert ran.lines[-1].startswith("MARS: gone with the disk of its server; sync_interval is not known")
+    assert ran.lines[-2] == "What is lost with a server, its disk or its power:"
+    assert ran.lines[-1].startswith("  MARS: gone with the disk of its server; sync_interval is not known")
 
 
 def test_only_in_production_three_copies_are_needed(run: Run, config: Path) -> None:
     run("streams", "apply", "--config", config)
     ran = run("doctor", *QUICK, "--production", "--config", config)
-    assert (ran.code, "  FAIL MARS: num_replicas 1" in ran.lines) == (1, True), ran
+    assert (ran.code, "FAIL JS003 MARS: num_replicas 1" in ran.lines) == (1, True), ran
 
 
 def test_a_program_reads_all_of_it(run: Run, config: Path) -> None:
@@ -140,7 +140,7 @@ async def derive(notification: Notification) -> Notify: ...
     )
     run("streams", "apply", "--config", config)
     ran = run("doctor", *QUICK, "--app", "derived:app")
-    assert "  WARN MARS: duplicate_window 2m, and agent derive tries for up to 1320 s" in ran.lines
+    assert "WARN JS009 MARS: duplicate_window 2m, and agent derive tries for up to 1320 s" in ran.lines
     assert "KV_" not in ran.out, "nothing is made"
 
 

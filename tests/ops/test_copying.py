@@ -24,7 +24,7 @@ def source(run: Run, nats_server: NatsServer, write_config: Callable[..., Path])
     config = write_config(nats_server.url, name="source.yaml")
     for step in range(5):
         assert run("notify", "mars", "class=od", f"step={step}", "-c", config).code == 0
-    assert run("delete", "mars@3", "-c", config).code == 0
+    assert run("delete", "mars@3", "--yes", "-c", config).code == 0
     return config
 
 

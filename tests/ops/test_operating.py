@@ -112,7 +112,7 @@ def test_the_stream_of_an_event_type_that_denies_purges_is_not_wiped(run: Run, d
 def test_a_stream_that_denies_deletes_keeps_its_messages(run: Run, declare: Declare) -> None:
     config = declare({"MARS": {"deny_delete": True}})
     run("notify", "mars", "class=od", "step=1", "--config", config)
-    ran = run("delete", "mars@1", "--config", config)
+    ran = run("delete", "mars@1", "--yes", "--config", config)
     assert (ran.code, "message delete not permitted" in ran.err) == (1, True), ran
 
 

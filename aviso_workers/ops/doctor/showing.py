@@ -31,9 +31,11 @@ def text(report: Report) -> Iterator[str]:
     for result in report.results:
         if result.state is State.PASS:
             yield f"PASS {result.check.code} {result.check.title}"
-    yield ""
+    if report.standings:
+        yield ""
+        yield "What is lost with a server, its disk or its power:"
     for standing, streams in _standings(report).items():
-        yield f"{', '.join(streams)}: {standing}"
+        yield f"  {', '.join(streams)}: {standing}"
 
 
 def document(report: Report) -> dict[str, Any]:
@@ -109,12 +111,14 @@ def nagios(report: Report) -> str:
 
 
 def _told(result: Result) -> Iterator[str]:
-    yield ""
-    yield f"{result.state.name} {result.check.code} {result.check.title}"
-    yield f"     {result.check.why} ({result.check.anchor})"
     wrong = [finding for finding in result.findings if finding.state is not State.SKIP]
-    cure = ""
-    for finding in wrong[:MOST_FINDINGS]:
+    first, *others = wrong[:MOST_FINDINGS]
+    yield ""
+    yield f"{result.state.name} {result.check.code} {_place(first)}"
+    yield f"     It should be: {result.check.title}. Otherwise {result.check.why} ({result.check.anchor})"
+    yield f"       -> {first.cure}"
+    cure = first.cure
+    for finding in others:
         yield f"  {finding.state.name if finding.state else ''} {_place(finding)}"
         if finding.cure != cure:
             yield f"       -> {finding.cure}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import typing
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from aviso_workers import outputs
 from aviso_workers.agents import Agent
-from aviso_workers.notifications import Notify
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, check
 from aviso_workers.ops.doctor.monitoring import LOOPBACK
@@ -44,7 +43,7 @@ JWT = re.compile(r"BEGIN NATS USER JWT-+\s+(\S+)")
 )
 def short_windows(facts: Facts) -> Iterator[Finding]:
     deadline = facts.config.notification_backend.jetstream.publish_deadline_seconds
-    budgets = [(agent.name, retry_seconds(agent)) for agent in facts.scope.agents or () if publishes(agent)]
+    budgets = [(agent.name, retry_seconds(agent)) for agent in facts.scope.agents or () if outputs.publishes(agent)]
     for stream in facts.event_streams.values():
         window = stream.config.duplicate_window / SECOND
         shown = readable("duplicate_window", stream.config.duplicate_window)
@@ -175,18 +174,6 @@ def retry_seconds(agent: Agent[Any, Any]) -> float:
     retry, attempts = agent.policy.retry, int(min(agent.policy.retry.attempts, 10_000))
     delays = sum(min(retry.max, retry.first * retry.factor ** min(n, 64)) for n in range(attempts - 1))
     return delays * (1 + retry.jitter) + attempts * (agent.policy.timeout or 0)
-
-
-def publishes(agent: Agent[Any, Any]) -> bool:
-    """Whether the agent says that it returns or yields notifications; what it publishes inside cannot be seen."""
-    returned = typing.get_type_hints(agent.function).get("return")
-    return Notify in _inside(returned)
-
-
-def _inside(annotation: Any) -> Iterator[Any]:
-    yield annotation
-    for argument in typing.get_args(annotation):
-        yield from _inside(argument)
 
 
 def _version(text: str) -> tuple[int, ...]:
