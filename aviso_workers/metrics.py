@@ -219,13 +219,13 @@ PER_AGENT = (
     Metric(
         GAUGE,
         "pending",
-        "Notifications never delivered yet, over all workers; NaN until it is known.",
+        "Notifications never delivered yet, over all workers; no series until it is known.",
         lambda a: a.pending,
     ),
     Metric(
         GAUGE,
         "ack_pending",
-        "Notifications delivered and not settled, over all workers; NaN until it is known.",
+        "Notifications delivered and not settled, over all workers; no series until it is known.",
         lambda a: a.ack_pending,
     ),
     Metric(
@@ -271,7 +271,8 @@ PER_AGENT = (
     Metric(
         COUNTER,
         "missed",
-        "Notifications that left the stream before they were delivered, over all workers; NaN where a filter hides it.",
+        "Notifications that left the stream before they were delivered, over all workers; no series where a filter "
+        "hides it.",
         lambda a: a.missed,
     ),
     Metric(
@@ -500,7 +501,7 @@ class _Table:
                 case _Counts() as counts:
                     for word, count in dict(counts).items():  # at once: the loop's thread may add to it meanwhile
                         yield self._line(metric, (*labels, *metric.by), (*key, word), count)
-                case value:
+                case value if not math.isnan(value):  # one that is not known spoils each sum
                     yield self._line(metric, labels, key, float(value))
 
     def _line(self, metric: Metric, labels: tuple[str, ...], key: tuple[str, ...], value: float) -> str:

@@ -204,6 +204,10 @@ class Administration(Protocol):
         """Of the server that we are connected to, as `2.15.0`."""
 
     @property
+    def server_certificate(self) -> bytes | None:
+        """Of the server that we are connected to, in DER form; None without TLS."""
+
+    @property
     def api_prefix(self) -> str:
         """What the subjects of JetStream's API begin with: `$JS.API`, or that of a domain."""
 

@@ -24,13 +24,19 @@ Configured = Annotated[str, typer.Argument(metavar="NAME", help="An event type, 
 
 
 @streams.command()
-def plan(config: ConfigOption = None) -> None:
+def plan(
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 where something differs.")] = False,
+    config: ConfigOption = None,
+) -> None:
     """Show what `apply` would change, field by field."""
 
-    async def run(app: App) -> None:
-        _print_plans(await stream_policy.plans(app))
+    async def run(app: App) -> bool:
+        plans = await stream_policy.plans(app)
+        _print_plans(plans)
+        return any(found.needed or found.fixed for found in plans)
 
-    connected(config, run)
+    if connected(config, run) and exit_code:
+        raise typer.Exit(1)
 
 
 @streams.command()

@@ -22,9 +22,11 @@ Run = Callable[..., Ran]
 def test_a_missing_stream_is_planned_and_made(run: Run, config: Path) -> None:
     planned = run("streams", "plan", "--config", config)
     assert (planned.code, "create" in planned.out) == (0, True), planned
+    assert run("streams", "plan", "--exit-code", "--config", config).code == 1
     applied = run("streams", "apply", "--config", config)
     assert (applied.code, "MARS: done" in applied.out) == (0, True), applied
-    assert "create" not in run("streams", "plan", "--config", config).out
+    planned = run("streams", "plan", "--exit-code", "--config", config)
+    assert (planned.code, "create" in planned.out) == (0, False)
 
 
 def test_the_policy_in_effect_is_shown_beside_the_configured_one(

@@ -37,6 +37,10 @@ class Administration:
         return f"{found.major}.{found.minor}.{found.patch}"
 
     @property
+    def server_certificate(self) -> bytes | None:
+        return wire.certificate(self._connection.nc)
+
+    @property
     def api_prefix(self) -> str:
         return self._connection.api_prefix
 

@@ -93,6 +93,13 @@ class Wire(Protocol):
         """Drop the socket, with what is still to be sent."""
 
 
+def certificate(nc: Client) -> bytes | None:
+    """The server's certificate as it was seen when the connection was made, in DER form; None without TLS."""
+    writer = getattr(getattr(nc, "_transport", None), "_io_writer", None)
+    tls = writer.get_extra_info("ssl_object") if writer is not None else None
+    return tls.getpeercert(binary_form=True) if tls is not None else None
+
+
 def attach(nc: Client) -> Wire:
     """The wire of a client that has just connected."""
     found = version("nats-py")

@@ -115,6 +115,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     promoted: tuple[Link, ...]
     """Streams that were mirrors, and their origins as far as these answer."""
     unknown: Mapping[Need, str]
+    server_certificate: bytes | None = None
+    """Of the server that we are connected to, in DER form; None without TLS."""
 
     @property
     def streams(self) -> Mapping[str, Stream]:
@@ -178,6 +180,7 @@ async def gather(app: App, scope: Scope) -> Facts:
         promoted=once.promoted,
         backups=await anyio.to_thread.run_sync(_backups, scope.backups) if scope.backups else {},
         unknown=unknown,
+        server_certificate=app.session.backend.administration().server_certificate,
     )
 
 

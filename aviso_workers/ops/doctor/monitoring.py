@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from datetime import datetime
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,15 @@ NEAR = build_opener(ProxyHandler({}))
 """A monitoring port is near: a proxy that the environment names is for the web."""
 
 
+class Closed(Struct, frozen=True, kw_only=True):
+    """A connection that has ended."""
+
+    reason: str = ""
+    stop: datetime | None = None
+    name: str = ""
+    ip: str = ""
+
+
 class Monitored(Struct, frozen=True, kw_only=True):
     """One server, seen through its monitoring port."""
 
@@ -37,6 +47,9 @@ class Monitored(Struct, frozen=True, kw_only=True):
     """`ok`, or what is wrong."""
     routes: frozenset[str]
     """The names of the servers of its cluster that it is connected to."""
+
+    cut_off: tuple[Closed, ...] = ()
+    """Clients that it has cut off because they were too slow, of those that it remembers, the last one first."""
 
     @property
     def name(self) -> str:
@@ -73,10 +86,11 @@ def look(url: str) -> Monitored:
     try:
         varz = msgspec.convert(_ask(url, "/varz"), Varz)
         health, routes = _ask(url, "/healthz?details=true"), _ask(url, "/routez")
+        closed = msgspec.convert(_ask(url, "/connz?state=closed&sort=stop")["connections"] or (), list[Closed])
         remotes = frozenset(str(route["remote_name"]) for route in routes["routes"] or ())
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise ServerProcessError(f"no answer of a nats-server from {url}: {error}") from error
-    return Monitored(url=url, varz=varz, health=_health(health), routes=remotes)
+    return Monitored(url=url, varz=varz, health=_health(health), routes=remotes, cut_off=_too_slow(closed))
 
 
 def _ask(url: str, path: str) -> dict[str, Any]:
@@ -86,6 +100,10 @@ def _ask(url: str, path: str) -> dict[str, Any]:
     except HTTPError as unwell:
         with unwell:
             return dict(json.load(unwell))  # /healthz says what is wrong with a 503
+
+
+def _too_slow(closed: Sequence[Closed]) -> tuple[Closed, ...]:
+    return tuple(each for each in closed if each.reason.startswith("Slow Consumer"))
 
 
 def _health(answer: dict[str, Any]) -> str:

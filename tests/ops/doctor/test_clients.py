@@ -15,12 +15,11 @@ import anyio
 import pytest
 from msgspec import structs
 
-from aviso_workers import App, Backoff, Notification, Notify, Stream
+from aviso_workers import App, Backoff, Notification, Notify, Stream, outputs
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.engine import dead_lettering, sweeping
 from aviso_workers.ops.doctor import State
-from aviso_workers.ops.doctor.checks import clients
 from tests.ops.doctor.conftest import (
     SECOND,
     Seen,
@@ -99,7 +98,7 @@ def test_a_window_that_ends_before_what_is_tried_again(left: Seen) -> None:
 
 
 def test_which_agents_publish_is_what_they_say() -> None:
-    assert [agent.name for agent in patient.agents if clients.publishes(agent)] == ["derive", "soon"]
+    assert [agent.name for agent in patient.agents if outputs.publishes(agent)] == ["derive", "soon"]
 
 
 def test_an_app_that_is_not_named_is_not_passed(left: Seen) -> None:

@@ -124,12 +124,21 @@ def test_an_even_number_of_copies(whole: Seen) -> None:
 
 def test_one_server_that_leads_nearly_everything(whole: Seen) -> None:
     assert whole.found("JS018").keys() == {"n-1"}
+    down = {
+        name: structs.replace(stream, cluster=structs.replace(stream.cluster, replicas=(OFFLINE,)))
+        for name, stream in whole.facts.streams.items()
+    }
+    one_is_down = structs.replace(whole.facts, after=structs.replace(whole.facts.after, streams=down))
+    assert judged(one_is_down).state("JS018") is State.PASS, "its leaders come back with it"
     spread = {
         name: structs.replace(stream, cluster=structs.replace(stream.cluster, leader=f"n-{i % 3 + 1}"))
         for i, (name, stream) in enumerate(whole.facts.streams.items())
     }
     after = structs.replace(whole.facts.after, streams=spread, consumers={})
     assert judged(structs.replace(whole.facts, after=after)).state("JS018") is State.PASS
+
+
+OFFLINE = Replica(name="n-3", offline=True)
 
 
 def test_two_copies_in_one_place(whole: Seen) -> None:

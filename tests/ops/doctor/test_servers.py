@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -259,7 +260,9 @@ def test_a_slow_client_and_too_many_of_them(tmp_path: Path) -> None:
         seen = examined(loaded, monitors=(monitor,))
     assert before.state("JS056") is State.PASS
     slow, crowded = (finding.found for finding in seen.results["JS056"].findings)
-    assert slow == "1 slow consumers since it started"
+    assert slow == "1 slow clients cut off within a day, the last one nameless at 127.0.0.1"
+    tomorrow = judged(structs.replace(seen.facts, now=seen.facts.now + timedelta(days=1)))
+    assert [finding.found for finding in tomorrow.results["JS056"].findings] == [crowded], "one incident is over"
     assert crowded in ("5 of 6 connections", "6 of 6 connections")  # the slow one may still be leaving
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import ssl
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 
 from aviso_workers import outputs
 from aviso_workers.agents import Agent
+from aviso_workers.ops.doctor import certificates
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, check
 from aviso_workers.ops.doctor.monitoring import LOOPBACK
@@ -30,6 +32,7 @@ BACKUP_EVERY = timedelta(hours=24)
 READS_ENTRIES = (2, 15)
 RENEW = timedelta(days=30)
 JETSTREAM = "notification_backend.jetstream"
+CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 JWT = re.compile(r"BEGIN NATS USER JWT-+\s+(\S+)")
 
 
@@ -167,6 +170,48 @@ def expiring(facts: Facts) -> Iterator[Finding]:
     if expires and expires - facts.now < RENEW:
         state = State.FAIL if expires < facts.now else State.WARN
         yield Finding(place=place, found=f"{file} expires on {expires.date()}", state=state)
+
+
+@declare(
+    "JS067",
+    "Certificates are valid for a while",
+    why="with an expired certificate nobody connects again, on either side",
+    cure="have a new certificate issued, put it in the place of the old one ({place}), and reload the server (`kill "
+    "-HUP` its process), or restart the workers where it is ours",
+    needs=(),
+)
+def expiring_certificates(facts: Facts) -> Iterator[Finding]:
+    if facts.server_certificate is not None:
+        yield from _expiring(facts, facts.server_certificate, place=f"the certificate of {facts.server.name}")
+    tls = facts.config.notification_backend.jetstream.tls
+    if tls is None or tls.cert_file is None:
+        return
+    place = f"{JETSTREAM}.tls.cert_file"
+    try:
+        der = _certificate_in(Path(tls.cert_file).read_text())
+    except (OSError, ValueError):
+        yield Finding(place=place, found=f"{tls.cert_file} holds no certificate that can be read", state=State.SKIP)
+    else:
+        yield from _expiring(facts, der, place=place)
+
+
+def _expiring(facts: Facts, der: bytes, *, place: str) -> Iterator[Finding]:
+    try:
+        expires = certificates.expires(der)
+    except ValueError as error:
+        yield Finding(place=place, found=str(error), state=State.SKIP)
+        return
+    if expires - facts.now < RENEW:
+        state = State.FAIL if expires < facts.now else State.WARN
+        yield Finding(place=place, found=f"expires on {expires.date()}", state=state)
+
+
+def _certificate_in(pem: str) -> bytes:
+    """The first one of a file, which may hold a key and others beside it. Raises `ValueError`."""
+    found = CERTIFICATE.search(pem)
+    if found is None:
+        raise ValueError("no certificate")
+    return ssl.PEM_cert_to_DER_cert(found[0])
 
 
 def retry_seconds(agent: Agent[Any, Any]) -> float:

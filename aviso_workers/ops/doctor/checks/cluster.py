@@ -57,8 +57,9 @@ def copies(facts: Facts) -> Iterator[Finding]:
 def skewed_leaders(facts: Facts) -> Iterator[Finding]:
     replicated = [one.cluster for one in _kept(facts) if one.cluster.replicas]
     leaders = Counter(group.leader for group in replicated)
-    if len(replicated) < LEADERS_TO_COUNT:
-        return
+    is_whole = not any(peer.offline for group in replicated for peer in group.replicas)
+    if len(replicated) < LEADERS_TO_COUNT or not is_whole:
+        return  # who is down leads nothing just now
     for server, count in leaders.items():
         if count > MOST_LEADERS * len(replicated):
             yield Finding(place=server, found=f"leads {count} of {len(replicated)} streams and consumers")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 
 from aviso_workers.ops.doctor import durability
@@ -23,6 +24,7 @@ HOT_PER_SECOND = 500
 TEMPORARY = ("/tmp/", "/var/tmp/", "/dev/shm/")
 NEARLY_ALL = 0.8
 NEARLY_FULL = 0.95
+A_WHILE = timedelta(days=1)
 LITTLE_FREE = 2**30
 """Bytes: of a disk that is nearly full, that is too little for large disks too."""
 RUNBOOK = "docs/operations.md#a-disk-is-full"
@@ -245,7 +247,12 @@ def not_encrypted(facts: Facts) -> Iterator[Finding]:
 def slow_clients(facts: Facts) -> Iterator[Finding]:
     for one in facts.monitored:
         varz = one.varz
-        if varz.slow_consumers:
-            yield Finding(place=one.name, found=f"{varz.slow_consumers} slow consumers since it started")
+        recent = [each for each in one.cut_off if each.stop and facts.now - each.stop < A_WHILE]
+        if recent:
+            last = recent[0]
+            found = (
+                f"{len(recent)} slow clients cut off within a day, the last one {last.name or 'nameless'} at {last.ip}"
+            )
+            yield Finding(place=one.name, found=found)
         if varz.max_connections and varz.connections > NEARLY_ALL * varz.max_connections:
             yield Finding(place=one.name, found=f"{varz.connections} of {varz.max_connections} connections")
