@@ -185,6 +185,20 @@ class LeafNodes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     remotes: Annotated[dict[str, Remote], about("What this server joins, by a name of your choice.")] = {}
 
 
+class Gateways(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The clusters that are joined to this one: a super-cluster, in which streams of one cluster source another's."""
+
+    host: Annotated[Text, about("Address to listen on for servers of other clusters.")] = LOOPBACK
+    port: Annotated[Port, about("Port to listen on for servers of other clusters.")] = 7222
+    remotes: Annotated[
+        dict[str, tuple[Text, ...]],
+        about("By the name of each cluster, host:port of all its servers; this one's may be among them."),
+    ]
+    user: Annotated[Text | None, about("User that the clusters name to each other, with password.")] = None
+    password: Annotated[Secret | None, about("Its password; best set in the environment.")] = None
+    tls: Annotated[ServerTls | None, about("TLS between the clusters. Default: none.")] = None
+
+
 class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A nats-server of our own: rendered for production, or run for development and tests."""
 
@@ -207,6 +221,7 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     system_account: Annotated[Text | None, about("The account of the server's own events. Default: $SYS.")] = None
     tls: Annotated[ServerTls | None, about("TLS for clients. Default: none.")] = None
     cluster: Annotated[Cluster | None, about("The servers that share streams. Default: this one is alone.")] = None
+    gateways: Annotated[Gateways | None, about("Other clusters. Default: none.")] = None
     leafnodes: Annotated[LeafNodes | None, about("Leaf nodes. Default: none.")] = None
 
 
@@ -223,6 +238,7 @@ def mistakes(server: Server, given: Container[str]) -> Iterator[tuple[str, str]]
     yield from _jetstream_mistakes(server)
     yield from _account_mistakes(server)
     yield from _user_mistakes(server, given)
+    yield from _gateway_mistakes(server)
     if not re.fullmatch(r"\w[\w.-]*", server.server_name):
         yield "server.server_name", "must be letters, digits, '_', '-' and '.'"
     if (server.max_payload or 0) > LARGEST_PAYLOAD:
@@ -233,6 +249,8 @@ def mistakes(server: Server, given: Container[str]) -> Iterator[tuple[str, str]]
     addresses = (
         {f"server.cluster.routes[{i}]": url for i, url in enumerate(server.cluster.routes)} if server.cluster else {}
     )
+    for name, urls in server.gateways.remotes.items() if server.gateways else ():
+        addresses |= {f"server.gateways.remotes.{name}[{i}]": url for i, url in enumerate(urls)}
     for name, remote in server.leafnodes.remotes.items() if server.leafnodes else ():
         addresses |= {f"server.leafnodes.remotes.{name}.urls[{i}]": url for i, url in enumerate(remote.urls)}
     for path, address in addresses.items():
@@ -293,6 +311,7 @@ def _account_mistakes(server: Server) -> Iterator[tuple[str, str]]:
 def _user_mistakes(server: Server, given: Container[str]) -> Iterator[tuple[str, str]]:
     """A user without password, or the other way round, between servers."""
     places = ["server.cluster"] if server.cluster else []
+    places += ["server.gateways"] if server.gateways else []
     places += [f"server.leafnodes.remotes.{name}" for name in server.leafnodes.remotes] if server.leafnodes else []
     for path in places:
         has_user, has_password = f"{path}.user" in given, f"{path}.password" in given
@@ -300,6 +319,18 @@ def _user_mistakes(server: Server, given: Container[str]) -> Iterator[tuple[str,
             yield f"{path}.user", "needs a password, which may stand in the environment"
         if has_password and not has_user:
             yield f"{path}.password", "needs a user"
+
+
+def _gateway_mistakes(server: Server) -> Iterator[tuple[str, str]]:
+    if server.gateways is None:
+        return
+    if server.cluster is None:
+        yield "server.gateways", "needs server.cluster, whose name it has"
+    if not server.gateways.remotes:
+        yield "server.gateways.remotes", "must not be empty"
+    for name, urls in server.gateways.remotes.items():
+        if not urls:
+            yield f"server.gateways.remotes.{name}", "must not be empty"
 
 
 def _is_address(text: str) -> bool:

@@ -26,6 +26,7 @@ from aviso_workers.config.nats_server import (
     AccountJetStream,
     Cluster,
     Encryption,
+    Gateways,
     LeafNodes,
     Permissions,
     Remote,
@@ -226,6 +227,8 @@ def _server(conf: _Conf, server: Server) -> None:
                 _account(conf, account, name=name, is_system=name == server.system_account)
     conf.put("system_account", server.system_account, "server.system_account")
     _optional(conf, server.cluster, "server.cluster", _cluster)
+    if server.gateways is not None and server.cluster is not None:
+        _gateways(conf, server.gateways, server.cluster)
     _optional(conf, server.leafnodes, "server.leafnodes", _leaf_nodes)
 
 
@@ -314,13 +317,35 @@ def _cluster(conf: _Conf, cluster: Cluster, path: str) -> None:
     with conf.block("cluster", path):
         conf.settings(cluster, path, "name", "host", "compression")
         conf.put("port", cluster.port or -1, f"{path}.port")
-        login = ""
-        if cluster.user is not None and cluster.password is not None:
-            login = _login(conf, cluster.user, cluster.password)
-            with conf.block("authorization", path):
-                conf.settings(cluster, path, "user", "password")
+        login = _shared_login(conf, cluster, path)
         conf.put("routes", tuple(f"nats-route://{login}{route}" for route in cluster.routes), f"{path}.routes")
         _optional(conf, cluster.tls, f"{path}.tls", _tls)
+
+
+def _gateways(conf: _Conf, gateways: Gateways, cluster: Cluster) -> None:
+    path = "server.gateways"
+    with conf.block("gateway", path):
+        conf.put("name", cluster.name, "server.cluster.name")
+        conf.settings(gateways, path, "host")
+        conf.put("port", gateways.port or -1, f"{path}.port")
+        login = _shared_login(conf, gateways, path)
+        conf.put("reject_unknown_cluster", True, path)
+        with conf.block("gateways:", f"{path}.remotes", "[]"):
+            for name, urls in gateways.remotes.items():
+                remote = f"{path}.remotes.{name}"
+                with conf.block("", remote):
+                    conf.put("name", name, remote)
+                    conf.put("urls", tuple(f"nats://{login}{url}" for url in urls), remote)
+        _optional(conf, gateways.tls, f"{path}.tls", _tls)
+
+
+def _shared_login(conf: _Conf, section: Cluster | Gateways, path: str) -> str:
+    """Ask for the user of a section where there is one; returns what stands before the host in the others' URLs."""
+    if section.user is None or section.password is None:
+        return ""
+    with conf.block("authorization", path):
+        conf.settings(section, path, "user", "password")
+    return _login(conf, section.user, section.password)
 
 
 def _leaf_nodes(conf: _Conf, leaf_nodes: LeafNodes, path: str) -> None:

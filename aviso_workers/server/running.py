@@ -268,6 +268,7 @@ def _settings(server: Server, node: Node, *, peers: list[Node]) -> Server:
         monitoring=structs.replace(server.monitoring, host=LOOPBACK, port=node.monitoring_port),
         jetstream=structs.replace(server.jetstream, store_dir=str(store_dir.absolute())),
         cluster=None if is_alone else cluster,
+        gateways=None,  # one cluster alone would wait for the others, because all share one JetStream
         leafnodes=leaf_nodes,
     )
 

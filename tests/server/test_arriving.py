@@ -85,6 +85,7 @@ SHOWN_ELSEWHERE = {
     "jetstream.max_outstanding_catchup": "nats-server accepts it and shows it nowhere",
     "jetstream.encryption": "test_encryption.py",
     "lame_duck": "test_running.py",
+    "gateways": "test_gateways.py",
     "leafnodes.remotes": "test_a_leaf_node_joins_with_its_account",
 }
 
