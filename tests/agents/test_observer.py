@@ -244,10 +244,11 @@ async def test_a_thousand_agents_cost_a_handful_of_requests(
     app: App, shown: Shown, stream: str, server: NatsServer
 ) -> None:
     await app.notify("field", {"step": 0})
-    async with anyio.create_task_group() as creating:
-        for number in range(1000):
-            spec = durable(f"away__agent-{number}", f"{stream.lower()}.>")
-            creating.start_soon(app.session.backend.ensure_consumer, stream, spec)
+    for first in range(0, 1000, 50):  # a server beside other work does not answer a thousand requests in time
+        async with anyio.create_task_group() as creating:
+            for number in range(first, first + 50):
+                spec = durable(f"away__agent-{number}", f"{stream.lower()}.>")
+                creating.start_soon(app.session.backend.ensure_consumer, stream, spec)
 
     asked: Counter[str] = Counter()
 
