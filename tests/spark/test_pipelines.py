@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyspark.errors import PySparkException
+from pyspark.errors import PySparkException, StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -95,7 +95,21 @@ query.awaitTermination()
 
 class TestArchive:
     def archive(self, place: Pipelines, **options: Any) -> None:
-        archiving.archive(place.read_stream(startingOffsets="earliest", **options), self.path(place)).awaitTermination()
+        """Archive what is there.
+
+        Spark gives a Python worker ten seconds to start. On a machine that is too busy for that the query ends before
+        it has begun, and is started again as an operator would.
+        """
+        for _ in range(5):
+            query = archiving.archive(place.read_stream(startingOffsets="earliest", **options), self.path(place))
+            try:
+                query.awaitTermination()
+            except StreamingQueryException as error:
+                if "Python worker failed to connect back" not in str(error):
+                    raise
+            else:
+                return
+        pytest.fail("Spark's Python workers do not start within ten seconds")
 
     def path(self, place: Pipelines) -> str:
         return f"{place.directory}/an archive"
