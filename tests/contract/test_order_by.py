@@ -14,13 +14,13 @@ from aviso_workers.backends import Delivery
 from aviso_workers.engine import ordering, pulling
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
 PREFETCH = pulling.MOST_PREFETCH
 LATER = Backoff(first=3600.0, factor=1.0, attempts=5, jitter=0.0)
 SOON = Backoff(first=0.05, factor=1.0, attempts=2, jitter=0.0)
-PATIENCE_SECONDS = 20.0
 BAD, GOOD = "0bad", "good"
 
 

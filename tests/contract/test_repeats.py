@@ -16,11 +16,11 @@ from aviso_workers.backends.in_memory.consuming import InMemoryDelivery
 from aviso_workers.backends.jetstream.consuming import JetStreamDelivery
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
 ACK_WAIT_SECONDS = 1.0
-PATIENCE_SECONDS = 20.0
 
 
 class Lossy:

@@ -10,11 +10,11 @@ import pytest
 from aviso_workers import App, Backoff, Notification, Notify
 from aviso_workers.testing import harness
 from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
 FAILING, GOOD = 10_500, 500
-PATIENCE_SECONDS = 60.0
 
 
 async def test_the_good_ones_are_handled_however_many_wait_for_their_retry(app: App, url: str | None) -> None:

@@ -157,7 +157,7 @@ async def test_a_listed_server_that_accepts_and_says_nothing_costs_seconds(
         (host, port) = silent.extra(anyio.abc.SocketAttribute.local_address)
         settings = config.JetStream(nats_url=config.ServerUrls(f"nats://{host}:{port}", nats_server.url))
         connection = Connection(settings, on_connection=None)
-        with anyio.fail_after(5):
+        with anyio.fail_after(PROMPT_SECONDS):
             await connection.open()
         assert connection.ready
         await connection.close()
