@@ -162,7 +162,7 @@ class App(Router):
                 found.append(f"agent {agent.name!r}: where: {error}")
             found += [
                 f"agent {agent.name!r}: it publishes {UnknownEventTypeError(name, event_types)}"
-                for name in sorted(outputs.named_event_types(agent.function) - event_types.keys())
+                for name in sorted(outputs.named_event_types(agent.function) - event_types.keys() - examined.unclear)
             ]
             try:
                 topics.key_of(schema.topic_of(agent.event_type, declared), agent.policy.order_by)

@@ -1,10 +1,11 @@
 """How far each agent's durable consumer has come, recorded apart from the consumer, for when that is gone.
 
 A consumer that was deleted leaves nothing behind, and one that is made in its place begins where the agent's `start`
-says: with the whole stream, usually. So the workers of all apps record it in one bucket. `shared_filters` does so when
-it opens the consumer, when it looks which versions there are, and when the worker stops. Where the consumer is missing
-then, it is made anew and begins after what was settled. The same record says since when the oldest notification of the
-agent is unfinished, which a server does not tell. `ops.observing` reads the records for operators.
+says: with the whole stream, usually. So the workers of all apps record it in one bucket, of an agent's two consumers,
+that of its events and that of what is tried again: when they open them, when `shared_filters` looks which versions
+there are, and when they stop. Where a consumer is missing, it is made anew and begins after what was settled. The same
+record says since when the oldest notification of the agent is unfinished, which a server does not tell.
+`ops.observing` reads the records for operators.
 
 A record belongs to one stream. Where the stream was deleted and made anew, its sequences count other notifications.
 """
@@ -16,11 +17,13 @@ from datetime import datetime
 import msgspec
 from msgspec import Struct, structs
 
-from aviso_workers.agents import Policy
+from aviso_workers import streams
+from aviso_workers.agents import Policy, durable_name
 from aviso_workers.backends import Backend, ConsumerInfo
+from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
-from aviso_workers.events import ConsumerNotRecorded, Events
-from aviso_workers.streams import filters_of
+from aviso_workers.events import ConsumerNotRecorded, ConsumerResumed, Events
+from aviso_workers.streams import ConsumerSpec, filters_of
 
 __all__ = [
     "BUCKET",
@@ -31,7 +34,6 @@ __all__ = [
     "move",
     "remove",
     "stored",
-    "unreadable",
 ]
 
 BUCKET = "aviso_workers_consumers"
@@ -58,57 +60,97 @@ class ConsumerRecord(Struct, frozen=True, kw_only=True):
 
 
 class ConsumerRecorder:
-    """Records the consumer of one agent, as one worker sees it."""
+    """Creates one durable consumer of an agent, as one worker does, and records how far it has come."""
 
     def __init__(
-        self, backend: Backend, *, app: str, agent: str, stream: str, longest_seconds: float, events: Events
+        self,
+        backend: Backend,
+        provisioner: Provisioner,
+        *,
+        app: str,
+        agent: str,
+        stream: str,
+        longest_seconds: float,
+        events: Events,
     ) -> None:
         self._backend = backend
+        self._provisioner = provisioner
         self._agent = agent
         self._stream = stream
+        self._consumer = durable_name(app, agent)
         self._key = _key(app, agent, stream)
         self._longest_seconds = longest_seconds
         self._events = events
         self._created: datetime | None = None
+        """When the stream was created; None before anybody could look."""
         self._last: ConsumerRecord | None = None
         self._told = False
         """Whether it was stated that the record cannot be written."""
 
-    async def look(self) -> int | None:
-        """Return the ack floor that is recorded of the consumer of this stream; None where there is no record of one.
-
-        Raises `BackendError`, also where the record cannot be read.
-        """
-        info = await self._backend.stream_info(self._stream)
-        self._created = info.created or info.time
-        entry = await (await self._backend.key_value(BUCKET)).get(self._key)
-        self._last = _read(entry.value) if entry else None
-        if self._last and self._last.stream_created != self._created:
-            self._last = None
-        return self._last.ack_floor if self._last else None
-
-    async def look_where_known(self) -> int | None:
-        """The same where the consumer exists, so that the record is not needed: None where it cannot be read."""
+    async def found(self) -> ConsumerInfo | None:
+        """Return the consumer; None where there is none. Raises `BackendError`."""
         try:
-            return await self.look()
-        except BackendError:
+            return await self._backend.consumer_info(self._stream, self._consumer)
+        except NotFoundError:
             return None
+
+    async def ensure(self, wanted: ConsumerSpec, found: ConsumerInfo | None) -> ConsumerInfo:
+        """Bring the consumer that was `found` in line, or create it; where there was one before, after what it settled.
+
+        Raises `UnavailableError` where it is not known whether there was one, and as `Backend.ensure_consumer` does.
+        """
+        settled = await self._settled() if found is None else found.ack_floor
+        if settled is not None:  # also where it is found: it may be deleted before it is brought in line
+            wanted = streams.beginning_after(wanted, settled)
+        info = await self._provisioner.ensure_consumer(self._stream, wanted)
+        if found is None and settled is not None:
+            self._events.emit(
+                ConsumerResumed(agent=self._agent, stream=self._stream, consumer=info.name, sequence=settled + 1)
+            )
+        await self.record(info)
+        return info
+
+    async def refresh(self) -> None:
+        """Ask for the consumer, and record what is new about it. Raises `BackendError` where it does not answer."""
+        await self.record(await self._backend.consumer_info(self._stream, self._consumer))
 
     async def record(self, consumer: ConsumerInfo) -> None:
         """Store what is new about the consumer. Where that fails, it is stated once."""
-        if self._created is None:
-            return  # nobody could look
-        record = self._of(consumer, self._created)
-        if self._last and structs.replace(record, time=self._last.time) == self._last:
-            return
         try:
-            await (await self._backend.key_value(BUCKET)).put(self._key, msgspec.json.encode(record))
+            if self._last is None or consumer.ack_floor < self._last.ack_floor:
+                await self._look()  # it was reset, or the stream is another one than before
+            await self._store(consumer)
         except BackendError as error:
             if not self._told:
                 self._told = True
                 self._events.emit(ConsumerNotRecorded(agent=self._agent, bucket=BUCKET, error=error))
-            return
-        self._last, self._told = record, False
+        else:
+            self._told = False
+
+    async def _settled(self) -> int | None:
+        """Return up to where everything is settled, as recorded; None where no consumer of this stream is."""
+        try:
+            await self._look()
+        except BackendError as error:
+            raise UnavailableError(
+                f"consumer {self._consumer} of stream {self._stream} does not exist, and whether there was one before "
+                f"is not known, because bucket {BUCKET} cannot be read: {error}"
+            ) from error
+        return self._last.ack_floor if self._last else None
+
+    async def _look(self) -> None:
+        """Read the record. One of another stream of that name counts for nothing."""
+        info = await self._backend.stream_info(self._stream)
+        created = info.created or info.time
+        record = (await _one(self._backend, self._key)) if await _exists(self._backend) else None
+        self._created, self._last = created, record if record and record.stream_created == created else None
+
+    async def _store(self, consumer: ConsumerInfo) -> None:
+        assert self._created is not None
+        record = self._of(consumer, self._created)
+        if self._last is None or structs.replace(record, time=self._last.time) != self._last:
+            await (await self._backend.key_value(BUCKET)).put(self._key, msgspec.json.encode(record))
+            self._last = record
 
     def _of(self, consumer: ConsumerInfo, stream_created: datetime) -> ConsumerRecord:
         has_work = (consumer.num_pending or consumer.num_ack_pending) and not consumer.paused
@@ -139,10 +181,8 @@ def longest_seconds(policy: Policy) -> float:
 
 async def stored(backend: Backend) -> dict[tuple[str, str, str], ConsumerRecord]:
     """Return all records, by app, agent and stream. Raises `BackendError`."""
-    try:
-        await backend.stream_info(f"KV_{BUCKET}")
-    except NotFoundError:
-        return {}  # and who only reads makes none
+    if not await _exists(backend):
+        return {}
     entries = await (await backend.key_value(BUCKET)).entries()
     found = ((entry.key.split("/"), _read(entry.value)) for entry in entries)
     return {(app, agent, stream): record for (app, agent, stream), record in found if record}
@@ -162,12 +202,18 @@ async def move(backend: Backend, *, app: str, agent: str, stream: str, ack_floor
         await (await backend.key_value(BUCKET)).put(_key(app, agent, stream), msgspec.json.encode(moved))
 
 
-def unreadable(consumer: str, stream: str, error: BackendError) -> UnavailableError:
-    """The error where a consumer is missing and nobody can say how far it had come."""
-    return UnavailableError(
-        f"consumer {consumer} of stream {stream} does not exist, and whether it had come far is not known, because "
-        f"bucket {BUCKET} cannot be read: {error}"
-    )
+async def _exists(backend: Backend) -> bool:
+    """Whether there is the bucket: who only reads makes none."""
+    try:
+        await backend.stream_info(f"KV_{BUCKET}")
+    except NotFoundError:
+        return False
+    return True
+
+
+async def _one(backend: Backend, key: str) -> ConsumerRecord | None:
+    entry = await (await backend.key_value(BUCKET)).get(key)
+    return _read(entry.value) if entry else None
 
 
 def _key(app: str, agent: str, stream: str) -> str:

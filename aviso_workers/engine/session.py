@@ -254,15 +254,8 @@ class Session:
             agent=agent.name,
             stream=stream.name,
             backend=self.backend,
-            provisioner=self.provisioner,
-            recorder=ConsumerRecorder(
-                self.backend,
-                app=self._app,
-                agent=agent.name,
-                stream=stream.name,
-                longest_seconds=consumer_records.longest_seconds(policy),
-                events=self._events,
-            ),
+            recorder=self._recorder(agent, stream.name, self.provisioner),
+            retries=self._recorder(agent, dead_lettering.RETRIES, self.own_streams),
             events=self._events,
             on_ack_wait=lambda seconds: run.keep_within(_reported_within(agent, seconds)),
         )
@@ -288,7 +281,7 @@ class Session:
             Feed(
                 stream=retries,
                 consumer=retries_consumer,
-                ensure=lambda: shared.ensure_alike(self.own_streams, retries.name, retries_consumer),
+                ensure=lambda: shared.ensure_retries(retries_consumer),
                 provisioner=self.own_streams,
                 unwrap=Requeued,
                 takes=takes,
@@ -303,6 +296,17 @@ class Session:
                 await self._supervise(agent.name, run, feeds, stop)
             looking.cancel_scope.cancel()
         await shared.record_last()
+
+    def _recorder(self, agent: Agent[Any, Any], stream: str, provisioner: Provisioner) -> ConsumerRecorder:
+        return ConsumerRecorder(
+            self.backend,
+            provisioner,
+            app=self._app,
+            agent=agent.name,
+            stream=stream,
+            longest_seconds=consumer_records.longest_seconds(agent.policy),
+            events=self._events,
+        )
 
     def _windows(self, kit: Kit, stream: str) -> AsWindows | None:
         """Of an agent that has some."""

@@ -34,11 +34,9 @@ from msgspec import Struct
 
 from aviso_workers import clocks, streams, subjects
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
-from aviso_workers.engine import consumer_records
 from aviso_workers.engine.consumer_records import ConsumerRecorder
-from aviso_workers.engine.provisioning import Provisioner
-from aviso_workers.errors import BackendError, NotFoundError
-from aviso_workers.events import AckWaitDiffers, ConsumerResumed, Events, FiltersDiffer
+from aviso_workers.errors import BackendError
+from aviso_workers.events import AckWaitDiffers, Events, FiltersDiffer
 from aviso_workers.streams import ConsumerSpec, Version
 
 __all__ = ["SharedFilter"]
@@ -76,8 +74,8 @@ class SharedFilter:
         agent: str,
         stream: str,
         backend: Backend,
-        provisioner: Provisioner,
         recorder: ConsumerRecorder,
+        retries: ConsumerRecorder,
         events: Events,
         on_ack_wait: Callable[[float], None],
     ) -> None:
@@ -86,8 +84,8 @@ class SharedFilter:
         self._agent = agent
         self._stream = stream
         self._backend = backend
-        self._provisioner = provisioner
         self._recorder = recorder
+        self._retries = retries
         self._events = events
         self._on_ack_wait = on_ack_wait
         self._own = streams.version_of(consumer)
@@ -114,50 +112,25 @@ class SharedFilter:
         One that was deleted is made anew, and begins after what it had settled as far as that was recorded. Raises
         `UnavailableError` where that cannot be known, and as `Backend.ensure_consumer` does.
         """
-        found = await self._found()
-        settled = await self._settled(found)
+        found = await self._recorder.found()
         versions = self._versions(found)
         self._given_back = self._known_up_to = 0  # the stream may be another one now, and count from 1 again
-        wanted = streams.shared(self._consumer, versions)
-        if settled is not None:
-            wanted = streams.beginning_after(wanted, settled)
-        info = await self._provisioner.ensure_consumer(self._stream, wanted)
+        info = await self._recorder.ensure(streams.shared(self._consumer, versions), found)
         self._granted = info.config["max_ack_pending"]
-        if found is None and settled is not None:
-            self._events.emit(
-                ConsumerResumed(agent=self._agent, stream=self._stream, consumer=info.name, sequence=settled + 1)
-            )
         self._follow(info)
         self._note(versions)
-        await self._recorder.record(info)
         if len(versions) > 1:
             self._look_soon.set()  # two that open it at once may have overwritten each other
         return info
 
-    async def ensure_alike(self, provisioner: Provisioner, stream: str, consumer: ConsumerSpec) -> ConsumerInfo:
-        """Create another consumer of the agent, or bring it in line, with the `ack_wait` of the one that is shared.
+    async def ensure_retries(self, consumer: ConsumerSpec) -> ConsumerInfo:
+        """Create the consumer of what is tried again, or bring it in line, with the `ack_wait` of the shared one.
 
-        Raises as `Backend.ensure_consumer` does.
+        Raises as `ensure` does.
         """
-        longest = max(version.ack_wait for version in self._versions(await self._found()))
-        return await provisioner.ensure_consumer(stream, streams.with_ack_wait(consumer, longest))
-
-    async def _found(self) -> ConsumerInfo | None:
-        """The consumer; None where there is none."""
-        try:
-            return await self._backend.consumer_info(self._stream, self._consumer.durable_name)
-        except NotFoundError:
-            return None
-
-    async def _settled(self, found: ConsumerInfo | None) -> int | None:
-        """The sequence up to which the agent has settled everything; None where it has never had a consumer."""
-        if found is not None:
-            await self._recorder.look_where_known()
-            return found.ack_floor
-        try:
-            return await self._recorder.look()
-        except BackendError as error:
-            raise consumer_records.unreadable(self._consumer.durable_name, self._stream, error) from error
+        longest = max(version.ack_wait for version in self._versions(await self._recorder.found()))
+        wanted = streams.with_ack_wait(consumer, longest)
+        return await self._retries.ensure(wanted, await self._retries.found())
 
     def _versions(self, found: ConsumerInfo | None) -> dict[Version, int]:
         """Those that are noted in the consumer, and this one."""
@@ -197,8 +170,8 @@ class SharedFilter:
     async def record_last(self) -> None:
         """Record how far the consumer has come when the worker stops, where the server answers soon."""
         with clocks.move_on_after(self._backend.clock, LAST_RECORD_SECONDS), suppress(BackendError):
-            found = await self._backend.consumer_info(self._stream, self._consumer.durable_name)
-            await self._recorder.record(found)
+            await self._recorder.refresh()
+            await self._retries.refresh()
 
     async def _look(self) -> None:
         stored_before = self._given_back
@@ -210,11 +183,13 @@ class SharedFilter:
             wanted = streams.beginning_after(streams.shared(self._consumer, versions), found.ack_floor)
             if versions != noted or not _is_as(wanted, found) or found.config["max_ack_pending"] < self._granted:
                 self._follow(await self._backend.ensure_consumer(self._stream, wanted))
-            await self._recorder.record(found)
         except BackendError:
             return
         self._note(versions)
         self._known_up_to = max(self._known_up_to, stored_before)
+        await self._recorder.record(found)
+        with suppress(BackendError):
+            await self._retries.refresh()
 
     def _still_there(self, noted: Mapping[Version, int]) -> dict[Version, int]:
         """The versions that were heard of, this one among them and, where it is not the only one, heard of again."""

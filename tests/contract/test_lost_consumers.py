@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from aviso_workers import App, Notification
+from aviso_workers import App, Backoff, Notification
 from aviso_workers.engine.consumer_records import ConsumerRecorder
+from aviso_workers.engine.dead_lettering import RETRIES
 from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.events import ConsumerResumed
-from aviso_workers.ops import steering
+from aviso_workers.ops import operating, steering
+from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
 from aviso_workers.positions import Position
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
@@ -113,13 +115,13 @@ async def test_after_a_reset_it_goes_on_from_there(t: Harness, handled: list[int
 async def test_a_new_consumer_is_not_made_while_it_is_not_known_how_far_the_old_one_had_come(
     t: Harness, handled: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(recorder: ConsumerRecorder) -> int | None:
+    async def refuse(recorder: ConsumerRecorder) -> None:
         raise UnavailableError("no answer")
 
     await settled_before(t)
     await t.app.session.backend.delete_consumer("MARS", "contract__index")
     with monkeypatch.context() as patched:
-        patched.setattr(ConsumerRecorder, "look", refuse)
+        patched.setattr(ConsumerRecorder, "_look", refuse)
         await t.start()
         await t.advance(0.5)
         with pytest.raises(NotFoundError):
@@ -127,3 +129,38 @@ async def test_a_new_consumer_is_not_made_while_it_is_not_known_how_far_the_old_
     await t.notify("mars", mars(step=3), {})
     await t.settle()
     assert handled == [0, 1, 2, 3]
+
+
+async def test_what_was_tried_again_before_is_not_tried_once_more(kind: str, nats_url: str) -> None:
+    """The consumer of what is handed back from the dead letters was deleted too."""
+    app = App("contract", config=app_config(kind, nats_url))
+    tries: list[int] = []
+
+    @app.agent("mars", retry=Backoff(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        tries.append(int(notification.identifier["step"]))
+        if tries == [0]:
+            raise ValueError("only the first time")
+
+    async with harness(app, server=nats_url or None) as t:
+        await t.notify("mars", mars(step=0), {})
+        await t.settle()
+        office = DeadLetterOffice(t.app)
+        (letter,) = [letter async for letter in office.letters(Selection())]
+        await office.retry(letter)
+        await t.settle()
+        await t.stop()
+        for stream in ("MARS", RETRIES):
+            await t.app.session.backend.delete_consumer(stream, "contract__index")
+        await t.start()
+        await t.notify("mars", mars(step=1), {})
+        await t.settle()
+    assert tries == [0, 0, 1]
+
+
+async def test_one_that_is_removed_on_purpose_begins_at_its_start(t: Harness, handled: list[int]) -> None:
+    await settled_before(t)
+    await operating.remove_consumer(t.app, "MARS", "contract__index")
+    await t.start()
+    await t.settle()
+    assert handled == [0, 1, 2, 0, 1, 2]

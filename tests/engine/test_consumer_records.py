@@ -14,7 +14,8 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.engine import consumer_records
 from aviso_workers.engine.consumer_records import BUCKET, ConsumerRecord, ConsumerRecorder, longest_seconds
-from aviso_workers.errors import UnavailableError
+from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.errors import RefusedError, UnavailableError
 from aviso_workers.events import ConsumerNotRecorded, Events
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 from aviso_workers.verdicts import Backoff
@@ -33,6 +34,9 @@ async def backend(clock: VirtualClock) -> AsyncIterator[InMemoryBackend]:
         yield backend
 
 
+SPEC = ConsumerSpec(durable_name="field__index", filter_subjects=("mars.>",), ack_wait=10**9, max_ack_pending=10)
+
+
 class Place:
     """The stream MARS with the agent `index` of the app `field`, and one worker's recorder."""
 
@@ -45,7 +49,13 @@ class Place:
         events = Events()
         events.listen(self.facts.append, ConsumerNotRecorded)
         return ConsumerRecorder(
-            self.backend, app="field", agent="index", stream="MARS", longest_seconds=300.0, events=events
+            self.backend,
+            Provisioner(self.backend, management="reconcile", events=events),
+            app="field",
+            agent="index",
+            stream="MARS",
+            longest_seconds=300.0,
+            events=events,
         )
 
     async def publish(self, number: int) -> None:
@@ -63,17 +73,13 @@ class Place:
 @pytest.fixture
 async def place(backend: InMemoryBackend) -> Place:
     await backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
-    await backend.ensure_consumer(
-        "MARS",
-        ConsumerSpec(durable_name="field__index", filter_subjects=("mars.>",), ack_wait=10**9, max_ack_pending=10),
-    )
+    await backend.ensure_consumer("MARS", SPEC)
     return Place(backend)
 
 
 async def test_since_when_the_oldest_is_unfinished_is_kept_while_the_floor_stands(
     place: Place, clock: VirtualClock
 ) -> None:
-    await place.recorder.look()
     assert (await place.record()).unfinished_since is None, "there is nothing to do"
     await place.publish(1)
     began = (await place.record()).unfinished_since
@@ -82,13 +88,11 @@ async def test_since_when_the_oldest_is_unfinished_is_kept_while_the_floor_stand
     assert (await place.record()).unfinished_since == began
 
     place.recorder = place.worker()
-    await place.recorder.look()
     await clock.advance(100)
     assert (await place.record()).unfinished_since == began, "also where a worker was started again meanwhile"
 
 
 async def test_it_begins_anew_when_the_floor_rises(place: Place, clock: VirtualClock) -> None:
-    await place.recorder.look()
     await place.publish(1)
     await place.publish(2)
     before = await place.record()
@@ -106,7 +110,6 @@ async def test_it_begins_anew_when_the_floor_rises(place: Place, clock: VirtualC
 
 
 async def test_a_bucket_that_cannot_be_written_is_told_of_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    await place.recorder.look()
     await place.record()
 
     async def refuse(bucket: str, **stated: object) -> None:
@@ -120,13 +123,28 @@ async def test_a_bucket_that_cannot_be_written_is_told_of_once(place: Place, mon
     assert [(fact.agent, fact.bucket) for fact in place.facts] == [("index", BUCKET)]
 
 
-async def test_a_record_that_is_no_longer_true_of_this_stream_says_nothing(place: Place) -> None:
-    await place.recorder.look()
-    await place.record()
-    assert await place.worker().look() == 0
+async def test_a_record_of_another_stream_of_that_name_says_nothing(place: Place) -> None:
+    await place.publish(1)
+    before = await place.record()
     await place.backend.delete_stream("MARS")
     await place.backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
-    assert await place.worker().look() is None
+    await place.worker().ensure(SPEC, None)
+    after = (await consumer_records.stored(place.backend))["field", "index", "MARS"]
+    assert after.stream_created > before.stream_created
+    assert (await place.info()).config["deliver_policy"] == "all"
+
+
+async def test_who_may_not_make_the_bucket_begins_where_nobody_has_made_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(bucket: str, **stated: object) -> None:
+        raise RefusedError("permission denied")
+
+    monkeypatch.setattr(place.backend, "key_value", refuse)
+    await place.backend.delete_consumer("MARS", "field__index")
+    await place.recorder.ensure(SPEC, None)
+    assert (await place.info()).config["deliver_policy"] == "all"
+    assert len(place.facts) == 1
 
 
 def test_a_policy_says_how_long_a_notification_may_be_unfinished() -> None:

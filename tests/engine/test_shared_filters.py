@@ -25,7 +25,14 @@ WIDE = ("mars.od.>", "mars.rd.>")
 
 
 def spec(filters: tuple[str, ...]) -> ConsumerSpec:
-    return ConsumerSpec(durable_name="agent", filter_subjects=filters, ack_wait=10**9, max_ack_pending=10)
+    return ConsumerSpec(durable_name="app__agent", filter_subjects=filters, ack_wait=10**9, max_ack_pending=10)
+
+
+def recorder(backend: Backend, stream: str, events: Events) -> ConsumerRecorder:
+    provisioner = Provisioner(backend, management="reconcile", events=events)
+    return ConsumerRecorder(
+        backend, provisioner, app="app", agent="agent", stream=stream, longest_seconds=300.0, events=events
+    )
 
 
 def worker(backend: Backend, filters: tuple[str, ...], stated: list[FiltersDiffer]) -> SharedFilter:
@@ -36,10 +43,8 @@ def worker(backend: Backend, filters: tuple[str, ...], stated: list[FiltersDiffe
         agent="agent",
         stream="MARS",
         backend=backend,
-        provisioner=Provisioner(backend, management="reconcile", events=events),
-        recorder=ConsumerRecorder(
-            backend, app="app", agent="agent", stream="MARS", longest_seconds=300.0, events=events
-        ),
+        recorder=recorder(backend, "MARS", events),
+        retries=recorder(backend, "RETRIES", events),
         events=events,
         on_ack_wait=lambda seconds: None,
     )
@@ -55,7 +60,7 @@ async def keeping(filters: SharedFilter) -> AsyncIterator[None]:
 
 
 async def filters_of(backend: Backend) -> tuple[str, ...]:
-    return tuple((await backend.consumer_info("MARS", "agent")).config["filter_subjects"])
+    return tuple((await backend.consumer_info("MARS", "app__agent")).config["filter_subjects"])
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +115,7 @@ async def test_the_only_version_changes_nothing_again_and_again(backend: InMemor
     opened = await narrow.ensure()
     async with keeping(narrow):
         await backend.clock.sleep(10 * LOOK_SECONDS)
-        assert (await backend.consumer_info("MARS", "agent")).config == opened.config
+        assert (await backend.consumer_info("MARS", "app__agent")).config == opened.config
 
 
 async def test_a_filter_that_lacks_what_a_version_wants_is_mended(backend: InMemoryBackend) -> None:
