@@ -27,6 +27,8 @@ SKEW = timedelta(minutes=1)
 are that much out of order."""
 
 AGAIN_AFTER_SECONDS = 1.0
+MOST_BEHIND = 3
+"""How often a stream is looked at that ends before what was read of it: its new leader may not have come so far yet."""
 MOST_FRUITLESS = 60
 """How often in a row a replay is begun again while there is a connection, and nothing comes of it."""
 
@@ -66,9 +68,9 @@ class Replayer:
         `NotFoundError` where the stream is deleted meanwhile: what it held cannot be read to its end.
         """
         info = await self._backend.stream_info(self._stream)
-        last = info.last_sequence if end.sequence is None else min(info.last_sequence, end.sequence)
         if end.sequence is None:
-            start = self._within(info, start)
+            info, start = await self._within(info, start)
+        last = info.last_sequence if end.sequence is None else min(info.last_sequence, end.sequence)
         reading = _Reading(start, created=info.created)
         async with aclosing(self._messages(reading, last)) as messages:
             async for message in messages:
@@ -87,7 +89,8 @@ class Replayer:
         info = await self._backend.stream_info(self._stream)
         if start == Position():
             start = Position(sequence=info.last_sequence + 1)
-        reading = _Reading(self._within(info, start), created=info.created)
+        info, begin = await self._within(info, start)
+        reading = _Reading(begin, created=info.created)
         while True:
             try:
                 async with aclosing(self._messages(reading, None)) as messages:
@@ -119,8 +122,7 @@ class Replayer:
                 fruitless = fruitless + 1 if self._backend.connected else 0
                 if last is not None and fruitless == MOST_FRUITLESS:
                     raise
-                with clocks.move_on_after(self._backend.clock, AGAIN_AFTER_SECONDS):
-                    await self._backend.failed()
+                await self._pause()
 
     async def _read(self, reading: _Reading, last: int | None) -> AsyncGenerator[Message, None]:
         """Read until the end or an interruption."""
@@ -147,24 +149,36 @@ class Replayer:
             await self._require_same(reading)
 
     async def _require_same(self, reading: _Reading) -> None:
-        """Raise `NotFoundError` where the stream is gone, was made again, or ends before what was read of it."""
-        info = await self._backend.stream_info(self._stream)
-        if not reading.is_of(info):
-            raise _made_again(self._stream)
+        """Raise `NotFoundError` where the stream is gone, was made again, or has lost its end.
 
-    def _within(self, info: StreamInfo, start: Position) -> Position:
-        """The start; the first message where the stream has never had that sequence."""
+        Raises `UnavailableError` where its end may still come.
+        """
+        info = await self._backend.stream_info(self._stream)
+        if reading.is_of(info):
+            reading.times_behind = 0
+            return
+        reading.times_behind += 1
+        if info.created == reading.created and reading.times_behind <= MOST_BEHIND:
+            raise UnavailableError(f"stream {self._stream} has come to {info.last_sequence}, and was further")
+        raise _made_again(self._stream)
+
+    async def _within(self, info: StreamInfo, start: Position) -> tuple[StreamInfo, Position]:
+        """The stream, and where to start: at its first message where it has never had the sequence of the start."""
+        for _ in range(MOST_BEHIND):
+            if start.sequence is None or start.sequence <= info.last_sequence + 1:
+                return info, start
+            await self._pause()
+            info = await self._backend.stream_info(self._stream)
         if start.sequence is None or start.sequence <= info.last_sequence + 1:
-            return start
+            return info, start
         self._tell_made_again(info, start.sequence)
-        return Position(sequence=1)
+        return info, Position(sequence=1)
 
     async def _found_again(self) -> StreamInfo:
         """Return what the stream is, as soon as there is one. Raises `BackendError` as `Backend.failed` does."""
         told = False
         while True:
-            with clocks.move_on_after(self._backend.clock, AGAIN_AFTER_SECONDS):
-                await self._backend.failed()
+            await self._pause()
             try:
                 return await self._backend.stream_info(self._stream)
             except UnavailableError:
@@ -173,6 +187,11 @@ class Replayer:
                 if not told:
                     self._events.emit(StreamGone(stream=self._stream))
                 told = True
+
+    async def _pause(self) -> None:
+        """Wait before the next attempt. Raises `BackendError` when the connection is lost for good."""
+        with clocks.move_on_after(self._backend.clock, AGAIN_AFTER_SECONDS):
+            await self._backend.failed()
 
     def _tell_made_again(self, info: StreamInfo, next_sequence: int) -> None:
         self._events.emit(
@@ -197,6 +216,8 @@ class _Reading:
         self.from_time = start.time
         """Where to begin, as long as nothing was seen."""
         self.next_sequence = start.sequence or 1
+        self.times_behind = 0
+        """How often in a row the stream ended before what was read of it."""
 
     def is_of(self, info: StreamInfo) -> bool:
         """Whether that is the stream that was read: not one that was made again, restored, or lost its end."""

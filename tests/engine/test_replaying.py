@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from aviso_workers import config
-from aviso_workers.backends import Message
+from aviso_workers.backends import Message, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import LoopClock
 from aviso_workers.codec import store_time
@@ -369,6 +369,27 @@ class TestAWatch:
             assert await steps(replayer.watch(Position(sequence=4)), 5) == [3, 4, 0, 1, 6]
         (told,) = facts.of(StreamMadeAgain)
         assert told == StreamMadeAgain(stream="MARS", next_sequence=6, last_sequence=3)
+
+
+class TestAStreamWhoseNewLeaderHasNotComeSoFarYet:
+    @pytest.fixture(autouse=True)
+    async def behind(self, backend: MortalBackend, five: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """For two looks after the first one, the stream's last sequence is 1."""
+        look, looks = backend.stream_info, iter([5, 1, 1])
+
+        async def look_behind(name: str) -> StreamInfo:
+            info = await look(name)
+            return structs.replace(info, last_sequence=min(info.last_sequence, next(looks, info.last_sequence)))
+
+        monkeypatch.setattr(backend, "stream_info", look_behind)
+
+    async def test_is_read_on_in_a_replay(self, replayer: Replayer, facts: Facts) -> None:
+        assert await steps(replayer.replay(Position(sequence=4), Position())) == [3, 4]
+        assert facts.of(StreamMadeAgain) == []
+
+    async def test_is_read_on_in_a_watch(self, replayer: Replayer, facts: Facts) -> None:
+        assert await steps(replayer.watch(Position(sequence=4)), 2) == [3, 4]
+        assert facts.of(StreamMadeAgain) == []
 
 
 @pytest.mark.parametrize(
