@@ -41,7 +41,13 @@ find_nats_server() {
 running() {
     local pid
     pid=$(cat "$pid_file" 2>/dev/null) && [[ $pid =~ ^[0-9]+$ ]] || return 1
-    [[ "$(ps -o args= -p "$pid" 2>/dev/null) " == *" -c $config_file "* ]] && echo "$pid"
+    [[ "$(command_of "$pid") " == *" -c $config_file "* ]] && echo "$pid"
+}
+
+# The command line of a process; not every Linux has ps, and macOS has no /proc.
+command_of() {
+    if [ -d /proc/self ]; then { tr '\0' ' ' <"/proc/$1/cmdline"; } 2>/dev/null || true; return; fi
+    ps -o args= -p "$1" 2>/dev/null || true
 }
 
 stop() {
