@@ -520,6 +520,14 @@ def test_a_key_of_the_backend_that_is_nearly_one_of_ours_is_a_mistake(
     assert mistake == f"dev.yaml:5: notification_backend.jetstream.{expected}"
 
 
+def test_a_key_of_ours_that_stands_a_level_too_high_is_a_mistake(mistakes: Mistakes) -> None:
+    (mistake,) = mistakes("notification_backend: {kind: jetstream, stream_management: observe}\n")
+    assert mistake == (
+        "dev.yaml:1: notification_backend.stream_management is not known; "
+        "did you mean notification_backend.jetstream.stream_management?"
+    )
+
+
 def test_a_section_that_is_nearly_one_of_ours_is_a_mistake(mistakes: Mistakes) -> None:
     (mistake,) = mistakes("worker: {}\nnotification_backend: {kind: in_memory}\n")
     assert mistake == "dev.yaml:1: worker is not known; did you mean 'workers'?"

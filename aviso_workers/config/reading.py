@@ -107,6 +107,8 @@ class Reader:
                 self.mistakes.append((node.place, f"{path}: unknown field(s): {key}; {near(key, known, among=True)}"))
             elif known.get(nearest):
                 self.mistakes.append((node.place, f"{_join(path, key)} is not known; did you mean {nearest!r}?"))
+            elif path == _BACKEND and (section := _section_of(key, wanted)):
+                self.mistakes.append((node.place, f"{path}.{key} is not known; did you mean {path}.{section}.{key}?"))
             elif hint := near(key, known, cutoff=0.8):
                 self.warn(node.place, _join(path, key), f"this key is not known and is ignored; {hint}")
             elif path.startswith(_BACKEND):
@@ -212,6 +214,16 @@ def near(name: str, known: Iterable[str], *, cutoff: float = 0.6, among: bool = 
 def _nearest(name: str, known: Iterable[str], *, cutoff: float) -> str:
     """Return the known name that is nearest; empty where none is near."""
     return next(iter(difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=cutoff)), "")
+
+
+def _section_of(key: str, wanted: inspect.StructType) -> str:
+    """Return the section below in which the key is one of ours; empty where it is in none."""
+    for field in wanted.fields:
+        section = without_none(field.type)
+        fields = section.fields if isinstance(section, inspect.StructType) else ()
+        if any(inside.name == key and _is_ours(inside.type) for inside in fields):
+            return field.name
+    return ""
 
 
 def _is_ours(type_: inspect.Type) -> bool:
