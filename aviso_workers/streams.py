@@ -373,9 +373,7 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None, stored: Stored) ->
         fixed=fixed,
         removing=removing,
         unstated=tuple(
-            f"{limit}: {readable(limit, found.get(limit))}"
-            for limit in LIMITS
-            if limit not in fields and _something(found.get(limit)) not in (None, -1)
+            limit for limit in LIMITS if limit not in fields and _something(found.get(limit)) not in (None, -1)
         ),
     )
 

@@ -13,7 +13,7 @@ from aviso_workers.cli.finding import ConfigOption, connected
 from aviso_workers.cli.printing import print_table
 from aviso_workers.ops import stream_policy, wiping
 from aviso_workers.ops.inspecting import StoredMessage
-from aviso_workers.streams import ConsumerPlan, Difference, Plan
+from aviso_workers.streams import ConsumerPlan, Difference, Plan, readable
 
 __all__ = ["delete", "streams"]
 
@@ -157,7 +157,9 @@ def _removing(plan: Plan | ConsumerPlan) -> tuple[Difference, ...]:
 
 
 def _unstated(plan: Plan | ConsumerPlan) -> tuple[str, ...]:
-    return plan.unstated if isinstance(plan, Plan) else ()
+    if not isinstance(plan, Plan):
+        return ()
+    return tuple(f"{limit}: {readable(limit, plan.config[limit])}" for limit in plan.unstated)
 
 
 def _names(plan: Plan | ConsumerPlan) -> tuple[str, str]:
