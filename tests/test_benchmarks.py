@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import scaling
 from benchmarks.ground import Cores
-from benchmarks.targets import TARGETS, Target, judge
+from benchmarks.targets import SCALE, TARGETS, Target, judge
 from tests.waits import PATIENCE_SECONDS
 
 PROJECT = Path(__file__).parents[1]
+PATHS = {"PYTHONPATH": os.pathsep.join((str(PROJECT / "scripts"), str(PROJECT)))}
 AT_LEAST = Target(what="ours over the best of theirs", figure="ours", over=("one", "other"), at_least=4)
 AT_MOST = Target(what="ours", figure="ours", at_most=1.5, unit="ms")
 
@@ -23,7 +25,7 @@ def test_consume_tells_figures_and_targets(tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     bench = subprocess.run(
         [sys.executable, "-m", "benchmarks", "consume", "--short", "--no-rivals", "--json", told],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(PROJECT / "scripts"), str(PROJECT)))},
+        env=os.environ | PATHS,
         capture_output=True,
         text=True,
         timeout=2 * PATIENCE_SECONDS,
@@ -42,6 +44,30 @@ def test_consume_tells_figures_and_targets(tmp_path: Path) -> None:
     assert measured == {"agent, CPU per notification", "agent over the bare loop"} | (
         {"two processes over one"} if fleet else set()
     )
+
+
+def test_every_worker_that_scale_measures_is_there() -> None:
+    contestants = [one for some in scaling._of_a_full_stream(1000).values() for one in some]
+    apps = {one.app.removeprefix("scaled_agents:") for one in contestants if ":" in one.app}
+    agents = "import benchmarks.scaled_agents as them; print(*them.__all__)"
+    found = subprocess.run(
+        [sys.executable, "-c", agents],
+        env=os.environ | PATHS | {"BENCHMARK_NAME": "test", "BENCHMARK_MARKS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert found.returncode == 0, found.stderr
+    assert apps | {"among_idle", "rejecting"} == set(found.stdout.split())
+
+
+def test_what_scale_compares_is_measured() -> None:
+    full_stream = {f"{name}.{one.name}" for name, some in scaling._of_a_full_stream(1000).items() for one in some}
+    measured = full_stream | {f"order_by.{name}" for name in scaling.STEPS}
+    measured |= {f"backlog.{backlog}" for backlog in scaling.BACKLOGS} | {"idle.none", f"idle.{scaling.IDLE}"}
+    measured |= {f"update.by {callers}" for callers in scaling.CALLERS}
+    measured |= {f"dead-letters.{letters}" for letters in scaling.LETTERS}
+    assert {f"{benchmark}.{name}" for _, benchmark, *two, _ in SCALE for name in two} <= measured
 
 
 @pytest.mark.parametrize(

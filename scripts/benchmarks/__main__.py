@@ -23,6 +23,7 @@ from benchmarks.publishing import publish
 from benchmarks.replaying import replay
 from benchmarks.rivals import Rivals
 from benchmarks.rounds import Figures, Size
+from benchmarks.scaling import scale
 from benchmarks.spark import transfer
 from benchmarks.startup import start_up
 from main_job.children import ShortfallError
@@ -35,11 +36,12 @@ BENCHMARKS = {
     "latency": delay,
     "memory": remember,
     "startup": start_up,
+    "scale": scale,
     "spark": transfer,
     "backup": back_up,
 }
 WHOLE = Size(repetitions=3, scale=1)
-APART = ("replicated", "spark", "backup")
+APART = ("replicated", "scale", "spark", "backup")
 """Not part of `all`, which is to take no longer than it does. Spark needs Java, and the whole machine."""
 SHORT = Size(repetitions=1, scale=0.01)
 

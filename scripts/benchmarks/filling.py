@@ -6,7 +6,7 @@ Stored with nats-py and not with what is measured; with the headers that aviso-w
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import nats
 from nats.aio.client import Client
@@ -34,28 +34,38 @@ def make_notifications(count: int) -> Iterator[Notify]:
         yield Notify("mars", {**IDENTIFIER, "step": number % SUBJECTS}, PAYLOAD)
 
 
-async def fill(nats_url: str, app: App, *, count: int) -> None:
-    """Make the stream as aviso-workers does, and store so many notifications in it."""
-    async with app:
-        await app.notify_many(make_notifications(1))
+def _step(number: int) -> int:
+    return number % SUBJECTS
+
+
+async def fill(nats_url: str, app: App, *, count: int, first: int = 0, step: Callable[[int], int] = _step) -> None:
+    """Store so many notifications, numbered from `first`; for 0, make the stream as aviso-workers does.
+
+    `step` says which step, and so which subject, a number has.
+    """
+    if not first:
+        async with app:
+            await app.notify_many(make_notifications(1))
     connection = await nats.connect(nats_url)
     try:
         stream = connection.jetstream(timeout=ACK_SECONDS)
-        for first in range(1, count, CHUNK):
-            await _store(stream, connection, first, min(first + CHUNK, count))
+        for begin in range(max(1, first), first + count, CHUNK):
+            subjects = [_subject(step(number)) for number in range(begin, min(begin + CHUNK, first + count))]
+            await _store(stream, connection, begin, subjects)
     finally:
         await connection.close()
 
 
-async def _store(stream: JetStreamContext, connection: Client, first: int, end: int) -> None:
+async def _store(stream: JetStreamContext, connection: Client, begin: int, subjects: Sequence[str]) -> None:
     """All but the last without an acknowledgement: a stream stores in order, so the last one's tells of them all."""
-    for number in range(first, end - 1):
-        await connection.publish(_subject(number), BODY, headers=_headers(number))
-    await stream.publish(_subject(end - 1), BODY, headers=_headers(end - 1))
+    *numbered, (number, subject) = enumerate(subjects, begin)
+    for each, its_subject in numbered:
+        await connection.publish(its_subject, BODY, headers=_headers(each))
+    await stream.publish(subject, BODY, headers=_headers(number))
 
 
-def _subject(number: int) -> str:
-    return ".".join(("mars", *IDENTIFIER.values(), str(number % SUBJECTS)))
+def _subject(step: int) -> str:
+    return ".".join(("mars", *IDENTIFIER.values(), str(step)))
 
 
 def _headers(number: int) -> dict[str, str]:

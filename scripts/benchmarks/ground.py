@@ -6,9 +6,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import anyio
@@ -31,7 +32,7 @@ COMMANDS = Path(sys.executable).parent
 NATS_URL_VARIABLE = "AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL"
 REPLICAS_VARIABLE = "AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__REPLICAS"
 STORE = "nats"
-READY_SECONDS = 30.0
+READY_SECONDS = 120.0
 ACKED_SECONDS = 10.0
 READY_POLL_SECONDS = 0.005
 
@@ -95,14 +96,14 @@ class Ground:
         """Where the server has its streams."""
         return self._directory / STORE
 
-    def fill(self, count: int) -> None:
-        """Store so many notifications, once the servers have elected their leader."""
-        anyio.run(self._fill, count)
+    def fill(self, count: int, **which: Any) -> None:
+        """Store so many notifications, once the servers have elected their leader; see `filling.fill`."""
+        anyio.run(self._fill, count, which)
 
-    async def _fill(self, count: int) -> None:
+    async def _fill(self, count: int, which: Mapping[str, Any]) -> None:
         async with connected(self.app("ready")):
             pass
-        await filling.fill(self.nats_url, self.app("fill"), count=count)
+        await filling.fill(self.nats_url, self.app("fill"), count=count, **which)
 
     def app(self, name: str) -> App:
         """An app of this process on this server."""
@@ -112,9 +113,13 @@ class Ground:
     def worker(
         self, name: str, app: str, *, counts: Sequence[int], processes: int = 1
     ) -> Iterator[tuple[Child, float]]:
-        """`aviso-workers worker` with an app of `benchmarks.agents`, and the seconds that it took to be ready."""
+        """`aviso-workers worker` with an app, and the seconds that it took to be ready.
+
+        The app is one of `benchmarks.agents`, or of another module of `benchmarks` (`module:app`).
+        """
         port = free_port()
-        target = ("worker", f"benchmarks.agents:{app}", "--config", CONFIG, "--status-port", str(port))
+        module = "benchmarks." if ":" in app else "benchmarks.agents:"
+        target = ("worker", f"{module}{app}", "--config", CONFIG, "--status-port", str(port))
         fleet = ("--processes", str(processes)) if processes > 1 else ()
         command = (COMMANDS / "aviso-workers", *target, *fleet)
         started = time.perf_counter()

@@ -17,7 +17,19 @@ from benchmarks.targets import TARGETS, Finding, judge
 
 __all__ = ["Report", "encode", "report", "show"]
 
-OURS = {"consume": "agent", "publish": "notify-many", "replay": "replay", "backup": "copy"}
+OURS = {
+    "consume": "agent",
+    "publish": "notify-many",
+    "replay": "replay",
+    "backup": "copy",
+    "backlog": "10000",
+    "failing": "0 of 100",
+    "order_by": "1000 keys",
+    "windows": "all settled",
+    "idle": "none",
+    "update": "by 1",
+    "dead-letters": "1000",
+}
 """The contestant to which the others of a benchmark are compared."""
 
 

@@ -40,7 +40,7 @@ class Contestant(Struct, frozen=True, kw_only=True):
     """How many notifications it is measured with: slow ones with fewer."""
     command: Sequence[str | Path] = ()
     app: str = ""
-    """Instead of a command: an app of `benchmarks.agents`, run by `aviso-workers worker`."""
+    """Instead of a command: an app as `Ground.worker` takes it, run by `aviso-workers worker`."""
 
     processes: int = 1
     """Of the worker; each has a core."""

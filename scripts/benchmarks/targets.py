@@ -38,6 +38,19 @@ FASTSTREAM = tuple(f"consume.{mode}.per_second" for mode in ("faststream 1", "fa
 AGENT, BATCH = "consume.agent.per_second", "consume.batch.per_second"
 PUBLISHED, REPLAYED = "publish.notify-many.per_second", "replay.replay.per_second"
 
+SCALE = (
+    ("backlog of a million over one of 10,000", "backlog", "1000000", "10000", 0.8),
+    ("10 of 100 fail over none", "failing", "10 of 100", "0 of 100", 0.5),
+    ("order_by, 50,000 keys over 1,000", "order_by", "50000 keys", "1000 keys", 0.7),
+    ("order_by, one key fails over none", "order_by", "one key fails", "1000 keys", 0.7),
+    ("order_by, half on one key over none", "order_by", "half on one key", "1000 keys", 0.5),
+    ("windows, half unsettled over none", "windows", "half unsettled", "all settled", 0.5),
+    ("among 500 idle agents over none", "idle", "500", "none", 0.8),
+    ("update by 256 over by 1", "update", "by 256", "by 1", 0.7),
+    ("10,000 dead letters over 1,000", "dead-letters", "10000", "1000", 0.7),
+)
+"""What is to be about the same with more of it as with less: what, benchmark, more, less, and the least ratio."""
+
 TARGETS = (
     Target(what="agent over FastStream's best per message", figure=AGENT, over=FASTSTREAM, at_least=20),
     Target(what="agent over nats-py fetch(500)", figure=AGENT, over=("consume.nats-fetch.per_second",), at_least=4),
@@ -63,6 +76,16 @@ TARGETS = (
     Target(what="worker, growth while it works", figure="memory.worker.growth_mib", at_most=5, unit="MiB"),
     Target(what="import aviso_workers", figure="startup.import.seconds", at_most=0.2, unit="s"),
     Target(what="worker ready", figure="startup.worker.seconds", at_most=1.5, unit="s"),
+    *(
+        Target(
+            what=what,
+            figure=f"{benchmark}.{more}.per_second",
+            over=(f"{benchmark}.{less}.per_second",),
+            at_least=at_least,
+        )
+        for what, benchmark, more, less, at_least in SCALE
+    ),
+    Target(what="a scrape of 500 agents", figure="idle.500.metrics_ms", at_most=100, unit="ms"),
     Target(
         what="Spark read over the raw socket",
         figure="spark.read.per_second",
