@@ -61,13 +61,20 @@ class Failures:
         self._stored = True
         """Whether the last failure could be stored."""
 
-    async def look(self, delivery: Delivery) -> Record:
-        """What is known of a notification that was delivered before. `count` says the same from then on."""
+    def recall(self, delivery: Delivery) -> Record | None:
+        """What is known without a request: of what failed here the last time that it was delivered. Else None."""
         key = self._key(delivery)
         failures, last_delivered = self._given_back.pop(key, (0, 0))
-        if failures and delivery.num_delivered == last_delivered + 1:
-            self._remember(key, failures)
-            return Record(failures=failures, stored=self._stored)
+        if not failures or delivery.num_delivered != last_delivered + 1:
+            return None
+        self._remember(key, failures)
+        return Record(failures=failures, stored=self._stored)
+
+    async def look(self, delivery: Delivery) -> Record:
+        """What is known of a notification that was delivered before. `count` says the same from then on."""
+        if (record := self.recall(delivery)) is not None:
+            return record
+        key = self._key(delivery)
         entry = await self._try(lambda values: values.get(key))
         failures = max(self._counts.get(key, 0), int(entry.value) if entry else 0)
         if failures:

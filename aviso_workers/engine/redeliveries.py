@@ -66,11 +66,22 @@ class Redeliveries:
         """Take from the line what was delivered again or has no body, until the line is closed."""
         async with anyio.create_task_group() as tasks:
             while (delivery := await self._line.take_redelivered()) is not None:
-                tasks.start_soon(self._decide, delivery)
+                if not self._admit_known(delivery):
+                    tasks.start_soon(self._decide, delivery)
 
     async def end(self) -> None:
         """No handler runs any more: remove the records of those that began and were cancelled."""
         await self._failures.clear_all()
+
+    def _admit_known(self, delivery: Delivery) -> bool:
+        """Let it run where that can be said at once, as of most that have failed: a task for each would cost more."""
+        if self._line.is_bodiless(delivery) or (record := self._failures.recall(delivery)) is None:
+            return False
+        known = verdicts.before_handling(record, num_delivered=delivery.num_delivered, attempts=self._attempts)
+        if known != "run":
+            return False
+        self._line.admit(delivery)
+        return True
 
     async def _decide(self, delivery: Delivery) -> None:
         if self._line.is_bodiless(delivery) and not await self._read(delivery):

@@ -66,15 +66,17 @@ class Publisher:
         batch = _Batch(outgoing)
         most = self._connection.nc.max_payload
         replies = [self._send(batch, index, each, most=most) for index, each in enumerate(outgoing)]
+        # A cancel scope would cost as much as all the rest of a publish.
+        timer = asyncio.get_running_loop().call_later(timeout_seconds, batch.breaks, TimeoutError)
         try:
             if batch.missing:
-                with anyio.fail_after(timeout_seconds):
-                    await batch.complete
+                await batch.complete
         except (TimeoutError, ConnectionResetError):
             for index, each in enumerate(outgoing):
                 if batch.results[index] is None:
                     batch.results[index] = self.unknown(each, sent_at)
         finally:
+            timer.cancel()
             for reply in replies:
                 self._waiting.pop(reply, None)
         return [result for result in batch.results if result is not None]
@@ -123,8 +125,7 @@ class Publisher:
 
     def _on_disconnect(self) -> None:
         for batch, _ in self._waiting.values():
-            if not batch.complete.done():
-                batch.complete.set_exception(ConnectionResetError)
+            batch.breaks(ConnectionResetError)
 
 
 class _Batch:
@@ -141,6 +142,11 @@ class _Batch:
         self.missing -= 1
         if not self.missing and not self.complete.done():
             self.complete.set_result(None)
+
+    def breaks(self, error: type[Exception]) -> None:
+        """No more answers are waited for, because of this."""
+        if not self.complete.done():
+            self.complete.set_exception(error)
 
 
 def _batch(outgoing: Sequence[Outgoing], *, batch_id: str) -> list[Outgoing]:
