@@ -131,6 +131,8 @@ class ConsumerRecorder:
         """Return up to where everything is settled, as recorded; None where no consumer of this stream is."""
         try:
             await self._look()
+        except NotFoundError:
+            raise  # the stream is gone too: it is made anew first
         except BackendError as error:
             raise UnavailableError(
                 f"consumer {self._consumer} of stream {self._stream} does not exist, and whether there was one before "

@@ -23,9 +23,10 @@ def test_what_fails_comes_first_with_its_cure_and_ends_with_1(run: Run, config: 
     ran = run("doctor", *QUICK, "--config", config)
     assert ran.code == 1
     assert re.match(r"nats-server \S+ \d+\.\d+\.\d+: 1 FAIL, ", ran.lines[0])
-    assert ran.lines[2:5] == [
+    assert ran.lines[2:6] == [
         "FAIL JS042 MARS: the stream of event type mars does not exist",
-        f"     It should be: {check('JS042').title}. Otherwise {check('JS042').why} (docs/operations.md#js042)",
+        f"     Expected: {check('JS042').title}.",
+        f"     Why: {check('JS042').why} (docs/operations.md#js042)",
         f"       -> {check('JS042').cure.format(stream='MARS')}",
     ]
     assert "SKIP JS001 JS002 JS003 JS005 JS040 JS047 JS052: for production: say --production" in ran.lines

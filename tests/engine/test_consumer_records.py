@@ -15,7 +15,7 @@ from aviso_workers.clocks import VirtualClock
 from aviso_workers.engine import consumer_records
 from aviso_workers.engine.consumer_records import BUCKET, ConsumerRecord, ConsumerRecorder, longest_seconds
 from aviso_workers.engine.provisioning import Provisioner
-from aviso_workers.errors import RefusedError, UnavailableError
+from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.events import ConsumerNotRecorded, Events
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 from aviso_workers.verdicts import Backoff
@@ -155,3 +155,10 @@ def test_a_policy_says_how_long_a_notification_may_be_unfinished() -> None:
     thrice = Backoff(first=10, factor=2, attempts=3, jitter=0)
     assert longest_seconds(Policy(retry=thrice, timeout=60)) == 300 + 10 + 20 + 3 * 60
     assert longest_seconds(Policy(retry=never_again, rate_limit=0.01)) == 400
+
+
+async def test_a_stream_that_is_gone_is_told_as_such(place: Place) -> None:
+    """It is made anew then, which another error would not lead to."""
+    await place.backend.delete_stream("MARS")
+    with pytest.raises(NotFoundError, match="MARS"):
+        await place.recorder.ensure(SPEC, await place.recorder.found())

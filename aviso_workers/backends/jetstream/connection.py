@@ -96,7 +96,7 @@ class Connection:
                     await self._connect(attempt)
             except (nats.errors.Error, OSError, ValueError) as error:
                 await self.nc.close()
-                self._last_error = self._last_error or str(error) or type(error).__name__
+                self._last_error = self._last_error or self._said(error)
             else:
                 self.wire = wire.attach(self.nc)
                 self._server_version = self.server_version  # before anything can be lost
@@ -110,6 +110,11 @@ class Connection:
         raise UnavailableError(
             f"no NATS server at {self._urls} after {settings.retry_attempts} attempts: {self._last_error}"
         )
+
+    def _said(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self._settings.timeout_seconds:g} s"
+        return str(error) or type(error).__name__
 
     async def watch(self) -> None:
         """Leave a server that does not answer any more: nats-py would believe in it for minutes. Never returns."""

@@ -115,7 +115,8 @@ def _told(result: Result) -> Iterator[str]:
     first, *others = wrong[:MOST_FINDINGS]
     yield ""
     yield f"{result.state.name} {result.check.code} {_place(first)}"
-    yield f"     It should be: {result.check.title}. Otherwise {result.check.why} ({result.check.anchor})"
+    yield f"     Expected: {result.check.title}."
+    yield f"     Why: {result.check.why} ({result.check.anchor})"
     yield f"       -> {first.cure}"
     cure = first.cure
     for finding in others:
