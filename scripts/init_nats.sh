@@ -47,7 +47,7 @@ running() {
 # The command line of a process; not every Linux has ps, and macOS has no /proc.
 command_of() {
     if [ -d /proc/self ]; then { tr '\0' ' ' <"/proc/$1/cmdline"; } 2>/dev/null || true; return; fi
-    ps -o args= -p "$1" 2>/dev/null || true
+    ps -ww -o args= -p "$1" 2>/dev/null || true # -ww: whole, whatever COLUMNS says
 }
 
 stop() {

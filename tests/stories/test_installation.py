@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -50,7 +51,16 @@ def environ(tmp_path: Path) -> Iterator[dict[str, str]]:
             "CONTAINER_NAME": f"test-{os.getpid()}",
             "NATS_PORT": str(port),
             "NATS_HTTP_PORT": str(http_port),
+            "COLUMNS": "20",  # as a narrow terminal says, by which ps would cut command lines
         }
+
+
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 @pytest.fixture
@@ -63,6 +73,7 @@ def server(environ: dict[str, str]) -> Iterator[dict[str, str]]:
     finally:
         stopped = run(SCRIPTS / "init_nats.sh", "stop", **environ)
         assert stopped.returncode == 0, stopped.stderr
+        assert not listens(int(environ["NATS_PORT"])), "the server has ended"
     assert run(SCRIPTS / "init_nats.sh", "stop", **environ).returncode == 0, "stopping twice does no harm"
 
 
