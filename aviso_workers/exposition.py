@@ -1,21 +1,21 @@
 """Prometheus' text format, written and put together: the same bytes that its own client makes, in a tenth of the time.
 
 That client builds an object for each sample and escapes every label of it anew at each scrape, which takes 0.7 seconds
-for the 45,000 samples of 500 agents. Here what stands before a value is made once (`labelled`, `heading`).
+for the 45,000 samples of 500 agents. Here what stands before a value is made once (`labelled`, `heading`), and only the
+numbers are written by that client, as Go writes them.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+from prometheus_client.utils import floatToGoString
+
 __all__ = ["Kind", "heading", "joined", "labelled", "number"]
 
 Kind = Literal["counter", "gauge", "histogram"]
-GO_EXPONENT = 1e6
-"""From here on Go, and so Prometheus' client, writes a number with an exponent."""
 SAMPLE = re.compile(r"^(\w+)(?:\{|(?= ))", re.MULTILINE)
 """How the line of a sample begins, with labels or without."""
 
@@ -33,16 +33,9 @@ def labelled(name: str, labels: Iterable[tuple[str, str]]) -> str:
 
 
 def number(value: float) -> str:
-    """Return the value as Go writes it."""
-    value = float(value)
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
-    text = repr(value)
-    whole, _, fraction = text.partition(".")
-    if value < GO_EXPONENT or "e" in text:
-        return text
-    digits = f"{whole[0]}.{whole[1:]}{fraction}".rstrip("0.")
-    return f"{digits}e+{len(whole) - 1:02d}"
+    """Return the value as Go writes it, and so Prometheus' client."""
+    text: str = floatToGoString(value)  # type: ignore[no-untyped-call]
+    return text
 
 
 def joined(texts: Mapping[str, str], *, label: str) -> str:

@@ -13,9 +13,8 @@ from msgspec import structs
 from prometheus_client import Metric as Family
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.utils import floatToGoString
 
-from aviso_workers import App, Notification, Window, Windowing, exposition
+from aviso_workers import App, Notification, Window, Windowing
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.codec import Message
@@ -460,13 +459,6 @@ def test_what_is_shown_is_what_prometheus_own_client_makes_of_it(app: App, metri
     app.measure("aviso_bare", "Without labels.", labels=(), values={(): math.nan})
 
     assert metrics.render().decode() == as_prometheus_client_shows_it(metrics.render()).decode()
-
-
-@pytest.mark.parametrize(
-    "value", [0, -3, 1e-7, 0.1, 999999.5, 1e6, 1234567.5, 1763820000.123, 1e15, 1e16, 1.5e300, math.inf, -math.inf]
-)
-def test_a_number_is_written_as_prometheus_own_client_writes_it(value: float) -> None:
-    assert exposition.number(value) == floatToGoString(value)
 
 
 def test_a_scrape_of_many_agents_takes_a_fraction_of_what_prometheus_own_client_needs(app: App) -> None:
