@@ -31,6 +31,7 @@ __all__ = [
     "FiltersDiffer",
     "LeadershipChanged",
     "Measured",
+    "NotReadAgain",
     "NotRemoved",
     "Overdue",
     "Passed",
@@ -145,6 +146,18 @@ class FailuresNotStored(Struct, frozen=True, kw_only=True):
 
     agent: str
     bucket: str
+    error: Exception
+
+
+class NotReadAgain(Struct, frozen=True, kw_only=True):
+    """A notification whose body was left out while it waited cannot be read from its stream.
+
+    It is tried again after a wait, and what is behind it waits as well. Stated once, until another one can be read.
+    """
+
+    agent: str
+    stream: str
+    sequence: int
     error: Exception
 
 
@@ -360,6 +373,7 @@ Event = (
     | DeadLettersRefused
     | DeadLettersStored
     | FailuresNotStored
+    | NotReadAgain
     | ThreadsStuck
     | ThreadsFreed
     | AgentStarted

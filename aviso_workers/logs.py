@@ -26,6 +26,7 @@ from aviso_workers.events import (
     FailuresNotStored,
     FiltersDiffer,
     LeadershipChanged,
+    NotReadAgain,
     NotRemoved,
     Overdue,
     Settled,
@@ -89,6 +90,7 @@ def observe(event: Event) -> None:
             DeadLettersRefused()
             | DeadLettersStored()
             | FailuresNotStored()
+            | NotReadAgain()
             | ThreadsStuck()
             | ThreadsFreed()
             | Overdue()
@@ -231,6 +233,15 @@ def _observe_beside(event: Event) -> None:
                 bucket=event.bucket,
                 error=str(event.error),
                 cure="let the worker's user read and write the bucket; until then each process counts by itself",
+            )
+        case NotReadAgain():
+            log.warning(
+                "notification.not_read_again",
+                agent=event.agent,
+                stream=event.stream,
+                sequence=event.sequence,
+                error=str(event.error),
+                cure="let the worker's user read the stream, as replay does: until then what waits behind it waits on",
             )
         case ThreadsStuck():
             log.error(

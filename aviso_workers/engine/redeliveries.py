@@ -26,6 +26,7 @@ from aviso_workers.engine.replaying import message_at
 from aviso_workers.engine.settling import Settler
 from aviso_workers.engine.shielding import Shield
 from aviso_workers.errors import BackendError, DeliveriesExhaustedError, NotFoundError, WorkerDiedError
+from aviso_workers.events import Events, NotReadAgain
 from aviso_workers.verdicts import Failure
 
 __all__ = ["Redeliveries"]
@@ -42,6 +43,7 @@ class Redeliveries:
         self,
         *,
         backend: Backend,
+        agent: str,
         stream: str,
         line: Line,
         failures: Failures,
@@ -50,8 +52,10 @@ class Redeliveries:
         shield: Shield,
         attempts: int,
         clock: Clock,
+        events: Events,
     ) -> None:
         self._backend = backend
+        self._agent = agent
         self._stream = stream
         self._reads = anyio.CapacityLimiter(READS_AT_ONCE)
         self._line = line
@@ -61,6 +65,9 @@ class Redeliveries:
         self._shield = shield
         self._attempts = attempts
         self._clock = clock
+        self._events = events
+        self._told = False
+        """Whether it was stated that a message cannot be read."""
 
     async def work(self) -> None:
         """Take from the line what was delivered again or has no body, until the line is closed."""
@@ -110,15 +117,25 @@ class Redeliveries:
                 message = await message_at(self._backend, self._stream, delivery.message.sequence)
         except NotFoundError:
             message = None
-        except BackendError:
+        except BackendError as error:
+            self._tell(delivery, error)
             self._line.again(delivery, after_seconds=READ_AGAIN_SECONDS)
             return False
+        self._told = False
         if message is None or message.timestamp_ns != delivery.message.timestamp_ns:
             delivery.nak()  # it has left the stream, and a server delivers no such message again
             self._line.done(delivery)
             return False
         self._line.restore_body(delivery, message)
         return True
+
+    def _tell(self, delivery: Delivery, error: BackendError) -> None:
+        """State, once, why what waits does not begin."""
+        if self._told:
+            return
+        self._told = True
+        sequence = delivery.message.sequence
+        self._events.emit(NotReadAgain(agent=self._agent, stream=self._stream, sequence=sequence, error=error))
 
     async def _run_alone(self, delivery: Delivery) -> None:
         async with self._isolation.of(delivery):

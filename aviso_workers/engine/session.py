@@ -231,6 +231,7 @@ class Session:
             ack_wait_seconds=_reported_within(agent, policy.ack_wait),
             redeliveries=Redeliveries(
                 backend=self.backend,
+                agent=agent.name,
                 stream=stream.name,
                 line=line,
                 failures=failures,
@@ -239,6 +240,7 @@ class Session:
                 shield=shield,
                 attempts=policy.retry.attempts,
                 clock=clock,
+                events=self._events,
             ),
             threads=threads,
             shield=shield,

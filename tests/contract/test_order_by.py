@@ -10,8 +10,10 @@ import anyio
 import pytest
 
 from aviso_workers import App, Backoff, Notification, Notify
-from aviso_workers.backends import Delivery
-from aviso_workers.engine import ordering, pulling
+from aviso_workers.backends import Backend, Delivery, Message
+from aviso_workers.engine import ordering, pulling, redeliveries
+from aviso_workers.errors import RefusedError
+from aviso_workers.events import NotReadAgain
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -32,6 +34,11 @@ async def wait_until(t: Harness, true: Callable[[], bool]) -> None:
     deadline = t.clock.monotonic() + PATIENCE_SECONDS
     while not true() and t.clock.monotonic() < deadline:
         await t.advance(0.05)
+
+
+async def denied(backend: Backend, stream: str, sequence: int) -> Message | None:
+    """`message_at` where the user has no right to it."""
+    raise RefusedError(f"$JS.API.CONSUMER.CREATE.{stream}: permissions violation")
 
 
 class Handled:
@@ -150,6 +157,34 @@ class TestWhatIsTooLargeTogether:
             assert [letter.original.sequence for letter in t.dead_letters] == list(range(1, 41))
             assert {len(letter.original.data) for letter in t.dead_letters} == {1002}
             assert {letter.attempts for letter in t.dead_letters} == {2}
+
+    async def test_waits_and_says_so_where_it_may_not_be_read(
+        self, app: App, url: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        handled = Handled()
+        goes_on = anyio.Event()
+        facts: list[NotReadAgain] = []
+        app.events.listen(facts.append, NotReadAgain)
+
+        @app.agent("mars", order_by=("expver",), concurrency=4)
+        async def index(notification: Notification[str]) -> None:
+            if handled.note(notification) == BAD:
+                await goes_on.wait()
+
+        async with harness(app, server=url) as t:
+            await publish(app, ((BAD, step) for step in range(self.COUNT)), "x" * 1000)
+            await publish(app, [(GOOD, 0)])
+            await wait_until(t, lambda: handled.count(without=BAD) == 1)
+            with monkeypatch.context() as denying:
+                denying.setattr(redeliveries, "message_at", denied)
+                goes_on.set()
+                await wait_until(t, lambda: bool(facts))
+                await t.advance(3.0)
+
+            assert [(fact.agent, fact.stream) for fact in facts] == [("index", "MARS")], "once"
+            assert handled.steps[BAD] == list(range(facts[0].sequence - 1))
+            await t.settle()
+            assert handled.steps[BAD] == list(range(self.COUNT))
 
     async def test_is_not_handled_where_it_has_left_the_stream(self, app: App, url: str | None) -> None:
         handled = Handled()

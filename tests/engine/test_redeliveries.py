@@ -100,6 +100,7 @@ class Worker:
         )
         self.redeliveries = Redeliveries(
             backend=backend,
+            agent="index",
             stream="MARS",
             line=self.line,
             failures=self.failures,
@@ -108,6 +109,7 @@ class Worker:
             shield=shield,
             attempts=3,
             clock=clock,
+            events=facts.events,
         )
 
     @staticmethod
