@@ -30,6 +30,7 @@ __all__ = [
     "FailuresNotStored",
     "FiltersDiffer",
     "LeadershipChanged",
+    "LeadershipHindered",
     "Measured",
     "NotReadAgain",
     "NotRemoved",
@@ -248,6 +249,17 @@ class LeadershipChanged(Struct, frozen=True, kw_only=True):
     token: int
 
 
+class LeadershipHindered(Struct, frozen=True, kw_only=True):
+    """The bucket of an app's leases, or that of its timers' claims, cannot be used.
+
+    What one worker does for all, such as to run a timer or to close a window, this worker cannot do. Stated once, until
+    the bucket can be used again.
+    """
+
+    bucket: str
+    error: Exception
+
+
 class Skipped(Struct, frozen=True, kw_only=True):
     """A replay or a watch left out a stored message that is no notification of its event type."""
 
@@ -382,6 +394,7 @@ Event = (
     | TaskFailed
     | Ticked
     | LeadershipChanged
+    | LeadershipHindered
     | Skipped
     | StreamGone
     | StreamMadeAgain

@@ -26,6 +26,7 @@ from aviso_workers.events import (
     FailuresNotStored,
     FiltersDiffer,
     LeadershipChanged,
+    LeadershipHindered,
     NotReadAgain,
     NotRemoved,
     Overdue,
@@ -99,6 +100,7 @@ def observe(event: Event) -> None:
             | Ticked()
             | WindowDone()
             | LeadershipChanged()
+            | LeadershipHindered()
         ):
             _observe_beside(event)
         case Skipped():
@@ -288,3 +290,11 @@ def _observe_beside(event: Event) -> None:
             )
         case LeadershipChanged():
             log.info("leader.began" if event.leads else "leader.ceased", token=event.token)
+        case LeadershipHindered():
+            log.error(
+                "leader.hindered",
+                bucket=event.bucket,
+                error=str(event.error),
+                cure="let the worker's user read and write the bucket; until then it runs no timer with leader=True "
+                "and closes no window",
+            )

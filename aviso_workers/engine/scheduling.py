@@ -8,6 +8,7 @@ of two, one succeeds. What was claimed is kept, and tells the next leader what w
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import socket
@@ -26,7 +27,7 @@ from aviso_workers.clocks import Clock
 from aviso_workers.engine import calling
 from aviso_workers.engine.tabling import SteadyBucket
 from aviso_workers.errors import BackendError, ConflictError
-from aviso_workers.events import Events, LeadershipChanged, Ticked
+from aviso_workers.events import Events, LeadershipChanged, LeadershipHindered, Ticked
 from aviso_workers.timers import Tick, Timer
 from aviso_workers.verdicts import Failure
 
@@ -62,7 +63,7 @@ async def run_timers(
     async with drained(stop, clock=clock, timeout_seconds=drain_timeout_seconds), anyio.create_task_group() as running:
         for timer in declared:
             if not timer.leader:
-                running.start_soon(_keep_ticking, timer, clock, events, stop, None)
+                running.start_soon(_keep_ticking, timer, clock, events, stop)
         if led := [timer for timer in declared if timer.leader]:
             running.start_soon(_lead, led, backend, app, events, stop)
 
@@ -85,13 +86,17 @@ async def drained(stop: anyio.Event, *, clock: Clock, timeout_seconds: float) ->
 async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, events: Events, stop: anyio.Event) -> None:
     """Run these whenever this worker is the leader."""
     clock = backend.clock
-    claims = SteadyBucket(backend, buckets_of(app)[1], patience_seconds=PATIENCE_SECONDS)
-    lease = Lease(backend, app)
+    bucket = buckets_of(app)[1]
+    claims = SteadyBucket(backend, bucket, patience_seconds=PATIENCE_SECONDS)
+    hindrance = _Hindrance(bucket, clock=clock, events=events)
+    lease = Lease(backend, app, events=events)
     while await lease.take(stop):
         events.emit(LeadershipChanged(leads=True, token=lease.token))
         async with lease.term(), anyio.create_task_group() as running:
             for timer in led:
-                running.start_soon(_keep_ticking, timer, clock, events, stop, Claims(timer.name, claims, lease))
+                running.start_soon(
+                    _keep_ticking, timer, clock, events, stop, Claims(timer.name, claims, lease), hindrance
+                )
         events.emit(LeadershipChanged(leads=False, token=lease.token))
 
 
@@ -100,17 +105,43 @@ def buckets_of(app: str) -> tuple[str, str]:
     return f"{app}_leases", f"{app}_timers"
 
 
+class _Hindrance:
+    """Whether a bucket can be used: where it could not for as long as a lease lasts, that is stated once."""
+
+    def __init__(self, bucket: str, *, clock: Clock, events: Events) -> None:
+        self._bucket = bucket
+        self._clock = clock
+        self._events = events
+        self._since = self._last = -math.inf
+        """When what hinders now began, and when it was last noticed."""
+        self._told = False
+
+    def begin(self, error: BackendError) -> None:
+        """The bucket could not be used, or still cannot be."""
+        now = self._clock.monotonic()
+        if now - self._last > LONGEST_SLEEP_SECONDS:
+            self._since = now  # it was used well in between, or not at all
+        self._last = now
+        if not self._told and now - self._since >= LEASE_SECONDS:
+            self._told = True
+            self._events.emit(LeadershipHindered(bucket=self._bucket, error=error))
+
+    def end(self) -> None:
+        """The bucket was written."""
+        self._last, self._told = -math.inf, False
+
+
 class Lease:
     """Who leads, in the app's timers or in what `of` names. One worker at a time holds it, but for one that was paused
     and has not noticed yet."""
 
-    def __init__(self, backend: Backend, app: str, *, of: str = LEADER) -> None:
+    def __init__(self, backend: Backend, app: str, *, of: str = LEADER, events: Events) -> None:
         self.token = 0
         """Greater with every leader."""
         self._clock = backend.clock
-        self._bucket = SteadyBucket(
-            backend, buckets_of(app)[0], ttl_seconds=LEASE_SECONDS, patience_seconds=RENEW_SECONDS
-        )
+        bucket = buckets_of(app)[0]
+        self._bucket = SteadyBucket(backend, bucket, ttl_seconds=LEASE_SECONDS, patience_seconds=RENEW_SECONDS)
+        self._hindrance = _Hindrance(bucket, clock=backend.clock, events=events)
         self._key = of
         self._holder = f"{socket.gethostname()}:{os.getpid()}".encode()
         self._revision = 0
@@ -177,10 +208,12 @@ class Lease:
             self._revision = await self._bucket.put(self._key, self._holder, revision=revision)
         except ConflictError:
             self._until = 0.0  # it is another worker's
-        except BackendError:
+        except BackendError as error:
+            self._hindrance.begin(error)
             return  # held as long as it was
         else:
             self._until = sent + LEASE_SECONDS
+        self._hindrance.end()
 
 
 class Claim(Struct, frozen=True, kw_only=True):
@@ -198,8 +231,8 @@ class Claims:
         self._bucket = bucket
         self._lease = lease
         self._revision = 0
-        self._last: datetime
-        """The last tick that is known to be claimed."""
+        self._last: datetime | None = None
+        """The last tick that is known to be claimed; None before anything is known."""
         self._in_doubt = ""
         """The message id of a later claim, of which it is not known whether it was stored."""
 
@@ -212,15 +245,16 @@ class Claims:
 
         A claim that a clock made which was ahead is believed up to the time at which the bucket stored it. Otherwise a
         leader that is an hour ahead would silence its successors for an hour. A claim of our own that was in doubt and
-        is stored counts as none: its tick was not run.
+        is stored counts as none: its tick was not run. Where the bucket was deleted since our last claim, that counts.
         """
         entry = await self._bucket.get(self._timer)
         if entry is None:
-            self._revision = await self._bucket.put(self._timer, msgspec.json.encode(Claim(time=now)), revision=0)
-            self._last = now
-            return now
+            begin = min(self._last, now) if self._last is not None and self._lease.held else now
+            self._revision = await self._bucket.put(self._timer, msgspec.json.encode(Claim(time=begin)), revision=0)
+            self._last = begin
+            return begin
         self._revision = entry.revision
-        if entry.message_id != self._in_doubt or not self._in_doubt:
+        if self._last is None or entry.message_id != self._in_doubt or not self._in_doubt:
             claimed = msgspec.json.decode(entry.value, type=Claim).time
             self._last = entry.time if claimed - entry.time > MOST_SKEW else claimed
         return self._last
@@ -240,8 +274,14 @@ class Claims:
 
 
 async def _keep_ticking(
-    timer: Timer[Any, Any], clock: Clock, events: Events, stop: anyio.Event, claims: Claims | None
+    timer: Timer[Any, Any],
+    clock: Clock,
+    events: Events,
+    stop: anyio.Event,
+    claims: Claims | None = None,
+    hindrance: _Hindrance | None = None,
 ) -> None:
+    hindrance = hindrance or _Hindrance(timer.name, clock=clock, events=events)
     last = None if claims else _now(clock)
     while not stop.is_set():
         try:
@@ -254,11 +294,14 @@ async def _keep_ticking(
                 await clocks.sleep_until(clock, seconds, stop)
                 continue
             if claims is None or await claims.claim(tick):
+                hindrance.end()
                 token = claims.token if claims else None
                 await _run(timer, Tick(timer=timer.name, time=tick, token=token), clock, events)
             last = tick
-        except BackendError:
+        except BackendError as error:
             # Another leader was faster, or the claims cannot be reached: see anew how far they are.
+            if not isinstance(error, ConflictError):
+                hindrance.begin(error)
             last = None
             await clocks.sleep_until(clock, AGAIN_SECONDS, stop)
 

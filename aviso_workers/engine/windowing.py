@@ -77,7 +77,7 @@ class AsWindows:
         bucket = SteadyBucket(backend, bucket_of(app, agent.name), patience_seconds=patience_seconds)
         self._bucket = CachedBucket(bucket, backend.clock)
         self._counted = Counted(bucket, backend, stream=stream)
-        self._lease = Lease(backend, app, of=f"windows/{agent.name}")
+        self._lease = Lease(backend, app, of=f"windows/{agent.name}", events=events)
         self._counting = OneByOne(kit, step=self._count)
         self._locks: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
         """By key, so that the calls of one worker do not get in each other's way."""

@@ -27,8 +27,8 @@ from aviso_workers.engine.scheduling import (
     run_timers,
 )
 from aviso_workers.engine.tabling import SteadyBucket
-from aviso_workers.errors import ConflictError, OutcomeUnknownError
-from aviso_workers.events import Event, Events, LeadershipChanged, Ticked
+from aviso_workers.errors import ConflictError, OutcomeUnknownError, UnavailableError
+from aviso_workers.events import Event, Events, LeadershipChanged, LeadershipHindered, Ticked
 
 pytestmark = pytest.mark.anyio
 
@@ -223,7 +223,7 @@ async def test_of_two_that_believe_to_lead_one_may_run_a_tick(fleet: Fleet) -> N
     for _ in range(2):
         backend = fleet.streams.peer()
         backend.reconnect()
-        lease = Lease(backend, "app")
+        lease = Lease(backend, "app", events=Events())
         await lease.take(anyio.Event())
         claims.append(Claims("daily", SteadyBucket(backend, "app_timers", patience_seconds=1), lease))
         await lease.give_back()
@@ -242,7 +242,7 @@ async def test_without_its_lease_nobody_claims_a_tick(fleet: Fleet) -> None:
     tick = BEGINNING + timedelta(hours=6)
     backend = fleet.streams.peer()
     backend.reconnect()
-    lease = Lease(backend, "app")
+    lease = Lease(backend, "app", events=Events())
     await lease.take(anyio.Event())
     claims = Claims("daily", SteadyBucket(backend, "app_timers", patience_seconds=1), lease)
     await claims.last(BEGINNING)
@@ -255,7 +255,7 @@ async def test_a_leader_that_was_overtaken_at_one_tick_goes_on_with_the_next(fle
     worker = await fleet.start()
     backend = fleet.streams.peer()
     backend.reconnect()
-    paused = Lease(backend, "app")
+    paused = Lease(backend, "app", events=Events())
     paused._until = math.inf
     claims = Claims("lead", SteadyBucket(backend, "app_timers", patience_seconds=1), paused)
     await fleet.after(5)
@@ -295,12 +295,64 @@ async def test_a_tick_whose_claim_may_not_have_been_stored_is_run_once(
     assert fleet.ticks == [10, 20, 30, 40]
 
 
+async def test_no_tick_is_missed_where_the_bucket_of_claims_is_deleted(router: Router, fleet: Fleet) -> None:
+    @router.every("10s", leader=True, catch_up=True)
+    async def lead() -> None: ...
+
+    await fleet.start()
+    await fleet.start()
+    for _ in range(3):
+        await fleet.after(19.5)
+        await fleet.backends[0].delete_stream("KV_app_timers")
+    await fleet.after(20)
+
+    assert fleet.ticks == [10, 20, 30, 40, 50, 60, 70]
+
+
+@pytest.mark.parametrize("bucket", ["app_leases", "app_timers"])
+async def test_a_bucket_that_may_not_be_written_is_told_once(
+    fleet: Fleet, tokens: list[int], monkeypatch: pytest.MonkeyPatch, bucket: str
+) -> None:
+    await fleet.start()
+    backend = fleet.backends[0]
+    publish = backend.publish
+
+    async def publish_elsewhere(message: Message, **stated: Any) -> PubAck:
+        if bucket in message.subject:
+            raise UnavailableError("permissions violation")
+        return await publish(message, **stated)
+
+    def told() -> list[str]:
+        return [fact.bucket for fact in fleet.facts if isinstance(fact, LeadershipHindered)]
+
+    with monkeypatch.context() as denying:
+        denying.setattr(backend, "publish", publish_elsewhere)
+        await fleet.after(100)
+    assert told() == [bucket]
+
+    ran = len(tokens)
+    await fleet.after(30)
+    assert len(tokens) >= ran + 2
+    assert told() == [bucket]
+
+
+async def test_a_short_interruption_of_a_bucket_is_not_told(fleet: Fleet, tokens: list[int]) -> None:
+    await fleet.start()
+    for _ in range(4):
+        fleet.backends[0].disconnect()
+        await fleet.after(7)
+        fleet.backends[0].reconnect()
+        await fleet.after(13)
+
+    assert not [fact for fact in fleet.facts if isinstance(fact, LeadershipHindered)]
+
+
 async def test_who_has_lost_the_lease_without_noticing_gives_back_nobody_elses(fleet: Fleet) -> None:
     leases = []
     for _ in range(3):
         backend = fleet.streams.peer()
         backend.reconnect()
-        leases.append(Lease(backend, "app"))
+        leases.append(Lease(backend, "app", events=Events()))
     paused, leader, candidate = leases
     await paused.take(anyio.Event())
     await fleet.after(LEASE_SECONDS + LOOK_SECONDS)
@@ -317,7 +369,7 @@ async def test_who_has_lost_the_lease_without_noticing_gives_back_nobody_elses(f
 async def test_a_lease_that_is_another_workers_is_over_at_the_next_renewal(fleet: Fleet) -> None:
     backend = fleet.streams.peer()
     backend.reconnect()
-    lease = Lease(backend, "app")
+    lease = Lease(backend, "app", events=Events())
     assert await lease.take(anyio.Event())
     await (await backend.key_value("app_leases")).put(LEADER, b"another")
     async with anyio.create_task_group() as tasks:
@@ -338,7 +390,7 @@ async def test_a_lease_is_counted_from_when_it_was_asked_for(fleet: Fleet, monke
         return ack
 
     monkeypatch.setattr(backend, "publish", publish_and_answer_late)
-    lease = Lease(backend, "app")
+    lease = Lease(backend, "app", events=Events())
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(lease.take, anyio.Event())
         await fleet.after(3)
@@ -355,7 +407,7 @@ async def test_a_lease_that_the_server_does_not_forget_is_over_when_nobody_renew
     backend = fleet.streams.peer()
     backend.reconnect()
     bucket = SteadyBucket(backend, "app_leases", patience_seconds=1)  # without a ttl
-    lease = Lease(backend, "app")
+    lease = Lease(backend, "app", events=Events())
 
     async def renew() -> None:
         while True:
