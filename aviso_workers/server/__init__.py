@@ -49,16 +49,17 @@ class NatsServer:
         self._run_dir = run_dir
 
     @classmethod
-    def start(cls, *, store_dir: Path, port: int = 0, config: str = "") -> NatsServer:
+    def start(cls, *, store_dir: Path, port: int = 0, config: str = "", name: str = "") -> NatsServer:
         """Start a server that keeps its streams in `store_dir`, on `port` (0: any free one) of the loopback.
 
-        `config` is added to its nats-server.conf. Raises `ServerProcessError` where no binary is found, the port is
-        in use, or the server does not get ready.
+        `config` is added to its nats-server.conf. `name` is its `server_name`, by default a new one: a server of a
+        cluster needs the same one each time, or the others take it for one more. Raises `ServerProcessError` where no
+        binary is found, the port is in use, or the server does not get ready.
         """
         binary = find_binary()
         if port and _answers(port):
             raise ServerProcessError(f"port {port} on 127.0.0.1 is in use: stop what listens there, or choose another")
-        name = f"aviso-workers-{uuid.uuid4().hex[:12]}"
+        name = name or f"aviso-workers-{uuid.uuid4().hex[:12]}"
         run_dir = Path(tempfile.mkdtemp(prefix="aviso-workers-nats-"))
         config_file = run_dir / "nats-server.conf"
         config_file.write_text(_config_text(name=name, port=port, store_dir=store_dir, run_dir=run_dir) + config)

@@ -1,4 +1,4 @@
-"""Chaos: notifications are published while workers and their server are killed, paused and restarted at random.
+"""Chaos: notifications are published while workers and their servers are killed, paused and restarted at random.
 
 Afterwards, when all is whole again and nothing is left to do, the notifications are counted: each must have been
 handled by every agent, or be a dead letter of it. What happens is in `strokes`, when it happens follows from the seed;
@@ -30,11 +30,11 @@ from rich.table import Table
 from aviso_workers import App
 from aviso_workers.errors import AvisoWorkersError, BackendError
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
-from aviso_workers.server import NatsServer
 from endurance.agents import APP, EVENT, Deed, router
+from endurance.clusters import start_nodes, stop_nodes
 from endurance.deployment import Deployment
 from endurance.strokes import Kind, Stroke, plan
-from main_job.children import ShortfallError, free_port
+from main_job.children import ShortfallError
 
 STREAM = EVENT.upper()
 LANES = 50
@@ -126,19 +126,17 @@ class Publisher:
 
 
 class Chaos:
-    """The server, the workers, and what is done to them."""
+    """The servers, the workers, and what is done to them."""
 
-    def __init__(self, directory: Path, *, workers: int, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, *, workers: int, servers: int, stack: ExitStack) -> None:
         self.done = Counter[Kind]()
         self._begun = time.monotonic()
         self.problems: list[str] = []
         """What a worker did that it should not have done."""
-        self._store_dir = directory / "nats"
-        self._port = free_port()
         self._server_turn = anyio.Lock()
-        self._server = self._start_server()
-        stack.callback(lambda: self._server.stop())
-        self.deployment = Deployment(directory, self._server.url)
+        self._nodes = start_nodes(directory / "nats", servers)
+        stack.callback(lambda: stop_nodes(self._nodes))
+        self.deployment = Deployment(directory, ",".join(node.url for node in self._nodes), replicas=servers)
         self.places = [Place(f"worker-{number}", self.deployment, stack) for number in range(1, workers + 1)]
 
     async def strike(self, stroke: Stroke) -> None:
@@ -156,12 +154,11 @@ class Chaos:
                 pass  # it is away: one stroke after another would be an outage without an end
             case Kind.RESTART | Kind.CRASH:
                 async with self._server_turn:
-                    self._note(stroke, "")
-                    if stroke.kind is Kind.CRASH:
-                        self._server.kill()
-                    self._server.stop()  # which also clears up after one that was killed
+                    number = stroke.target % len(self._nodes)
+                    self._note(stroke, f"{number + 1}" if len(self._nodes) > 1 else "")
+                    self._nodes[number].stop(killed=stroke.kind is Kind.CRASH)
                     await anyio.sleep(stroke.seconds)
-                    self._server = self._start_server()
+                    self._nodes[number].start()
             case Kind.DELETE:
                 async with self._server_turn:
                     agent = router.agents[stroke.target % len(router.agents)]
@@ -217,12 +214,8 @@ class Chaos:
 
     async def _delete_consumer(self, name: str) -> None:
         with suppress(nats.errors.Error):  # it was not made anew since the last time
-            async with await nats.connect(self._server.url) as client:
+            async with await nats.connect([node.url for node in self._nodes]) as client:
                 await client.jetstream().delete_consumer(STREAM, name)
-
-    def _start_server(self) -> NatsServer:
-        # In this thread: the kernel ends the server with the thread that has started it.
-        return NatsServer.start(store_dir=self._store_dir, port=self._port)
 
     def _note(self, stroke: Stroke, target: str) -> None:
         self.done[stroke.kind] += 1
@@ -338,6 +331,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/chaos", description="Disturb workers, and count what is lost.")
     parser.add_argument("--seed", type=int, default=random.randrange(1_000_000), help="default: a random one")
     parser.add_argument("--duration", type=float, default=60.0, help="seconds of chaos (default: 60)")
+    parser.add_argument("--servers", type=int, choices=(1, 3), default=1, help="how many servers (default: 1)")
     parser.add_argument("--workers", type=int, default=3, help="worker processes (default: 3)")
     parser.add_argument("--rate", type=float, default=100.0, help="notifications a second (default: 100)")
     wanted = parser.parse_args()
@@ -349,7 +343,7 @@ def main() -> int:
     try:
         with ExitStack() as stack:
             stack.callback(_ignore_signals)
-            chaos = Chaos(directory, workers=wanted.workers, stack=stack)
+            chaos = Chaos(directory, workers=wanted.workers, servers=wanted.servers, stack=stack)
             good = anyio.run(lambda: conduct(chaos, seed=wanted.seed, seconds=wanted.duration, rate=wanted.rate))
     except (ShortfallError, AvisoWorkersError) as error:
         console.print(f"fell short: {error}")

@@ -51,15 +51,16 @@ class Worker(Struct, frozen=True):
 
 
 class Deployment:
-    """What is put around a server that listens, or will listen, on `nats_url`."""
+    """What is put around a server that listens, or will listen, on `nats_url`, or several of them."""
 
-    def __init__(self, directory: Path, nats_url: str) -> None:
+    def __init__(self, directory: Path, nats_url: str, *, replicas: int = 1) -> None:
         self.record = directory / "record"
         self.log_dir = directory / "logs"
         self.log_dir.mkdir()
         self.record.touch()
         self._over = {
             "AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL": nats_url,
+            "AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__REPLICAS": str(replicas),
             "AVISO_WORKERS_WORKERS__AGENTS__ENDURANCE__RECORD": str(self.record),
         }
 
