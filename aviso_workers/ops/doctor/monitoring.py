@@ -38,6 +38,17 @@ class Closed(Struct, frozen=True, kw_only=True):
     ip: str = ""
 
 
+class Connections(Struct, frozen=True):
+    """What /connz answers."""
+
+    connections: tuple[Closed, ...] | None
+
+
+# Servers are looked at side by side, in threads. msgspec crashes where two threads are the first to decode a type.
+VARZ = msgspec.json.Decoder(Varz)
+CONNECTIONS = msgspec.json.Decoder(Connections)
+
+
 class Monitored(Struct, frozen=True, kw_only=True):
     """One server, seen through its monitoring port."""
 
@@ -84,22 +95,26 @@ def urls(config: Config, named: Sequence[str]) -> Sequence[str]:
 def look(url: str) -> Monitored:
     """Ask for /varz, /healthz and /routez. Blocks. Raises `ServerProcessError` where there is no such answer."""
     try:
-        varz = msgspec.convert(_ask(url, "/varz"), Varz)
-        health, routes = _ask(url, "/healthz?details=true"), _ask(url, "/routez")
-        closed = msgspec.convert(_ask(url, "/connz?state=closed&sort=stop")["connections"] or (), list[Closed])
+        varz = VARZ.decode(_ask(url, "/varz"))
+        health, routes = _object(_ask(url, "/healthz?details=true")), _object(_ask(url, "/routez"))
+        closed = CONNECTIONS.decode(_ask(url, "/connz?state=closed&sort=stop")).connections or ()
         remotes = frozenset(str(route["remote_name"]) for route in routes["routes"] or ())
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise ServerProcessError(f"no answer of a nats-server from {url}: {error}") from error
     return Monitored(url=url, varz=varz, health=_health(health), routes=remotes, cut_off=_too_slow(closed))
 
 
-def _ask(url: str, path: str) -> dict[str, Any]:
+def _ask(url: str, path: str) -> bytes:
     try:
         with NEAR.open(url.rstrip("/") + path, timeout=ANSWER_SECONDS) as answer:
-            return dict(json.load(answer))
+            return bytes(answer.read())
     except HTTPError as unwell:
         with unwell:
-            return dict(json.load(unwell))  # /healthz says what is wrong with a 503
+            return unwell.read()  # /healthz says what is wrong with a 503
+
+
+def _object(answer: bytes) -> dict[str, Any]:
+    return dict(json.loads(answer))
 
 
 def _too_slow(closed: Sequence[Closed]) -> tuple[Closed, ...]:
