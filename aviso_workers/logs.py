@@ -243,7 +243,8 @@ def _observe_beside(event: Event) -> None:
                 stream=event.stream,
                 sequence=event.sequence,
                 error=str(event.error),
-                cure="let the worker's user read the stream, as replay does: until then what waits behind it waits on",
+                cure=f"let the worker's user publish to $JS.API.STREAM.MSG.GET.{event.stream}; until it is read, what "
+                "is behind it waits",
             )
         case ThreadsStuck():
             log.error(

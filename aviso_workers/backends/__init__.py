@@ -370,6 +370,12 @@ class Backend(Protocol):
 
     async def stream_names(self) -> list[str]: ...
 
+    async def message(self, stream: str, sequence: int) -> Message | None:
+        """The message of that sequence, as the stream's leader holds it, for one request; None where there is none.
+
+        Its time may be cut to whole microseconds. Raises `NotFoundError` where the stream is missing.
+        """
+
     async def last_message(self, stream: str, subject: str) -> Message | None:
         """The newest message of a subject, from who decides about the next one; None where there is none.
 

@@ -334,7 +334,7 @@ class Line:
         """Its message was read again."""
         place = self._place(delivery)
         if place is not None and place.bodiless:
-            delivery.message = message
+            delivery.message = structs.replace(delivery.message, data=message.data, headers=message.headers)
             place.bodiless = False
             self._bodiless -= 1
             self._bytes += len(message.data)

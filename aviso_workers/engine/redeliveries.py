@@ -22,7 +22,6 @@ from aviso_workers.clocks import Clock
 from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.ordering import Line
-from aviso_workers.engine.replaying import message_at
 from aviso_workers.engine.settling import Settler
 from aviso_workers.engine.shielding import Shield
 from aviso_workers.errors import BackendError, DeliveriesExhaustedError, NotFoundError, WorkerDiedError
@@ -34,6 +33,8 @@ __all__ = ["Redeliveries"]
 READS_AT_ONCE = 8
 READ_AGAIN_SECONDS = 1.0
 """How long a message waits that could not be read."""
+SAME_TIME_NS = 1000
+"""A message that is read again has its time in microseconds."""
 
 
 class Redeliveries:
@@ -114,7 +115,7 @@ class Redeliveries:
         """Read the message of a delivery again; whether it could be read."""
         try:
             async with self._reads:
-                message = await message_at(self._backend, self._stream, delivery.message.sequence)
+                message = await self._backend.message(self._stream, delivery.message.sequence)
         except NotFoundError:
             message = None
         except BackendError as error:
@@ -122,7 +123,7 @@ class Redeliveries:
             self._line.again(delivery, after_seconds=READ_AGAIN_SECONDS)
             return False
         self._told = False
-        if message is None or message.timestamp_ns != delivery.message.timestamp_ns:
+        if message is None or abs(message.timestamp_ns - delivery.message.timestamp_ns) > SAME_TIME_NS:
             delivery.nak()  # it has left the stream, and a server delivers no such message again
             self._line.done(delivery)
             return False

@@ -296,3 +296,15 @@ async def test_a_counter_adds_up(backend, publish):
 async def test_a_last_message_needs_its_stream(backend):
     with pytest.raises(NotFoundError):
         await backend.last_message("NONE", "counts.c")
+
+
+async def test_a_message_is_read_by_its_sequence(backend, publish):
+    await backend.create_stream(StreamSpec(name="ONES", subjects=("ones.>",)))
+    for number in range(3):
+        await publish(f"ones.{number}", b"%d" % number, headers={"Number": f"{number}"}, stream="ONES")
+    await backend.delete_message("ONES", 2)
+    found = await backend.message("ONES", 3)
+    assert (found.subject, found.data, found.sequence, found.headers["Number"]) == ("ones.2", b"2", 3, "2")
+    assert [await backend.message("ONES", sequence) for sequence in (2, 4)] == [None, None]
+    with pytest.raises(NotFoundError):
+        await backend.message("NONE", 1)

@@ -11,7 +11,9 @@ import pytest
 
 from aviso_workers import App, Backoff, Notification, Notify
 from aviso_workers.backends import Backend, Delivery, Message
-from aviso_workers.engine import ordering, pulling, redeliveries
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.backends.jetstream import JetStreamBackend
+from aviso_workers.engine import ordering, pulling
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import NotReadAgain
 from aviso_workers.testing import Harness, harness
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.anyio
 PREFETCH = pulling.MOST_PREFETCH
 LATER = Backoff(first=3600.0, factor=1.0, attempts=5, jitter=0.0)
 SOON = Backoff(first=0.05, factor=1.0, attempts=2, jitter=0.0)
+BACKENDS = (InMemoryBackend, JetStreamBackend)
 BAD, GOOD = "0bad", "good"
 
 
@@ -37,8 +40,8 @@ async def wait_until(t: Harness, true: Callable[[], bool]) -> None:
 
 
 async def denied(backend: Backend, stream: str, sequence: int) -> Message | None:
-    """`message_at` where the user has no right to it."""
-    raise RefusedError(f"$JS.API.CONSUMER.CREATE.{stream}: permissions violation")
+    """The backends' `message` where the user has no right to it."""
+    raise RefusedError(f"$JS.API.STREAM.MSG.GET.{stream}: permissions violation")
 
 
 class Handled:
@@ -146,6 +149,28 @@ class TestWhatIsTooLargeTogether:
             assert handled.steps == {BAD: list(range(self.COUNT)), GOOD: list(range(self.COUNT))}
             assert sizes == {1000}
 
+    async def test_makes_no_consumer_to_be_read_again(
+        self, app: App, url: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        handled = Handled()
+        goes_on = anyio.Event()
+
+        @app.agent("mars", order_by=("expver",))
+        async def index(notification: Notification[str]) -> None:
+            handled.note(notification)
+            await goes_on.wait()
+
+        async with harness(app, server=url) as t:
+            await publish(app, ((BAD, step) for step in range(self.COUNT)), "x" * 1000)
+            await wait_until(t, lambda: bool(handled.steps))
+            await t.advance(0.5)
+            for backend in BACKENDS:
+                monkeypatch.setattr(backend, "read", None)
+            goes_on.set()
+            await wait_until(t, lambda: len(handled.steps[BAD]) == self.COUNT)
+            assert handled.steps[BAD] == list(range(self.COUNT))
+            monkeypatch.undo()
+
     async def test_becomes_whole_dead_letters(self, app: App, url: str | None) -> None:
         @app.agent("mars", order_by=("expver",), retry=SOON)
         async def index(notification: Notification[str]) -> None:
@@ -176,7 +201,8 @@ class TestWhatIsTooLargeTogether:
             await publish(app, [(GOOD, 0)])
             await wait_until(t, lambda: handled.count(without=BAD) == 1)
             with monkeypatch.context() as denying:
-                denying.setattr(redeliveries, "message_at", denied)
+                for backend in BACKENDS:
+                    denying.setattr(backend, "message", denied)
                 goes_on.set()
                 await wait_until(t, lambda: bool(facts))
                 await t.advance(3.0)

@@ -147,6 +147,10 @@ class InMemoryBackend:
         await self._connection.reach()
         return self._account.names()
 
+    async def message(self, stream: str, sequence: int) -> Message | None:
+        await self._connection.reach()
+        return self._account.stream(stream).messages.get(sequence)
+
     async def last_message(self, stream: str, subject: str) -> Message | None:
         await self._connection.reach()
         return self._account.stream(stream).newest(subject)

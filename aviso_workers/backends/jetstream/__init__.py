@@ -154,9 +154,15 @@ class JetStreamBackend:
     async def stream_names(self) -> list[str]:
         return await self._administration.pages("STREAM.NAMES", "streams")
 
+    async def message(self, stream: str, sequence: int) -> Message | None:
+        return await self._message(stream, {"seq": sequence})
+
     async def last_message(self, stream: str, subject: str) -> Message | None:
+        return await self._message(stream, {"last_by_subj": subject})
+
+    async def _message(self, stream: str, which: Mapping[str, Any]) -> Message | None:
         try:
-            answer = await self._connection.api(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject})
+            answer = await self._connection.api(f"STREAM.MSG.GET.{stream}", which)
         except NotFoundError as error:
             if error.code != NO_MESSAGE:
                 raise
