@@ -116,8 +116,15 @@ class FailureLog:
                 reason=kind.reason,
                 more=seen.more,
                 in_seconds=round(now - seen.began, 1),
+                **_raised(kind),
             )
         seen.began, seen.written, seen.more = now, 0, 0
+
+
+def _raised(kind: _Kind) -> dict[str, str]:
+    """What was raised, and where: of what has used up its attempts, `reason` does not tell."""
+    what = {"error": kind.error} if kind.error else {}
+    return what | ({"at": f"{kind.file}:{kind.line}"} if kind.file else {})
 
 
 def _kind_of(event: Settled, frames: TracebackType | None) -> _Kind:
@@ -125,7 +132,8 @@ def _kind_of(event: Settled, frames: TracebackType | None) -> _Kind:
     while frames is not None:
         file, line = frames.tb_frame.f_code.co_filename, frames.tb_lineno
         frames = frames.tb_next
-    return _Kind(event.agent, event.outcome, event.reason, type(event.error).__name__, file, line)
+    error = type(event.error).__name__ if event.error is not None else ""
+    return _Kind(event.agent, event.outcome, event.reason, error, file, line)
 
 
 def _frames_of_author(error: BaseException | None) -> TracebackType | None:

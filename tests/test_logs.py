@@ -61,6 +61,14 @@ def failure(text: str) -> Exception:
     raise AssertionError
 
 
+def raised(error: Exception) -> Exception:
+    """The error with a traceback: it was raised here."""
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
 def settled(**stated: Any) -> Settled:
     return Settled(
         **{
@@ -156,6 +164,23 @@ def test_of_many_failures_of_a_kind_most_are_counted(
         "in_seconds": 10.0,
     }
     assert [line["event"] for line in lines(settled())] == ["notification.retried"]
+
+
+def test_kinds_with_the_same_reason_are_told_apart_where_they_are_counted(
+    lines: Any, failures: FailureLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after the last attempt, where the reason is `attempts_exhausted` whatever was raised."""
+    first = settled(outcome="dead_lettered", reason="attempts_exhausted")
+    other = settled(outcome="dead_lettered", reason="attempts_exhausted", error=raised(OSError("disk full")))
+    for failed in (first, other):
+        for _ in range(LINES_PER_PERIOD + 1):
+            lines(failed)
+
+    failures.tell_counted()
+    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["error"] for line in told] == ["ValueError", "OSError"]
+    assert all(line["at"].startswith(f"{__file__}:") for line in told)
+    assert told[0]["at"] != told[1]["at"]
 
 
 def test_what_was_counted_is_told_when_the_worker_ends(
