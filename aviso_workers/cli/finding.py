@@ -15,7 +15,7 @@ import typer
 from aviso_workers.agents import Router
 from aviso_workers.app import App
 from aviso_workers.config import Config
-from aviso_workers.errors import DeclarationError
+from aviso_workers.errors import DeclarationError, describe
 
 __all__ = ["AgentOption", "ConfigOption", "Target", "connected", "connected_app", "find_app", "run_connected"]
 
@@ -83,6 +83,10 @@ def _import(target: str) -> App:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # what is missing is something that it imports
         raise DeclarationError(f"no module {module_name!r} here or installed; say MODULE:APP") from error
+    except SystemExit as error:  # else the command ends as if it had done its work
+        raise DeclarationError(
+            f"{module_name!r} exits while it is imported, with {describe(error)}; no app can be taken from it"
+        ) from error
     found = getattr(module, name or "app", None)
     if not isinstance(found, App):
         raise DeclarationError(f"{module_name!r} has no App named {name or 'app'!r}; say MODULE:APP")

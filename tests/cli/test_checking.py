@@ -246,3 +246,12 @@ async def derives(notification: Notification) -> Notify:
     assert ran.code == 2
     assert "agent 'derives': it publishes " in ran.err
     assert "dervied" in ran.err
+
+
+def test_a_module_that_exits_while_it_is_imported_is_a_mistake(run: Run, write_module) -> None:
+    """It was checked with exit code 0, and a worker of it ended as if it had been stopped."""
+    module = write_module("raise SystemExit(0)\n")
+    for command in ("check", "worker"):
+        ran = run(command, module)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.endswith("exits while it is imported, with SystemExit: 0; no app can be taken from it\n")
