@@ -182,7 +182,8 @@ def _observe_record(event: ConsumerResumed | ConsumerNotRecorded) -> None:
             stream=event.stream,
             consumer=event.consumer,
             sequence=event.sequence,
-            cure="find out who deleted the consumer; up to half a minute of notifications may be handled again",
+            cure="find out who deleted the consumer; half a minute of notifications may be handled again, and what was "
+            "settled behind an unfinished one",
         )
         return
     log.warning(

@@ -83,6 +83,8 @@ class ConsumerRecorder:
         self._events = events
         self._created: datetime | None = None
         """When the stream was created; None before anybody could look."""
+        self._known: tuple[datetime | None, int] | None = None
+        """Which consumer was recorded last: when it was created, and how often it was taken to another place."""
         self._last: ConsumerRecord | None = None
         self._told = False
         """Whether it was stated that the record cannot be written."""
@@ -116,9 +118,11 @@ class ConsumerRecorder:
 
     async def record(self, consumer: ConsumerInfo) -> None:
         """Store what is new about the consumer. Where that fails, it is stated once."""
+        found = (consumer.created, streams.resets_of(consumer.config))
         try:
-            if self._last is None or consumer.ack_floor < self._last.ack_floor:
+            if self._last is None or found != self._known or consumer.ack_floor < self._last.ack_floor:
                 await self._look()  # it was reset, or the stream is another one than before
+            self._known = found
             await self._store(consumer)
         except BackendError as error:
             if not self._told:

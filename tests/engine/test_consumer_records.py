@@ -109,6 +109,27 @@ async def test_it_begins_anew_when_the_floor_rises(place: Place, clock: VirtualC
     assert after.unfinished_since - before.unfinished_since >= timedelta(seconds=101)
 
 
+async def test_what_is_handled_again_after_a_reset_is_recorded_again(place: Place, clock: VirtualClock) -> None:
+    """Else the record would stay at the place to which the consumer was taken."""
+    await place.publish(1)
+    async with place.backend.consume("MARS", "field__index", deliver=lambda delivery: delivery.ack(), room=lambda: 1):
+        await clock.advance(1)
+        assert (await place.record()).ack_floor == 1
+        await place.backend.reset_consumer("MARS", "field__index", sequence=1)
+        await consumer_records.move(place.backend, app="field", agent="index", stream="MARS", ack_floor=0)
+        await clock.advance(1)
+        assert (await place.info()).ack_floor == 1, "it was handled again"
+        assert (await place.record()).ack_floor == 1
+
+
+async def test_a_worker_that_finds_the_consumer_of_a_new_stream_records_it_as_such(place: Place) -> None:
+    await place.record()
+    await place.backend.delete_stream("MARS")
+    await place.backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
+    await place.backend.ensure_consumer("MARS", SPEC)  # another worker was faster
+    assert (await place.record()).stream_created == (await place.backend.stream_info("MARS")).created
+
+
 async def test_a_bucket_that_cannot_be_written_is_told_of_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     await place.record()
 
