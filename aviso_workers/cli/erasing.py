@@ -45,7 +45,8 @@ def erase(
         confirm(yes, to="erase all of them")
         record = audit or Path(f"erasure-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}.json")
         left = await eraser.erase(survey, audit=record)
-        typer.echo(f"{survey.messages - left.messages} erased, {left.messages} left; the record is {record}")
+        erased = sum(eraser.erased(left).values())
+        typer.echo(f"{erased} erased, {left.messages} left; the record is {record}")
         typer.echo(
             "the subjects of what is erased, with the values that are in them, stay in the index files of the servers "
             f"until {datetime.now(UTC) + INDEX_WITHIN:%Y-%m-%dT%H:%M:%SZ} at the latest: keep no copy of these before"

@@ -120,6 +120,12 @@ class Eraser:
         self._known: dict[str, set[int]] = {}
         """By stream, what has been found of it so far, also what is erased by now."""
 
+    def erased(self, left: Survey) -> dict[str, int]:
+        """By stream, how many of the messages that were found are there no more, where these are left."""
+        remaining = {finding.stream: finding.sequences for finding in left.findings}
+        gone = {stream: len(found.difference(remaining.get(stream, ()))) for stream, found in self._known.items()}
+        return {stream: count for stream, count in gone.items() if count}
+
     async def survey(self) -> Survey:
         """Look for them, without a change. Raises `BackendError`."""
         infos = {name: await self._backend.stream_info(name) for name in await self._backend.stream_names()}
@@ -164,7 +170,7 @@ class Eraser:
                 "state": "incomplete" if left.findings else "done",
                 "ended": datetime.now(UTC).isoformat(),
                 "subjects_on_disk_until": (datetime.now(UTC) + INDEX_WITHIN).isoformat(),
-                "erased": {stream: len(sequences) for stream, sequences in self._known.items() if sequences},
+                "erased": self.erased(left),
                 "left": [msgspec.to_builtins(finding) for finding in left.findings],
             },
         )

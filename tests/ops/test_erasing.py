@@ -238,6 +238,23 @@ async def test_the_record_tells_all_but_what_was_erased(place: Place) -> None:
     assert '"od"' not in place.audit.read_text()
 
 
+async def test_what_is_stored_while_others_are_erased_counts_as_erased_or_as_left(place: Place) -> None:
+    """A publisher that never stops: what was found at any look and is not there at the last one is erased."""
+    await place.notify("od", range(3))
+    eraser = Eraser(place.app, "mars", where={"class": "od"})
+    survey = eraser.survey
+
+    async def look_after_more_has_come() -> Survey:
+        await place.notify("od", range(2))
+        return await survey()
+
+    found = await survey()
+    eraser.survey = look_after_more_has_come  # type: ignore[method-assign]
+    left = await eraser.erase(found, audit=place.audit)
+    assert (eraser.erased(left), left.messages) == ({"MARS": 3 + 2 + 2}, 2)
+    assert place.record()["erased"] == {"MARS": 3 + 2 + 2}
+
+
 async def test_a_survey_changes_nothing(place: Place) -> None:
     await place.notify("od", range(3))
     await Eraser(place.app, "mars", where={"class": "od"}).survey()
@@ -260,6 +277,7 @@ async def test_a_copy_that_denies_it_is_told_and_the_rest_erased(place: Place) -
     left = await place.erase(where={"class": "od"})
     assert (_found(left), [each.where for each in left.unreached]) == ({"SOURCED": (1,)}, ["SOURCED"])
     assert place.record()["state"] == "incomplete"
+    assert place.record()["erased"] == {"MARS": 1}, "not what is left"
 
 
 async def test_what_was_purged_before_is_told(place: Place) -> None:
