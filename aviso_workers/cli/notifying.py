@@ -13,11 +13,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from aviso_workers.cli.finding import ConfigOption, connected_app
 from aviso_workers.cli.parsing import parse_duration, parse_pairs, parse_payload, read_lines
-from aviso_workers.errors import InvalidNotificationError
+from aviso_workers.errors import AvisoWorkersError, InvalidNotificationError
 from aviso_workers.notifications import Notify
 from aviso_workers.positions import parse_date
 
 __all__ = ["notify"]
+
+MAY_BE_STORED = (
+    "of {total} notifications the first {begun} were begun, and any of these may be stored; a file in which each line "
+    'has an "id" can be published again within the duplicate window of the stream, and stores each once'
+)
 
 
 def notify(
@@ -27,7 +32,7 @@ def notify(
     at: Annotated[str | None, typer.Option(metavar="TIME", help="Deliver it then, e.g. 2026-11-21T06:00:00Z.")] = None,
     after: Annotated[str | None, typer.Option(metavar="DURATION", help="Deliver it later, e.g. 10m or 2h.")] = None,
     file: Annotated[
-        Path | None, typer.Option(help='Lines of {"event": ..., "identifier": {...}, "payload": ...}.')
+        Path | None, typer.Option(help='Lines of {"event": ..., "identifier": {...}, "payload": ..., "id": ...}.')
     ] = None,
     config: ConfigOption = None,
 ) -> None:
@@ -71,12 +76,21 @@ async def _notify_file(path: Path, config: Path | None) -> None:
     columns = (TextColumn("publishing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=total)
+        begun = 0
 
         def notifications() -> Iterator[Notify]:
+            nonlocal begun
             for _, line in read_lines(path):
+                begun += 1
                 yield Notify(line.event, line.identifier, line.payload, line.id)
                 progress.advance(bar)
 
-        async with app:
-            stored = await app.notify_many(notifications())
+        try:
+            async with app:
+                stored = await app.notify_many(notifications())
+        except AvisoWorkersError:
+            if begun:
+                progress.stop()
+                typer.echo(MAY_BE_STORED.format(begun=begun, total=total), err=True)
+            raise
     typer.echo(f"{stored} notifications stored")

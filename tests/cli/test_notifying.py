@@ -130,6 +130,17 @@ class TestAFile:
             assert run("notify", "--file", path, "--config", config).code == 0
         assert len(payloads()) == 10
 
+    def test_that_ends_in_the_middle_says_how_much_may_be_stored(
+        self, run: Run, config: Path, write_lines, payloads
+    ) -> None:
+        """The progress bar counts what was begun, which is more than what is stored."""
+        path = write_lines(self.line(0), self.line(6), self.line(12, payload="x" * (2 << 20)), self.line(18))
+        ran = run("notify", "--file", path, "--config", config)
+        assert (ran.code, ran.out) == (2, "")
+        told = re.search("of 4 notifications the first (.) were begun, and any of these may be stored", ran.err)
+        assert told, ran.err
+        assert len(payloads()) < int(told[1])
+
     @pytest.mark.parametrize(
         ("bad", "complaint"),
         [
