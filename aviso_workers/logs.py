@@ -244,8 +244,8 @@ def _observe_beside(event: Event) -> None:
                 stream=event.stream,
                 sequence=event.sequence,
                 error=str(event.error),
-                cure=f"let the worker's user publish to $JS.API.STREAM.MSG.GET.{event.stream}; until it is read, what "
-                "is behind it waits",
+                cure="it is tried again every second, and what is behind it waits; where a right is missing, let the "
+                f"worker's user publish to $JS.API.STREAM.MSG.GET.{event.stream}",
             )
         case ThreadsStuck():
             log.error(
