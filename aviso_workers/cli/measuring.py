@@ -172,7 +172,11 @@ def _consumer_row(row: ConsumerRow) -> tuple[str, ...]:
     numbers = (str(row.pending), str(row.ack_pending), str(row.redelivered), f"{row.rate:+.1f}/s")
     gone_in = _duration(row.drain_seconds) if row.lag else "-"
     state = "paused" if row.paused else "STUCK" if row.stuck else ""
-    return (row.stream, row.consumer, *numbers, gone_in, _ago(row.last_settled), state)
+    return (row.stream, row.consumer, *numbers, gone_in, _settled(row), state)
+
+
+def _settled(row: ConsumerRow) -> str:
+    return "-" if row.last_settled is None and row.deliveries else _ago(row.last_settled)
 
 
 def _ago(time: datetime | None) -> str:

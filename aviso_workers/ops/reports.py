@@ -84,7 +84,10 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
     """Of these, delivered more than once."""
     rate: float
     """By how much the lag grows in a second; what is less than nought, it shrinks by."""
+    deliveries: int
+    """In all."""
     last_settled: datetime | None
+    """None: never, or not since its server was started, which does not keep it."""
     paused: bool
     stuck: str
     """Why it is stuck, by the rule of `ops.stuck`; empty where it is not."""
@@ -184,6 +187,7 @@ def _consumer_row(key: tuple[str, str], now: Look, before: Look) -> ConsumerRow:
         ack_pending=found.num_ack_pending,
         redelivered=found.num_redelivered,
         rate=_per_second(_lag(found) - _lag(known), now, before),
+        deliveries=found.deliveries,
         last_settled=found.last_settled,
         paused=found.paused,
         stuck=stuck.why_stuck(found, known, now.records.get(key)),

@@ -10,6 +10,7 @@ from msgspec import structs
 
 from aviso_workers import App
 from aviso_workers.backends import Administration
+from aviso_workers.cli import measuring
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.ops import reports
 from aviso_workers.ops.reports import ConsumerRow, Look, StreamRow
@@ -183,3 +184,23 @@ async def test_replicas_that_are_behind_are_named(place: Place, n2: dict[str, An
     replicas = [{"name": "n2", **n2}, {"name": "n3", "current": True}]
     look.streams["MARS"]["cluster"] = {"leader": leader, "replicas": replicas}
     assert stream_row(look, look).trouble == told
+
+
+async def test_when_something_was_settled_is_not_known_after_a_restart_and_is_not_never(
+    tmp_path: Path, write_config: Callable[..., Path]
+) -> None:
+    """A server keeps what is settled, and not when."""
+    for start in range(2):
+        with NatsServer.start(store_dir=tmp_path / "js") as server:
+            async with App("tests", config=write_config(server.url)) as app:
+                place = Place(app)
+                if start == 0:
+                    await place.create("MARS")
+                    await place.publish("MARS", 1)
+                    await place.consumer("MARS", "used")
+                    await place.settle("MARS", "used")
+                    await place.consumer("MARS", "unused")
+                look = await place.look()
+    unused, used = reports.consumers(look, look)
+    assert (used.deliveries, used.last_settled) == (1, None)
+    assert (measuring._settled(used), measuring._settled(unused)) == ("-", "never")
