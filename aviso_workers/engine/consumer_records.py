@@ -134,7 +134,7 @@ class ConsumerRecorder:
     async def _settled(self) -> int | None:
         """Return up to where everything is settled, as recorded; None where no consumer of this stream is."""
         try:
-            await self._look()
+            last_sequence = await self._look()
         except NotFoundError:
             raise  # the stream is gone too: it is made anew first
         except BackendError as error:
@@ -142,14 +142,18 @@ class ConsumerRecorder:
                 f"consumer {self._consumer} of stream {self._stream} does not exist, and whether there was one before "
                 f"is not known, because bucket {BUCKET} cannot be read: {error}"
             ) from error
-        return self._last.ack_floor if self._last else None
+        # A stream whose server lost its end, as without power, stores other notifications under the sequences it had.
+        return min(self._last.ack_floor, last_sequence) if self._last else None
 
-    async def _look(self) -> None:
-        """Read the record. One of another stream of that name counts for nothing."""
+    async def _look(self) -> int:
+        """Read the record, and return the last sequence of the stream. A record of another stream of that name counts
+        for nothing.
+        """
         info = await self._backend.stream_info(self._stream)
         created = info.created or info.time
         record = (await _one(self._backend, self._key)) if await _exists(self._backend) else None
         self._created, self._last = created, record if record and record.stream_created == created else None
+        return info.last_sequence
 
     async def _store(self, consumer: ConsumerInfo) -> None:
         assert self._created is not None

@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 from datetime import timedelta
 
 import pytest
+from msgspec import structs
 
 from aviso_workers import config
 from aviso_workers.agents import Policy
-from aviso_workers.backends import ConsumerInfo, Message
+from aviso_workers.backends import ConsumerInfo, Message, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.engine import consumer_records
@@ -128,6 +129,27 @@ async def test_a_worker_that_finds_the_consumer_of_a_new_stream_records_it_as_su
     await place.backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
     await place.backend.ensure_consumer("MARS", SPEC)  # another worker was faster
     assert (await place.record()).stream_created == (await place.backend.stream_info("MARS")).created
+
+
+async def test_a_record_beyond_the_end_of_its_stream_passes_nothing_over(
+    place: Place, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a server lost the end of the stream with its power, and the consumer with it."""
+    for number in range(5):
+        await place.publish(number)
+    async with place.backend.consume("MARS", "field__index", deliver=lambda delivery: delivery.ack(), room=lambda: 5):
+        await clock.advance(1)
+        assert (await place.record()).ack_floor == 5
+    await place.backend.delete_consumer("MARS", "field__index")
+    stream_info = place.backend.stream_info
+
+    async def without_its_end(stream: str) -> StreamInfo:
+        info = await stream_info(stream)
+        return structs.replace(info, last_sequence=min(info.last_sequence, 3))
+
+    monkeypatch.setattr(place.backend, "stream_info", without_its_end)
+    info = await place.worker().ensure(SPEC, None)
+    assert info.config["opt_start_seq"] == 4
 
 
 async def test_a_bucket_that_cannot_be_written_is_told_of_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
