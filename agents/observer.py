@@ -156,12 +156,12 @@ class _Rounds:
         )
         show(
             "last_delivery_timestamp_seconds",
-            "When a notification was last delivered; 0: never.",
+            "When a notification was last delivered; 0: never, or not since its server was started.",
             lambda seen: _timestamp(seen.consumer.last_delivered),
         )
         show(
             "last_ack_timestamp_seconds",
-            "When a notification was last done, well or ill; 0: never.",
+            "When a notification was last done, well or ill; 0: never, or not since its server was started.",
             lambda seen: _timestamp(seen.consumer.last_settled),
         )
         show("paused", "Whether the agent is paused on the server.", lambda seen: seen.consumer.paused)

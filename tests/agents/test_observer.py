@@ -262,16 +262,8 @@ async def test_a_thousand_agents_cost_a_handful_of_requests(
             await shown.until(lambda: "given_up" in shown.gauges)  # what is asked for last
         await client.flush()
 
-    of_records = {subject: asked.pop(subject) for subject in list(asked) if consumer_records.BUCKET in subject}
-    assert sum(of_records.values()) <= 6
-    of_use = [asked.pop(subject) for subject in list(asked) if subject.startswith("STREAM.INFO.")]
-    assert sum(of_use) <= 7, "one for each stream, and the two of which subjects are counted"
-    assert asked == {
-        f"CONSUMER.LIST.{stream}": 4,
-        "CONSUMER.LIST.aviso_workers_retries": 1,
-        "CONSUMER.LIST.aviso_workers_advisories": 1,
-        "CONSUMER.LIST.aviso_workers_schedule": 1,
-    }
+    assert asked.pop(f"CONSUMER.LIST.{stream}") == 4, "pages of the thousand"
+    assert asked.total() <= 20, asked
     assert len([agent for agent in shown.gauges["pending"] if agent[2] == stream]) == 1000
 
 
