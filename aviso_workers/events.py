@@ -410,6 +410,9 @@ Event = (
     | WindowDone
 )
 
+WARNINGS = (StreamProvisioned, ConsumerDiffers, Skipped, ConnectionChanged, StreamGone, StreamMadeAgain)
+"""Events of which `warning` may have something to say."""
+
 
 def warning(event: Event) -> str:
     """What people should hear of the event where nobody listens to it; empty where it is not a warning."""
@@ -451,7 +454,7 @@ class Events:
 
     def emit(self, event: Event) -> None:
         listeners = self._listeners[type(event)]
-        if not listeners and (text := warning(event)):
+        if not listeners and isinstance(event, WARNINGS) and (text := warning(event)):
             log.warning("%s", printable(text))
         for listener in listeners:
             try:

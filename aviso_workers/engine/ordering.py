@@ -436,7 +436,7 @@ class Line:
                 self._blocked[key] = delivery
                 self._stop(delivery, stopped=True)
                 return
-        if self._sorts_out and (delivery.num_delivered > 1 or self.is_bodiless(delivery)):
+        if self._sorts_out and (delivery.num_delivered > 1 or (self._bodiless and self.is_bodiless(delivery))):
             self._redelivered.append(delivery)
             self._redelivery.set()
         else:
