@@ -74,8 +74,10 @@ def configure(settings: Logging) -> None:
 def observe(event: Event) -> None:
     """An observer of the engine's facts that are `OBSERVED`."""
     match event:
-        case ConsumerDiffers() | FiltersDiffer() | AckWaitDiffers() | ConsumerResumed() | ConsumerNotRecorded():
+        case ConsumerDiffers() | FiltersDiffer() | AckWaitDiffers():
             _observe_consumer(event)
+        case ConsumerResumed() | ConsumerNotRecorded():
+            _observe_record(event)
         case AgentStarted():
             log.info("agent.started", agent=event.agent, stream=event.stream, consumer=event.consumer)
         case AgentDisturbed():
@@ -141,12 +143,7 @@ def _observe_stream(event: StreamProvisioned | StreamGone | StreamMadeAgain) -> 
             )
 
 
-def _observe_consumer(
-    event: ConsumerDiffers | FiltersDiffer | AckWaitDiffers | ConsumerResumed | ConsumerNotRecorded,
-) -> None:
-    if isinstance(event, ConsumerResumed | ConsumerNotRecorded):
-        _observe_record(event)
-        return
+def _observe_consumer(event: ConsumerDiffers | FiltersDiffer | AckWaitDiffers) -> None:
     if isinstance(event, ConsumerDiffers):
         log.warning(
             "consumer.differs",

@@ -151,7 +151,7 @@ class ConsumerRecorder:
         """
         info = await self._backend.stream_info(self._stream)
         created = info.created or info.time
-        record = (await _one(self._backend, self._key)) if await _exists(self._backend) else None
+        record = await _one(self._backend, self._key)
         self._created, self._last = created, record if record and record.stream_created == created else None
         return info.last_sequence
 
@@ -200,16 +200,18 @@ async def stored(backend: Backend) -> dict[tuple[str, str, str], ConsumerRecord]
 
 async def remove(backend: Backend, *, app: str, agent: str, stream: str) -> None:
     """Forget how far a consumer had come, because it is deleted on purpose. Raises `BackendError`."""
-    if (app, agent, stream) in await stored(backend):
-        await (await backend.key_value(BUCKET)).delete(_key(app, agent, stream))
+    key = _key(app, agent, stream)
+    if await _one(backend, key) is not None:
+        await (await backend.key_value(BUCKET)).delete(key)
 
 
 async def move(backend: Backend, *, app: str, agent: str, stream: str, ack_floor: int) -> None:
     """Record that a consumer was taken to another place. Raises `BackendError`."""
-    record = (await stored(backend)).get((app, agent, stream))
+    key = _key(app, agent, stream)
+    record = await _one(backend, key)
     if record is not None:
         moved = structs.replace(record, ack_floor=ack_floor, unfinished_since=None)
-        await (await backend.key_value(BUCKET)).put(_key(app, agent, stream), msgspec.json.encode(moved))
+        await (await backend.key_value(BUCKET)).put(key, msgspec.json.encode(moved))
 
 
 async def _exists(backend: Backend) -> bool:
@@ -222,6 +224,9 @@ async def _exists(backend: Backend) -> bool:
 
 
 async def _one(backend: Backend, key: str) -> ConsumerRecord | None:
+    """Return the record of this key; None where there is none."""
+    if not await _exists(backend):
+        return None
     entry = await (await backend.key_value(BUCKET)).get(key)
     return _read(entry.value) if entry else None
 

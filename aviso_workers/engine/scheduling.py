@@ -63,7 +63,7 @@ async def run_timers(
     async with drained(stop, clock=clock, timeout_seconds=drain_timeout_seconds), anyio.create_task_group() as running:
         for timer in declared:
             if not timer.leader:
-                running.start_soon(_keep_ticking, timer, clock, events, stop)
+                running.start_soon(_keep_ticking, timer, clock, events, stop, None)
         if led := [timer for timer in declared if timer.leader]:
             running.start_soon(_lead, led, backend, app, events, stop)
 
@@ -88,15 +88,14 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
     clock = backend.clock
     bucket = buckets_of(app)[1]
     claims = SteadyBucket(backend, bucket, patience_seconds=PATIENCE_SECONDS)
-    hindrance = _Hindrance(bucket, clock=clock, events=events)
+    hindrance = Hindrance(bucket, clock=clock, events=events)
     lease = Lease(backend, app, events=events)
     while await lease.take(stop):
         events.emit(LeadershipChanged(leads=True, token=lease.token))
         async with lease.term(), anyio.create_task_group() as running:
             for timer in led:
-                running.start_soon(
-                    _keep_ticking, timer, clock, events, stop, Claims(timer.name, claims, lease), hindrance
-                )
+                of_timer = Claims(timer.name, claims, lease, hindrance)
+                running.start_soon(_keep_ticking, timer, clock, events, stop, of_timer)
         events.emit(LeadershipChanged(leads=False, token=lease.token))
 
 
@@ -105,7 +104,7 @@ def buckets_of(app: str) -> tuple[str, str]:
     return f"{app}_leases", f"{app}_timers"
 
 
-class _Hindrance:
+class Hindrance:
     """Whether a bucket can be used: where it could not for as long as a lease lasts, that is stated once."""
 
     def __init__(self, bucket: str, *, clock: Clock, events: Events) -> None:
@@ -141,7 +140,7 @@ class Lease:
         self._clock = backend.clock
         bucket = buckets_of(app)[0]
         self._bucket = SteadyBucket(backend, bucket, ttl_seconds=LEASE_SECONDS, patience_seconds=RENEW_SECONDS)
-        self._hindrance = _Hindrance(bucket, clock=backend.clock, events=events)
+        self._hindrance = Hindrance(bucket, clock=backend.clock, events=events)
         self._key = of
         self._holder = f"{socket.gethostname()}:{os.getpid()}".encode()
         self._revision = 0
@@ -226,14 +225,15 @@ class Claim(Struct, frozen=True, kw_only=True):
 class Claims:
     """Which ticks of a timer were begun, by any leader."""
 
-    def __init__(self, timer: str, bucket: SteadyBucket, lease: Lease) -> None:
+    def __init__(self, timer: str, bucket: SteadyBucket, lease: Lease, hindrance: Hindrance) -> None:
         self._timer = timer
         self._bucket = bucket
         self._lease = lease
+        self._hindrance = hindrance
         self._revision = 0
         self._last: datetime | None = None
         """The last tick that is known to be claimed; None before anything is known."""
-        self._in_doubt = ""
+        self._in_doubt: str | None = None
         """The message id of a later claim, of which it is not known whether it was stored."""
 
     @property
@@ -254,7 +254,7 @@ class Claims:
             self._last = begin
             return begin
         self._revision = entry.revision
-        if self._last is None or entry.message_id != self._in_doubt or not self._in_doubt:
+        if self._last is None or entry.message_id != self._in_doubt:
             claimed = msgspec.json.decode(entry.value, type=Claim).time
             self._last = entry.time if claimed - entry.time > MOST_SKEW else claimed
         return self._last
@@ -270,18 +270,18 @@ class Claims:
             self._in_doubt = message_id
             raise
         self._last = tick
+        self._hindrance.end()
         return True
+
+    def note_failure(self, error: BackendError) -> None:
+        """The claims could not be read or written, or another leader was faster, which hinders nobody."""
+        if not isinstance(error, ConflictError):
+            self._hindrance.begin(error)
 
 
 async def _keep_ticking(
-    timer: Timer[Any, Any],
-    clock: Clock,
-    events: Events,
-    stop: anyio.Event,
-    claims: Claims | None = None,
-    hindrance: _Hindrance | None = None,
+    timer: Timer[Any, Any], clock: Clock, events: Events, stop: anyio.Event, claims: Claims | None
 ) -> None:
-    hindrance = hindrance or _Hindrance(timer.name, clock=clock, events=events)
     last = None if claims else _now(clock)
     while not stop.is_set():
         try:
@@ -294,14 +294,13 @@ async def _keep_ticking(
                 await clocks.sleep_until(clock, seconds, stop)
                 continue
             if claims is None or await claims.claim(tick):
-                hindrance.end()
                 token = claims.token if claims else None
                 await _run(timer, Tick(timer=timer.name, time=tick, token=token), clock, events)
             last = tick
         except BackendError as error:
             # Another leader was faster, or the claims cannot be reached: see anew how far they are.
-            if not isinstance(error, ConflictError):
-                hindrance.begin(error)
+            if claims is not None:
+                claims.note_failure(error)
             last = None
             await clocks.sleep_until(clock, AGAIN_SECONDS, stop)
 

@@ -23,6 +23,7 @@ from aviso_workers.engine.scheduling import (
     RENEW_SECONDS,
     Claim,
     Claims,
+    Hindrance,
     Lease,
     run_timers,
 )
@@ -101,6 +102,11 @@ class Fleet:
     @property
     def leaders(self) -> list[bool]:
         return [fact.leads for fact in self.facts if isinstance(fact, LeadershipChanged)]
+
+
+def claims_of(timer: str, backend: InMemoryBackend, lease: Lease) -> Claims:
+    bucket = SteadyBucket(backend, "app_timers", patience_seconds=1)
+    return Claims(timer, bucket, lease, Hindrance("app_timers", clock=backend.clock, events=Events()))
 
 
 def seconds_of(time: datetime) -> float:
@@ -225,7 +231,7 @@ async def test_of_two_that_believe_to_lead_one_may_run_a_tick(fleet: Fleet) -> N
         backend.reconnect()
         lease = Lease(backend, "app", events=Events())
         await lease.take(anyio.Event())
-        claims.append(Claims("daily", SteadyBucket(backend, "app_timers", patience_seconds=1), lease))
+        claims.append(claims_of("daily", backend, lease))
         await lease.give_back()
         lease._until = math.inf
         assert await claims[-1].last(start) == start
@@ -244,7 +250,7 @@ async def test_without_its_lease_nobody_claims_a_tick(fleet: Fleet) -> None:
     backend.reconnect()
     lease = Lease(backend, "app", events=Events())
     await lease.take(anyio.Event())
-    claims = Claims("daily", SteadyBucket(backend, "app_timers", patience_seconds=1), lease)
+    claims = claims_of("daily", backend, lease)
     await claims.last(BEGINNING)
     await fleet.after(LEASE_SECONDS)
     assert not await claims.claim(tick)
@@ -257,7 +263,7 @@ async def test_a_leader_that_was_overtaken_at_one_tick_goes_on_with_the_next(fle
     backend.reconnect()
     paused = Lease(backend, "app", events=Events())
     paused._until = math.inf
-    claims = Claims("lead", SteadyBucket(backend, "app_timers", patience_seconds=1), paused)
+    claims = claims_of("lead", backend, paused)
     await fleet.after(5)
     await claims.last(BEGINNING)
     assert await claims.claim(BEGINNING + timedelta(seconds=10))
