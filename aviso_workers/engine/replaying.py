@@ -164,15 +164,15 @@ class Replayer:
 
     async def _within(self, info: StreamInfo, start: Position) -> tuple[StreamInfo, Position]:
         """The stream, and where to start: at its first message where it has never had the sequence of the start."""
-        for _ in range(MOST_BEHIND):
-            if start.sequence is None or start.sequence <= info.last_sequence + 1:
-                return info, start
+        times_behind = 0
+        while start.sequence is not None and start.sequence > info.last_sequence + 1:
+            if times_behind == MOST_BEHIND:
+                self._tell_made_again(info, start.sequence)
+                return info, Position(sequence=1)
+            times_behind += 1
             await self._pause()
             info = await self._backend.stream_info(self._stream)
-        if start.sequence is None or start.sequence <= info.last_sequence + 1:
-            return info, start
-        self._tell_made_again(info, start.sequence)
-        return info, Position(sequence=1)
+        return info, start
 
     async def _found_again(self) -> StreamInfo:
         """Return what the stream is, as soon as there is one. Raises `BackendError` as `Backend.failed` does."""
