@@ -270,18 +270,23 @@ def hang_up(port: int, times: int) -> None:
 
 
 def test_a_worker_that_is_told_nothing_else_waits_for_its_server_without_end(
-    start: Start, tmp_path: Path, free_port: int, write_config: Callable[..., Path]
+    start: Start,
+    tmp_path: Path,
+    free_port: int,
+    write_config: Callable[..., Path],
+    indexed: Callable[[], list[int]],
 ) -> None:
     """Commands give up after three attempts to connect and five to reconnect."""
     config = write_config(f"nats://127.0.0.1:{free_port}", max_reconnect_attempts=None)
     worker = start("worker", "agents:app", "--config", config)
     hang_up(free_port, 6)
     with NatsServer.start(store_dir=tmp_path / "store", port=free_port):
-        worker.until("agent.started")
+        publish(config, 0)
+        eventually(lambda: indexed() == [0], lambda: indexed() or worker.log)
     hang_up(free_port, 12)
     with NatsServer.start(store_dir=tmp_path / "store", port=free_port):
-        worker.until("connection.up")
-        worker.until("agent.started")
+        publish(config, 1)
+        eventually(lambda: 1 in indexed(), lambda: indexed() or worker.log)
     assert worker.end(signal.SIGTERM) == 0, "".join(worker.told)
 
 

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.anyio
 
 OF_OLD_SERVER = Path(__file__).parents[2] / "data" / "backups" / "nats-server-2.9"
 MANY_BYTES = 6_000_000
-"""So much of an archive is more than what is on its way at once: the stream is being made by then."""
+"""So much of the archive is sent, and not all of it, before the restore is killed."""
 
 
 @pytest.fixture
@@ -211,20 +211,35 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import anyio
-from aviso_workers import App, streams
-from aviso_workers.ops import backups, stream_policy
+import anyio.from_thread
+from aviso_workers import App
+from aviso_workers.errors import NotFoundError
+from aviso_workers.ops import backups
 
+app = App("killed", config=sys.argv[1])
+act = sys.argv[4]
 done = 0
+
+async def until_the_stream_has_messages():
+    while True:
+        try:
+            if (await app.session.backend.stream_info("MARS")).messages:
+                return
+        except NotFoundError:
+            pass  # the server has not come so far yet
+        await anyio.sleep(0.01)
 
 def die_later(size):
     global done
     done += size
     if done > int(sys.argv[3]):
+        if act == "restore":
+            anyio.from_thread.run(until_the_stream_has_messages)
         os.kill(os.getpid(), signal.SIGKILL)
 
 async def main():
-    async with App("killed", config=sys.argv[1]) as app:
-        if sys.argv[4] == "restore":
+    async with app:
+        if act == "restore":
             await backups.restore(app, backups.load(Path(sys.argv[2])), progress=die_later)
         else:
             await backups.create(app, "MARS", Path(sys.argv[2]), progress=die_later)
