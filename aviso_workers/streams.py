@@ -330,7 +330,7 @@ def own_stream(name: str, subject: str, config: Config, **stated: Any) -> Stream
         subjects=(subject,),
         storage=jetstream.storage_type,
         retention="limits",
-        num_replicas=config.workers.dead_letters.replicas or jetstream.replicas or 1,
+        num_replicas=config.workers.dead_letters.replicas or jetstream.replicas or UNSET,
         **stated,
     )
 

@@ -259,6 +259,13 @@ def spec_of(policy: StoragePolicy | None = None, **jetstream: Any) -> StreamSpec
     return streams.event_stream("mars", event_type, Config(notification_backend=backend))
 
 
+def test_a_stream_of_our_own_keeps_its_replicas_where_the_configuration_says_nothing_of_them() -> None:
+    found = {"name": "aviso_workers_retries", "subjects": ["retries.>"], "storage": "file", "num_replicas": 3}
+    config = Config(notification_backend=NotificationBackend(kind="jetstream"))
+    spec = streams.own_stream("aviso_workers_retries", "retries.>", config)
+    assert not streams.plan(spec, found, Stored()).needed
+
+
 class TestTheStreamOfAnEventType:
     def test_is_named_after_the_base_and_bound_to_it(self) -> None:
         assert (spec_of().name, spec_of().subjects) == ("MARS", ("Mars.>",))

@@ -63,6 +63,21 @@ class Provisioner:
             self._events.emit(ConsumerDiffers(stream=stream, consumer=spec.durable_name, differences=_texts(left)))
         return info
 
+    async def raise_replicas(self, stream: str, replicas: int) -> None:
+        """Give a stream so many replicas where it exists and has fewer, and state what is refused.
+
+        Raises `UnavailableError`.
+        """
+        try:
+            plan = await self.plan(StreamSpec(name=stream, num_replicas=replicas))
+            if plan.exists and any(difference.found < difference.wanted for difference in plan.differences):
+                await self._update(plan)
+        except NotFoundError:
+            return  # it was deleted meanwhile
+        except RefusedError as error:  # the right to ask for the stream is denied
+            wanted = (f"num_replicas: not known -> {replicas}",)
+            self._events.emit(StreamProvisioned(stream=stream, action="kept", differences=wanted, refused=str(error)))
+
     def forget(self, stream: str) -> None:
         """Look at the stream anew before its next use: it may have been deleted."""
         self._known.discard(stream)

@@ -14,7 +14,7 @@ from aviso_workers.agents import Agent, Task
 from aviso_workers.backends import Backend, ConsumerInfo, Opening, open_backend
 from aviso_workers.codec import NotificationReader
 from aviso_workers.config import Config
-from aviso_workers.engine import consumer_records, dead_lettering, deferring, resourcing, sweeping
+from aviso_workers.engine import consumer_records, dead_lettering, deferring, replicas, resourcing, sweeping
 from aviso_workers.engine.batching import InBatches
 from aviso_workers.engine.consumer_records import ConsumerRecorder
 from aviso_workers.engine.dead_lettering import DeadLetters, Requeued, retry_subject
@@ -171,9 +171,14 @@ class Session:
                 drain_timeout_seconds=self._config.workers.drain_timeout_seconds,
             )
 
+        async def raise_replicas() -> None:
+            wanted = replicas.configured(self._app, self._config, agents=app.agents, tables=app.tables)
+            await replicas.raise_to(wanted, provisioner=self.own_streams, clock=self.backend.clock)
+
         async with anyio.create_task_group() as watching:
             async with anyio.create_task_group() as work:
                 watching.start_soon(watch_backend, work.cancel_scope)
+                watching.start_soon(raise_replicas)
                 for agent in agents:
                     work.start_soon(self.run_agent, agent, stop)
                 if agents:

@@ -32,7 +32,7 @@ from aviso_workers.key_value import Entry, KeyValue
 from aviso_workers.streams import StreamSpec
 from aviso_workers.tables import Counter, Table
 
-__all__ = ["COUNTERS", "COUNTERS_SUBJECT", "CachedBucket", "SteadyBucket", "Sums", "Tables"]
+__all__ = ["COUNTERS", "COUNTERS_SUBJECT", "CachedBucket", "SteadyBucket", "Sums", "Tables", "bucket_of"]
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class Tables:
             )
             return
         bucket = SteadyBucket(
-            self._backend, f"{self._app}__{name}", history=table.keeps_history, patience_seconds=patience
+            self._backend, bucket_of(self._app, name), history=table.keeps_history, patience_seconds=patience
         )
         if not table.cached:
             table.connect(bucket)
@@ -108,6 +108,11 @@ class Tables:
         cached = CachedBucket(bucket, self._backend.clock)
         table.connect(cached)
         self._keeping.start_soon(cached.keep)
+
+
+def bucket_of(app: str, table: str) -> str:
+    """Return the name of the bucket of an app's table."""
+    return f"{app}__{table}"
 
 
 class SteadyBucket:

@@ -203,3 +203,41 @@ async def test_a_stream_that_could_not_be_looked_at_is_looked_at_next_time(
     backend.reconnect()
     await provisioner.ensure(SPEC)
     assert await backend.stream_names() == ["MARS"]
+
+
+OWN = StreamSpec(name="aviso_workers_counters", subjects=("aviso_workers.counters.>",), num_replicas=1)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "after"),
+    [
+        pytest.param(1, 3, 3, id="fewer are raised"),
+        pytest.param(3, 3, 3, id="as many are left"),
+        pytest.param(5, 3, 5, id="more are left, as another app may want them"),
+    ],
+)
+async def test_a_stream_of_our_own_gets_replicas_and_loses_none(
+    provisioner: Provisioner, backend: ObservedBackend, found: int, wanted: int, after: int
+) -> None:
+    await InMemoryBackend.create_stream(backend, structs.replace(OWN, num_replicas=found))
+    await provisioner.raise_replicas(OWN.name, wanted)
+    assert (await InMemoryBackend.stream_info(backend, OWN.name)).config["num_replicas"] == after
+    assert backend.asked["update"] == (found != after)
+
+
+async def test_replicas_that_are_refused_are_told_and_the_stream_is_used_as_it_is(
+    provisioner: Provisioner, backend: ObservedBackend, facts: Facts
+) -> None:
+    await InMemoryBackend.create_stream(backend, OWN)
+    backend.refusal = "permissions violation"
+    await provisioner.raise_replicas(OWN.name, 3)
+    assert facts.of(StreamProvisioned) == [
+        StreamProvisioned(
+            stream=OWN.name, action="kept", differences=("num_replicas: 1 -> 3",), refused=backend.refusal
+        )
+    ]
+
+
+async def test_no_stream_is_created_for_its_replicas(provisioner: Provisioner, backend: ObservedBackend) -> None:
+    await provisioner.raise_replicas(OWN.name, 3)
+    assert await backend.stream_names() == []

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
+from aviso_workers import App, Backoff, Notification, Tick
 from aviso_workers.server import running
 from aviso_workers.server.running import Node
 from tests.ops.conftest import Api, Declare, Run
@@ -139,6 +142,58 @@ def test_the_monitoring_port_tells_of_accounts_streams_and_consumers(make: Make,
     assert streams["WATCHED"]["config"]["num_replicas"] == 3
     assert [consumer["name"] for consumer in streams["WATCHED"]["consumer_detail"]] == ["shipping"]
     assert len(running.ask(nodes[0], "/routez")["routes"]) > 0
+
+
+OWN = (
+    *("aviso_workers_advisories", "aviso_workers_counters", "aviso_workers_dead_letters", "aviso_workers_retries"),
+    *("aviso_workers_schedule", "KV_aviso_workers_consumers", "KV_copies__sizes", "KV_copies_failures"),
+    *("KV_copies_leases", "KV_copies_timers"),
+)
+"""What the app of `at_work` keeps beside the streams of its event types."""
+
+
+@asynccontextmanager
+async def at_work(config: Path) -> AsyncIterator[App]:
+    """An app whose worker runs: with an agent that handles nothing, a timer and tables."""
+    app = App("copies", config=config)
+    app.table("sizes", int)
+    app.counter("seen")
+
+    @app.agent("mars", retry=Backoff(attempts=2, first=0.1))
+    async def fail(notification: Notification) -> None:
+        raise ValueError("whatever it is")
+
+    @app.every("1s", leader=True)
+    async def look(tick: Tick) -> None: ...
+
+    stop = anyio.Event()
+    async with app, anyio.create_task_group() as tasks:
+        tasks.start_soon(app.work, stop)
+        yield app
+        stop.set()
+
+
+@pytest.mark.anyio
+async def test_a_worker_that_begins_gives_its_own_streams_the_copies_that_are_configured(
+    write_config: Callable[..., Path], url: str
+) -> None:
+    async def copies(app: App) -> dict[str, int]:
+        there = set(OWN) & set(await app.session.backend.stream_names())
+        return {name: (await app.session.backend.stream_info(name)).config["num_replicas"] for name in there}
+
+    async def become(app: App, number: int) -> None:
+        with anyio.move_on_after(PATIENCE_SECONDS):
+            while await copies(app) != dict.fromkeys(OWN, number):  # noqa: ASYNC110
+                await anyio.sleep(0.05)
+        assert await copies(app) == dict.fromkeys(OWN, number)
+
+    async with at_work(write_config(url)) as app:
+        await app.notify("mars", {"class": "od", "step": 1})
+        await app.tables["sizes"].put("od", 1)
+        await app.tables["seen"].add("od", 1)
+        await become(app, 1)
+    async with at_work(write_config(url, replicas=3)) as app:
+        await become(app, 3)
 
 
 @pytest.mark.covers("001-14")

@@ -118,6 +118,7 @@ def test_a_stream_of_one_copy(broken: Seen) -> None:
     cures = {where: finding.cure for where, finding in broken.findings("JS003").items()}
     assert cures["LIMITED"].startswith("declare it: streams.LIMITED.num_replicas: 3")
     assert cures[dead_lettering.STREAM].endswith(f"start a worker that uses {dead_lettering.STREAM}")
+    assert "start a worker that uses KV_state__index; where none does" in cures["KV_state__index"]
 
 
 @pytest.mark.covers("001-35", "002-78")

@@ -29,6 +29,7 @@ OUR_COPIES = "set notification_backend.jetstream.replicas: 3, and start a worker
 LETTERS_LIMIT = "set workers.dead_letters.max_bytes, and start a worker"
 LETTERS_ROOM = "`aviso-workers dead-letters ls`, then `retry` or `drop`; or raise workers.dead_letters.max_bytes"
 APPLY = "then `aviso-workers streams apply`"
+BUCKETS_COPIES = f"{OUR_COPIES}; where none does, declare it: streams.{{stream}}.num_replicas: 3, {APPLY}"
 
 
 @declare(
@@ -289,9 +290,8 @@ def overlap(one: str, other: str) -> bool:
 
 
 def _copies(stream: Stream) -> Finding:
-    ours = stream.name.startswith(OURS)
-    found = f"num_replicas {stream.config.num_replicas}"
-    return Finding(stream=stream.name, found=found, cure=OUR_COPIES if ours else "")
+    cure = OUR_COPIES if stream.name.startswith(OURS) else BUCKETS_COPIES if stream.name.startswith(BY_KEY) else ""
+    return Finding(stream=stream.name, found=f"num_replicas {stream.config.num_replicas}", cure=cure)
 
 
 def _keeps_state(stream: Stream) -> bool:

@@ -1,0 +1,58 @@
+"""The streams and buckets of an app's own state get the replicas that are configured, when a worker begins.
+
+Called by `session`, beside the agents at work. A worker brings in line what it reads when it opens it (`provisioning`).
+This is for what it only writes, or opens when that is first needed, which may be never: dead letters, counters and all
+buckets. What does not exist yet is created with its replicas when it is needed.
+
+Replicas are only added. Apps share some of these streams, and another app's configuration may ask for more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from aviso_workers.agents import Agent
+from aviso_workers.clocks import Clock
+from aviso_workers.config import Config
+from aviso_workers.engine import consumer_records, dead_lettering, failing, scheduling, tabling, windowing
+from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.errors import UnavailableError
+from aviso_workers.windows import Window
+
+__all__ = ["configured", "raise_to"]
+
+AGAIN_SECONDS = 10.0
+"""When a server that did not answer is asked again."""
+
+
+def configured(
+    app: str, config: Config, *, agents: Iterable[Agent[Any, Any]], tables: Collection[str]
+) -> dict[str, int]:
+    """Return how many replicas the streams of an app's own state are to have, by stream; empty where nobody says.
+
+    `tables` are the names of the app's tables and counters.
+    """
+    of_all = config.notification_backend.jetstream.replicas
+    of_streams = config.workers.dead_letters.replicas or of_all
+    buckets = [
+        consumer_records.BUCKET,
+        f"{app}{failing.BUCKET_SUFFIX}",
+        *scheduling.buckets_of(app),
+        *(windowing.bucket_of(app, agent.name) for agent in agents if agent.form is Window),
+        *(tabling.bucket_of(app, table) for table in tables),
+    ]
+    wanted = {dead_lettering.STREAM: of_streams, tabling.COUNTERS: of_streams}
+    wanted |= {f"KV_{bucket}": of_all for bucket in buckets}
+    return {stream: replicas for stream, replicas in wanted.items() if replicas}
+
+
+async def raise_to(wanted: Mapping[str, int], *, provisioner: Provisioner, clock: Clock) -> None:
+    """Add replicas to those streams that exist and have fewer, however long servers do not answer."""
+    for stream, replicas in wanted.items():
+        while True:
+            try:
+                await provisioner.raise_replicas(stream, replicas)
+                break
+            except UnavailableError:
+                await clock.sleep(AGAIN_SECONDS)
