@@ -27,7 +27,10 @@ Report = Callable[[App], Awaitable[list[Progress]]]
 
 
 def agents(target: Target = None, agent: AgentOption = None, config: ConfigOption = None) -> None:
-    """Show the policy of every agent of an app, what of it differs on the server, and how far each has come."""
+    """Show the policy of every agent of an app, what of it differs on the server, and how far each has come.
+
+    Where the server does not tell how far they have come, the policy is shown all the same; exit 1.
+    """
     app = find_app(target, agent=agent, config=config)
     if mistakes := app.mistakes():
         raise ConfigError(mistakes)
@@ -41,7 +44,7 @@ def lag(
     watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Show what agents have not finished, over all their workers; exit 1 where one is stuck or has no consumer."""
+    """Show what agents have not finished, over all their workers; exit 1 where one is stuck or its consumer is gone."""
     if everyone and (target or agent):
         raise DeclarationError("say either --all, or which app: MODULE:APP, or --agent NAME")
     app = connected_app(config) if everyone else find_app(target, agent=agent, config=config)
@@ -51,12 +54,13 @@ def lag(
 
 async def _print_agents(app: App) -> None:
     known: dict[str, Progress] = {}
+    unknown = ""
     try:
         with anyio.fail_after(ANSWER_SECONDS):
             async with app:
                 known = {progress.agent: progress for progress in await agent_report.of_app(app)}
     except (BackendError, TimeoutError) as error:
-        typer.echo(f"how far they have come is not known: {error or 'the server does not answer'}", err=True)
+        unknown = str(error) or "the server does not answer"
     for declared in app.agents:
         rows = {**agent_report.policy(app, declared)}
         if declared.name in known:
@@ -65,6 +69,9 @@ async def _print_agents(app: App) -> None:
             if declared.policy.singleton:
                 rows["pinned since"] = known[declared.name].pinned_since
         print_table((declared.name, app.name), rows.items())
+    if unknown:
+        typer.echo(f"how far they have come is not known: {unknown}", err=True)
+        raise typer.Exit(1)
 
 
 def _differing(app: App, agent: Agent[Any, Any], progress: Progress) -> dict[str, str]:
@@ -107,7 +114,7 @@ def _table(report: Sequence[Progress]) -> Table:
 
 def _row(progress: Progress) -> tuple[str, ...]:
     of = (progress.app, progress.agent, progress.stream)
-    if progress.events is None and progress.record is None:
-        return (*of, "-", "-", "-", "", "no worker has ever been here")
+    if progress.why_none:
+        return (*of, "-", "-", "-", "", progress.why_none)
     numbers = (progress.pending, progress.ack_pending, progress.redelivered)
     return (*of, *map(str, numbers), progress.paused_until, progress.trouble)

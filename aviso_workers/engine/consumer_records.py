@@ -31,6 +31,7 @@ __all__ = [
     "ConsumerRecord",
     "ConsumerRecorder",
     "longest_seconds",
+    "mark_removed",
     "move",
     "remove",
     "stored",
@@ -57,6 +58,12 @@ class ConsumerRecord(Struct, frozen=True, kw_only=True):
     """Since when the ack floor is this one while there is something to do; None where there is nothing."""
     longest_seconds: float = STUCK_SECONDS
     """How long the agent's policy lets a notification be unfinished."""
+    removed: bool = False
+    """Whether an operator has removed the consumer since: then it is made anew at the agent's `start`."""
+
+    def holds_for(self, stream_created: datetime | None) -> bool:
+        """Return whether a missing consumer is to be made anew after `ack_floor`, of a stream created at this time."""
+        return self.stream_created == stream_created and not self.removed
 
 
 class ConsumerRecorder:
@@ -146,13 +153,13 @@ class ConsumerRecorder:
         return min(self._last.ack_floor, last_sequence) if self._last else None
 
     async def _look(self) -> int:
-        """Read the record, and return the last sequence of the stream. A record of another stream of that name counts
-        for nothing.
+        """Read the record, and return the last sequence of the stream. A record of another stream of that name, or of a
+        consumer that an operator has removed, counts for nothing.
         """
         info = await self._backend.stream_info(self._stream)
         created = info.created or info.time
         record = await _one(self._backend, self._key)
-        self._created, self._last = created, record if record and record.stream_created == created else None
+        self._created, self._last = created, record if record and record.holds_for(created) else None
         return info.last_sequence
 
     async def _store(self, consumer: ConsumerInfo) -> None:
@@ -198,8 +205,21 @@ async def stored(backend: Backend) -> dict[tuple[str, str, str], ConsumerRecord]
     return {(app, agent, stream): record for (app, agent, stream), record in found if record}
 
 
+async def mark_removed(backend: Backend, *, app: str, agent: str, stream: str, consumer: ConsumerInfo) -> None:
+    """Record that an operator has removed the consumer, and how far it had come. Raises `BackendError`."""
+    info = await backend.stream_info(stream)
+    record = ConsumerRecord(
+        stream_created=info.created or info.time,
+        ack_floor=consumer.ack_floor,
+        filter_subjects=tuple(filters_of(consumer.config)),
+        time=info.time,
+        removed=True,
+    )
+    await (await backend.key_value(BUCKET)).put(_key(app, agent, stream), msgspec.json.encode(record))
+
+
 async def remove(backend: Backend, *, app: str, agent: str, stream: str) -> None:
-    """Forget how far a consumer had come, because it is deleted on purpose. Raises `BackendError`."""
+    """Forget that there was a consumer, because its agent is retired. Raises `BackendError`."""
     key = _key(app, agent, stream)
     if await _one(backend, key) is not None:
         await (await backend.key_value(BUCKET)).delete(key)

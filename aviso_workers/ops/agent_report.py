@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from aviso_workers import schema, topics
+from aviso_workers import agents, schema, topics
 from aviso_workers.agents import Agent
 from aviso_workers.app import App
 from aviso_workers.backends import ConsumerInfo
@@ -38,21 +38,26 @@ class Progress(Struct, frozen=True, kw_only=True):
     """None: it has no consumer."""
     retries: ConsumerInfo | None
     record: ConsumerRecord | None = None
-    """What workers recorded of the consumer of this stream; None: none has ever been there, or an older version."""
-    behind: int = 0
-    """Where the consumer is gone: notifications after what was settled."""
+    """What was recorded of the consumer of this stream; None: no worker has ever been there, or of an older version."""
+    behind: int | None = None
+    """Notifications after what was settled, where the consumer is gone and no operator has removed it; else None."""
 
     @property
     def pending(self) -> int:
         """Never delivered yet."""
-        return _sum(self, "num_pending") + self.behind
+        return _sum(self, "num_pending") + (self.behind or 0)
 
     @property
     def trouble(self) -> str:
         """Why nothing gets done; empty where something does, as far as one look can tell."""
         if self.events is None:
-            return "its consumer is gone" if self.record else ""
+            return "" if self.behind is None else "its consumer is gone"
         return stuck.why_stuck(self.events, None, self.record)
+
+    @property
+    def why_none(self) -> str:
+        """Why there is no consumer, where that is as it should be; empty where there is one, or it is gone."""
+        return observing.why_none(self.record) if self.events is None and self.behind is None else ""
 
     @property
     def ack_pending(self) -> int:
@@ -79,49 +84,53 @@ class Progress(Struct, frozen=True, kw_only=True):
         return "it is resumed" if until == UNTIL_RESUMED else until.isoformat(timespec="seconds")
 
 
+class _Look(Struct, frozen=True, kw_only=True):
+    """What is known of the agents of some event streams."""
+
+    consumers: dict[tuple[str, str, str], ConsumerInfo]
+    """By app, agent and stream."""
+    retries: dict[tuple[str, str], ConsumerInfo]
+    """By app and agent, those of what is tried again."""
+    records: dict[tuple[str, str], ConsumerRecord]
+    """By stream and consumer."""
+    behind: dict[tuple[str, str, str], int]
+    """By app, agent and stream, of those whose consumer is gone: notifications after what was settled."""
+
+    def progress(self, app: str, agent: str, stream: str) -> Progress:
+        return Progress(
+            app=app,
+            agent=agent,
+            stream=stream,
+            events=self.consumers.get((app, agent, stream)),
+            retries=self.retries.get((app, agent)),
+            record=self.records.get((stream, agents.durable_name(app, agent))),
+            behind=self.behind.get((app, agent, stream)),
+        )
+
+
 async def of_app(app: App) -> list[Progress]:
     """The app's own agents. Inside of `async with app:`. Raises `BackendError`."""
     streams = {agent.name: wiping.stream_of(app, agent.event_type) for agent in app.agents}
-    agents = await _of_streams(app, set(streams.values()))
-    retries = await observing.agents(app, RETRIES)
-    return [
-        agents.get((app.name, agent, stream))
-        or Progress(app=app.name, agent=agent, stream=stream, events=None, retries=retries.get((app.name, agent)))
-        for agent, stream in streams.items()
-    ]
+    look = await _look(app, set(streams.values()))
+    return [look.progress(app.name, agent, stream) for agent, stream in streams.items()]
 
 
 async def of_deployment(app: App) -> list[Progress]:
     """All agents of whatever app that have ever read one of the configured event streams. As `of_app`."""
-    agents = await _of_streams(app, await wiping.event_streams(app))
-    return [progress for _, progress in sorted(agents.items(), key=lambda item: (item[0][2], item[0]))]
+    look = await _look(app, await wiping.event_streams(app))
+    known = sorted({*look.consumers, *look.behind}, key=lambda key: (key[2], key))
+    return [look.progress(*key) for key in known]
 
 
-async def _of_streams(app: App, streams: Iterable[str]) -> dict[tuple[str, str, str], Progress]:
-    """By app, agent and stream, those that have a consumer or had one."""
-    records, retries = await observing.records(app), await observing.agents(app, RETRIES)
-    found: dict[tuple[str, str, str], Progress] = {}
+async def _look(app: App, streams: Iterable[str]) -> _Look:
+    records, consumers, behind = await observing.records(app), {}, {}
     for stream in streams:
         for (owner, agent), events in (await observing.agents(app, stream)).items():
-            found[owner, agent, stream] = Progress(
-                app=owner,
-                agent=agent,
-                stream=stream,
-                events=events,
-                retries=retries.get((owner, agent)),
-                record=records.get((stream, events.name)),
-            )
+            consumers[owner, agent, stream] = events
         for (owner, agent), record in (await observing.missing(app, stream, records)).items():
-            found[owner, agent, stream] = Progress(
-                app=owner,
-                agent=agent,
-                stream=stream,
-                events=None,
-                retries=retries.get((owner, agent)),
-                record=record,
-                behind=await _behind(app, stream, record),
-            )
-    return found
+            behind[owner, agent, stream] = await _behind(app, stream, record)
+    retries = await observing.agents(app, RETRIES)
+    return _Look(consumers=consumers, retries=retries, records=records, behind=behind)
 
 
 async def _behind(app: App, stream: str, record: ConsumerRecord) -> int:

@@ -33,6 +33,7 @@ __all__ = [
     "records",
     "run_alone",
     "streams_of",
+    "why_none",
 ]
 
 
@@ -78,7 +79,8 @@ async def records(app: App) -> dict[tuple[str, str], ConsumerRecord]:
 async def missing(
     app: App, stream: str, records: Mapping[tuple[str, str], ConsumerRecord]
 ) -> dict[tuple[str, str], ConsumerRecord]:
-    """By app and agent, those records of which the consumer is gone, while the stream is the same one.
+    """By app and agent, those records of which the consumer is gone, while the stream is the same one and no operator
+    has removed the consumer.
 
     Raises `BackendError`.
     """
@@ -93,8 +95,18 @@ async def missing(
     return {
         agent: record
         for (_, consumer), record in recorded.items()
-        if record.stream_created == created and consumer not in there and (agent := agent_of(consumer))
+        if record.holds_for(created) and consumer not in there and (agent := agent_of(consumer))
     }
+
+
+def why_none(record: ConsumerRecord | None) -> str:
+    """Return why an agent has no consumer, where that is as it should be: it is none of `missing`."""
+    if record is None:
+        return "no worker has ever been here"
+    time, settled = record.time.isoformat(timespec="seconds"), f"sequence {record.ack_floor}"
+    if record.removed:
+        return f"its consumer was removed by an operator at {time}, when everything up to {settled} was settled"
+    return f"its stream was made anew since {time}, when everything up to {settled} of the former one was settled"
 
 
 async def run_alone(app: App, among: Collection[str]) -> list[RunAlone]:

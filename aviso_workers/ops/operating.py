@@ -96,10 +96,12 @@ async def remove_stream(app: App, stream: str) -> None:
 
 async def remove_consumer(app: App, stream: str, consumer: str) -> None:
     """Remove a consumer; an agent of ours that had it begins anew where its `start` says. Raises `NotFoundError`."""
-    await app.session.backend.delete_consumer(stream, consumer)
-    if (of_agent := observing.agent_of(consumer)) is not None:
+    backend, of_agent = app.session.backend, observing.agent_of(consumer)
+    info = await backend.consumer_info(stream, consumer)
+    await backend.delete_consumer(stream, consumer)
+    if of_agent is not None:
         owner, agent = of_agent
-        await consumer_records.remove(app.session.backend, app=owner, agent=agent, stream=stream)
+        await consumer_records.mark_removed(backend, app=owner, agent=agent, stream=stream, consumer=info)
 
 
 async def unpin(app: App, stream: str, consumer: str, group: str) -> None:

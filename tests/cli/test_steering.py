@@ -172,7 +172,7 @@ def test_agents_tells_what_is_in_effect_and_how_far_each_has_come(run: Run, conf
 
 def test_agents_tells_the_policy_where_no_server_answers(run: Run, unreachable: Path, agents: str) -> None:
     ran = run("agents", agents, "--config", unreachable)
-    assert (ran.code, "mars.*.1" in ran.out) == (0, True)
+    assert (ran.code, "mars.*.1" in ran.out) == (1, True), "how far they have come is half of what was asked for"
     assert ran.err.startswith("how far they have come is not known: no NATS server at nats://127.0.0.1:")
 
 
@@ -215,6 +215,19 @@ def test_lag_tells_of_an_agent_whose_consumer_is_gone(run: Run, config: Path, wo
         (row,) = [line for line in ran.lines if " index " in line]
         cells = [cell.strip() for cell in row.split("│")[1:-1]]
         assert cells == ["field", "index", "MARS", "1", "0", "0", "", "its consumer is gone"]
+
+
+def test_agents_and_lag_tell_that_an_operator_has_removed_a_consumer(
+    run: Run, config: Path, worked, agents: str
+) -> None:
+    worked(1, 2)
+    assert run("consumers", "rm", "MARS", "field__index", "--yes", "--config", config).code == 0
+    for command in ("lag", "agents"):
+        ran = run(command, agents, "--config", config)
+        assert ran.code == 0, ran
+        assert re.search(
+            r"its consumer was removed by an operator at \S+, when everything up to sequence 2 was settled", ran.out
+        ), ran.out
 
 
 def delete_consumer(config: Path, stream: str, consumer: str) -> None:

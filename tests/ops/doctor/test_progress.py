@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -211,7 +212,8 @@ def test_an_agent_whose_consumer_is_gone(working: Seen) -> None:
     assert judged(anew).found("JS065") == {}, "the stream was made anew, and the record is of the one before"
 
 
-def test_an_agent_that_no_worker_has_ever_run(working: Seen) -> None:
+def declaring_index(working: Seen) -> Facts:
+    """By hand: the doctor is asked about the app `field`, whose agent `index` has no consumer."""
     app = App("field")
 
     @app.agent("mars")
@@ -219,10 +221,40 @@ def test_an_agent_that_no_worker_has_ever_run(working: Seen) -> None:
 
     facts = working.facts
     mars = structs.replace(facts.after, streams={"MARS": facts.streams[SHARED]})
-    declared = structs.replace(facts, after=mars, scope=structs.replace(facts.scope, agents=(index,), app="field"))
-    (finding,) = judged(declared).findings("JS065").values()
+    return structs.replace(facts, after=mars, scope=structs.replace(facts.scope, agents=(index,), app="field"))
+
+
+def test_an_agent_that_no_worker_has_ever_run(working: Seen) -> None:
+    (finding,) = judged(declaring_index(working)).findings("JS065").values()
     assert (finding.where, finding.state) == ("MARS > field__index", State.WARN)
-    assert finding.found == "no worker of it has ever been here, and nothing waits for it"
+    assert finding.found == "no worker has ever been here; nothing waits for the agent"
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "found"),
+    [
+        pytest.param(
+            {"removed": True},
+            "its consumer was removed by an operator at {time}, when everything up to sequence 0 was settled; "
+            "nothing waits for the agent",
+            id="an operator removed the consumer",
+        ),
+        pytest.param(
+            {"stream_created": datetime(2020, 1, 1, tzinfo=UTC)},
+            "its stream was made anew since {time}, when everything up to sequence 0 of the former one was settled; "
+            "nothing waits for the agent",
+            id="the stream is another one",
+        ),
+    ],
+)
+def test_an_agent_whose_worker_was_here_and_whose_consumer_is_meant_to_be_gone(
+    working: Seen, otherwise: dict[str, Any], found: str
+) -> None:
+    record = structs.replace(recorded(working, minutes=0), **otherwise)
+    declared = structs.replace(declaring_index(working), records={("MARS", "field__index"): record})
+    (finding,) = judged(declared).findings("JS065").values()
+    assert finding.state == State.WARN
+    assert finding.found == found.format(time=record.time.isoformat(timespec="seconds"))
 
 
 def test_notifications_that_end_their_worker(working: Seen) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 
 from aviso_workers import agents, schema, topics
 from aviso_workers.backends import ConsumerInfo
-from aviso_workers.ops import stuck
+from aviso_workers.ops import observing, stuck
 from aviso_workers.ops.doctor.answers import Consumer
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
@@ -174,7 +174,7 @@ def unfinished(facts: Facts) -> Iterator[Finding]:
 def without_consumer(facts: Facts) -> Iterator[Finding]:
     for (name, consumer), record in facts.records.items():
         stream = facts.streams.get(name)
-        if stream is None or stream.created != record.stream_created or (name, consumer) in facts.consumers:
+        if stream is None or not record.holds_for(stream.created) or (name, consumer) in facts.consumers:
             continue
         found = (
             f"its consumer is gone; it had settled everything up to sequence {record.ack_floor}, "
@@ -184,8 +184,11 @@ def without_consumer(facts: Facts) -> Iterator[Finding]:
     for agent in facts.scope.agents or ():
         topic = schema.topic_of(agent.event_type, facts.config.notification_schema[agent.event_type])
         key = (topics.stream_name(topic.base), agent.durable_name(facts.scope.app))
-        if key not in facts.consumers and key not in facts.records and key[0] in facts.streams:
-            found = "no worker of it has ever been here, and nothing waits for it"
+        if key in facts.consumers or key[0] not in facts.streams:
+            continue
+        known = facts.records.get(key)
+        if known is None or not known.holds_for(facts.streams[key[0]].created):
+            found = f"{observing.why_none(known)}; nothing waits for the agent"
             cure = "start a worker of {app}, if one is meant to run here"
             yield Finding(stream=key[0], consumer=key[1], found=found, state=State.WARN, cure=cure)
 
