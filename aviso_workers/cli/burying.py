@@ -16,10 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from aviso_workers.app import App
 from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
-from aviso_workers.cli.printing import Columns, print_json, print_table, printable
+from aviso_workers.cli.printing import Columns, print_json, print_table, printable, skipped_told
 from aviso_workers.codec import store_time
 from aviso_workers.errors import NotFoundError
-from aviso_workers.events import Event, Skipped
 from aviso_workers.ops.dead_letters import DeadLetter, DeadLetterOffice, Selection, document, portions
 from aviso_workers.positions import parse_date
 
@@ -75,7 +74,7 @@ def ls(
         if none and not as_json:
             typer.echo("no dead letters")
 
-    run_connected(_app(config), run)
+    _run(config, run)
 
 
 @dead_letters.command()
@@ -93,7 +92,7 @@ def show(
         else:
             _print_letter(letter)
 
-    run_connected(_app(config), run)
+    _run(config, run)
 
 
 @dead_letters.command()
@@ -153,7 +152,7 @@ def _act(
             raise typer.Exit(2)
         await _act_on(office, found, act, done)
 
-    run_connected(_app(config), run)
+    _run(config, run)
 
 
 async def _found(office: DeadLetterOffice, wanted: Selection) -> frozenset[int]:
@@ -199,15 +198,10 @@ async def _act_on(
         typer.echo(f"{count} of {len(found)} {done}")
 
 
-def _app(config: Path | None) -> App:
+def _run(config: Path | None, run: Callable[[App], Awaitable[None]]) -> None:
     app = connected_app(config)
-    app.events.listen(_complain)
-    return app
-
-
-def _complain(event: Event) -> None:
-    if isinstance(event, Skipped):
-        typer.echo(f"left out: {printable(str(event.error))}", err=True)
+    with skipped_told(app):
+        run_connected(app, run)
 
 
 def _selection(

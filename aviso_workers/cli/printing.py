@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -11,11 +12,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from aviso_workers import events
+from aviso_workers.app import App
+from aviso_workers.events import Skipped
 from aviso_workers.literals import printable
 
-__all__ = ["Columns", "print_json", "print_table", "printable", "table", "terminal"]
+__all__ = ["Columns", "print_json", "print_table", "printable", "skipped_told", "table", "terminal"]
 
 WIDE = 10_000
+MOST_SKIPPED = 10
+"""Messages that are left out of which each has a line; more are only counted."""
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -45,6 +51,27 @@ class Columns:
             padded = (cell.ljust(width) for cell, width in zip(row, self._widths, strict=True))
             sys.stdout.write("  ".join(padded).rstrip() + "\n")
         sys.stdout.flush()
+
+
+@contextmanager
+def skipped_told(app: App) -> Iterator[None]:
+    """Write to standard error what the app leaves out: the first with a line each, and at the end how many more."""
+    skipped = 0
+
+    def tell(event: Skipped) -> None:
+        nonlocal skipped
+        skipped += 1
+        if skipped <= MOST_SKIPPED:
+            print(printable(events.warning(event)), file=sys.stderr)
+        elif skipped == MOST_SKIPPED + 1:
+            print("more is left out, which is counted until the end", file=sys.stderr)
+
+    app.events.listen(tell, Skipped)
+    try:
+        yield
+    finally:
+        if skipped > MOST_SKIPPED:
+            print(f"{skipped - MOST_SKIPPED} more were left out ({skipped} in all)", file=sys.stderr)
 
 
 def terminal() -> Console:

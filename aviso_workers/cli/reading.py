@@ -15,6 +15,7 @@ import typer
 from aviso_workers.app import App
 from aviso_workers.cli.finding import ConfigOption, connected_app
 from aviso_workers.cli.parsing import parse_where
+from aviso_workers.cli.printing import skipped_told
 
 __all__ = ["replay", "watch"]
 
@@ -69,8 +70,9 @@ def replay(
 async def _print(config: Path | None, spatial_arrays: bool, read: Callable[[App], AsyncIterator[Any]]) -> None:
     app = connected_app(config)
     base_url = app.config.application.base_url
-    async with app, aclosing(read(app)) as notifications:  # type: ignore[type-var]
-        async for notification in notifications:
-            event = notification.cloud_event(base_url, spatial_arrays=spatial_arrays)
-            sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
-            sys.stdout.buffer.flush()
+    with skipped_told(app):
+        async with app, aclosing(read(app)) as notifications:  # type: ignore[type-var]
+            async for notification in notifications:
+                event = notification.cloud_event(base_url, spatial_arrays=spatial_arrays)
+                sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
+                sys.stdout.buffer.flush()

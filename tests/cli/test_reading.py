@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
+from aviso_workers import App, Notify
 from aviso_workers.server import NatsServer
 from tests.cli.conftest import Ran
 from tests.waits import PATIENCE_SECONDS
@@ -113,6 +115,29 @@ class TestReplay:
         assert (ran.code, ran.out) == (2, ""), ran.err
         assert complaint in ran.err
         assert ran.err.count("\n") == 1
+
+    def test_counts_what_is_left_out_after_ten_lines(
+        self, run: Run, nats_server: NatsServer, write_config: Callable[..., Path]
+    ) -> None:
+        """Notifications of a schema that had one field less."""
+        config = write_config(nats_server.url)
+
+        async def publish() -> None:
+            async with App("before", config=config) as app:
+                await app.notify_many(Notify("mars", {"class": "od", "step": step}) for step in range(24))
+
+        anyio.run(publish)
+        document = json.loads(config.read_text())
+        document["notification_schema"]["mars"]["topic"]["key_order"].append("number")
+        document["notification_schema"]["mars"]["identifier"]["number"] = {"type": "IntHandler", "required": True}
+        config.write_text(json.dumps(document))
+        assert run("notify", "mars", "class=od", "step=0", "number=1", "--config", config).code == 0
+        ran = run("replay", "mars", "--config", config)
+        assert (ran.code, ids(ran.lines)) == (0, ["mars@25"])
+        *first, more, last = ran.err.splitlines()
+        assert [line.partition(" is left out: ")[0] for line in first] == [f"mars@{i}" for i in range(1, 11)]
+        assert more == "more is left out, which is counted until the end"
+        assert last == "14 more were left out (24 in all)"
 
 
 class TestWatch:
