@@ -31,6 +31,7 @@ __all__ = [
     "FiltersDiffer",
     "LeadershipChanged",
     "LeadershipHindered",
+    "LeadershipUnhindered",
     "Measured",
     "NotReadAgain",
     "NotRemoved",
@@ -153,13 +154,20 @@ class FailuresNotStored(Struct, frozen=True, kw_only=True):
 class NotReadAgain(Struct, frozen=True, kw_only=True):
     """A notification whose body was left out while it waited cannot be read from its stream.
 
-    It is tried again after a wait, and what is behind it waits as well. Stated once, until another one can be read.
+    It is tried again after a wait, and what is behind it waits as well. Stated once, until `ReadAgain`.
     """
 
     agent: str
     stream: str
     sequence: int
     error: Exception
+
+
+class ReadAgain(Struct, frozen=True, kw_only=True):
+    """After `NotReadAgain`: one could be read, or for some time none had to be."""
+
+    agent: str
+    stream: str
 
 
 class ThreadsStuck(Struct, frozen=True, kw_only=True):
@@ -253,11 +261,17 @@ class LeadershipHindered(Struct, frozen=True, kw_only=True):
     """The bucket of an app's leases, or that of its timers' claims, cannot be used.
 
     What one worker does for all, such as to run a timer or to close a window, this worker cannot do. Stated once, until
-    the bucket can be used again.
+    `LeadershipUnhindered`.
     """
 
     bucket: str
     error: Exception
+
+
+class LeadershipUnhindered(Struct, frozen=True, kw_only=True):
+    """After `LeadershipHindered`: the bucket can be used again, or this worker does not lead and needs it no more."""
+
+    bucket: str
 
 
 class Skipped(Struct, frozen=True, kw_only=True):
@@ -386,6 +400,7 @@ Event = (
     | DeadLettersStored
     | FailuresNotStored
     | NotReadAgain
+    | ReadAgain
     | ThreadsStuck
     | ThreadsFreed
     | AgentStarted
@@ -395,6 +410,7 @@ Event = (
     | Ticked
     | LeadershipChanged
     | LeadershipHindered
+    | LeadershipUnhindered
     | Skipped
     | StreamGone
     | StreamMadeAgain

@@ -27,9 +27,11 @@ from aviso_workers.events import (
     FiltersDiffer,
     LeadershipChanged,
     LeadershipHindered,
+    LeadershipUnhindered,
     NotReadAgain,
     NotRemoved,
     Overdue,
+    ReadAgain,
     Settled,
     Skipped,
     StreamGone,
@@ -94,6 +96,7 @@ def observe(event: Event) -> None:
             | DeadLettersStored()
             | FailuresNotStored()
             | NotReadAgain()
+            | ReadAgain()
             | ThreadsStuck()
             | ThreadsFreed()
             | Overdue()
@@ -101,10 +104,10 @@ def observe(event: Event) -> None:
             | TaskFailed()
             | Ticked()
             | WindowDone()
-            | LeadershipChanged()
-            | LeadershipHindered()
         ):
             _observe_beside(event)
+        case LeadershipChanged() | LeadershipHindered() | LeadershipUnhindered():
+            _observe_leadership(event)
         case Skipped():
             log.warning(
                 "notification.skipped",
@@ -244,6 +247,8 @@ def _observe_beside(event: Event) -> None:
                 cure="it is tried again every second, and what is behind it waits; where a right is missing, let the "
                 f"worker's user publish to $JS.API.STREAM.MSG.GET.{event.stream}",
             )
+        case ReadAgain():
+            log.info("notification.read_again", agent=event.agent, stream=event.stream)
         case ThreadsStuck():
             log.error(
                 "threads.stuck",
@@ -287,6 +292,10 @@ def _observe_beside(event: Event) -> None:
                 again_in_seconds=round(event.again_in_seconds, 1),
                 exc_info=error,
             )
+
+
+def _observe_leadership(event: LeadershipChanged | LeadershipHindered | LeadershipUnhindered) -> None:
+    match event:
         case LeadershipChanged():
             log.info("leader.began" if event.leads else "leader.ceased", token=event.token)
         case LeadershipHindered():
@@ -297,3 +306,5 @@ def _observe_beside(event: Event) -> None:
                 cure="let the worker's user read and write the bucket; until then it runs no timer with leader=True "
                 "and closes no window",
             )
+        case LeadershipUnhindered():
+            log.info("leader.unhindered", bucket=event.bucket)

@@ -31,9 +31,13 @@ from aviso_workers.events import (
     DeadLettersRefused,
     DeadLettersStored,
     Event,
+    LeadershipHindered,
+    LeadershipUnhindered,
     Measured,
+    NotReadAgain,
     Passed,
     Published,
+    ReadAgain,
     Settled,
     ThreadsFreed,
     ThreadsStuck,
@@ -105,6 +109,7 @@ class _Agent:
         self.dead_letters = _Counts(DEAD_LETTER_REASONS)
         self.pull_errors = _Counts()
         self.dead_letters_refused = False
+        self.not_read_again = False
         self.threads_stuck = 0
         self.redelivered = 0
         self.recreations = 0
@@ -192,7 +197,7 @@ OF_PROCESS = (
     Metric(
         GAUGE,
         "ready",
-        "Whether /readyz says yes: connected, and every agent reads and can store its dead letters.",
+        "Whether /readyz says yes: connected, and nothing keeps an agent or a timer from its work.",
         lambda own: own.ready(),
     ),
     Metric(GAUGE, "start_timestamp_seconds", "When the process started.", lambda own: own.started_at),
@@ -202,6 +207,13 @@ OF_PROCESS = (
         "connection_slow",
         "Whether notifications take the long way through nats-py, because its version is not one that was tested.",
         lambda own: own.slow,
+    ),
+    Metric(
+        GAUGE,
+        "leader_hindered",
+        "Whether this worker cannot use the bucket of leases or that of claims, so that it runs no timer with "
+        "leader=True and closes no window.",
+        lambda own: bool(own.hindered),
     ),
     Metric(COUNTER, "reconnects", "Connections made after the first.", lambda own: max(0, own.connections - 1)),
     Metric(
@@ -260,6 +272,13 @@ PER_AGENT = (
         "dead_letters_refused",
         "Whether dead letters of this agent cannot be stored now, so that their originals wait.",
         lambda a: a.dead_letters_refused,
+    ),
+    Metric(
+        GAUGE,
+        "not_read_again",
+        "Whether notifications of this agent that wait cannot be read from their stream, so that their keys stand "
+        "still.",
+        lambda a: a.not_read_again,
     ),
     Metric(
         GAUGE,
@@ -359,6 +378,8 @@ class Metrics:
         self.started_at = time.time()
         self.connected = self.slow = False
         self.connections = 0
+        self.hindered: set[str] = set()
+        """Buckets that keep this worker from leading."""
         self._published = {name: _Published() for name in bases}
         self._agents = {agent.name: _Agent(_line_of(app, agent.name)) for agent in app.agents}
         self._timers = {timer.name: _Timer() for timer in app.timers}
@@ -395,12 +416,17 @@ class Metrics:
                 self.connections += connected
             case ConnectionSlow():
                 self.slow = True
-            case DeadLettersRefused(agent=agent):
-                self._agents[agent].dead_letters_refused = True
-            case DeadLettersStored(agent=agent):
-                self._agents[agent].dead_letters_refused = False
-            case ThreadsStuck(agent=agent) | ThreadsFreed(agent=agent):
-                self._agents[agent].threads_stuck = event.threads if isinstance(event, ThreadsStuck) else 0
+            case (
+                DeadLettersRefused()
+                | DeadLettersStored()
+                | LeadershipHindered()
+                | LeadershipUnhindered()
+                | NotReadAgain()
+                | ReadAgain()
+                | ThreadsStuck()
+                | ThreadsFreed()
+            ):
+                self._observe_hindrance(event)
             case AgentDisturbed(agent=agent, stream=stream, error=error) if agent in self._agents:
                 self._agents[agent].pull_errors.add(_code(error))
                 if isinstance(error, NotFoundError):
@@ -409,6 +435,18 @@ class Metrics:
                 self._started(event)
             case Measured(name=name):
                 self._measured[name] = event
+
+    def _observe_hindrance(self, event: Event) -> None:
+        """Note what keeps an agent or a timer from its work, and that it is over."""
+        match event:
+            case DeadLettersRefused(agent=agent) | DeadLettersStored(agent=agent):
+                self._agents[agent].dead_letters_refused = isinstance(event, DeadLettersRefused)
+            case NotReadAgain(agent=agent) | ReadAgain(agent=agent):
+                self._agents[agent].not_read_again = isinstance(event, NotReadAgain)
+            case LeadershipHindered() | LeadershipUnhindered():
+                (self.hindered.add if isinstance(event, LeadershipHindered) else self.hindered.discard)(event.bucket)
+            case ThreadsStuck(agent=agent) | ThreadsFreed(agent=agent):
+                self._agents[agent].threads_stuck = event.threads if isinstance(event, ThreadsStuck) else 0
 
     def lag(self, agent: str, consumer: ConsumerInfo) -> None:
         """Note what is left to do for an agent, and what it has missed."""

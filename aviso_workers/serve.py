@@ -28,6 +28,10 @@ from aviso_workers.events import (
     DeadLettersRefused,
     DeadLettersStored,
     Event,
+    LeadershipHindered,
+    LeadershipUnhindered,
+    NotReadAgain,
+    ReadAgain,
     Settled,
     ThreadsFreed,
     ThreadsStuck,
@@ -47,6 +51,7 @@ MOST_ASKED_PER_SECOND = 40
 """Of all agents together."""
 DEAD_LETTERS = "dead letters"
 THREADS = "threads"
+BODIES = "bodies"
 """What an agent lacks beside a stream that it reads; no stream has such a name."""
 
 
@@ -93,6 +98,10 @@ async def serve(app: App, *, status_port: int | None = None, member: Member | No
         DeadLettersStored,
         ThreadsStuck,
         ThreadsFreed,
+        NotReadAgain,
+        ReadAgain,
+        LeadershipHindered,
+        LeadershipUnhindered,
     )
     port = settings.status.port if status_port is None else status_port
     host, port = (settings.status.host, port) if member is None else ("127.0.0.1", 0)  # the fleet's supervisor asks
@@ -186,11 +195,15 @@ async def _measure_lag(app: App, metrics: Metrics) -> None:
 
 
 class _Readiness:
-    """Ready means: connected, every agent reads, has a thread and can store dead letters, and nobody stops us."""
+    """Ready means: connected, every agent reads, also again, has a thread and can store dead letters, this worker could
+    lead, and nobody stops it.
+    """
 
     def __init__(self, app: App) -> None:
         self.health = Health()
         self._agents = {(agent.name, ""): "has not started" for agent in app.agents}
+        self._hindered: dict[str, str] = {}
+        """By bucket, why this worker cannot lead."""
         self._connection = "not connected yet"
         self._stopping = False
         self._say()
@@ -214,6 +227,14 @@ class _Readiness:
                 self._agents[agent, THREADS] = f"{threads} threads are stuck" if threads > 1 else "its thread is stuck"
             case ThreadsFreed(agent=agent):
                 self._agents.pop((agent, THREADS), None)
+            case NotReadAgain(agent=agent, sequence=sequence, error=error):
+                self._agents[agent, BODIES] = f"sequence {sequence}, which waits, cannot be read again: {error}"
+            case ReadAgain(agent=agent):
+                self._agents.pop((agent, BODIES), None)
+            case LeadershipHindered(bucket=bucket, error=error):
+                self._hindered[bucket] = f"cannot lead, for lack of bucket {bucket}: {error}"
+            case LeadershipUnhindered(bucket=bucket):
+                self._hindered.pop(bucket, None)
         self._say()
 
     def stop(self) -> None:
@@ -222,5 +243,5 @@ class _Readiness:
 
     def _say(self) -> None:
         agents = (f"agent {name}: {problem}" for (name, _), problem in self._agents.items())
-        said = ("stopping" if self._stopping else "", self._connection, *agents)
+        said = ("stopping" if self._stopping else "", self._connection, *self._hindered.values(), *agents)
         self.health.unready = [problem for problem in said if problem]

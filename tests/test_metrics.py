@@ -25,8 +25,12 @@ from aviso_workers.events import (
     AgentDisturbed,
     AgentStarted,
     ConnectionChanged,
+    LeadershipHindered,
+    LeadershipUnhindered,
+    NotReadAgain,
     Passed,
     Published,
+    ReadAgain,
     Settled,
     Ticked,
     WindowDone,
@@ -172,6 +176,27 @@ def test_ticks_are_counted_by_outcome(metrics: Metrics) -> None:
     counts = series(metrics, "ticks_total")
     assert counts == {("field-index", "done", "tidy"): 2, ("field-index", "failed", "tidy"): 1}
     assert series(metrics, "last_tick_timestamp_seconds") == {("field-index", "tidy"): tick.time.timestamp()}
+
+
+def test_what_cannot_be_read_again_shows_until_it_can(metrics: Metrics) -> None:
+    assert sample(metrics, "not_read_again", **OF_INDEX) == 0
+    metrics.observe(NotReadAgain(agent="index", stream="FIELDS", sequence=7, error=ValueError()))
+    assert sample(metrics, "not_read_again", **OF_INDEX) == 1
+    metrics.observe(ReadAgain(agent="index", stream="FIELDS"))
+    assert sample(metrics, "not_read_again", **OF_INDEX) == 0
+
+
+def test_a_worker_that_cannot_lead_shows_for_as_long_as_one_bucket_cannot_be_used(metrics: Metrics) -> None:
+    found = [sample(metrics, "leader_hindered", app="field-index")]
+    for fact in (
+        LeadershipHindered(bucket="leases", error=ValueError()),
+        LeadershipHindered(bucket="timers", error=ValueError()),
+        LeadershipUnhindered(bucket="leases"),
+        LeadershipUnhindered(bucket="timers"),
+    ):
+        metrics.observe(fact)
+        found.append(sample(metrics, "leader_hindered", app="field-index"))
+    assert found == [0, 1, 1, 1, 0]
 
 
 def test_windows_are_counted_by_outcome(app: App) -> None:

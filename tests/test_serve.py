@@ -10,6 +10,13 @@ import pytest
 
 from aviso_workers import serve
 from aviso_workers.clocks import VirtualClock
+from aviso_workers.events import (
+    ConnectionChanged,
+    LeadershipHindered,
+    LeadershipUnhindered,
+    NotReadAgain,
+    ReadAgain,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -35,3 +42,18 @@ async def test_the_lag_of_all_agents_is_asked_for_in_turn_and_not_too_often(agen
 
     assert len(found) == pytest.approx(asked, abs=1)
     assert set(found) == {agent.name for agent in app.agents}
+
+
+def test_what_keeps_a_worker_from_its_work_makes_it_unready_until_it_is_over() -> None:
+    readiness = serve._Readiness(SimpleNamespace(agents=[]))  # type: ignore[arg-type]
+    readiness.observe(ConnectionChanged(connected=True, reason=""))
+    assert readiness.health.unready == []
+    readiness.observe(NotReadAgain(agent="index", stream="MARS", sequence=7, error=ValueError("denied")))
+    readiness.observe(LeadershipHindered(bucket="fields_leases", error=ValueError("denied")))
+    assert readiness.health.unready == [
+        "cannot lead, for lack of bucket fields_leases: denied",
+        "agent index: sequence 7, which waits, cannot be read again: denied",
+    ]
+    readiness.observe(ReadAgain(agent="index", stream="MARS"))
+    readiness.observe(LeadershipUnhindered(bucket="fields_leases"))
+    assert readiness.health.unready == []

@@ -25,7 +25,7 @@ from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.settling import Settler
 from aviso_workers.engine.shielding import Shield
 from aviso_workers.errors import BackendError, DeliveriesExhaustedError, NotFoundError, WorkerDiedError
-from aviso_workers.events import Events, NotReadAgain
+from aviso_workers.events import Events, NotReadAgain, ReadAgain
 from aviso_workers.verdicts import Failure
 
 __all__ = ["Redeliveries"]
@@ -33,6 +33,8 @@ __all__ = ["Redeliveries"]
 READS_AT_ONCE = 8
 READ_AGAIN_SECONDS = 1.0
 """How long a message waits that could not be read."""
+QUIET_SECONDS = 15.0
+"""Longer than a read that fails takes, and the wait after it: where none has failed for so long, there was none."""
 SAME_TIME_NS = 1000
 """A message that is read again has its time in microseconds."""
 
@@ -69,6 +71,8 @@ class Redeliveries:
         self._events = events
         self._told = False
         """Whether it was stated that a message cannot be read."""
+        self._failed_at = 0.0
+        """When a message could not be read the last time."""
 
     async def work(self) -> None:
         """Take from the line what was delivered again or has no body, until the line is closed."""
@@ -119,10 +123,10 @@ class Redeliveries:
         except NotFoundError:
             message = None
         except BackendError as error:
-            self._tell(delivery, error)
+            self._note_unread(delivery, error)
             self._line.again(delivery, after_seconds=READ_AGAIN_SECONDS)
             return False
-        self._told = False
+        self._note_readable()
         if message is None or abs(message.timestamp_ns - delivery.message.timestamp_ns) > SAME_TIME_NS:
             delivery.nak()  # it has left the stream, and a server delivers no such message again
             self._line.done(delivery)
@@ -130,13 +134,25 @@ class Redeliveries:
         self._line.restore_body(delivery, message)
         return True
 
-    def _tell(self, delivery: Delivery, error: BackendError) -> None:
+    def _note_unread(self, delivery: Delivery, error: BackendError) -> None:
         """State, once, why what waits does not begin."""
+        self._failed_at = self._clock.monotonic()
+        self._clock.call_at(self._failed_at + QUIET_SECONDS, self._end_if_quiet)
         if self._told:
             return
         self._told = True
         sequence = delivery.message.sequence
         self._events.emit(NotReadAgain(agent=self._agent, stream=self._stream, sequence=sequence, error=error))
+
+    def _end_if_quiet(self) -> None:
+        """What could not be read may have left the worker, as with its stream: then nothing waits for it any more."""
+        if self._clock.monotonic() >= self._failed_at + QUIET_SECONDS:
+            self._note_readable()
+
+    def _note_readable(self) -> None:
+        if self._told:
+            self._told = False
+            self._events.emit(ReadAgain(agent=self._agent, stream=self._stream))
 
     async def _run_alone(self, delivery: Delivery) -> None:
         async with self._isolation.of(delivery):

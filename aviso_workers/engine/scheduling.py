@@ -27,7 +27,7 @@ from aviso_workers.clocks import Clock
 from aviso_workers.engine import calling
 from aviso_workers.engine.tabling import SteadyBucket
 from aviso_workers.errors import BackendError, ConflictError
-from aviso_workers.events import Events, LeadershipChanged, LeadershipHindered, Ticked
+from aviso_workers.events import Events, LeadershipChanged, LeadershipHindered, LeadershipUnhindered, Ticked
 from aviso_workers.timers import Tick, Timer
 from aviso_workers.verdicts import Failure
 
@@ -96,6 +96,7 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
             for timer in led:
                 of_timer = Claims(timer.name, claims, lease, hindrance)
                 running.start_soon(_keep_ticking, timer, clock, events, stop, of_timer)
+        hindrance.end()  # only a leader claims ticks
         events.emit(LeadershipChanged(leads=False, token=lease.token))
 
 
@@ -126,8 +127,11 @@ class Hindrance:
             self._events.emit(LeadershipHindered(bucket=self._bucket, error=error))
 
     def end(self) -> None:
-        """The bucket was written."""
-        self._last, self._told = -math.inf, False
+        """The bucket was written, or is not needed for now."""
+        self._last = -math.inf
+        if self._told:
+            self._told = False
+            self._events.emit(LeadershipUnhindered(bucket=self._bucket))
 
 
 class Lease:

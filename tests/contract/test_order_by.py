@@ -15,7 +15,7 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.engine import ordering, pulling
 from aviso_workers.errors import RefusedError
-from aviso_workers.events import NotReadAgain
+from aviso_workers.events import NotReadAgain, ReadAgain
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -189,7 +189,9 @@ class TestWhatIsTooLargeTogether:
         handled = Handled()
         goes_on = anyio.Event()
         facts: list[NotReadAgain] = []
+        ended: list[ReadAgain] = []
         app.events.listen(facts.append, NotReadAgain)
+        app.events.listen(ended.append, ReadAgain)
 
         @app.agent("mars", order_by=("expver",), concurrency=4)
         async def index(notification: Notification[str]) -> None:
@@ -209,7 +211,9 @@ class TestWhatIsTooLargeTogether:
 
             assert [(fact.agent, fact.stream) for fact in facts] == [("index", "MARS")], "once"
             assert handled.steps[BAD] == list(range(facts[0].sequence - 1))
+            assert ended == []
             await t.settle()
+            assert ended == [ReadAgain(agent="index", stream="MARS")]
             assert handled.steps[BAD] == list(range(self.COUNT))
 
     async def test_is_not_handled_where_it_has_left_the_stream(self, app: App, url: str | None) -> None:

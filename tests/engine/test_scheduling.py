@@ -29,7 +29,7 @@ from aviso_workers.engine.scheduling import (
 )
 from aviso_workers.engine.tabling import SteadyBucket
 from aviso_workers.errors import ConflictError, OutcomeUnknownError, UnavailableError
-from aviso_workers.events import Event, Events, LeadershipChanged, LeadershipHindered, Ticked
+from aviso_workers.events import Event, Events, LeadershipChanged, LeadershipHindered, LeadershipUnhindered, Ticked
 
 pytestmark = pytest.mark.anyio
 
@@ -331,15 +331,20 @@ async def test_a_bucket_that_may_not_be_written_is_told_once(
     def told() -> list[str]:
         return [fact.bucket for fact in fleet.facts if isinstance(fact, LeadershipHindered)]
 
+    def ended() -> list[str]:
+        return [fact.bucket for fact in fleet.facts if isinstance(fact, LeadershipUnhindered)]
+
     with monkeypatch.context() as denying:
         denying.setattr(backend, "publish", publish_elsewhere)
         await fleet.after(100)
     assert told() == [bucket]
+    assert ended() == []
 
     ran = len(tokens)
     await fleet.after(30)
     assert len(tokens) >= ran + 2
     assert told() == [bucket]
+    assert ended() == [bucket]
 
 
 async def test_a_short_interruption_of_a_bucket_is_not_told(fleet: Fleet, tokens: list[int]) -> None:
