@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from datetime import datetime
 from typing import Protocol
 
 from msgspec import Struct
 
-__all__ = ["Entry", "KeyValue"]
+__all__ = ["BulkKeyValue", "Entry", "KeyValue"]
 
 
 class Entry(Struct, frozen=True, kw_only=True):
@@ -69,4 +69,14 @@ class KeyValue(Protocol):
         comes, deletions as well. What was replaced meanwhile is left out, except for the bucket's history.
 
         Raises as `Backend.read` does.
+        """
+
+
+class BulkKeyValue(KeyValue, Protocol):
+    """A bucket as a backend opens it, of which many keys can be written at once."""
+
+    async def put_many(self, values: Mapping[str, bytes | None]) -> None:
+        """Store the values of these keys, and remove the keys whose value is None, all under way at once.
+
+        Raises the error of the first that could not be stored; the others are stored or not.
         """

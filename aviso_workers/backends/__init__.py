@@ -29,12 +29,13 @@ from aviso_workers.clocks import Clock
 from aviso_workers.codec import Message
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError
-from aviso_workers.key_value import Entry, KeyValue
+from aviso_workers.key_value import BulkKeyValue, Entry, KeyValue
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 
 __all__ = [
     "Administration",
     "Backend",
+    "BulkKeyValue",
     "Chunk",
     "ConnectionListener",
     "Consumer",
@@ -505,7 +506,7 @@ class Backend(Protocol):
         stored before. Raises `RefusedError` where the stream's `allow_atomic` is off, or the server is older than 2.12.
         """
 
-    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> KeyValue:
+    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> BulkKeyValue:
         """The bucket of that name. Where it is missing it is created: it forgets values older than `ttl_seconds` and
         keeps `history` (at most 64) values of a key.
         """

@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from aviso_workers.backends import Backend
+from aviso_workers.backends import Backend, Outgoing, PubAck
 from aviso_workers.codec import MARKER_HEADER, Message, store_time
 from aviso_workers.errors import ConflictError, NotFoundError, RefusedError
 from aviso_workers.key_value import Entry
@@ -70,7 +70,7 @@ async def open_bucket(
 
 
 class Bucket:
-    """See `KeyValue`."""
+    """See `BulkKeyValue`."""
 
     def __init__(self, backend: Backend, name: str, *, config: Mapping[str, Any]) -> None:
         self._backend = backend
@@ -79,6 +79,8 @@ class Bucket:
         self._prefix = f"$KV.{name}."
         self._knows_ttl = bool(config.get("allow_msg_ttl"))
         self._tells_ttl = bool(config.get("subject_delete_marker_ttl"))
+        # What tells of a deletion goes some time later, so that a bucket does not grow by all keys there ever were.
+        self._deletion = {**DELETED, TTL: _milliseconds(MARKER_SECONDS)} if self._knows_ttl else DELETED
 
     async def get(self, key: str) -> Entry | None:
         newest = await self._newest(key)
@@ -103,9 +105,20 @@ class Bucket:
         return await self._store(key, value, headers, newest.revision, message_id)
 
     async def delete(self, key: str, *, revision: int | None = None, message_id: str | None = None) -> int:
-        # What tells of the deletion goes some time later, so that a bucket does not grow by all keys there ever were.
-        headers = {**DELETED, TTL: _milliseconds(MARKER_SECONDS)} if self._knows_ttl else DELETED
-        return await self._store(key, b"", headers, revision, message_id)
+        return await self._store(key, b"", self._deletion, revision, message_id)
+
+    async def put_many(self, values: Mapping[str, bytes | None]) -> None:
+        outgoing = [
+            Outgoing(
+                Message(subject=self._subject(key), data=value or b"", headers=self._deletion if value is None else {}),
+                message_id=secrets.token_hex(12),
+                stream=self._stream,
+            )
+            for key, value in values.items()
+        ]
+        for result in await self._backend.publish_many(outgoing, timeout_seconds=TIMEOUT_SECONDS):
+            if not isinstance(result, PubAck):
+                raise result
 
     async def keys(self) -> list[str]:
         return sorted(entry.key for entry in await self.entries())

@@ -59,7 +59,8 @@ async def _attempt(step: Callable[[A], Awaitable[R]], task: asyncio.Task[Any], a
         await _raise_cancellation()
         return Failure(_from_within(error))
     except BaseException as error:
-        await _raise_cancellation()
+        if task.cancelling():
+            await _raise_cancellation()
         return Failure(error)
 
 

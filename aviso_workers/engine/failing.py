@@ -9,11 +9,12 @@ process, and a notification is given up after more deliveries than any deploy wo
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Literal, TypeVar
 
-from aviso_workers.backends import Backend, Delivery, KeyValue
+from aviso_workers.backends import Backend, BulkKeyValue, Delivery
+from aviso_workers.engine.grouped_writes import GroupedWrites
 from aviso_workers.errors import BackendError
 from aviso_workers.events import Events, FailuresNotStored
 from aviso_workers.verdicts import RECORDED_FROM, Record
@@ -46,7 +47,8 @@ class Failures:
         self._bucket = f"{app}{BUCKET_SUFFIX}"
         self._prefix = f"{agent}.{stream}"
         self._events = events
-        self._values: KeyValue | None = None
+        self._values: BulkKeyValue | None = None
+        self._counted = GroupedWrites(self._write_counts)
         self._counts: dict[str, int] = {}
         """By key: of what is held here and has failed, and of what could not be stored."""
         self._given_back: dict[str, tuple[int, int]] = {}
@@ -126,7 +128,7 @@ class Failures:
             await self._write(lambda values: values.put(_began(key), BESIDE_OTHERS))
         else:
             await self.clear(delivery)
-        stored = await self._write(lambda values: values.put(key, str(failures).encode()))
+        stored = await self._counted.write(key, str(failures).encode())
         if kept or not stored:
             self._remember(key, failures)
             return
@@ -143,20 +145,23 @@ class Failures:
         key = self._key(delivery)
         await self.clear(delivery)
         if self._counts.pop(key, 0):
-            await self._write(lambda values: values.delete(key))
+            await self._counted.write(key, None)
 
     def _remember(self, key: str, failures: int) -> None:
         self._counts[key] = failures
         if len(self._counts) > MOST_REMEMBERED:
             del self._counts[next(iter(self._counts))]
 
-    async def _write(self, deed: Callable[[KeyValue], Awaitable[int]]) -> bool:
+    async def _write_counts(self, counts: Mapping[str, bytes | None]) -> bool:
+        return await self._write(lambda values: _put_many(values, counts))
+
+    async def _write(self, deed: Callable[[BulkKeyValue], Awaitable[int]]) -> bool:
         """Whether it was done."""
         done = await self._try(deed) is not None
         self._stored = self._stored or done
         return done
 
-    async def _try(self, deed: Callable[[KeyValue], Awaitable[T]]) -> T | None:
+    async def _try(self, deed: Callable[[BulkKeyValue], Awaitable[T]]) -> T | None:
         """None where the bucket cannot be used, which is said once, until something can be stored again."""
         asked_at = self._backend.clock.monotonic()
         if asked_at < self._silent_until:
@@ -192,7 +197,12 @@ def parse_began(subject: str) -> tuple[str, str, int]:
     return agent, stream, int(sequence)
 
 
-async def _delete(key: str, values: KeyValue) -> int:
+async def _put_many(values: BulkKeyValue, counts: Mapping[str, bytes | None]) -> int:
+    await values.put_many(counts)
+    return len(counts)
+
+
+async def _delete(key: str, values: BulkKeyValue) -> int:
     return await values.delete(key)
 
 

@@ -7,8 +7,7 @@ from ending. So all that an agent has begun has a few seconds together. What is 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import TracebackType
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -29,19 +28,9 @@ class Shield:
         self._timer: Timer | None = None
         self._over = False
 
-    @asynccontextmanager
-    async def hold(self) -> AsyncIterator[None]:
+    def hold(self) -> _Hold:
         """Finish the block although we are cancelled; be cancelled in it when the time is over."""
-        with anyio.CancelScope(shield=True) as scope:
-            self._scopes.add(scope)
-            if self._over:
-                scope.cancel()
-            try:
-                yield
-            finally:
-                self._scopes.discard(scope)
-        if scope.cancelled_caught:
-            await checkpoint()  # raises our own cancellation, which the scope has kept from us
+        return _Hold(self)
 
     async def watch(self) -> None:
         """Run beside what is shielded; when all of it is cancelled, its time begins."""
@@ -55,7 +44,40 @@ class Shield:
         if self._timer is None:
             self._timer = self._clock.call_at(self._clock.monotonic() + SHIELDED_SECONDS, self._end)
 
+    def open_scope(self) -> anyio.CancelScope:
+        """Return a scope that keeps our cancellation out until the time is over."""
+        scope = anyio.CancelScope(shield=True)
+        if self._over:
+            scope.cancel()
+        self._scopes.add(scope)
+        return scope
+
+    def close_scope(self, scope: anyio.CancelScope) -> None:
+        """Note that nothing runs in it any more."""
+        self._scopes.discard(scope)
+
     def _end(self) -> None:
         self._over = True
         for scope in self._scopes:
             scope.cancel()
+
+
+class _Hold:
+    """The block of `Shield.hold`. Every failure enters one, and a generator would cost twice as much."""
+
+    __slots__ = ("_scope", "_shield")
+
+    def __init__(self, shield: Shield) -> None:
+        self._shield = shield
+
+    async def __aenter__(self) -> None:
+        self._scope = self._shield.open_scope().__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        self._shield.close_scope(self._scope)
+        suppressed = self._scope.__exit__(kind, error, traceback)
+        if self._scope.cancelled_caught:
+            await checkpoint()  # raises our own cancellation, which the scope has kept from us
+        return bool(suppressed)

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from aviso_workers.backends import Backend, Entry, KeyValue
-from aviso_workers.errors import ConflictError, NotFoundError, RefusedError
+from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError
 from aviso_workers.streams import StreamSpec
 from tests.waits import PATIENCE_SECONDS
 
@@ -72,6 +72,21 @@ async def test_a_put_on_a_revision_needs_the_key(bucket):
     with pytest.raises(RefusedError):
         await bucket.put("owner", b"one", revision=7)
     assert await bucket.get("owner") is None
+
+
+async def test_many_keys_are_stored_and_removed_at_once(bucket):
+    await bucket.put("old", b"1")
+
+    await bucket.put_many({**{f"new.{number}": b"2" for number in range(20)}, "old": None})
+
+    assert await bucket.keys() == sorted(f"new.{number}" for number in range(20))
+
+
+async def test_many_keys_of_which_one_cannot_be_stored_are_an_error(bucket, backend):
+    await backend.delete_stream("KV_leases")
+
+    with pytest.raises(BackendError):
+        await bucket.put_many({f"new.{number}": b"2" for number in range(20)})
 
 
 async def test_a_deleted_key_is_missing(bucket):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
 from aviso_workers import config
@@ -152,3 +154,26 @@ async def test_what_comes_back_after_another_worker_had_it_is_asked_for(worker: 
     assert (await here.look(delivered(3))).failures == 2
     await other.begin(delivered(3), alone=False)
     assert (await here.look(delivered(4))).began == "beside_others"
+
+
+async def test_the_failures_of_many_are_stored_with_few_requests(backend: Guard, worker: Callable[[], Any]) -> None:
+    here, requests = worker(), []
+    publish_many = backend.publish_many
+
+    async def counted(outgoing: Any, **stated: Any) -> Any:
+        requests.append(len(outgoing))
+        return await publish_many(outgoing, **stated)
+
+    backend.publish_many = counted  # type: ignore[method-assign]
+    deliveries = [
+        SimpleNamespace(message=Message(subject="mars", data=b"", sequence=number, timestamp_ns=1), num_delivered=1)
+        for number in range(1, 65)
+    ]
+
+    async with anyio.create_task_group() as tasks:
+        for delivery in deliveries:
+            tasks.start_soon(partial(here.add, delivery, before=0, kept=False, worker_died=False))
+
+    assert requests == [64]
+    delivery = SimpleNamespace(message=deliveries[-1].message, num_delivered=2)
+    assert (await worker().look(delivery)).failures == 1

@@ -21,11 +21,11 @@ import anyio
 from aviso_workers import config
 from aviso_workers.backends import (
     Administration,
+    BulkKeyValue,
     Chunk,
     ConnectionListener,
     ConsumerInfo,
     Delivery,
-    KeyValue,
     Outgoing,
     OutgoingChunk,
     PubAck,
@@ -274,7 +274,7 @@ class InMemoryBackend:
         await self._connection.reach()
         return self._account.publish_together(outgoing)
 
-    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> KeyValue:
+    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> BulkKeyValue:
         return await buckets.open_bucket(self, bucket, ttl_seconds=ttl_seconds, history=history)
 
     def _dispatcher(self, stream: str, consumer: str) -> Dispatcher:

@@ -21,11 +21,11 @@ from anyio.abc import TaskGroup
 
 from aviso_workers import config, streams
 from aviso_workers.backends import (
+    BulkKeyValue,
     Chunk,
     ConnectionListener,
     ConsumerInfo,
     Delivery,
-    KeyValue,
     Outgoing,
     OutgoingChunk,
     PubAck,
@@ -336,7 +336,7 @@ class JetStreamBackend:
         self.require_server(2, 12, to="publish several notifications together")
         return await self._publisher.publish_together(outgoing, timeout_seconds=timeout_seconds)
 
-    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> KeyValue:
+    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> BulkKeyValue:
         replicas = self._settings.replicas or 1
         return await buckets.open_bucket(self, bucket, ttl_seconds=ttl_seconds, history=history, replicas=replicas)
 
