@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 import anyio
 from msgspec import Struct
 
+from aviso_agents import observer
 from aviso_workers import App, Backoff, Notification, Notify, Tick, Window, Windowing
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "deadly",
     "hanging",
     "lanes",
+    "observing",
     "other",
     "outputs",
     "singletons",
@@ -71,6 +73,8 @@ outputs = App("outputs")
 ticking = App("ticking")
 windows = App("windows")
 deadly = App("deadly")
+observing = App("observing")
+observing.include(observer.router)
 singletons = App("singletons")
 kept: list[bytes] = []
 
