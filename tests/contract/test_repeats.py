@@ -185,6 +185,29 @@ class TestAReset:
             await t.settle()
             assert sorted(step for step in handled.steps if step <= 3) == [1, 1, 2, 2, 3, 3]
 
+    async def test_of_one_agent_leaves_what_another_one_remembers(
+        self, app: App, url: str | None, lossy: Lossy
+    ) -> None:
+        handled, of_other = Handled(), Handled()
+        goes_on = anyio.Event()
+        agent = in_order(app, handled)
+
+        @app.agent("mars", ack_wait=ACK_WAIT_SECONDS)
+        async def other(notification: Notification[Any]) -> None:
+            of_other.note(notification)
+            await goes_on.wait()
+
+        async with harness(app, server=url) as t:
+            await notify(t, 1)
+            await wait_until(t, lambda: handled.steps == of_other.steps == [1])
+            await t.advance(0.1)
+            lossy.sequences = {1}
+            goes_on.set()
+            await wait_until(t, lambda: not lossy.sequences)
+            await app.session.backend.reset_consumer("MARS", agent.durable_name("contract"), sequence=1)
+            await t.settle()
+            assert (handled.steps, of_other.steps) == ([1, 1], [1])
+
 
 async def wait_until(t: Harness, true: Callable[[], bool]) -> None:
     deadline = t.clock.monotonic() + PATIENCE_SECONDS
