@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from aviso_workers import config
 from aviso_workers.backends import Message, Outgoing, PubAck
 from aviso_workers.backends.jetstream import JetStreamBackend, pulling, reading, wire
 from aviso_workers.backends.jetstream.wire import Interest
-from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.server import NatsServer
 from aviso_workers.streams import StreamSpec
 from tests.jetstream.conftest import PlayedConnection
+from tests.stories.processes import cluster
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -36,9 +37,9 @@ async def backend(
         yield backend
 
 
-async def store(backend: JetStreamBackend, subjects: list[str]) -> None:
+async def store(backend: JetStreamBackend, subjects: list[str], *, num_replicas: int = 1) -> None:
     """Make the stream MARS, and store a message on each of these subjects in it, in this order."""
-    await backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
+    await backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",), num_replicas=num_replicas))
     outgoing = [
         Outgoing(Message(subject=subject, data=b"null"), str(number), "MARS") for number, subject in enumerate(subjects)
     ]
@@ -76,6 +77,27 @@ async def test_all_that_filters_of_any_density_take_comes(backend: JetStreamBack
         expected = [sequence for sequence, number in enumerate(numbers[:last], 1) if number in wanted]
 
         assert await read(backend, filters, last, chunks=chance.random() < 0.5) == expected, filters
+
+
+async def test_what_two_of_three_servers_hold_is_read_at_once_after_the_third_has_died(tmp_path: Path) -> None:
+    with cluster(tmp_path) as nodes:
+        async with JetStreamBackend(config.JetStream(nats_url=config.ServerUrls(nodes[0].url))) as backend:
+            with anyio.fail_after(PATIENCE_SECONDS):
+                while True:
+                    try:
+                        await store(backend, ["mars.0.1", "mars.0.2"], num_replicas=3)
+                        break
+                    except BackendError:  # the servers elect their leader
+                        await anyio.sleep(0.1)
+            leader = (await backend.administration().api("STREAM.INFO.MARS"))["cluster"]["leader"]
+            next(node for node in nodes[1:] if node.name != leader).kill()
+            with anyio.fail_after(PATIENCE_SECONDS):
+                while True:
+                    with suppress(UnavailableError):  # who has died may have led them
+                        await read(backend, (), 2, chunks=False)
+                        break
+            for _ in range(6):
+                assert await read(backend, (), 2, chunks=False) == [1, 2]
 
 
 async def test_who_may_not_ask_for_the_end_is_told_so(tmp_path: Path) -> None:
@@ -124,7 +146,7 @@ class PlayedStream(PlayedConnection):
         self.held = held
         self.asked: list[dict[str, Any]] = []
 
-    async def api(self, subject: str, request: Any = None) -> dict[str, Any]:
+    async def api(self, subject: str, request: Any = None, *, timeout_seconds: float = 5.0) -> dict[str, Any]:
         match subject.partition(".MARS")[0]:
             case "CONSUMER.CREATE":
                 return {"name": "reader", "config": {}, "delivered": {"stream_seq": 0}, "num_pending": 5}

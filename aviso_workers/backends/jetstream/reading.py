@@ -16,6 +16,7 @@ from base64 import b64decode
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import anyio
@@ -46,6 +47,11 @@ LOOK_SECONDS = 1.0
 """When nothing has come for so long, the stream's leader is asked whether anything is left to come."""
 MOST_LOOKS = 10
 """How often in a row it may say so, while nothing comes."""
+CREATE_SECONDS = 1.0
+"""A server that lives creates a consumer within milliseconds."""
+CREATE_TRIES = 3
+ELECTION_SECONDS = 8.0
+"""Longer than the servers take to elect another leader for one that has died."""
 NO_MESSAGE = 10037
 SECOND = 1_000_000_000
 
@@ -136,7 +142,29 @@ def _start(sequence: int, time: datetime | None = None) -> dict[str, Any]:
 async def _create_consumer(
     connection: Connection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the server answers: its name, and how many messages it has before it."""
+    """What the server answers: its name, and how many messages it has before it.
+
+    For minutes after one of three servers has died, the others give it every third such consumer to keep, and nobody
+    answers then. So it is created again, by chance elsewhere; at last with as many replicas as the stream has, of which
+    a majority elects a leader if need be. What was given to the dead server is inactive when that comes back.
+    """
+    create = partial(_create_replicated, connection, stream, filter_subjects, start)
+    for _ in range(CREATE_TRIES):
+        with suppress(UnavailableError):
+            return await create(replicas=1, timeout_seconds=CREATE_SECONDS)
+    info = await connection.api(f"STREAM.INFO.{stream}")
+    return await create(replicas=info["config"]["num_replicas"], timeout_seconds=ELECTION_SECONDS)
+
+
+async def _create_replicated(
+    connection: Connection,
+    stream: str,
+    filter_subjects: Sequence[str],
+    start: Mapping[str, Any],
+    *,
+    replicas: int,
+    timeout_seconds: float,
+) -> dict[str, Any]:
     return await connection.api(
         f"CONSUMER.CREATE.{stream}",
         {
@@ -149,9 +177,10 @@ async def _create_consumer(
                 "filter_subjects": list(filter_subjects),
                 "inactive_threshold": INACTIVE_SECONDS * SECOND,
                 "mem_storage": True,
-                "num_replicas": 1,
+                "num_replicas": replicas,
             },
         },
+        timeout_seconds=timeout_seconds,
     )
 
 
