@@ -331,8 +331,10 @@ class _Asking:
                 found.append(one)
         missing = _members(found, of) - {one.name for one in found}
         if missing:
-            why = f"nothing is seen of {', '.join(sorted(missing))}: say --monitor URL for each server"
-            self.unknown["monitoring"] = "; ".join([*deaf.values(), why])
+            cure = "" if named and len(deaf) >= len(missing) else ": say --monitor URL for each server"
+            self.unknown["monitoring"] = "; ".join(
+                [*deaf.values(), f"nothing is seen of {', '.join(sorted(missing))}{cure}"]
+            )
         return tuple(found), deaf if named else {}
 
 

@@ -176,6 +176,13 @@ def test_one_server_that_was_killed(cluster: Cluster, maimed: Seen) -> None:
     assert maimed.state("JS053") is not State.PASS  # n-2 is not seen
 
 
+def test_the_monitoring_port_of_a_server_that_was_killed_is_not_asked_for(maimed: Seen) -> None:
+    """It was given."""
+    told = [finding.found for result in maimed.results.values() for finding in result.findings]
+    assert any("nothing is seen of n-2" in found for found in told)
+    assert not any("say --monitor" in found for found in told)
+
+
 def test_two_servers_that_were_killed(cluster: Cluster, maimed: Seen) -> None:
     """What is left may still answer, from what it remembers, or not at all: neither is taken for health."""
     os.kill(cluster.nodes[2].pid, signal.SIGKILL)
