@@ -18,7 +18,7 @@ from tests.conftest import write_mars_config
 from tests.waits import PATIENCE_SECONDS
 
 HOUR_NS = 3_600_000_000_000
-STORED = 60_000
+STORED = 12_000
 """Notifications in the original: its archive is larger than what a server sends before the first ack (8 MiB)."""
 
 
@@ -35,7 +35,7 @@ class Site:
     async def fill(self, count: int) -> None:
         """So many notifications of `mars`, whose bytes do not compress to nothing."""
         await self.app.notify_many(
-            Notify("mars", {"class": "od", "step": n % 1000}, {"n": n, "path": os.urandom(60).hex()})
+            Notify("mars", {"class": "od", "step": n % 1000}, {"n": n, "path": os.urandom(400).hex()})
             for n in range(count)
         )
 

@@ -272,7 +272,7 @@ async def test_what_a_killed_restore_left_is_marked_and_replaced(
 async def test_a_killed_backup_is_no_backup_and_is_swept_away(
     site: Site, nats_server: NatsServer, write_config: Callable[..., Path], tmp_path: Path
 ) -> None:
-    await site.fill(10_000)
+    await site.fill(2_000)
     run_until_killed(write_config(nats_server.url), tmp_path, 1, "create")
     assert [path.name.startswith(".unfinished-") for path in (tmp_path / "MARS").iterdir()] == [True]
     assert backups.find(tmp_path) == []
@@ -294,7 +294,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 async def test_a_full_disk_is_told_and_nothing_is_left(site: Site, tmp_path: Path) -> None:
-    await site.fill(10_000)
+    await site.fill(2_000)
     with largest_file(600_000), pytest.raises(BackupError, match=r"cannot write .*MARS.*nothing of it is kept"):
         await backups.create(site.app, "MARS", tmp_path)
     assert list((tmp_path / "MARS").iterdir()) == []
@@ -303,7 +303,7 @@ async def test_a_full_disk_is_told_and_nothing_is_left(site: Site, tmp_path: Pat
 async def test_a_backup_that_breaks_off_is_told_and_nothing_is_left(
     site: Site, nats_server: NatsServer, tmp_path: Path
 ) -> None:
-    await site.fill(100_000)
+    await site.fill(20_000)
     with pytest.raises(UnavailableError, match="snapshot of MARS: the connection was lost"):
         await backups.create(site.app, "MARS", tmp_path, progress=lambda size: nats_server.kill())
     assert list((tmp_path / "MARS").iterdir()) == []
