@@ -5,37 +5,19 @@ Exit codes: 0 done, 1 failed, 2 refused before anything was done (usage, configu
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
+from collections import UserDict
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
-from aviso_workers.cli import (
-    administering,
-    backing_up,
-    burying,
-    checking,
-    configuring,
-    copying,
-    erasing,
-    examining,
-    inspecting,
-    measuring,
-    mirroring,
-    notifying,
-    operating,
-    piping,
-    reading,
-    reporting,
-    serving,
-    sparking,
-    steering,
-    working,
-)
 from aviso_workers.errors import (
     AvisoWorkersError,
     ConfigError,
@@ -59,45 +41,81 @@ REFUSED = (
 ANYIO_THREAD = "AnyIO worker thread"
 IDLE_SECONDS = 0.2
 
+COMMANDS = {
+    "worker": ("working",),
+    "dev": ("working",),
+    "notify": ("notifying",),
+    "watch": ("reading",),
+    "replay": ("reading",),
+    "check": ("checking",),
+    "doctor": ("examining",),
+    "delete": ("administering",),
+    "erase": ("erasing",),
+    "agents": ("reporting",),
+    "lag": ("reporting",),
+    "top": ("measuring",),
+    "pause": ("steering",),
+    "resume": ("steering",),
+    "reset": ("steering",),
+    "retire": ("steering",),
+    "dead-letters": ("burying",),
+    "spark": ("sparking", "piping"),
+    "streams": ("administering", "inspecting", "operating", "copying"),
+    "backup": ("backing_up",),
+    "report": ("measuring",),
+    "mirror": ("mirroring",),
+    "drill": ("mirroring",),
+    "consumers": ("inspecting", "operating"),
+    "account": ("inspecting",),
+    "server": ("serving",),
+    "config": ("configuring",),
+}
+"""Each command or group of commands, and the modules of this package that declare it: the first has it under its name,
+the others add commands to the group."""
+
+
+class _Commands(UserDict[str, Any]):
+    """The commands by name, each imported when it is asked for. To import and to build them all takes longer than
+    everything else that the start of a worker takes.
+    """
+
+    def __getitem__(self, name: str) -> Any:
+        return _load(name)
+
+
+class _Group(TyperGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Commands(COMMANDS)
+
+
 command = typer.Typer(
     name="aviso-workers",
+    cls=_Group,
     help="Workers that react to data notifications on NATS JetStream.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-command.command()(working.worker)
-command.command()(working.dev)
-command.command()(notifying.notify)
-command.command()(reading.watch)
-command.command()(reading.replay)
-command.command()(checking.check)
-command.command()(examining.doctor)
-command.command()(administering.delete)
-command.command()(erasing.erase)
-command.command()(reporting.agents)
-command.command()(reporting.lag)
-command.command()(measuring.top)
-command.command()(steering.pause)
-command.command()(steering.resume)
-command.command()(steering.reset)
-command.command()(steering.retire)
-command.add_typer(burying.dead_letters, name="dead-letters")
-command.add_typer(sparking.spark, name="spark")
-sparking.spark.command()(piping.archive)
-sparking.spark.command()(piping.backfill)
-sparking.spark.command()(piping.report)
-command.add_typer(administering.streams, name="streams")
-administering.streams.command()(copying.copy)
-command.add_typer(backing_up.backup, name="backup")
-command.add_typer(measuring.report, name="report")
-command.add_typer(mirroring.mirror, name="mirror")
-command.add_typer(mirroring.drill, name="drill")
-command.add_typer(operating.consumers, name="consumers")
-command.add_typer(inspecting.account, name="account")
-command.add_typer(serving.server, name="server")
-command.add_typer(configuring.config, name="config")
+
+
+@command.callback()
+def _before_each() -> None:
+    pass  # with it, typer makes a group, although it is told of no command
+
+
+@cache
+def _load(name: str) -> Any:
+    """Return the parser of one command or group, which typer makes only as a part of a whole."""
+    first, *_ = [importlib.import_module(f"{__name__}.{module}") for module in COMMANDS[name]]
+    declared = getattr(first, name.replace("-", "_"))
+    whole = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+    if isinstance(declared, typer.Typer):
+        whole.add_typer(declared, name=name)
+    else:
+        whole.command(name)(declared)
+    return typer.main.get_group(whole).commands[name]
 
 
 def main() -> None:
@@ -135,8 +153,7 @@ def _run() -> int:
 
 @cache
 def _command_line() -> Callable[[], object]:
-    """Return the parser of all commands, which runs the one that is given. Tests run many commands in one process,
-    and to build the parser takes a tenth of a second."""
+    """Return the parser of the command line, which runs the command that is given."""
     return typer.main.get_command(command)
 
 

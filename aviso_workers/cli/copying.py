@@ -8,6 +8,7 @@ from typing import Annotated
 import anyio
 import typer
 
+from aviso_workers.cli.administering import streams
 from aviso_workers.cli.backing_up import Storage, bar
 from aviso_workers.cli.finding import ConfigOption, connected_app
 from aviso_workers.errors import BackupError
@@ -17,6 +18,7 @@ from aviso_workers.ops.copying import Copied
 __all__ = ["copy"]
 
 
+@streams.command()
 def copy(
     stream: Annotated[str, typer.Argument(metavar="STREAM")],
     to_config: Annotated[Path, typer.Option("--to-config", metavar="FILE", help="The configuration of the target.")],

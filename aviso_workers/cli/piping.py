@@ -16,6 +16,7 @@ import typer
 
 from aviso_workers.cli.finding import ConfigOption
 from aviso_workers.cli.parsing import parse_duration, parse_pairs, parse_where
+from aviso_workers.cli.sparking import spark
 from aviso_workers.errors import DeclarationError
 from aviso_workers.positions import parse_date
 
@@ -28,6 +29,7 @@ MOST_PER_BATCH = 1_000_000
 """Of a long backlog, so much is done at a time and need not be done again."""
 
 
+@spark.command()
 def archive(
     event: Event,
     where: Filter = None,
@@ -49,6 +51,7 @@ def archive(
         archiving.archive(notifications, to, every_seconds=seconds).awaitTermination()
 
 
+@spark.command()
 def backfill(
     event: Event,
     where: Filter = None,
@@ -79,6 +82,7 @@ def backfill(
     typer.echo(f"{done.published} published, {done.present} there before, {done.refused} refused")
 
 
+@spark.command()
 def report(
     event: Event,
     where: Filter = None,

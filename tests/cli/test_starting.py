@@ -1,0 +1,42 @@
+"""What the start of a command takes: the commands that are not given are not imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from aviso_workers import cli
+from tests.cli.conftest import Ran
+
+IMPORTED_BY = """
+import atexit, sys
+from aviso_workers import cli
+atexit.register(lambda: print(*(name for name in sys.modules if "aviso_workers.cli." in name), file=sys.stderr))
+cli.main()
+"""
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """The modules of the command line that a process has imported when it ends."""
+    ended = subprocess.run([sys.executable, "-c", IMPORTED_BY, *arguments], capture_output=True, text=True, check=True)
+    return {name.removeprefix("aviso_workers.cli.") for name in ended.stderr.split()}
+
+
+def test_a_command_does_not_import_the_others() -> None:
+    assert imported_by("worker", "--help") == {"working", "finding"}
+
+
+def test_every_module_that_declares_commands_is_in_the_table() -> None:
+    declaring = {path.stem for path in Path(cli.__file__).parent.glob("*.py") if "\ndef " in path.read_text()}
+    without_commands = {"__init__", "confirming", "finding", "parsing", "printing"}
+    assert {name for modules in cli.COMMANDS.values() for name in modules} == declaring - without_commands
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_of_the_table_is_there(name: str, run: Callable[..., Ran]) -> None:
+    ran = run(name, "--help")
+    assert (ran.code, ran.lines[0].startswith(f"Usage: aviso-workers {name} ")) == (0, True), ran
