@@ -15,7 +15,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from aviso_workers.backends import Heard, Snapshot
-from aviso_workers.backends.jetstream import faults, snapshots, wire
+from aviso_workers.backends.jetstream import faults, snapshots, tls, wire
 from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, Connection
 from aviso_workers.errors import UnavailableError
 
@@ -38,7 +38,7 @@ class Administration:
 
     @property
     def server_certificate(self) -> bytes | None:
-        return wire.certificate(self._connection.nc)
+        return tls.certificate(self._connection.nc)
 
     @property
     def api_prefix(self) -> str:

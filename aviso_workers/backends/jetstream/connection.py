@@ -6,12 +6,13 @@ waits registers in `on_reconnect` or `on_disconnect`, because a server forgets p
 
 Three things nats-py does not see, and its owner does: a server that does not answer any more is left (`watch`), one
 that is about to shut down is left for another one, and one that goes on refusing our credentials is given up.
+
+Where TLS is configured, nothing is sent without it (`tls`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -24,7 +25,7 @@ from nats.aio.msg import Msg
 
 from aviso_workers import config
 from aviso_workers.backends import ConnectionListener
-from aviso_workers.backends.jetstream import faults, wire
+from aviso_workers.backends.jetstream import faults, tls, wire
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 
 __all__ = ["Connection"]
@@ -40,7 +41,7 @@ PING_SECONDS = 5.0
 SILENT_PINGS = 2
 """A server that leaves so many PINGs in a row unanswered is left. One may be our own fault: a loop that was stuck."""
 REFUSALS = 3
-"""Attempts in a row to which a server answers that it does not take our credentials, before we believe it."""
+"""Attempts in a row in which a server does not take our credentials, or we do not trust it, before we believe it."""
 MOST_DENIALS = 1000
 """How many subjects that were denied are remembered: each message is settled on a subject of its own."""
 FLUSH_AGAIN_SECONDS = 0.1
@@ -84,16 +85,17 @@ class Connection:
     async def open(self) -> None:
         """Connect, `retry_attempts` times at most, each within `timeout_seconds`.
 
-        Raises `UnavailableError` with the URLs and the number of attempts, `RefusedError` where the server turns
-        us away, which no further attempt would cure.
+        Raises `UnavailableError` with the URLs and the number of attempts, `RefusedError` where no further attempt
+        would help: the server turns us away, it cannot be trusted, or a file that the settings name cannot be used.
         """
         settings = self._settings
+        options = _credentials(settings)
         for attempt in range(1, settings.retry_attempts + 1):
             if attempt > 1:
                 await anyio.sleep(settings.reconnect_delay_ms / 1000)
             try:
                 with anyio.fail_after(settings.timeout_seconds):
-                    await self._connect(attempt)
+                    await self._connect(attempt, options)
             except (nats.errors.Error, OSError, ValueError) as error:
                 await self.nc.close()
                 self._last_error = self._last_error or self._said(error)
@@ -103,8 +105,8 @@ class Connection:
                 self._opened = True
                 self._tell(connected=True, reason="")
                 return
-            if faults.is_refusal(self._last_error):
-                raise self._refused()
+            if refusal := faults.refusal(self._last_error):
+                raise self._refused(refusal)
             if attempt == 1:  # once: who waits for a server says so, and the attempts may be many
                 self._tell(connected=False, reason=self._last_error)
         raise UnavailableError(
@@ -237,11 +239,11 @@ class Connection:
     def _urls(self) -> str:
         return ", ".join(self._settings.masked_servers)
 
-    async def _connect(self, attempt: int) -> None:
+    async def _connect(self, attempt: int, options: dict[str, Any]) -> None:
         settings = self._settings
         alone = len(settings.servers) == 1
         patience = settings.timeout_seconds if alone else min(settings.timeout_seconds, attempt * SECONDS_PER_SERVER)
-        self.nc = Client()
+        self.nc = tls.CarefulClient(settings)
         await self.nc.connect(
             list(settings.servers),
             name="aviso-workers",
@@ -255,7 +257,7 @@ class Connection:
             reconnected_cb=self._on_reconnected,
             closed_cb=self._on_closed,
             lame_duck_mode_cb=self._on_lame_duck,
-            **_credentials(settings),
+            **options,
         )
         # Aviso's 0 means without end, which nats-py spells -1.
         self.nc.options["max_reconnect_attempts"] = settings.max_reconnect_attempts or -1
@@ -277,10 +279,11 @@ class Connection:
             self._denials[self._last_error] = anyio.current_time()
             if len(self._denials) > MOST_DENIALS:
                 del self._denials[next(iter(self._denials))]
-        if self._opened and faults.is_refusal(self._last_error):
+        refusal = faults.refusal(self._last_error)
+        if self._opened and refusal:
             self._refusals += 1
             if self._refusals == REFUSALS:
-                self._give_up(self._refused())
+                self._give_up(self._refused(refusal))
 
     async def _on_disconnected(self) -> None:
         for pong in self._pongs:
@@ -309,8 +312,8 @@ class Connection:
         if not self._opened:
             return  # a failed attempt to connect, which `open` reports
         reason = self._why("reconnecting was given up")
-        if faults.is_refusal(reason):
-            self._give_up(self._refused())
+        if refusal := faults.refusal(reason):
+            self._give_up(self._refused(refusal))
         else:
             self._give_up(UnavailableError(f"the connection to {self._urls} is lost for good: {reason}"))
 
@@ -319,8 +322,8 @@ class Connection:
             self._reason = reason
             self._lost.set()
 
-    def _refused(self) -> RefusedError:
-        return RefusedError(f"{self._urls} refused the credentials: {self._last_error}")
+    def _refused(self, refusal: str) -> RefusedError:
+        return RefusedError(f"{self._urls} {refusal}: {self._last_error}")
 
     def _why(self, otherwise: str) -> str:
         """What the server said when it ended the connection, else the last error on the way."""
@@ -348,10 +351,7 @@ def _credentials(settings: config.JetStream) -> dict[str, Any]:
     if settings.credentials_file:
         options["user_credentials"] = settings.credentials_file
     if settings.tls:
-        context = ssl.create_default_context(cafile=settings.tls.ca_file)
-        if settings.tls.cert_file:
-            context.load_cert_chain(settings.tls.cert_file, settings.tls.key_file)
-        options["tls"] = context
+        options["tls"] = tls.context(settings.tls)
         if settings.tls.server_hostname:
             options["tls_hostname"] = settings.tls.server_hostname
     return options

@@ -23,7 +23,7 @@ from aviso_workers.errors import (
     UnavailableError,
 )
 
-__all__ = ["from_api", "is_refusal", "outcome_unknown", "translated"]
+__all__ = ["from_api", "outcome_unknown", "refusal", "translated"]
 
 NOT_FOUND = {
     10014,  # consumer not found
@@ -56,18 +56,20 @@ TRANSIENT = {
     10210,  # too many in-flight batches
     10211,  # too many in-flight batch messages
 }
-REFUSALS = (
-    "authorization violation",
-    "authorization failed",  # nats-py's word for it
-    "authentication expired",
-    "authentication revoked",
-)
-"""How a server says that it does not take our credentials."""
+REFUSALS = {
+    "authorization violation": "refused the credentials",
+    "authorization failed": "refused the credentials",  # nats-py's word for it
+    "authentication expired": "refused the credentials",
+    "authentication revoked": "refused the credentials",
+    "offers no tls": "cannot be trusted",
+    "certificate verify failed": "cannot be trusted",
+}
+"""By a part of an error's text, what it says of a server with which no further attempt will succeed."""
 
 
-def is_refusal(said: str) -> bool:
-    """Whether an error's text says that the server does not take our credentials."""
-    return any(refusal in said.lower() for refusal in REFUSALS)
+def refusal(said: str) -> str | None:
+    """Return what an error's text says of a server that refuses us or that we refuse; None where it says neither."""
+    return next((meaning for part, meaning in REFUSALS.items() if part in said.lower()), None)
 
 
 def from_api(what: str, error: Mapping[str, Any]) -> BackendError:

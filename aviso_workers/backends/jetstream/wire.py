@@ -5,8 +5,9 @@ listener is called with all that one read of the socket has brought it, and what
 loop becomes one write.
 `Connection` opens a wire with `attach` and hands it to `publishing`, `pulling` and `consuming`.
 
-This is the only file that touches nats-py's private parts. They are those of the versions in `TESTED`; where `attach`
-finds anything else it takes `PublicWire`, which does the same by nats-py's public names at nats-py's speed.
+This file and `tls` are the only ones that touch nats-py's private parts. They are those of the versions in `TESTED`;
+where `attach` finds anything else it takes `PublicWire`, which does the same by nats-py's public names at nats-py's
+speed.
 """
 
 from __future__ import annotations
@@ -91,13 +92,6 @@ class Wire(Protocol):
 
     def abort(self) -> None:
         """Drop the socket, with what is still to be sent."""
-
-
-def certificate(nc: Client) -> bytes | None:
-    """The server's certificate as it was seen when the connection was made, in DER form; None without TLS."""
-    writer = getattr(getattr(nc, "_transport", None), "_io_writer", None)
-    tls = writer.get_extra_info("ssl_object") if writer is not None else None
-    return tls.getpeercert(binary_form=True) if tls is not None else None
 
 
 def attach(nc: Client) -> Wire:

@@ -1,0 +1,129 @@
+"""TLS of the connection: whether it is wanted, what is trusted, and that nothing is sent without it.
+
+A NATS server greets in plain text and says there whether it takes TLS; nats-py believes that. So whoever can change
+the greeting could have the password. `CarefulClient` looks at the connection itself, before anything is sent on it.
+`Connection` is the only caller, but for the certificate, which an operator asks for.
+"""
+
+from __future__ import annotations
+
+import ssl
+from importlib.metadata import version
+from typing import Any
+from urllib.parse import urlsplit
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.transport import TcpTransport
+
+from aviso_workers import config
+from aviso_workers.errors import RefusedError
+
+__all__ = ["CarefulClient", "certificate", "context"]
+
+SCHEMES = ("tls://", "wss://")
+HOOKS = ("_process_info", "_connect_command", "_close", "_host_is_ip")
+"""The private methods of nats-py that `CarefulClient` relies on."""
+
+
+class NoTlsError(nats.errors.Error):
+    """The server, or who answers in its place, offers no TLS."""
+
+
+class CarefulClient(Client):
+    """nats-py's client, which sends nothing without TLS where that is wanted."""
+
+    def __init__(self, settings: config.JetStream) -> None:
+        """Raises `RefusedError` where this nats-py does not have the parts that are needed for that."""
+        tls_wanted = is_wanted(settings)
+        if missing := [name for name in HOOKS if tls_wanted and not hasattr(Client, name)]:
+            raise RefusedError(
+                f"nats-py {version('nats-py')} has no {missing[0]}, so that it could send credentials without TLS: "
+                "install a version that was tested"
+            )
+        super().__init__()
+        self._tls_wanted = tls_wanted
+        self._any_name_is_trusted = not (settings.tls and (settings.tls.ca_file or settings.tls.server_hostname))
+        """The system's authorities sign for everybody, each for the name that is his."""
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        """Leave out the names of further servers where anybody may have written them: the greeting is plain text. For
+        an address nats-py asks for a certificate of the name that is configured."""
+        if self._tls_wanted and self._any_name_is_trusted and not is_encrypted(self):
+            further = info.get("connect_urls") or ()
+            info = info | {"connect_urls": [url for url in further if self._host_is_ip(urlsplit(f"//{url}").hostname)]}
+        await super()._process_info(info, initial_connection)
+
+    def _connect_command(self) -> bytes:
+        """nats-py sends what this returns, which holds the credentials, before anything else."""
+        if self._tls_wanted and not is_encrypted(self):
+            server = self._current_server.uri if self._current_server else None
+            name = f"{server.hostname}:{server.port}" if server else "the server"
+            raise NoTlsError(f"{name} offers no TLS, which the configuration asks for: nothing was sent to it")
+        command: bytes = super()._connect_command()
+        return command
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        """nats-py sends what still waits before it closes, also in the middle of connecting; and after a handshake that
+        failed it waits for an end that was there already."""
+        if (self._tls_wanted or self._server_info.get("tls_required")) and not is_encrypted(self):
+            self._pending = []
+            self._pending_data_size = 0
+            self._drop()
+        await super()._close(status, do_cbs)
+
+    def _drop(self) -> None:
+        if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:
+            self._transport._io_writer.transport.abort()
+            self._transport = None  # nats-py makes another one for the next server
+
+
+def is_wanted(settings: config.JetStream) -> bool:
+    """Whether any part of the settings asks for TLS: then every server must have it, those that others name too."""
+    return settings.tls is not None or any(url.startswith(SCHEMES) for url in settings.servers)
+
+
+def context(tls: config.Tls) -> ssl.SSLContext:
+    """What to trust, and the certificate to show. Raises `RefusedError` for a file that cannot be used."""
+    try:
+        trusting = ssl.create_default_context(cafile=tls.ca_file)
+    except OSError as error:
+        raise RefusedError(f"tls.ca_file {tls.ca_file}: {_reason(error)}") from error
+    if tls.cert_file:
+        try:
+            trusting.load_cert_chain(tls.cert_file, tls.key_file, password=_no_password)
+        except (OSError, ValueError) as error:
+            key = f" with tls.key_file {tls.key_file}" if tls.key_file else ""
+            raise RefusedError(f"tls.cert_file {tls.cert_file}{key}: {_reason(error)}") from error
+    return trusting
+
+
+def is_encrypted(nc: Client) -> bool:
+    transport = nc._transport
+    return _tls_object(transport) is not None or bool(getattr(transport, "_using_tls", False))  # of a WebSocket
+
+
+def certificate(nc: Client) -> bytes | None:
+    """The server's certificate as it was seen when the connection was made, in DER form; None without TLS."""
+    tls = _tls_object(getattr(nc, "_transport", None))
+    return tls.getpeercert(binary_form=True) if tls is not None else None
+
+
+def _tls_object(transport: Any) -> Any:
+    writer = getattr(transport, "_io_writer", None)
+    return writer.get_extra_info("ssl_object") if writer is not None else None
+
+
+def _no_password() -> str:
+    """Without this, OpenSSL asks the terminal."""
+    raise ValueError("the private key is encrypted with a passphrase, which cannot be given: store it without one")
+
+
+def _reason(error: Exception) -> str:
+    match error:
+        case ssl.SSLError(reason=str(reason)):
+            return f"cannot be used ({reason.lower().replace('_', ' ')})"
+        case OSError(strerror=str(said)):
+            return f"cannot be read: {said}"
+        case _:
+            return str(error)
