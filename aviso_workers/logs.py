@@ -191,7 +191,8 @@ def _observe_record(event: ConsumerResumed | ConsumerNotRecorded) -> None:
         agent=event.agent,
         bucket=event.bucket,
         error=str(event.error),
-        cure="let the worker's user read and write the bucket: it says where an agent goes on whose consumer is lost",
+        cure="it is tried again; where a right is missing, let the worker's user read and write the bucket: it says "
+        "where an agent goes on whose consumer is lost",
     )
 
 
@@ -303,8 +304,8 @@ def _observe_leadership(event: LeadershipChanged | LeadershipHindered | Leadersh
                 "leader.hindered",
                 bucket=event.bucket,
                 error=str(event.error),
-                cure="let the worker's user read and write the bucket; until then it runs no timer with leader=True "
-                "and closes no window",
+                cure="until it can be used, this worker runs no timer with leader=True and closes no window; where a "
+                "right is missing, let the worker's user read and write it",
             )
         case LeadershipUnhindered():
             log.info("leader.unhindered", bucket=event.bucket)

@@ -127,7 +127,8 @@ def same_place(facts: Facts) -> Iterator[Finding]:
     "JS049",
     "The cluster is whole, and every server has a directory of its own",
     why="a server without routes to the others counts for nothing, and two on one directory destroy each other's files",
-    cure="compare server.cluster.routes, user and password of the servers; give each its own jetstream.store_dir",
+    cure="start what is down (JS044). Where all servers run, compare their server.cluster.routes, user and password; "
+    "give each its own jetstream.store_dir",
     severity=State.FAIL,
 )
 def split(facts: Facts) -> Iterator[Finding]:
