@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
-from aviso_workers import App, config
+from aviso_workers import App, Notification, Reject, config
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery, Message, Outgoing, OutgoingChunk, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend, wire
@@ -22,6 +22,7 @@ from aviso_workers.clocks import VirtualClock
 from aviso_workers.errors import BackendError
 from aviso_workers.server import NatsServer
 from aviso_workers.streams import ConsumerSpec, StreamSpec
+from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config
 from tests.waits import PATIENCE_SECONDS
 
@@ -63,6 +64,26 @@ def app(kind: str, nats_url: str) -> App:
 def url(nats_url: str) -> str | None:
     """Where the harness finds the server; None where it needs none."""
     return nats_url or None
+
+
+@pytest.fixture
+def handled() -> list[int]:
+    """The steps that the agent `index` of `t` was given, in order."""
+    return []
+
+
+@pytest.fixture
+async def t(app: App, url: str | None, handled: list[int]) -> AsyncIterator[Harness]:
+    """A worker with the agent `index`, which rejects what has the payload "reject"."""
+
+    @app.agent("mars", where={"stream": "oper"})
+    async def index(notification: Notification[Any]) -> None:
+        handled.append(int(notification.identifier["step"]))
+        if notification.payload == "reject":
+            raise Reject("as asked for")
+
+    async with harness(app, server=url) as t:
+        yield t
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -19,24 +18,6 @@ from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def handled() -> list[int]:
-    """The steps that the agent `index` was given, in order."""
-    return []
-
-
-@pytest.fixture
-async def t(kind: str, nats_url: str, handled: list[int]) -> AsyncIterator[Harness]:
-    app = App("contract", config=app_config(kind, nats_url))
-
-    @app.agent("mars", where={"stream": "oper"})
-    async def index(notification: Notification[Any]) -> None:
-        handled.append(int(notification.identifier["step"]))
-
-    async with harness(app, server=nats_url or None) as t:
-        yield t
 
 
 @pytest.fixture

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
-from aviso_workers import App, Notification, Reject
+from aviso_workers import Notification
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
 from aviso_workers.ops import agent_report, steering
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
 from aviso_workers.ops.steering import UNTIL_RESUMED, Steered
 from aviso_workers.positions import Position
 from aviso_workers.streams import ConsumerSpec
-from aviso_workers.testing import Harness, harness
-from tests.contract.settings import app_config, mars
+from aviso_workers.testing import Harness
+from tests.contract.settings import mars
 
 pytestmark = pytest.mark.anyio
 
 INDEX = Steered(app="contract", agent="index", stream="MARS")
-
-
-@pytest.fixture
-def handled() -> list[int]:
-    """The steps that the agent `index` was given, in order."""
-    return []
-
-
-@pytest.fixture
-async def t(kind: str, nats_url: str, handled: list[int]) -> AsyncIterator[Harness]:
-    app = App("contract", config=app_config(kind, nats_url))
-
-    @app.agent("mars", where={"stream": "oper"})
-    async def index(notification: Notification[Any]) -> None:
-        handled.append(int(notification.identifier["step"]))
-        if notification.payload == "reject":
-            raise Reject("as asked for")
-
-    async with harness(app, server=nats_url or None) as t:
-        yield t
 
 
 @pytest.fixture
