@@ -50,15 +50,30 @@ class Handled:
     def __init__(self) -> None:
         self.steps: dict[str, list[int]] = {}
         self.sequences: dict[str, list[int]] = {}
+        self.sizes: set[int] = set()
+        """Of the payloads."""
 
     def note(self, notification: Notification[Any]) -> str:
         key = notification.identifier["expver"]
         self.steps.setdefault(key, []).append(int(notification.identifier["step"]))
         self.sequences.setdefault(key, []).append(notification.sequence)
+        self.sizes.add(len(notification.payload))
         return key
 
     def count(self, *, without: str) -> int:
         return sum(len(steps) for key, steps in self.steps.items() if key != without)
+
+
+def held_up(app: App) -> tuple[Handled, anyio.Event]:
+    """Declare the agent `index`, whose handler of the key BAD goes on at the event; what it is given is noted."""
+    handled, goes_on = Handled(), anyio.Event()
+
+    @app.agent("mars", order_by=("expver",), concurrency=4)
+    async def index(notification: Notification[str]) -> None:
+        if handled.note(notification) == BAD:
+            await goes_on.wait()
+
+    return handled, goes_on
 
 
 async def test_a_key_that_fails_stops_no_other(app: App, url: str | None) -> None:
@@ -96,13 +111,7 @@ async def test_many_keys_that_fail_stop_no_other(app: App, url: str | None) -> N
 
 
 async def test_a_key_that_takes_long_stops_no_other(app: App, url: str | None) -> None:
-    handled = Handled()
-    goes_on = anyio.Event()
-
-    @app.agent("mars", order_by=("expver",), concurrency=4)
-    async def index(notification: Notification[Any]) -> None:
-        if handled.note(notification) == BAD:
-            await goes_on.wait()
+    handled, goes_on = held_up(app)
 
     async with harness(app, server=url) as t:
         await publish(app, (pair for step in range(2 * PREFETCH) for pair in ((BAD, step), (f"{step % 20:04}", step))))
@@ -114,7 +123,7 @@ async def test_a_key_that_takes_long_stops_no_other(app: App, url: str | None) -
         await t.settle()
         assert sorted(handled.steps[BAD]) == list(range(2 * PREFETCH))
         assert handled.sequences[BAD] == sorted(handled.sequences[BAD]), "in the order of the stream"
-        assert Counter(t.outcomes(index)) == {"acked": 4 * PREFETCH}
+        assert Counter(t.outcomes(*app.agents)) == {"acked": 4 * PREFETCH}
 
 
 class TestWhatIsTooLargeTogether:
@@ -128,15 +137,7 @@ class TestWhatIsTooLargeTogether:
         monkeypatch.setattr(pulling, "MOST_WAITING_BYTES", 20_000)
 
     async def test_is_handled_whole_and_in_order(self, app: App, url: str | None) -> None:
-        handled = Handled()
-        goes_on = anyio.Event()
-        sizes: set[int] = set()
-
-        @app.agent("mars", order_by=("expver",), concurrency=4)
-        async def index(notification: Notification[str]) -> None:
-            sizes.add(len(notification.payload))
-            if handled.note(notification) == BAD:
-                await goes_on.wait()
+        handled, goes_on = held_up(app)
 
         async with harness(app, server=url) as t:
             await publish(app, ((BAD, step) for step in range(self.COUNT)), "x" * 1000)
@@ -147,18 +148,12 @@ class TestWhatIsTooLargeTogether:
             goes_on.set()
             await t.settle()
             assert handled.steps == {BAD: list(range(self.COUNT)), GOOD: list(range(self.COUNT))}
-            assert sizes == {1000}
+            assert handled.sizes == {1000}
 
     async def test_makes_no_consumer_to_be_read_again(
         self, app: App, url: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        handled = Handled()
-        goes_on = anyio.Event()
-
-        @app.agent("mars", order_by=("expver",))
-        async def index(notification: Notification[str]) -> None:
-            handled.note(notification)
-            await goes_on.wait()
+        handled, goes_on = held_up(app)
 
         async with harness(app, server=url) as t:
             await publish(app, ((BAD, step) for step in range(self.COUNT)), "x" * 1000)
@@ -186,17 +181,11 @@ class TestWhatIsTooLargeTogether:
     async def test_waits_and_says_so_where_it_may_not_be_read(
         self, app: App, url: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        handled = Handled()
-        goes_on = anyio.Event()
+        handled, goes_on = held_up(app)
         facts: list[NotReadAgain] = []
         ended: list[ReadAgain] = []
         app.events.listen(facts.append, NotReadAgain)
         app.events.listen(ended.append, ReadAgain)
-
-        @app.agent("mars", order_by=("expver",), concurrency=4)
-        async def index(notification: Notification[str]) -> None:
-            if handled.note(notification) == BAD:
-                await goes_on.wait()
 
         async with harness(app, server=url) as t:
             await publish(app, ((BAD, step) for step in range(self.COUNT)), "x" * 1000)
@@ -217,13 +206,7 @@ class TestWhatIsTooLargeTogether:
             assert handled.steps[BAD] == list(range(self.COUNT))
 
     async def test_is_not_handled_where_it_has_left_the_stream(self, app: App, url: str | None) -> None:
-        handled = Handled()
-        goes_on = anyio.Event()
-
-        @app.agent("mars", order_by=("expver",))
-        async def index(notification: Notification[str]) -> None:
-            handled.note(notification)
-            await goes_on.wait()
+        handled, goes_on = held_up(app)
 
         async with harness(app, server=url) as t:
             await publish(app, ((BAD, step) for step in range(self.COUNT)), "x" * 1000)
