@@ -27,6 +27,7 @@ from msgspec import Struct
 
 from aviso_workers import logs
 from aviso_workers.app import App
+from aviso_workers.config import Secret
 from aviso_workers.errors import ConfigError, WorkerProcessError
 from aviso_workers.metrics import FleetMetrics
 from aviso_workers.status import Health, StatusServer
@@ -69,7 +70,9 @@ def run(app: App, plan: Plan, *, status_port: int | None = None) -> None:
     logs.configure(settings.logging)
     fleet = Fleet(app, plan)
     port = settings.status.port if status_port is None else status_port
-    with StatusServer(host=settings.status.host, port=port, health=fleet, metrics=fleet.metrics.render) as status:
+    with StatusServer(
+        host=settings.status.host, port=port, health=fleet, metrics=fleet.metrics.render, token=settings.status.token
+    ) as status:
         log.info("fleet.started", app=app.name, processes=plan.processes, status=status.url)
         anyio.run(fleet.work)
     log.info("fleet.stopped", app=app.name)
@@ -78,8 +81,9 @@ def run(app: App, plan: Plan, *, status_port: int | None = None) -> None:
 class _Place:
     """A place in the fleet, and the process that has it now."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, token: Secret | None) -> None:
         self.name = name
+        self._headers = {"Authorization": f"Bearer {token.reveal()}"} if token else {}
         self.process: Process | None = None
         self.told_to_stop = False
         self.status = ""
@@ -102,7 +106,7 @@ class _Place:
             return 0, "is starting" if self.process is not None else "does not run"
         try:
             with closing(http.client.HTTPConnection(self.status, timeout=ANSWER_SECONDS)) as connection:
-                connection.request("GET", path)
+                connection.request("GET", path, headers=self._headers)
                 answer = connection.getresponse()
                 return answer.status, answer.read().decode()
         except TimeoutError:
@@ -136,7 +140,8 @@ class Fleet:
     def __init__(self, app: App, plan: Plan) -> None:
         self._command = plan.command
         self._sources = _Sources(app.config.sources) if plan.reload else None
-        self._places = [_Place(str(number)) for number in range(1, plan.processes + 1)]
+        token = app.config.workers.status.token
+        self._places = [_Place(str(number), token=token) for number in range(1, plan.processes + 1)]
         self._health = Health()
         self._stopping = False
         self._failure: WorkerProcessError | None = None

@@ -105,7 +105,8 @@ async def serve(app: App, *, status_port: int | None = None, member: Member | No
     )
     port = settings.status.port if status_port is None else status_port
     host, port = (settings.status.host, port) if member is None else ("127.0.0.1", 0)  # the fleet's supervisor asks
-    with StatusServer(host=host, port=port, health=health, metrics=metrics.render) as status:
+    token = settings.status.token
+    with StatusServer(host=host, port=port, health=health, metrics=metrics.render, token=token) as status:
         if member is not None:
             member.announce(status.url)
         await _work(app, readiness, metrics, failures, status_url=status.url, member=member)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from aviso_workers import status
+from aviso_workers.config import Secret
 from aviso_workers.errors import ConfigError
 from aviso_workers.status import Health, StatusServer
 from tests.waits import PATIENCE_SECONDS
@@ -27,9 +28,10 @@ def server(health: Health) -> Iterator[StatusServer]:
         yield server
 
 
-def get(server: StatusServer, path: str) -> tuple[int, str]:
+def get(server: StatusServer, path: str, *, authorization: str = "") -> tuple[int, str]:
+    request = urllib.request.Request(server.url + path, headers={"Authorization": authorization})
     try:
-        with urllib.request.urlopen(server.url + path, timeout=PATIENCE_SECONDS) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -83,6 +85,40 @@ def test_any_other_path_says_what_there_is(server: StatusServer) -> None:
 
 def test_it_answers_many_at_once(server: StatusServer) -> None:
     with socket.create_connection(server.url.removeprefix("http://").split(":")):  # one that never asks
+        assert get(server, "/livez") == (200, "ok\n")
+
+
+def test_connections_that_say_nothing_keep_no_probe_from_its_answer(server: StatusServer) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    idle = [socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) for _ in range(300)]
+    try:
+        assert get(server, "/livez") == (200, "ok\n")
+        # The oldest are closed: else each would take a thread and a descriptor for as long as it likes.
+        assert [connection.recv(1) for connection in idle[: 300 - status.MOST_CONNECTIONS]] == [b""] * (
+            300 - status.MOST_CONNECTIONS
+        )
+    finally:
+        for connection in idle:
+            connection.close()
+
+
+def test_a_connection_that_says_nothing_is_closed_after_a_while(
+    health: Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "READ_SECONDS", 0.05)
+    with StatusServer(host="127.0.0.1", port=0, health=health, metrics=lambda: b"") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as idle:
+            assert idle.recv(1) == b""
+
+
+@pytest.mark.parametrize("header", ["", "Bearer wrong", "Bearer ", "Basic the-token", "Bearer the-tokenx"])
+def test_metrics_with_a_token_are_for_who_sends_it(health: Health, header: str) -> None:
+    token = Secret("the-token")
+    with StatusServer(host="127.0.0.1", port=0, health=health, metrics=lambda: b"up 1\n", token=token) as server:
+        code, body = get(server, "/metrics", authorization=header)
+        assert (code, "Authorization: Bearer" in body) == (401, True)
+        assert get(server, "/metrics", authorization="Bearer the-token") == (200, "up 1\n")
         assert get(server, "/livez") == (200, "ok\n")
 
 

@@ -160,6 +160,10 @@ class Status(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     host: Annotated[Text, about("Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1"
     port: Annotated[Port, about("Port to listen on; 0 is any free one.")] = 9464
+    token: Annotated[
+        Secret | None,
+        about("Bearer token that /metrics asks for; probes need none. Default: everybody may read."),
+    ] = None
 
 
 class Logging(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,21 +1,28 @@
 """The status port: `/livez`, `/readyz` and `/metrics`.
 
-It answers from a thread of its own, so that a stuck event loop is seen and not hidden.
+It answers from threads of its own, so that a stuck event loop is seen and not hidden. Whoever reaches the port may open
+connections and say nothing: a few are kept, each for a few seconds, and the newest one is always served, so that a
+probe is answered.
 """
 
 from __future__ import annotations
 
+import hmac
 import math
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import anyio
 
+from aviso_workers.config import Secret
 from aviso_workers.errors import ConfigError
 
 __all__ = ["Health", "Probed", "StatusServer"]
@@ -25,6 +32,10 @@ STUCK_SECONDS = 10.0
 TURN_SECONDS = 1.0
 STOP_SECONDS = 0.1
 """The longest that ending the port may hold up the end of the worker."""
+READ_SECONDS = 5.0
+"""A connection that sends nothing for so long, or takes nothing, is closed."""
+MOST_CONNECTIONS = 32
+"""Where more are open, the oldest is closed: Prometheus and the probes of an orchestrator need a few."""
 
 
 class Probed(Protocol):
@@ -71,11 +82,17 @@ class Health:
 
 
 class StatusServer:
-    """Serves while its `with` block runs. Raises `ConfigError` where the port is taken."""
+    """Serves while its `with` block runs.
 
-    def __init__(self, *, host: str, port: int, health: Probed, metrics: Callable[[], bytes]) -> None:
+    With a `token`, `/metrics` is only for who sends it as a bearer token (RFC 6750); the probes are for everybody.
+    Raises `ConfigError` where the port is taken.
+    """
+
+    def __init__(
+        self, *, host: str, port: int, health: Probed, metrics: Callable[[], bytes], token: Secret | None = None
+    ) -> None:
         try:
-            self._server = ThreadingHTTPServer((host, port), _handler(health, metrics))
+            self._server = _Server((host, port), _handler(health, metrics, token))
         except OSError as error:
             raise ConfigError(
                 [
@@ -83,7 +100,6 @@ class StatusServer:
                     "choose another, or 0 for any free one"
                 ]
             ) from error
-        self._server.daemon_threads = True
         serve = partial(self._server.serve_forever, poll_interval=STOP_SECONDS)
         self._thread = threading.Thread(target=serve, name="status", daemon=True)
 
@@ -103,18 +119,60 @@ class StatusServer:
         self._server.server_close()
 
 
-def _handler(health: Probed, metrics: Callable[[], bytes]) -> type[BaseHTTPRequestHandler]:
+class _Server(ThreadingHTTPServer):
+    """A thread for each connection, of which the newest few are open."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._open: dict[socket.socket, None] = {}
+        """The connections, oldest first."""
+        self._lock = threading.Lock()
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._open) >= MOST_CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread finds the end of the stream, and closes it
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # who asks may leave before the answer
+            super().handle_error(request, client_address)
+
+
+def _handler(health: Probed, metrics: Callable[[], bytes], token: Secret | None) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
+        timeout = READ_SECONDS
+
         def do_GET(self) -> None:
             match self.path.partition("?")[0]:
                 case "/livez":
                     self._answer(health.stuck())
                 case "/readyz":
                     self._answer(health.unready)
+                case "/metrics" if not self._is_allowed():
+                    self._send(401, b"send the token of workers.status.token: Authorization: Bearer ...\n")
                 case "/metrics":
                     self._send(200, metrics(), "text/plain; version=0.0.4; charset=utf-8")
                 case _:
                     self._send(404, b"/livez /readyz /metrics\n")
+
+        def _is_allowed(self) -> bool:
+            if token is None:
+                return True
+            sent = self.headers.get("Authorization", "").encode()
+            return hmac.compare_digest(sent, f"Bearer {token.reveal()}".encode())
 
         def _answer(self, problems: list[str]) -> None:
             body = "".join(f"{problem}\n" for problem in problems) or "ok\n"
@@ -124,6 +182,8 @@ def _handler(health: Probed, metrics: Callable[[], bytes]) -> type[BaseHTTPReque
             self.send_response(status)
             self.send_header("Content-Type", content_type)
             self.send_header("Content-Length", str(len(body)))
+            if status == 401:
+                self.send_header("WWW-Authenticate", "Bearer")
             self.end_headers()
             self.wfile.write(body)
 

@@ -142,11 +142,12 @@ class Worker:
         entries = (json.loads(line) for line in self.log.splitlines() if line.startswith("{") and line.endswith("}"))
         return [entry for entry in entries if entry["event"] == event]
 
-    def get(self, path: str) -> str:
-        """What the status port answers; its code first, where that is not 200."""
+    def get(self, path: str, *, token: str = "") -> str:
+        """What the status port answers to who sends this token; its code first, where that is not 200."""
         (started, *_) = self.logged("fleet.started") or self.logged("worker.started") or [{"status": "http://unknown"}]
+        request = urllib.request.Request(f"{started['status']}{path}", headers={"Authorization": f"Bearer {token}"})
         try:
-            with urllib.request.urlopen(f"{started['status']}{path}", timeout=PATIENCE_SECONDS) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
                 return str(answer.read().decode())
         except urllib.error.HTTPError as answer:
             return f"{answer.status}: {answer.read().decode()}"

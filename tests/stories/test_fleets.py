@@ -116,9 +116,10 @@ async def test_processes_end_in_order_when_their_supervisor_is_killed(
 
 
 async def test_one_port_answers_for_all_processes(run_worker: Callable[..., Worker]) -> None:
-    fleet = run_worker(options=("--processes", "2"))
+    fleet = run_worker(options=("--processes", "2"), settings={"workers.status.token": "the-token"})
     await fleet.ready()
-    shown = fleet.get("/metrics").splitlines()
+    assert fleet.get("/metrics").startswith("401: ")
+    shown = fleet.get("/metrics", token="the-token").splitlines()
     assert [line for line in shown if line.startswith(("aviso_worker_ready{", "aviso_worker_process_running{"))] == [
         'aviso_worker_process_running{app="stories",process="1"} 1.0',
         'aviso_worker_process_running{app="stories",process="2"} 1.0',
