@@ -17,7 +17,7 @@ from typing import Self
 
 __all__ = ["Duration", "Size", "SizeLimit", "decode_hook", "float_text", "parse_float", "printable"]
 
-_FLOAT = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_FLOAT = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _LARGEST_U64 = 2**64 - 1
 _LARGEST_I64 = 2**63 - 1
 _NANOSECONDS = 10**9

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from fractions import Fraction
 from itertools import pairwise
 from typing import Any, Self, TypeGuard
 
@@ -43,9 +42,12 @@ Point = tuple[float, float]
 """Latitude and longitude in degrees, in this order."""
 
 MOST_POINTS = 10_000
-"""The most points that aviso-server takes in one point cloud."""
+"""The most points that aviso-server takes in one point cloud. We take no more in a polygon either: what a message says
+of its place is compared with each filter, whoever has written it."""
 
 _LARGEST_CLOUD_BYTES = 60 * 1024
+_LONGEST_BOX = 4 * 400
+"""Characters: the longest spelling of a number in degrees, without an exponent, has about 350."""
 _BLANKS_BUT_SPACE = re.compile(r"[^\S ]+")
 
 # Shewchuk, "Adaptive Precision Floating-Point Arithmetic" (1997): a float determinant above this share of
@@ -70,6 +72,8 @@ class Box(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def parse(cls, header: str) -> Self:
         """Read a `spatial_bbox` header. Raises ValueError."""
+        if len(header) > _LONGEST_BOX:
+            raise ValueError(f"a bounding box has up to {_LONGEST_BOX} characters, not {len(header)}")
         numbers = [literals.parse_float(part.strip()) for part in header.strip().strip("()").split(",")]
         if len(numbers) != 4:
             raise ValueError(f"a bounding box has 4 numbers, not {len(numbers)}")
@@ -198,12 +202,14 @@ Filter = Intersecting | Containing
 def parse_polygon(value: object) -> Polygon:
     """Read `(lat,lon,lat,lon,...)`, parentheses optional, or an array of pairs, or such an array as text.
 
-    Raises ValueError unless it is a closed ring of at least four pairs (the first repeated last), all
+    Raises ValueError unless it is a closed ring of 4 to `MOST_POINTS` pairs (the first repeated last), all
     within [-90, 90] and [-180, 180] degrees.
     """
     points = _in_range(_pairs_of(value) if _is_plain_text(value) else _array(value, list[Point]))
-    if len(points) < 4:
-        raise ValueError(f"a polygon needs at least 4 pairs, the first repeated last, not {len(points)}")
+    if not 4 <= len(points) <= MOST_POINTS:
+        raise ValueError(
+            f"a polygon needs at least 4 pairs, the first repeated last, and at most {MOST_POINTS}, not {len(points)}"
+        )
     if points[0] != points[-1]:
         raise ValueError("the first pair of a polygon must be repeated last")
     return _polygon(points)
@@ -268,8 +274,8 @@ def _polygon(points: list[Point]) -> Polygon:
 def _parse_geojson(value: Mapping[str, Any]) -> Polygon:
     """The outer ring of a GeoJSON Polygon, closed if it is open."""
     rings = _array(value.get("coordinates"), list[list[Point]]) if value.get("type") == "Polygon" else []
-    if not rings or len(rings[0]) < 3:
-        raise ValueError("no GeoJSON Polygon with an outer ring of at least 3 pairs")
+    if not rings or not 3 <= len(rings[0]) < MOST_POINTS:
+        raise ValueError(f"no GeoJSON Polygon with an outer ring of 3 pairs or more, and less than {MOST_POINTS}")
     points = _in_range(rings[0])
     return _polygon(points if points[0] == points[-1] else [*points, points[0]])
 
@@ -282,7 +288,10 @@ def _pairs_of(text: str) -> list[Point]:
     stripped = text.strip()
     if stripped.startswith("(") and stripped.endswith(")"):
         stripped = stripped[1:-1]
-    numbers = [literals.parse_float(part.strip()) for part in stripped.split(",")]
+    parts = stripped.split(",", 2 * MOST_POINTS)
+    if len(parts) > 2 * MOST_POINTS:
+        raise ValueError(f"there are more than {MOST_POINTS} points")
+    numbers = [literals.parse_float(part.strip()) for part in parts]
     if len(numbers) % 2:
         raise ValueError(f"coordinates come in pairs 'lat,lon', but there are {len(numbers)} numbers")
     return list(zip(numbers[::2], numbers[1::2], strict=True))
@@ -338,6 +347,10 @@ def _turn(a: Point, b: Point, c: Point) -> int:
     left, right = (a[0] - c[0]) * (b[1] - c[1]), (a[1] - c[1]) * (b[0] - c[0])
     if abs(left - right) > _ROUNDING * (abs(left) + abs(right)):
         return 1 if left > right else -1
-    ay, ax, by, bx, cy, cx = map(Fraction, (*a, *b, *c))
+    # Whole numbers of the finest unit among them. Fractions would be reduced in each step, which takes a hundred times
+    # as long where they are next to nothing, and others choose them.
+    ratios = [degrees.as_integer_ratio() for degrees in (*a, *b, *c)]
+    unit = max(denominator for _, denominator in ratios)  # each is a power of two
+    ay, ax, by, bx, cy, cx = (numerator * (unit // denominator) for numerator, denominator in ratios)
     exact = (ay - cy) * (bx - cx) - (ax - cx) * (by - cy)
     return (exact > 0) - (exact < 0)

@@ -32,7 +32,7 @@ BACKUP_EVERY = timedelta(hours=24)
 READS_ENTRIES = (2, 15)
 RENEW = timedelta(days=30)
 JETSTREAM = "notification_backend.jetstream"
-CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+CERTIFICATE_BEGIN, CERTIFICATE_END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 JWT = re.compile(r"BEGIN NATS USER JWT-+\s+(\S+)")
 
 
@@ -208,10 +208,11 @@ def _expiring(facts: Facts, der: bytes, *, place: str) -> Iterator[Finding]:
 
 def _certificate_in(pem: str) -> bytes:
     """The first one of a file, which may hold a key and others beside it. Raises `ValueError`."""
-    found = CERTIFICATE.search(pem)
-    if found is None:
+    begin = pem.find(CERTIFICATE_BEGIN)
+    end = pem.find(CERTIFICATE_END, begin)
+    if begin < 0 or end < 0:
         raise ValueError("no certificate")
-    return ssl.PEM_cert_to_DER_cert(found[0])
+    return ssl.PEM_cert_to_DER_cert(pem[begin : end + len(CERTIFICATE_END)])
 
 
 def retry_seconds(agent: Agent[Any, Any]) -> float:
