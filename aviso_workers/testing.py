@@ -103,6 +103,8 @@ class Harness:
         self._config: Config
         self._watch: Backend
         """A client that no `disconnect` concerns."""
+        self._streams: dict[str, str]
+        """The names of the streams of the events, by event type."""
         self._readers: dict[str, NotificationReader]
         """By stream."""
         self._made: set[str] = set()
@@ -215,10 +217,9 @@ class Harness:
             raise ConfigError(mistakes)
         before = self.app.config
         self._config = _config(before, self._server)
-        self._readers = {
-            streams.event_stream(name, event_type, self._config).name: NotificationReader(name, event_type)
-            for name, event_type in self._config.notification_schema.items()
-        }
+        schema = self._config.notification_schema
+        self._streams = {name: streams.event_stream(name, schema[name], self._config).name for name in schema}
+        self._readers = {self._streams[name]: NotificationReader(name, schema[name]) for name in schema}
         async with AsyncExitStack() as stack:
             self._watch = await stack.enter_async_context(self._opening())
             if self._server:
@@ -346,12 +347,10 @@ class Harness:
     async def _left(self) -> list[str]:
         left = []
         for agent in self.app.agents:
-            stream = streams.event_stream(
-                agent.event_type, self._config.notification_schema[agent.event_type], self._config
-            )
             durable = agent.durable_name(self.app.name)
             lines = [worker.session.runs[agent.name].line for worker in self._workers if worker.session.runs]
-            facts = [await self._left_of(name, durable) for name in (stream.name, dead_lettering.RETRIES)]
+            read = (self._streams[agent.event_type], dead_lettering.RETRIES)
+            facts = [await self._left_of(stream, durable) for stream in read]
             if held := sum(map(len, lines)):
                 facts.append(f"{held} held by workers, {sum(line.running for line in lines)} of them running")
             if over := await self._windows_over(agent):
