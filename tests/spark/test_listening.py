@@ -19,7 +19,7 @@ from aviso_workers.errors import UnknownEventTypeError
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import listen, listening
 from tests.spark.logs import ids_in, logs_in
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import LONG_SECONDS, PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -167,7 +167,7 @@ print(spark.conf.get("spark.app.id"), query.id)
 
 async def told_by(driver: subprocess.Popen[str]) -> str:
     """What a driver writes until it ends, in order and without a stack trace."""
-    with anyio.fail_after(PATIENCE_SECONDS):
+    with anyio.fail_after(LONG_SECONDS):  # it starts a JVM or two first
         out, err = await anyio.to_thread.run_sync(driver.communicate, abandon_on_cancel=True)
     assert driver.returncode == 0, err
     assert "Traceback" not in err, err
