@@ -19,7 +19,8 @@
     │   └── RefusedError            not done and not worth repeating
     │       ├── NotFoundError       no such stream, consumer, key or message
     │       ├── FullError           the stream has reached a limit and refuses what is new
-    │       └── ConflictError       somebody else was faster: what it depended on is not so any more
+    │       ├── ConflictError       somebody else was faster: what it depended on is not so any more
+    │       └── UnreadableStreamError  the server cannot read a stream that it has, and would erase it
     ├── BackupError                 a backup cannot be made, or it is damaged, or it does not fit where it is to go
     ├── WorkerDiedError             a worker process ended while it handled a notification
     ├── DeliveriesExhaustedError    a notification was delivered too often, and its failures could not be counted
@@ -69,6 +70,7 @@ __all__ = [
     "UnavailableError",
     "UndecodableError",
     "UnknownEventTypeError",
+    "UnreadableStreamError",
     "WorkerDiedError",
     "WorkerProcessError",
     "describe",
@@ -173,6 +175,11 @@ class FullError(RefusedError):
 
 class ConflictError(RefusedError):
     """Not stored, because it depended on a revision that is not the newest. Read again, and decide anew."""
+
+
+class UnreadableStreamError(RefusedError):
+    """No stream is created, because the server has one that it cannot read, and erases one in whose place it is to
+    create another."""
 
 
 class BackupError(AvisoWorkersError):

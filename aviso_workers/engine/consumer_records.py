@@ -21,7 +21,7 @@ from aviso_workers import streams
 from aviso_workers.agents import Policy, durable_name
 from aviso_workers.backends import Backend, ConsumerInfo
 from aviso_workers.engine.provisioning import Provisioner
-from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
+from aviso_workers.errors import BackendError, NotFoundError, UnavailableError, UnreadableStreamError
 from aviso_workers.events import ConsumerNotRecorded, ConsumerResumed, Events
 from aviso_workers.streams import ConsumerSpec, filters_of
 
@@ -30,6 +30,7 @@ __all__ = [
     "STUCK_SECONDS",
     "ConsumerRecord",
     "ConsumerRecorder",
+    "create_bucket",
     "longest_seconds",
     "mark_removed",
     "move",
@@ -194,6 +195,20 @@ def longest_seconds(policy: Policy) -> float:
     calls = attempts * (policy.timeout or 0.0)
     paced = 1 / policy.rate_limit if policy.rate_limit else 0.0
     return max(STUCK_SECONDS, 2 * policy.ack_wait) + waits + calls + paced
+
+
+async def create_bucket(backend: Backend) -> None:
+    """Create the bucket where there is none, as the first thing that a worker creates. A server that cannot read its
+    streams says so then, and what it erases is worth least: workers record it again.
+
+    Raises `UnreadableStreamError`; any other failure is that of the agents, who state it.
+    """
+    try:
+        await backend.key_value(BUCKET)
+    except UnreadableStreamError:
+        raise
+    except BackendError:
+        return
 
 
 async def stored(backend: Backend) -> dict[tuple[str, str, str], ConsumerRecord]:

@@ -128,7 +128,8 @@ class Session:
         """Run these agents, and the app's timers and tasks, until `stop`; then let them finish.
 
         Raises `BackendError` when the connection is lost for good, `RefusedError` where the server is too old for
-        what is asked of it, `ResourceError` where a resource cannot be opened.
+        what is asked of it, `UnreadableStreamError` where it cannot read its streams, `ResourceError` where a resource
+        cannot be opened.
         """
         if self._priority:
             self.backend.require_server(2, 12, to=f"read with workers.priority {self._priority}")
@@ -137,6 +138,8 @@ class Session:
                 self.backend.require_server(2, 11, to=f"run agent {agent.name!r} as a singleton")
             if agent.form is Window:
                 self.backend.require_server(2, 11, to=f"keep the windows of agent {agent.name!r}")
+        if agents:
+            await consumer_records.create_bucket(self.backend)
         async with resourcing.opened(app.resources, app) as values:
             await self._work(
                 app,

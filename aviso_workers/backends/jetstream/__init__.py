@@ -32,7 +32,7 @@ from aviso_workers.backends import (
     StreamInfo,
     buckets,
 )
-from aviso_workers.backends.jetstream import reading
+from aviso_workers.backends.jetstream import creating, reading
 from aviso_workers.backends.jetstream.administering import Administration
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.consuming import Outbox, PullConsumer
@@ -128,7 +128,7 @@ class JetStreamBackend:
             config.setdefault("allow_batched", True)  # ours to say as long as nobody else has made the stream
         if spec.takes_batches and self._has_server(2, 12):
             config.setdefault("allow_atomic", True)
-        return self._stream_info(await self._connection.api(f"STREAM.CREATE.{spec.name}", config))
+        return self._stream_info(await creating.create(self._connection, config))
 
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
         return self._stream_info(await self._connection.api(f"STREAM.UPDATE.{config['name']}", config))

@@ -1,0 +1,78 @@
+"""Streams are created, unless that could erase one.
+
+A nats-server that was started with the wrong encryption key goes on without the streams that it cannot read. It answers
+that they do not exist, until one is to be created in the place of such a stream: it refuses that once, with 10049, and
+erases the files of the old one. The second attempt succeeds, with an empty stream.
+
+So the first refusal is the last attempt. It leaves a mark on the server, which everybody asks for before a stream is
+created: an empty stream in memory. It is gone when the server is restarted, as the right key needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.errors import BackendError, RefusedError, UnreadableStreamError
+
+__all__ = ["create"]
+
+MARK = "aviso_workers_unreadable"
+MARK_SUBJECT = "aviso_workers.unreadable"
+NOT_CREATED = 10049
+ABOUT_ITS_FILES = "store"
+"""In the description of 10049, which has other reasons as well."""
+ASK_SECONDS = 2.0
+CURE = (
+    "stop the server, and look at its encryption key, its store_dir and its log: with the right key the streams are "
+    "there again (docs/operations.md#js042)"
+)
+
+
+async def create(connection: Connection, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Create the stream, and return the server's answer.
+
+    Raises `UnreadableStreamError` where the server cannot read a stream that it has, this one or another one.
+    """
+    name = config["name"]
+    await _require_no_mark(connection, name)
+    try:
+        return await connection.api(f"STREAM.CREATE.{name}", config)
+    except RefusedError as error:
+        if error.code != NOT_CREATED or ABOUT_ITS_FILES not in str(error):
+            raise
+        with suppress(BackendError):
+            await _mark(connection, name)
+        raise UnreadableStreamError(
+            f"stream {name} is not created, because the server has files of a stream of that name and cannot use them "
+            f"({error}); it erases them when it refuses. Nothing else is created until it is restarted: {CURE}",
+            code=NOT_CREATED,
+        ) from error
+
+
+async def _require_no_mark(connection: Connection, name: str) -> None:
+    try:
+        found = await connection.api(f"STREAM.INFO.{MARK}", timeout_seconds=ASK_SECONDS)
+    except RefusedError:
+        return  # there is none, or we may not ask
+    raise UnreadableStreamError(
+        f"stream {name} is not created, because the server cannot read one that it has "
+        f"({found['config'].get('description', '')}) and could erase others: {CURE}. Where everything is there, remove "
+        f"the mark: aviso-workers streams rm {MARK}",
+        code=NOT_CREATED,
+    )
+
+
+async def _mark(connection: Connection, name: str) -> None:
+    await connection.api(
+        f"STREAM.CREATE.{MARK}",
+        {
+            "name": MARK,
+            "subjects": [MARK_SUBJECT],
+            "storage": "memory",
+            "max_msgs": 1,
+            "description": f"the server could not read stream {name}",
+        },
+    )
