@@ -31,6 +31,7 @@ __all__ = [
     "PRIORITIZED",
     "SECOND",
     "UNFINISHED",
+    "UNREADABLE",
     "UPDATABLE",
     "ConsumerPlan",
     "ConsumerSpec",
@@ -67,6 +68,8 @@ DAY = 86_400 * SECOND
 DEFAULT_DUPLICATE_WINDOW = 120 * SECOND
 
 
+UNREADABLE = "aviso_workers_unreadable"
+"""The empty stream that says of a server that it cannot read another one that it has."""
 PRIORITY = frozenset({"priority_policy", "priority_groups", "priority_timeout"})
 UPDATABLE = PRIORITY | {"ack_wait", "filter_subjects", "max_ack_pending", "max_deliver", "metadata"}
 """The consumer fields that we state and that a server lets change."""

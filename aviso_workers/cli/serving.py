@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -9,8 +10,10 @@ from typing import Annotated
 import typer
 
 from aviso_workers import config as configuration
-from aviso_workers.cli.finding import ConfigOption
+from aviso_workers.cli.finding import ConfigOption, find_app
 from aviso_workers.cli.printing import print_table
+from aviso_workers.config.nats_server import Permissions, Subjects
+from aviso_workers.ops import permissions
 from aviso_workers.server import profiles, rendering, running
 
 __all__ = ["server"]
@@ -27,9 +30,19 @@ def render(
         profiles.Profile, typer.Option("--profile", help="What chooses where the configuration says nothing.")
     ] = "production",
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("nats-server.conf"),
+    role: Annotated[
+        permissions.Role | None,
+        typer.Option("--role", help="Print the permissions of a user of this role instead; write nothing."),
+    ] = None,
+    app: Annotated[
+        str | None, typer.Option("--app", metavar="MODULE:APP", help="Of a worker: the app that it runs.")
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Write nats-server.conf, once nats-server has checked it, and say what the server stands."""
+    if role is not None:
+        typer.echo(_as_yaml(_permissions(role, app, config)))
+        return
     loaded = configuration.load(config)
     settings, choices = profiles.choose(loaded, profile=profile)
     rendered = rendering.render(settings, origins=loaded.origins, choices=choices)
@@ -78,6 +91,28 @@ def status(directory: Directory = DIRECTORY) -> None:
     _print_states(states)
     if not states or any(state.health != "ok" for state in states):
         raise typer.Exit(1)
+
+
+def _permissions(role: permissions.Role, app: str | None, config: Path | None) -> Permissions:
+    match role:
+        case "worker":
+            return permissions.of_worker(find_app(app, agent=None, config=config))
+        case "bridge":
+            bridge = find_app(None, agent=permissions.BRIDGE, config=config)
+            return permissions.of_worker(bridge, buckets=[permissions.BRIDGE])
+        case "publisher":
+            return permissions.of_publisher(configuration.load(config))
+        case "operator":
+            return permissions.of_operator(configuration.load(config))
+
+
+def _as_yaml(granted: Permissions) -> str:
+    """For `server.accounts.<account>.users.<user>`; JSON's texts are YAML's."""
+    lines = ["permissions:"]
+    for side in ("publish", "subscribe"):
+        subjects: Subjects = getattr(granted, side)
+        lines += [f"  {side}:", "    allow:", *(f"      - {json.dumps(subject)}" for subject in subjects.allow)]
+    return "\n".join(lines)
 
 
 def _print_states(states: Iterable[running.State]) -> None:

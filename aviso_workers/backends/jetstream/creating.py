@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from aviso_workers import streams
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.errors import BackendError, RefusedError, UnreadableStreamError
 
-__all__ = ["create"]
+__all__ = ["create", "mark"]
 
-MARK = "aviso_workers_unreadable"
 MARK_SUBJECT = "aviso_workers.unreadable"
 NOT_CREATED = 10049
 ABOUT_ITS_FILES = "store"
@@ -44,7 +44,7 @@ async def create(connection: Connection, config: Mapping[str, Any]) -> dict[str,
         if error.code != NOT_CREATED or ABOUT_ITS_FILES not in str(error):
             raise
         with suppress(BackendError):
-            await _mark(connection, name)
+            await mark(connection, name)
         raise UnreadableStreamError(
             f"stream {name} is not created, because the server has files of a stream of that name and cannot use them "
             f"({error}); it erases them when it refuses. Nothing else is created until it is restarted: {CURE}",
@@ -54,22 +54,23 @@ async def create(connection: Connection, config: Mapping[str, Any]) -> dict[str,
 
 async def _require_no_mark(connection: Connection, name: str) -> None:
     try:
-        found = await connection.api(f"STREAM.INFO.{MARK}", timeout_seconds=ASK_SECONDS)
+        found = await connection.api(f"STREAM.INFO.{streams.UNREADABLE}", timeout_seconds=ASK_SECONDS)
     except RefusedError:
         return  # there is none, or we may not ask
     raise UnreadableStreamError(
         f"stream {name} is not created, because the server cannot read one that it has "
         f"({found['config'].get('description', '')}) and could erase others: {CURE}. Where everything is there, remove "
-        f"the mark: aviso-workers streams rm {MARK}",
+        f"the mark: aviso-workers streams rm {streams.UNREADABLE}",
         code=NOT_CREATED,
     )
 
 
-async def _mark(connection: Connection, name: str) -> None:
+async def mark(connection: Connection, name: str) -> None:
+    """Leave the mark, because the server cannot read the stream `name`. Raises `BackendError`."""
     await connection.api(
-        f"STREAM.CREATE.{MARK}",
+        f"STREAM.CREATE.{streams.UNREADABLE}",
         {
-            "name": MARK,
+            "name": streams.UNREADABLE,
             "subjects": [MARK_SUBJECT],
             "storage": "memory",
             "max_msgs": 1,

@@ -1,0 +1,197 @@
+"""The smallest permissions with which each role works, for the users of a nats-server.
+
+`server render --role` prints them. What a worker needs follows from its app: the streams that its agents read, the
+consumers by which they do, and the buckets of its state. Where an operator creates streams (`stream_management:
+observe`), no other role may.
+
+A replay reads by a consumer that the server names. So who may replay a stream may also take from the consumers of
+others on it, and delete them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+from aviso_workers import streams
+from aviso_workers.agents import Agent
+from aviso_workers.app import App
+from aviso_workers.config import Config
+from aviso_workers.config.nats_server import Permissions, Subjects
+from aviso_workers.engine import (
+    consumer_records,
+    dead_lettering,
+    deferring,
+    failing,
+    scheduling,
+    sweeping,
+    tabling,
+    windowing,
+)
+from aviso_workers.engine.session import COURIER_DURABLE, SWEEP
+from aviso_workers.tables import Counter
+from aviso_workers.windows import Window
+
+__all__ = ["BRIDGE", "Role", "of_operator", "of_publisher", "of_worker"]
+
+Role = Literal["worker", "publisher", "operator", "bridge"]
+
+BRIDGE = "spark-events"
+"""The agent that a bridge runs, and the bucket in which it keeps how far it has read."""
+INBOXES = "_INBOX.>"
+ADVISORIES = "$JS.EVENT.>"
+
+
+def of_publisher(config: Config) -> Permissions:
+    """Return what a program needs that publishes notifications of all event types of the configuration."""
+    return _permissions(_publishing(_Api(config)))
+
+
+def of_worker(app: App, *, buckets: Iterable[str] = ()) -> Permissions:
+    """Return what a worker of the app needs; `buckets` are those that its code opens by name."""
+    return _permissions(_working(_Api(app.config), app, buckets))
+
+
+def of_operator(config: Config) -> Permissions:
+    """Return what all commands need."""
+    api = _Api(config)
+    subjects = (f"{api.prefix}.>", "$JS.SNAPSHOT.>", "$KV.>", "aviso_workers.>", *_bases(config))
+    return _permissions(subjects, subscribe=(INBOXES, ADVISORIES))
+
+
+class _Api:
+    """The subjects of the requests about a stream."""
+
+    def __init__(self, config: Config) -> None:
+        jetstream = config.notification_backend.jetstream
+        self.config = config
+        self.prefix = f"$JS.{jetstream.domain}.API" if jetstream.domain else "$JS.API"
+        self.creates = jetstream.stream_management != "observe"
+
+    def use(self, stream: str, *, updates: bool = True) -> Iterator[str]:
+        """Look at the stream, and create and update it where that is not an operator's."""
+        yield f"{self.prefix}.STREAM.INFO.{stream}"
+        if self.creates:
+            yield f"{self.prefix}.STREAM.CREATE.{stream}"
+        if self.creates and updates:
+            yield f"{self.prefix}.STREAM.UPDATE.{stream}"
+
+    def read(self, stream: str) -> Iterator[str]:
+        yield f"{self.prefix}.CONSUMER.CREATE.{stream}"
+        yield f"{self.prefix}.CONSUMER.MSG.NEXT.{stream}.*"
+        yield f"{self.prefix}.CONSUMER.DELETE.{stream}.*"
+        yield self.get(stream)
+
+    def get(self, stream: str) -> str:
+        return f"{self.prefix}.STREAM.MSG.GET.{stream}"
+
+    def consume(self, stream: str, durable: str, *, reads: bool, singleton: bool = False) -> Iterator[str]:
+        """`reads` says that the role may `read` the stream as well, which includes one of these rights."""
+        yield f"{self.prefix}.CONSUMER.CREATE.{stream}.{durable}"
+        yield f"{self.prefix}.CONSUMER.INFO.{stream}.{durable}"
+        yield f"$JS.ACK.{stream}.{durable}.>"
+        if not reads:
+            yield f"{self.prefix}.CONSUMER.MSG.NEXT.{stream}.{durable}"
+        if singleton:
+            yield f"{self.prefix}.CONSUMER.UNPIN.{stream}.{durable}"
+
+    def unreadable(self) -> Iterator[str]:
+        """The mark of a server that cannot read its streams."""
+        if self.creates:
+            yield f"{self.prefix}.STREAM.INFO.{streams.UNREADABLE}"
+            yield f"{self.prefix}.STREAM.CREATE.{streams.UNREADABLE}"
+
+
+def _publishing(api: _Api) -> Iterator[str]:
+    yield from api.unreadable()
+    yield from _bases(api.config)
+    for stream in _event_streams(api.config):
+        yield from api.use(stream)
+        yield f"{deferring.SUBJECT}.wait.{stream}.*"
+    yield from api.use(deferring.STREAM)
+    yield f"{api.prefix}.STREAM.PURGE.{deferring.STREAM}"  # `cancel`
+
+
+def _working(api: _Api, app: App, buckets: Iterable[str]) -> Iterator[str]:
+    yield from _publishing(api)
+    for stream in _event_streams(api.config):
+        yield from api.read(stream)
+    for agent in app.agents:
+        yield from _agent(api, app, agent)
+    if app.agents:
+        yield from _dead_letters(api, app)
+    yield from api.read(deferring.STREAM)
+    yield f"{api.prefix}.STREAM.MSG.DELETE.{deferring.STREAM}"
+    yield from api.consume(deferring.STREAM, COURIER_DURABLE, reads=True)
+    for bucket in _buckets(app):
+        yield from _bucket(api, bucket)
+    for bucket in _listed_buckets(app):
+        yield from _bucket(api, bucket)
+        yield from api.read(f"KV_{bucket}")
+    for bucket in buckets:
+        yield from _bucket(api, bucket, updates=False)
+        yield from api.read(f"KV_{bucket}")
+    for name, table in app.tables.items():
+        if isinstance(table, Counter):
+            yield f"{tabling.COUNTERS_SUBJECT}.{app.name}.{name}.>"
+            yield from api.use(tabling.COUNTERS)
+            yield from api.read(tabling.COUNTERS)
+
+
+def _agent(api: _Api, app: App, agent: Agent[Any, Any]) -> Iterator[str]:
+    stream = streams.event_stream(agent.event_type, api.config.notification_schema[agent.event_type], api.config).name
+    durable, singleton = agent.durable_name(app.name), agent.policy.singleton
+    yield from api.consume(stream, durable, reads=True, singleton=singleton)
+    yield from api.consume(dead_lettering.RETRIES, durable, reads=True, singleton=singleton)
+
+
+def _dead_letters(api: _Api, app: App) -> Iterator[str]:
+    yield f"{dead_lettering.SUBJECT}.{app.name}.>"
+    yield from api.use(dead_lettering.STREAM)
+    yield from api.read(dead_lettering.STREAM)
+    yield from api.use(dead_lettering.RETRIES)
+    yield from api.read(dead_lettering.RETRIES)
+    yield from api.use(sweeping.STREAM)
+    yield from api.consume(sweeping.STREAM, f"{app.name}__{SWEEP}", reads=False)
+
+
+def _bucket(api: _Api, bucket: str, *, updates: bool = True) -> Iterator[str]:
+    yield f"$KV.{bucket}.>"
+    yield from api.use(f"KV_{bucket}", updates=updates)
+    yield api.get(f"KV_{bucket}")
+
+
+def _buckets(app: App) -> Iterator[str]:
+    if app.agents:
+        yield consumer_records.BUCKET
+        yield f"{app.name}{failing.BUCKET_SUFFIX}"
+    if any(timer.leader for timer in app.timers):
+        yield from scheduling.buckets_of(app.name)
+
+
+def _listed_buckets(app: App) -> Iterator[str]:
+    """Those whose keys are listed."""
+    for agent in app.agents:
+        if agent.form is Window:
+            yield windowing.bucket_of(app.name, agent.name)
+    for name, table in app.tables.items():
+        if not isinstance(table, Counter):
+            yield tabling.bucket_of(app.name, name)
+
+
+def _bases(config: Config) -> Iterator[str]:
+    for name, event_type in config.notification_schema.items():
+        spec = streams.event_stream(name, event_type, config)
+        yield from spec.subjects or ()
+
+
+def _event_streams(config: Config) -> Iterator[str]:
+    for name, event_type in config.notification_schema.items():
+        yield streams.event_stream(name, event_type, config).name
+
+
+def _permissions(publish: Iterable[str], *, subscribe: tuple[str, ...] = (INBOXES,)) -> Permissions:
+    return Permissions(
+        publish=Subjects(allow=tuple(sorted(set(publish)))),
+        subscribe=Subjects(allow=subscribe),
+    )

@@ -1,0 +1,295 @@
+"""The permissions that `server render --role` gives: with them each role works, and needs every line of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import anyio
+import nats
+import pytest
+from msgspec import structs
+from nats.aio.msg import Msg
+
+from aviso_agents import spark_events
+from aviso_workers import App, Backoff, Notification, Window, Windowing, cli
+from aviso_workers import config as settings
+from aviso_workers.backends.jetstream import creating
+from aviso_workers.codec import Message
+from aviso_workers.config.nats_server import Permissions, Subjects
+from aviso_workers.engine import dead_lettering, deferring
+from aviso_workers.engine.replaying import message_at
+from aviso_workers.ops import permissions
+from aviso_workers.server import NatsServer
+from aviso_workers.subjects import pattern
+from tests.conftest import write_mars_config
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+NOWHERE = "nats://127.0.0.1:1"
+Configure = Callable[..., Path]
+Scenario = Callable[[Configure], Awaitable[None]]
+
+
+def an_app(config: Path) -> App:
+    """An app that uses all that a worker has permissions for."""
+    app = App("field", config=config)
+    table, counter = app.table("newest", int), app.counter("done")
+
+    @app.agent("mars", retry=Backoff(first=0.1, attempts=2, jitter=0), order_by=("class",))
+    async def index(notification: Notification[dict[str, int]]) -> None:
+        await table.put("step", 1)
+        await counter.add("all", 1)
+        await counter.get("all")
+        [each async for each in table.items()]
+        await counter.items()
+        raise ValueError("refused")
+
+    @app.agent("mars", singleton=True)
+    async def alone(notification: Notification[dict[str, int]]) -> None:
+        pass
+
+    @app.agent("mars", window=Windowing(size="1d", fold=lambda value, _: value + 1, initial=0))
+    async def daily(window: Window[int]) -> None:
+        pass
+
+    @app.every("1s", leader=True)
+    async def tick() -> None:
+        pass
+
+    return app
+
+
+async def publish(configure: Configure) -> None:
+    for changed in CHANGES:
+        async with App("publisher", config=configure(**changed)) as app:
+            await publish_with(app)
+            if changed:
+                await find_the_server_unreadable(app)
+
+
+async def publish_with(app: App) -> None:
+    await app.notify("mars", {"class": "od", "step": 1}, {"n": 1})
+    tomorrow = datetime.now(UTC) + timedelta(days=1)
+    await app.notify("mars", {"class": "od", "step": 1}, {"n": 1}, deliver_at=tomorrow, message_id="later")
+    await app.cancel("mars", "later")
+
+
+async def find_the_server_unreadable(app: App) -> None:
+    await creating.mark(app.session.backend._connection, "MARS")
+
+
+async def deliver_later(app: App) -> None:
+    soon = datetime.now(UTC) + timedelta(seconds=1)
+    await app.notify("mars", {"class": "od", "step": 2}, {"n": 1}, deliver_at=soon)
+    await until_messages(app, deferring.STREAM, lambda count: count == 0)
+
+
+async def work(configure: Configure) -> None:
+    for changed in CHANGES:
+        app = an_app(configure(**changed))
+        async with app, working(app):
+            await publish_with(app)
+            if not changed:
+                await deliver_later(app)
+            await until_messages(app, dead_lettering.STREAM, lambda count: count > 0)
+            async for _ in app.replay("mars"):
+                pass
+            if changed:
+                await read_what_is_seldom_read(app)
+                await find_the_server_unreadable(app)
+
+
+async def read_what_is_seldom_read(app: App) -> None:
+    """As a worker does that follows one that was killed, and one whose answers were lost."""
+    backend = app.session.backend
+    for stream in (dead_lettering.STREAM, dead_lettering.RETRIES, deferring.STREAM, "MARS"):
+        assert await message_at(backend, stream, 10_000) is None
+    for bucket in ("field__newest", "field_failures", "field_leases", "field_timers", "field_windows_daily"):
+        await (await backend.key_value(bucket)).get("nothing")
+
+
+def a_bridge(config: Path) -> App:
+    """A stand-in for the agent: it does with the server what that does for each application."""
+    app = App(permissions.BRIDGE, config=config)
+
+    @app.task
+    async def tail(app: App) -> None:
+        positions = await app.key_value(spark_events.BUCKET)
+        await positions.put("application", b"1")
+        await positions.entries()
+        async for _ in app.replay("mars"):
+            pass
+        await anyio.sleep_forever()
+
+    return app
+
+
+async def bridge(configure: Configure) -> None:
+    for changed in CHANGES:
+        app = a_bridge(configure(**changed))
+        async with app, working(app):
+            await publish_with(app)
+            if not changed:
+                await deliver_later(app)
+            if changed:
+                for stream in (deferring.STREAM, "MARS"):
+                    assert await message_at(app.session.backend, stream, 10_000) is None
+                bucket = await app.session.backend.key_value(spark_events.BUCKET)
+                assert await bucket.get("nothing") is None
+                await find_the_server_unreadable(app)
+
+
+async def operate(configure: Configure) -> None:
+    async with App("operator", config=configure()) as app:
+        backend, letters = app.session.backend, f"{dead_lettering.RETRIES_SUBJECT}.field.index"
+        administration = backend.administration()
+        await app.notify("mars", {"class": "od", "step": 1}, {"n": 1})
+        async with administration.listen("$JS.EVENT.>"), administration.snapshot("MARS") as snapshot:
+            async for _ in snapshot.chunks:
+                pass
+        await (await backend.key_value("bucket")).put("key", b"value")
+        await app.session.own_streams.ensure(dead_lettering.retries_spec(app.config))
+        retried = Message(subject=letters, data=b"{}", headers={})
+        await backend.publish(retried, message_id="one", stream=dead_lettering.RETRIES, timeout_seconds=10.0)
+
+
+@asynccontextmanager
+async def working(app: App) -> AsyncGenerator[None, None]:
+    stop = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(app.work, stop)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            yield
+        stop.set()
+
+
+async def until_messages(app: App, stream: str, holds: Callable[[int], bool]) -> None:
+    """Return when the number of messages of the stream is as it should be."""
+    while not holds((await app.session.backend.stream_info(stream)).messages):
+        await app.session.backend.clock.sleep(0.05)
+
+
+CHANGES: tuple[dict[str, object], ...] = ({}, {"retention_time": "30d", "replicas": 2})
+"""The second time, streams are to be changed; more replicas than servers are refused, which is not denied."""
+RARE = {"$JS.API.CONSUMER.UNPIN.aviso_workers_retries.field__alone", "$JS.SNAPSHOT.ACK.MARS.1"}
+"""What is sent when a worker ends while a singleton's dead letters are tried again, and in the backup of much."""
+SCENARIOS: dict[permissions.Role, Scenario] = {
+    "publisher": publish,
+    "worker": work,
+    "bridge": bridge,
+    "operator": operate,
+}
+
+
+def granted(role: permissions.Role, config: Path) -> Permissions:
+    match role:
+        case "worker":
+            return permissions.of_worker(an_app(config))
+        case "bridge":
+            return permissions.of_worker(a_bridge(config), buckets=[permissions.BRIDGE])
+        case "operator":
+            return permissions.of_operator(App("any", config=config).config)
+        case _:
+            return permissions.of_publisher(App("any", config=config).config)
+
+
+def user(name: str, allowed: Permissions) -> str:
+    rights = {side: {"allow": list(getattr(allowed, side).allow)} for side in ("publish", "subscribe")}
+    return json.dumps({"user": name, "password": name, "permissions": rights})
+
+
+@asynccontextmanager
+async def heard_by_everybody(server: NatsServer) -> AsyncGenerator[set[str], None]:
+    """The subjects to which anybody publishes meanwhile."""
+    heard: set[str] = set()
+
+    async def hear(message: Msg) -> None:
+        heard.add(message.subject)
+
+    client = await nats.connect(server.url, user="everything", password="everything")
+    await client.subscribe(">", cb=hear, pending_msgs_limit=0)
+    await client.flush()
+    yield heard
+    await client.close()
+
+
+async def denied(server: NatsServer, name: str, subject: str) -> bool:
+    """Whether the user may not publish to the subject."""
+    said: list[str] = []
+
+    async def hear(error: Exception) -> None:
+        said.append(str(error))
+
+    client = await nats.connect(server.url, user=name, password=name, error_cb=hear)
+    await client.publish(subject, b"")
+    await client.flush()
+    await client.flush()  # the first PING overtakes what waits to be written
+    await client.close()
+    return any("permissions violation" in each.lower() for each in said)
+
+
+@pytest.mark.parametrize("role", SCENARIOS)
+async def test_a_role_works_and_needs_every_line(role: permissions.Role, tmp_path: Path) -> None:
+    def configure(url: str = NOWHERE, **jetstream: object) -> Path:
+        return write_mars_config(tmp_path / "config.yaml", url, **jetstream)
+
+    rights = granted(role, configure())
+    lines = rights.publish.allow
+    fewer = [Subjects(allow=lines[:i] + lines[i + 1 :]) for i in range(len(lines))]
+    without = [user(f"without-{i}", structs.replace(rights, publish=allowed)) for i, allowed in enumerate(fewer)]
+    everything = json.dumps({"user": "everything", "password": "everything"})
+    users = ", ".join([user("role", rights), *without, everything])
+    accounts = f"accounts: {{ DATA: {{ jetstream: enabled, users: [{users}] }} }}\n"
+    with NatsServer.start(store_dir=tmp_path / "store", config=accounts) as server:
+        login = {"user": "role", "password": "role"}
+        async with heard_by_everybody(server) as heard:
+            heard |= RARE
+            await SCENARIOS[role](lambda **changed: configure(server.url, **login, **changed))
+        assert "ermissions Violation" not in server.log
+
+        needed = {line: only_by(line, lines, heard) for line in lines}
+        assert not (unneeded := {line for line, subjects in needed.items() if not subjects}), "\n".join(unneeded)
+        for i, line in enumerate(lines):
+            assert await denied(server, f"without-{i}", needed[line][0]), line
+
+
+def only_by(line: str, lines: Sequence[str], heard: set[str]) -> list[str]:
+    """Return the subjects that this line allows, and no other one does."""
+    others = pattern([other for other in lines if other != line])
+    return [subject for subject in heard if pattern([line]).fullmatch(subject) and not others.fullmatch(subject)]
+
+
+def test_where_an_operator_creates_streams_no_other_role_may(tmp_path: Path) -> None:
+    config = write_mars_config(tmp_path / "config.yaml", NOWHERE, stream_management="observe")
+    for role in ("publisher", "worker", "bridge"):
+        allowed = granted(role, config).publish.allow
+        assert not [line for line in allowed if ".STREAM.CREATE." in line or ".STREAM.UPDATE." in line]
+        assert "$JS.API.STREAM.INFO.MARS" in allowed
+
+
+def test_in_a_domain_requests_go_to_its_own_subjects(tmp_path: Path) -> None:
+    config = write_mars_config(tmp_path / "config.yaml", NOWHERE, domain="hub")
+    assert "$JS.hub.API.STREAM.INFO.MARS" in granted("publisher", config).publish.allow
+
+
+@pytest.mark.parametrize("role", ["publisher", "operator"])
+def test_the_command_prints_what_belongs_below_a_user(
+    role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_mars_config(tmp_path / "config.yaml", NOWHERE)
+    monkeypatch.setattr("sys.argv", ["aviso-workers", "server", "render", "--role", role, "--config", str(config)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    printed = "".join(f"          {line}\n" for line in capsys.readouterr().out.splitlines())
+
+    assert ended.value.code == 0
+    users = f"server:\n  accounts:\n    DATA:\n      users:\n        {role}:\n          password: hush\n{printed}"
+    (tmp_path / "server.yaml").write_text(f"notification_backend: {{kind: jetstream}}\n{users}")
+    loaded = settings.load(tmp_path / "server.yaml", environ={})
+    assert loaded.server.accounts["DATA"].users[role].permissions == granted(role, config)
+    assert not list(Path.cwd().glob("nats-server.conf"))
