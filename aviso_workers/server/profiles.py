@@ -11,12 +11,13 @@ of them at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ipaddress import ip_address
 from typing import Literal
 
 from msgspec import Struct, structs
 
 from aviso_workers.config import Config, Server, nats_server
-from aviso_workers.config.nats_server import LOOPBACK, ServerJetStream
+from aviso_workers.config.nats_server import Cluster, Gateways, LeafNodes, ServerJetStream
 from aviso_workers.errors import ConfigError
 from aviso_workers.literals import Duration, Size
 
@@ -90,10 +91,59 @@ def _synced(jetstream: ServerJetStream, *, alone: bool) -> ServerJetStream:
 
 def _choices(config: Config, server: Server) -> Iterator[Choice]:
     yield from _durability(config, server)
+    yield from _open_ports(server)
+
+
+def _open_ports(server: Server) -> Iterator[Choice]:
+    """Say who gets in without being asked who they are, and what can be read on the network."""
     if not server.accounts:
         yield Choice(key="server.accounts", value="none", why="whoever reaches the port may do everything")
-    if server.tls is None and server.host != LOOPBACK:
+    if server.tls is None and not _is_loopback(server.host):
         yield Choice(key="server.tls", value="none", why="passwords and notifications can be read on the network")
+    if not _is_loopback(server.monitoring.host):
+        yield Choice(
+            key="server.monitoring.host",
+            value=server.monitoring.host,
+            why="whoever reaches the port reads the names of streams, consumers, accounts and clients",
+        )
+    if server.cluster is not None:
+        yield from _open_to_servers(server.cluster, "server.cluster")
+    if server.gateways is not None:
+        yield from _open_to_servers(server.gateways, "server.gateways")
+    if server.leafnodes is not None and server.leafnodes.port is not None:
+        yield from _open_to_leaf_nodes(server, server.leafnodes)
+    for name, remote in server.leafnodes.remotes.items() if server.leafnodes else ():
+        if remote.ca_file is None:
+            path = f"server.leafnodes.remotes.{name}.ca_file"
+            yield Choice(key=path, value="none", why="the password and what passes can be read on the network")
+
+
+def _open_to_servers(section: Cluster | Gateways, path: str) -> Iterator[Choice]:
+    if _is_loopback(section.host):
+        return
+    if section.password is None and not (section.tls and section.tls.verify):
+        why = f"whoever reaches port {section.port} joins as a server, and reads and writes in every account"
+        yield Choice(key=f"{path}.password", value="none", why=why)
+    if section.tls is None:
+        yield Choice(key=f"{path}.tls", value="none", why="what servers tell each other can be read on the network")
+
+
+def _open_to_leaf_nodes(server: Server, leaf_nodes: LeafNodes) -> Iterator[Choice]:
+    if _is_loopback(leaf_nodes.host):
+        return
+    if not server.accounts:
+        why = "whoever reaches the port joins as a leaf node, and may do everything"
+        yield Choice(key="server.leafnodes.port", value=str(leaf_nodes.port), why=why)
+    if leaf_nodes.tls is None:
+        why = "passwords and notifications can be read on the network"
+        yield Choice(key="server.leafnodes.tls", value="none", why=why)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _durability(config: Config, server: Server) -> Iterator[Choice]:

@@ -202,6 +202,57 @@ def test_no_profile_changes_what_is_configured(
     assert "max_file_store: 536870912000\n" in text
 
 
+OPEN = """
+server_name: n1
+host: 0.0.0.0
+monitoring: {host: 0.0.0.0}
+cluster: {host: 0.0.0.0, routes: [n1:6222, n2:6222]}
+gateways: {host: 0.0.0.0, remotes: {aviso-workers: [n1:7222]}}
+leafnodes: {host: "::", port: 7422, remotes: {hub: {urls: [hub:7422]}}}
+"""
+OPEN_KEYS = {
+    "server.accounts",
+    "server.tls",
+    "server.monitoring.host",
+    "server.cluster.password",
+    "server.cluster.tls",
+    "server.gateways.password",
+    "server.gateways.tls",
+    "server.leafnodes.port",
+    "server.leafnodes.tls",
+    "server.leafnodes.remotes.hub.ca_file",
+}
+
+
+def test_production_names_every_port_that_is_open_or_can_be_read(load: Load) -> None:
+    _, choices = profiles.choose(load(PRODUCTION + OPEN, replicas=3), profile="production")
+    assert {choice.key for choice in choices} >= OPEN_KEYS
+
+
+def test_what_listens_on_the_loopback_is_not_open(load: Load) -> None:
+    closed = OPEN.replace("0.0.0.0", "127.0.0.1").replace('"::"', '"::1"')
+    _, choices = profiles.choose(load(PRODUCTION + closed, replicas=3), profile="production")
+    assert {choice.key for choice in choices} & OPEN_KEYS == {"server.accounts", "server.leafnodes.remotes.hub.ca_file"}
+
+
+def test_what_asks_for_a_login_and_has_tls_is_not_open(load: Load) -> None:
+    for file in ("cert.pem", "key.pem"):
+        Path(file).write_text("")
+    tls = "tls: {cert_file: cert.pem, key_file: key.pem}"
+    guarded = (
+        OPEN.replace("0.0.0.0}", "127.0.0.1}")
+        .replace("routes:", f"user: u, password: p, {tls}, routes:")
+        .replace("0.0.0.0, remotes:", f"0.0.0.0, user: u, password: p, {tls}, remotes:")
+        .replace("port: 7422,", f"port: 7422, {tls},")
+        .replace("urls:", "ca_file: cert.pem, urls:")
+    )
+    _, choices = profiles.choose(
+        load(PRODUCTION + guarded + f"{tls}\naccounts: {{A: {{users: {{bob: {{password: p}}}}}}}}"),
+        profile="production",
+    )
+    assert {choice.key for choice in choices} & OPEN_KEYS == set()
+
+
 def test_the_command_writes_a_file_for_its_owner_only_and_shows_no_secret(
     load: Load, run: Callable[..., object]
 ) -> None:
