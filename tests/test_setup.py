@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.waits import PATIENCE_SECONDS
 
 PROJECT = Path(__file__).parents[1]
+LOCK = PROJECT / "scripts" / "requirements.lock"
 TOOLS = ("bash", "cat", "chmod", "cp", "dirname", "env", "grep", "head", "mkdir", "mktemp", "rm", "sed", "sha256sum")
 
 PYTHON = """#!/usr/bin/env bash
@@ -59,7 +64,8 @@ class Clone:
         self.commands = directory / "bin"
         self.commands.mkdir()
         (self.directory / "scripts").mkdir(parents=True)
-        shutil.copy(PROJECT / "scripts" / "setup", self.directory / "scripts")
+        for file in ("setup", "requirements.lock"):
+            shutil.copy(PROJECT / "scripts" / file, self.directory / "scripts")
         shutil.copy(PROJECT / "pyproject.toml", self.directory)
         for tool in TOOLS:
             self.commands.joinpath(tool).symlink_to(str(shutil.which(tool)))
@@ -108,10 +114,10 @@ def test_first_run_makes_a_virtual_environment_and_installs_the_package_with_its
     done = ready_clone.set_up()
 
     assert done.returncode == 0, done.stderr
-    made, pip, package = ready_clone.notes
+    made, locked, package = ready_clone.notes
     assert made == "make .venv"
-    assert "--upgrade pip>=25.1" in pip
-    assert "--editable .[server,spark] --group dev" in package
+    assert "--require-hashes --requirement scripts/requirements.lock" in locked
+    assert "--no-deps --editable ." in package
     assert "setup: installing packages" in done.stderr
 
 
@@ -124,15 +130,37 @@ def test_second_run_does_and_says_nothing(ready_clone: Clone) -> None:
     assert ready_clone.notes == []
 
 
-def test_new_declaration_is_installed_into_the_same_virtual_environment(ready_clone: Clone) -> None:
+@pytest.mark.parametrize("changed", ["pyproject.toml", "scripts/requirements.lock"])
+def test_new_declaration_is_installed_into_the_same_virtual_environment(ready_clone: Clone, changed: str) -> None:
     ready_clone.set_up()
-    with (ready_clone.directory / "pyproject.toml").open("a") as declaration:
+    with (ready_clone.directory / changed).open("a") as declaration:
         declaration.write("# changed\n")
 
     assert ready_clone.set_up().returncode == 0
 
     assert "make .venv" not in ready_clone.notes
     assert any("--editable" in note for note in ready_clone.notes), ready_clone.notes
+
+
+def declared() -> list[Requirement]:
+    """What pyproject.toml asks for, for the tests and the demo."""
+    document = tomllib.loads((PROJECT / "pyproject.toml").read_text())
+    extras = document["project"]["optional-dependencies"]
+    groups = (
+        document["project"]["dependencies"],
+        extras["server"],
+        extras["spark"],
+        document["dependency-groups"]["dev"],
+    )
+    return [Requirement(text) for group in groups for text in group]
+
+
+@pytest.mark.parametrize("requirement", declared(), ids=str)
+def test_what_is_declared_is_locked_with_its_hashes(requirement: Requirement) -> None:
+    name = canonicalize_name(requirement.name)
+    locked = re.findall(rf"^{name}==([^ ]+).*\\\n    --hash=sha256:", LOCK.read_text(), re.MULTILINE)
+    assert locked, f"{name} is not in {LOCK.name}: make it anew as its head says"
+    assert all(map(requirement.specifier.contains, locked)), (str(requirement), locked)
 
 
 def test_clone_that_was_moved_gets_a_virtual_environment_that_knows_its_place(ready_clone: Clone) -> None:
