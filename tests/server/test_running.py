@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,23 +192,30 @@ async def test_a_stream_of_three_copies_survives_its_leader_and_loses_nothing(lo
     await client.close()
 
 
-async def _publish(context: Any, name: str) -> None:
-    """Publish until it is acknowledged; the id keeps it from being stored twice."""
+async def _answered(ask: Callable[[], Awaitable[Any]], what: str) -> Any:
+    """Ask until there is an answer: while a leader is elected there is none, or that JetStream is not available."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
-            await context.publish("data", name.encode(), headers={"Nats-Msg-Id": name}, timeout=1)
+            return await ask()
         except (TimeoutError, nats.errors.Error):
-            assert time.monotonic() < deadline, f"{name} was not acknowledged within {PATIENCE_SECONDS:g} s"
-        else:
-            return
+            assert time.monotonic() < deadline, f"{what} had no answer for {PATIENCE_SECONDS:g} s"
+
+
+async def _publish(context: Any, name: str) -> None:
+    """Publish until it is acknowledged; the id keeps it from being stored twice."""
+    headers = {"Nats-Msg-Id": name}
+    await _answered(lambda: context.publish("data", name.encode(), headers=headers, timeout=1), name)
 
 
 async def _stored(context: Any) -> list[str]:
-    state = (await context.stream_info("DATA")).state
-    return [(await context.get_msg("DATA", seq)).data.decode() for seq in range(1, state.last_seq + 1)]
+    last = (await _answered(lambda: context.stream_info("DATA"), "DATA")).state.last_seq
+    messages = [
+        await _answered(lambda seq=seq: context.get_msg("DATA", seq), f"message {seq}") for seq in range(1, last + 1)
+    ]
+    return [message.data.decode() for message in messages]
 
 
 async def _is_whole(context: Any) -> bool:
-    cluster = (await context.stream_info("DATA")).cluster
+    cluster = (await _answered(lambda: context.stream_info("DATA"), "DATA")).cluster
     return len(cluster.replicas) == 2 and all(replica.current for replica in cluster.replicas)
