@@ -7,9 +7,10 @@ payload alone is the body: JSON, compact, keys sorted. A spatial field travels i
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -29,6 +30,8 @@ __all__ = [
     "encode_payload",
     "encode_texts",
     "is_marker",
+    "read_json",
+    "read_number",
     "store_time",
 ]
 
@@ -48,6 +51,10 @@ REMEMBERED = frozenset({str, int})
 NO_HEADERS: Mapping[str, str] = {}
 MARKER_HEADER = "Nats-Marker-Reason"
 """JetStream's, of what it stores where a stream has a `subject_delete_marker_ttl` and a subject's last message goes."""
+
+T = TypeVar("T")
+LARGEST_NUMBER = 2**63 - 1
+"""Of what we count and of nanoseconds: more fits into no field of JetStream's."""
 
 _encoder = msgspec.json.Encoder(order="sorted")
 _decode_json = msgspec.json.Decoder().decode
@@ -73,6 +80,22 @@ def store_time(message: Message) -> datetime:
 def is_marker(message: Message) -> bool:
     """Whether the server has stored it to say that the last message of its subject is gone: it is no notification."""
     return not message.data and message.headers is not None and MARKER_HEADER in message.headers
+
+
+def read_json(data: bytes, type: type[T]) -> T:
+    """Return the value of JSON that somebody else may have written. Raises `UndecodableError`, whatever is wrong."""
+    try:
+        return msgspec.json.decode(data, type=type)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UndecodableError(f"not the JSON of a {type.__name__}: {error}") from error
+
+
+def read_number(text: str) -> int:
+    """Return a number from 0 on, of up to 64 bits, that somebody else may have written. Raises `UndecodableError`."""
+    digits = text if len(text) < 20 and text.isascii() and text.isdecimal() else ""
+    if not digits or int(digits) > LARGEST_NUMBER:
+        raise UndecodableError(f"{reprlib.repr(text)} is no whole number of 64 bits")
+    return int(digits)
 
 
 def encode(name: str, event_type: EventType, identifier: Mapping[str, str], payload: Any) -> Message:

@@ -49,6 +49,7 @@ __all__ = [
     "ThreadsFreed",
     "ThreadsStuck",
     "Ticked",
+    "Unreadable",
     "WindowDone",
 ]
 
@@ -282,6 +283,14 @@ class Skipped(Struct, frozen=True, kw_only=True):
     error: Exception
 
 
+class Unreadable(Struct, frozen=True, kw_only=True):
+    """A message of one of our own streams is not what we write there: nothing comes of it, and it is not read again."""
+
+    stream: str
+    sequence: int
+    error: Exception
+
+
 class StreamGone(Struct, frozen=True, kw_only=True):
     """The stream that a watch reads was deleted. The watch waits for it to be made again."""
 
@@ -412,6 +421,7 @@ Event = (
     | LeadershipHindered
     | LeadershipUnhindered
     | Skipped
+    | Unreadable
     | StreamGone
     | StreamMadeAgain
     | StreamProvisioned

@@ -41,6 +41,7 @@ from aviso_workers.events import (
     ThreadsFreed,
     ThreadsStuck,
     Ticked,
+    Unreadable,
     WindowDone,
 )
 
@@ -104,6 +105,7 @@ def observe(event: Event) -> None:
             | TaskFailed()
             | Ticked()
             | WindowDone()
+            | Unreadable()
         ):
             _observe_beside(event)
         case LeadershipChanged() | LeadershipHindered() | LeadershipUnhindered():
@@ -274,6 +276,14 @@ def _observe_beside(event: Event) -> None:
                 message_id=event.message_id,
                 error=str(event.error),
                 cure=f"it was delivered; allow workers to publish to $JS.API.STREAM.MSG.DELETE.{event.stream}",
+            )
+        case Unreadable():
+            log.warning(
+                "message.unreadable",
+                stream=event.stream,
+                sequence=event.sequence,
+                error=str(event.error),
+                cure="nothing comes of it; find out who writes to the stream beside the workers",
             )
         case TaskFailed():
             log.error(

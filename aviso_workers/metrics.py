@@ -42,6 +42,7 @@ from aviso_workers.events import (
     ThreadsFreed,
     ThreadsStuck,
     Ticked,
+    Unreadable,
     WindowDone,
 )
 from aviso_workers.exposition import Kind
@@ -215,6 +216,13 @@ OF_PROCESS = (
         "leader=True and closes no window.",
         lambda own: bool(own.hindered),
     ),
+    Metric(
+        COUNTER,
+        "unreadable",
+        "Messages of our own streams that are not what we write there, so that nothing comes of them, by stream.",
+        lambda own: own.unreadable,
+        ("stream",),
+    ),
     Metric(COUNTER, "reconnects", "Connections made after the first.", lambda own: max(0, own.connections - 1)),
     Metric(
         GAUGE,
@@ -380,6 +388,7 @@ class Metrics:
         self.connections = 0
         self.hindered: set[str] = set()
         """Buckets that keep this worker from leading."""
+        self.unreadable = _Counts()
         self._published = {name: _Published() for name in bases}
         self._agents = {agent.name: _Agent(_line_of(app, agent.name)) for agent in app.agents}
         self._timers = {timer.name: _Timer() for timer in app.timers}
@@ -416,6 +425,8 @@ class Metrics:
                 self.connections += connected
             case ConnectionSlow():
                 self.slow = True
+            case Unreadable(stream=stream):
+                self.unreadable.add(stream)
             case (
                 DeadLettersRefused()
                 | DeadLettersStored()

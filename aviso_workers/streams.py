@@ -446,6 +446,11 @@ def consumer_differences(wanted: ConsumerSpec, found: Mapping[str, Any]) -> tupl
     return (*_differences(fields, found), *([start] if start else ()))
 
 
+def is_name(text: str) -> bool:
+    """Whether a stream may have this name."""
+    return bool(text) and text.isprintable() and not {*" .*>/\\"} & {*text}
+
+
 def version_of(spec: ConsumerSpec) -> Version:
     """The version of an agent whose consumer would be that, if there were no other."""
     return Version(tuple(sorted(spec.filter_subjects)), spec.ack_wait)

@@ -12,6 +12,7 @@ all numbers where a range is wanted: `schema.Where.matches` decides.
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from string import hexdigits
@@ -22,6 +23,7 @@ from aviso_workers.schema import EventType, Where
 
 __all__ = [
     "binding",
+    "check_subject",
     "decode_subject",
     "decode_token",
     "encode_subject",
@@ -33,7 +35,7 @@ __all__ = [
 
 _BYTES = {high + low: bytes.fromhex(high + low) for high, low in product(hexdigits, repeat=2)}
 
-_LONGEST_SUBJECT = 3900
+LONGEST_SUBJECT = 3900
 """Bytes. A server takes 4096 for the line that a subject shares with an inbox, and closes the connection on more."""
 
 _MOST_FILTER_SUBJECTS = 8
@@ -76,6 +78,20 @@ def decode_subject(subject: str) -> tuple[str, ...]:
     return tuple([decode_token(token) if "%" in token else token for token in subject.split(".")])
 
 
+def check_subject(subject: str) -> None:
+    """Raise UndecodableError for a subject under which no notification can be published."""
+    if len(subject.encode()) > LONGEST_SUBJECT:
+        raise UndecodableError(f"subject {reprlib.repr(subject)} is longer than {LONGEST_SUBJECT} bytes")
+    decode_subject(subject)
+    for token in subject.split("."):
+        try:
+            schema.require_routable(token)
+        except ValueError as problem:
+            raise UndecodableError(f"subject token {token!r} {problem}") from problem
+        if token in ("*", ">"):
+            raise UndecodableError(f"subject {subject!r} is a filter")
+
+
 def stream_name(base: str) -> str:
     """The name of the stream of a base. Raises InvalidNotificationError if there is no base."""
     if not base:
@@ -108,10 +124,10 @@ def topic(event_type_name: str, event_type: EventType, identifier: Mapping[str, 
             raise InvalidIdentifierError(event_type_name, field, str(problem)) from problem
         tokens.append(encode_token(identifier[field]))
     subject = ".".join(tokens)
-    if len(subject.encode()) > _LONGEST_SUBJECT:
+    if len(subject.encode()) > LONGEST_SUBJECT:
         raise InvalidNotificationError(
             f"{event_type_name}: the identifier makes a subject of {len(subject.encode())} bytes, "
-            f"at most {_LONGEST_SUBJECT} can be sent"
+            f"at most {LONGEST_SUBJECT} can be sent"
         )
     return subject
 

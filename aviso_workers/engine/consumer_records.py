@@ -20,8 +20,15 @@ from msgspec import Struct, structs
 from aviso_workers import streams
 from aviso_workers.agents import Policy, durable_name
 from aviso_workers.backends import Backend, ConsumerInfo
+from aviso_workers.codec import read_json
 from aviso_workers.engine.provisioning import Provisioner
-from aviso_workers.errors import BackendError, NotFoundError, UnavailableError, UnreadableStreamError
+from aviso_workers.errors import (
+    BackendError,
+    NotFoundError,
+    UnavailableError,
+    UndecodableError,
+    UnreadableStreamError,
+)
 from aviso_workers.events import ConsumerNotRecorded, ConsumerResumed, Events
 from aviso_workers.streams import ConsumerSpec, filters_of
 
@@ -216,8 +223,8 @@ async def stored(backend: Backend) -> dict[tuple[str, str, str], ConsumerRecord]
     if not await _exists(backend):
         return {}
     entries = await (await backend.key_value(BUCKET)).entries()
-    found = ((entry.key.split("/"), _read(entry.value)) for entry in entries)
-    return {(app, agent, stream): record for (app, agent, stream), record in found if record}
+    found = [(entry.key.split("/"), _read(entry.value)) for entry in entries]
+    return {(key[0], key[1], key[2]): record for key, record in found if record and len(key) == 3}
 
 
 async def mark_removed(backend: Backend, *, app: str, agent: str, stream: str, consumer: ConsumerInfo) -> None:
@@ -272,6 +279,6 @@ def _key(app: str, agent: str, stream: str) -> str:
 
 def _read(value: bytes) -> ConsumerRecord | None:
     try:
-        return msgspec.json.decode(value, type=ConsumerRecord)
-    except msgspec.MsgspecError:
-        return None  # of a version that writes another one
+        return read_json(value, ConsumerRecord)
+    except UndecodableError:
+        return None  # of a version that writes another one, or not ours

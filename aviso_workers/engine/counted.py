@@ -12,7 +12,7 @@ the latter two from the server, because a copy may be older than the state.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -21,8 +21,9 @@ import msgspec
 
 from aviso_workers import windows
 from aviso_workers.backends import Backend
+from aviso_workers.codec import read_json, read_number
 from aviso_workers.engine.tabling import SteadyBucket
-from aviso_workers.errors import ConflictError
+from aviso_workers.errors import ConflictError, UndecodableError
 from aviso_workers.key_value import Entry
 from aviso_workers.windows import Page, Progress, Settled, State
 
@@ -75,9 +76,8 @@ class Counted:
 
     async def remove_settled(self, entries: Iterable[Entry], settled: Settled) -> None:
         """Remove the pages among these entries of the bucket on which everything is settled, as the progress says."""
-        for entry in entries:
-            number = _number(entry)
-            if number is not None and _page(entry).is_settled(number, settled):
+        for entry, number, page in _pages(entries):
+            if page.is_settled(number, settled):
                 with suppress(ConflictError):  # written meanwhile: the next time
                     await self._bucket.delete(entry.key, revision=entry.revision)
 
@@ -107,25 +107,41 @@ class Counted:
 
 def is_own(entry: Entry) -> bool:
     """Whether an entry of the bucket is the progress or a page, and no state of a key."""
-    return entry.key == PROGRESS or _number(entry) is not None
+    return entry.key == PROGRESS or entry.key.startswith(PAGES)
 
 
 def newest_stream(entries: Iterable[Entry]) -> float:
     """When the stream was created of which the newest pages among these entries are."""
-    return max((_page(entry).created for entry in entries if _number(entry) is not None), default=windows.NEVER)
+    return max((page.created for _, _, page in _pages(entries)), default=windows.NEVER)
 
 
 def read_progress(entry: Entry | None) -> Progress:
-    """What is known for all keys."""
-    return msgspec.json.decode(entry.value, type=Progress) if entry else Progress()
+    """What is known for all keys. Raises `UndecodableError`."""
+    return read_json(entry.value, Progress) if entry else Progress()
 
 
 def _number(entry: Entry) -> int | None:
-    return int(entry.key.removeprefix(PAGES)) if entry.key.startswith(PAGES) else None
+    """Return the number of the page that an entry is; None where it is none."""
+    if not entry.key.startswith(PAGES):
+        return None
+    try:
+        return read_number(entry.key.removeprefix(PAGES))
+    except UndecodableError:
+        return None
 
 
 def _page(entry: Entry) -> Page:
-    return msgspec.json.decode(entry.value, type=Page)
+    """Raises `UndecodableError`."""
+    return read_json(entry.value, Page)
+
+
+def _pages(entries: Iterable[Entry]) -> Iterator[tuple[Entry, int, Page]]:
+    """The pages among the entries that can be read. Who counts on one that cannot, fails, and is heard."""
+    for entry in entries:
+        number = _number(entry)
+        if number is not None:
+            with suppress(UndecodableError):
+                yield entry, number, _page(entry)
 
 
 def _by_page(counted: dict[int, float]) -> dict[int, dict[int, float]]:

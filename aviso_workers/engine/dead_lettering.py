@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from aviso_workers import streams
 from aviso_workers.backends import Backend, Delivery, PubAck
-from aviso_workers.codec import Message, store_time
+from aviso_workers.codec import Message, read_number, store_time
 from aviso_workers.config import Config
 from aviso_workers.engine import parts
 from aviso_workers.engine.provisioning import Provisioner
@@ -87,12 +87,12 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
                 reason=headers["Aviso-Reason"],
                 error=headers["Aviso-Error"],
                 traceback=headers["Aviso-Traceback"],
-                attempts=int(headers["Aviso-Attempts"]),
+                attempts=read_number(headers["Aviso-Attempts"]),
                 stream=headers["Aviso-Stream"],
                 original=_original(message, headers),
                 stored=message,
             )
-        except (KeyError, ValueError) as error:
+        except (KeyError, UndecodableError) as error:
             raise UndecodableError(f"message {message.sequence} of {STREAM} is no dead letter: {error}") from error
 
 
@@ -228,7 +228,7 @@ def unwrap(retry: Message) -> tuple[Message, str]:
     headers = retry.headers or {}
     try:
         return _original(retry, headers), headers["Aviso-Stream"]
-    except (KeyError, ValueError):
+    except (KeyError, UndecodableError):
         return retry, RETRIES  # not written by us: it will not decode, and be buried with its bytes
 
 
@@ -244,8 +244,8 @@ def _original(message: Message, headers: Mapping[str, str]) -> Message:
         subject=headers["Aviso-Subject"],
         data=message.data,
         headers=kept,
-        sequence=int(headers["Aviso-Sequence"]),
-        timestamp_ns=int(headers["Aviso-Timestamp"]),
+        sequence=read_number(headers["Aviso-Sequence"]),
+        timestamp_ns=read_number(headers["Aviso-Timestamp"]),
     )
 
 

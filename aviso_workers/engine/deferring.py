@@ -9,27 +9,36 @@ the courier finds it there by its id. It is removed from where it waited too; wh
 this, and what was left is removed later.
 
 A schedule's subject follows from stream and message id, and a subject has one schedule: what is published again under
-its id while it waits takes its own place.
+its id while it waits takes its own place. The server says, with what is due, which subject that was, and takes no
+message that says so itself. So whoever may write below `aviso_workers.schedule.wait.MARS` has something published to
+the stream MARS, and nowhere else; and only under the base of an event type that the courier's configuration has.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Container
+from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
-from aviso_workers import streams, topics
+from aviso_workers import schema, streams, topics
 from aviso_workers.backends import Backend, Delivery, Outgoing
 from aviso_workers.codec import Message, store_time
 from aviso_workers.config import Config
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.replaying import SKEW
-from aviso_workers.errors import BackendError, InvalidNotificationError, NotFoundError, UndecodableError
-from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome
+from aviso_workers.errors import (
+    BackendError,
+    InvalidNotificationError,
+    NotFoundError,
+    RefusedError,
+    UndecodableError,
+)
+from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome, Unreadable
 from aviso_workers.notifications import Notify
+from aviso_workers.schema import EventType
 from aviso_workers.streams import StreamSpec
 from aviso_workers.verdicts import Backoff
 
@@ -51,6 +60,8 @@ SUBJECT = "aviso_workers.schedule"
 DUE = f"{SUBJECT}.due"
 """Beneath it, by stream, is what couriers read."""
 MESSAGE_ID = "Nats-Msg-Id"
+SCHEDULED_BY = "Nats-Scheduler"
+"""The header that the server gives to what is due: the subject under which it waited."""
 TTL = "Nats-TTL"
 KEPT_TTL = "Aviso-TTL"
 """The header of one that waits: its time to live begins when it is delivered."""
@@ -118,45 +129,48 @@ def schedule(outgoing: Outgoing, due: datetime, *, event_type: str, message_id: 
     return Outgoing(Message(subject=subject, data=message.data, headers=headers), message_id, STREAM)
 
 
-def original(message: Message) -> tuple[Outgoing, str]:
-    """What one that is due was made of, and its event type. Raises `UndecodableError` where it is none of ours."""
+def original(message: Message) -> Outgoing:
+    """What one that waits or is due was made of. Raises `UndecodableError` where it was not made by `schedule`."""
     headers = message.headers or {}
     kept = {name: value for name, value in headers.items() if not name.startswith(("Aviso-", "Nats-"))}
     if KEPT_TTL in headers:
         kept[TTL] = headers[KEPT_TTL]
     try:
         subject, stream = headers["Aviso-Subject"], headers["Aviso-Stream"]
-        message_id, event_type = headers["Aviso-Message-Id"], headers["Aviso-Event-Type"]
+        message_id, waited = headers["Aviso-Message-Id"], headers.get(SCHEDULED_BY, message.subject)
     except KeyError as error:
         raise UndecodableError(f"message {message.sequence} of {STREAM} has no header {error}") from error
-    base = subject.partition(".")[0]
-    if not base[:1].isalpha() or stream != topics.stream_name(base):
+    if waited != waiting(stream, message_id):
         # Else whoever may write here could have us write what it may not: to buckets, or to the server's own subjects.
+        raise UndecodableError(f"message {message.sequence} of {STREAM} waited as {waited}, which is not for {stream}")
+    topics.check_subject(subject)
+    if topics.stream_name(subject.partition(".")[0]) != stream:
         raise UndecodableError(f"message {message.sequence} of {STREAM} is for {subject}, no notification of {stream}")
-    return Outgoing(Message(subject=subject, data=message.data, headers=kept), message_id, stream), event_type
+    return Outgoing(Message(subject=subject, data=message.data, headers=kept), message_id, stream)
 
 
 class Courier:
     """A call form (see `pulling.Form`) of no author's: its notifications are those that are due."""
 
     def __init__(
-        self, backend: Backend, *, line: Line, consumer: str, event_types: Container[str], events: Events
+        self, backend: Backend, *, line: Line, consumer: str, event_types: Mapping[str, EventType], events: Events
     ) -> None:
+        """`event_types` are those of this app's configuration. What is for others is left to workers that have them."""
         self._backend = backend
         self._line = line
         self._consumer = consumer
-        self._event_types = event_types
-        """Those of this app's configuration: others' are brought all the same, and not counted here."""
+        bases = {name: schema.topic_of(name, event_type).base for name, event_type in event_types.items()}
+        self._event_types = {topics.stream_name(base): (name, base) for name, base in bases.items()}
+        """By stream: the event type, and its base."""
         self._events = events
 
     async def work(self) -> None:
         while (delivery := await self._line.take()) is not None:
             try:
-                outgoing, event_type = original(delivery.message)
+                await self._deliver(delivery)
             except UndecodableError as error:
-                delivery.term(str(error))
-            else:
-                await self._bring(delivery, outgoing, event_type)
+                delivery.term("no notification that waited")
+                self._events.emit(Unreadable(stream=STREAM, sequence=delivery.message.sequence, error=error))
             self._line.done(delivery)
 
     async def keep_removing(self) -> None:
@@ -166,25 +180,39 @@ class Courier:
                 await self._remove_acked()
             await self._backend.clock.sleep(REMOVE_SECONDS)
 
+    async def _deliver(self, delivery: Delivery) -> None:
+        outgoing = original(delivery.message)
+        event_type, base = self._event_types.get(outgoing.stream, ("", ""))
+        if not event_type:
+            unknown = RefusedError(f"this worker's configuration has no event type of the stream {outgoing.stream}")
+            self._give_back(delivery, outgoing, unknown)
+        elif not outgoing.message.subject.startswith(f"{base}."):
+            raise UndecodableError(f"{outgoing.message.subject} is no subject of event type {event_type}")
+        else:
+            await self._bring(delivery, outgoing, event_type)
+
+    def _give_back(self, delivery: Delivery, outgoing: Outgoing, error: BackendError) -> None:
+        delay = AGAIN.delay_seconds(delivery.num_delivered)
+        delivery.nak(delay_seconds=delay)
+        self._events.emit(
+            Overdue(stream=outgoing.stream, message_id=outgoing.message_id, error=error, again_in_seconds=delay)
+        )
+
     async def _bring(self, delivery: Delivery, outgoing: Outgoing, event_type: str) -> None:
-        message_id, stream = outgoing.message_id, outgoing.stream
         try:
             again = delivery.num_delivered > 1 and await self._is_stored(outgoing, due=store_time(delivery.message))
             outcome: PublishOutcome = "duplicate" if again else await self._publish(outgoing)
         except BackendError as error:
-            delay = AGAIN.delay_seconds(delivery.num_delivered)
-            delivery.nak(delay_seconds=delay)
-            self._events.emit(Overdue(stream=stream, message_id=message_id, error=error, again_in_seconds=delay))
+            self._give_back(delivery, outgoing, error)
             return
         try:
             await self._backend.delete_message(STREAM, delivery.message.sequence, overwrite=False)
         except NotFoundError:
             pass  # it was delivered before
         except BackendError as error:
-            self._events.emit(NotRemoved(stream=STREAM, message_id=message_id, error=error))
+            self._events.emit(NotRemoved(stream=STREAM, message_id=outgoing.message_id, error=error))
         delivery.ack()
-        if event_type in self._event_types:
-            self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=delivery.num_delivered))
+        self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=delivery.num_delivered))
 
     async def _publish(self, outgoing: Outgoing) -> Literal["stored", "duplicate"]:
         ack = await self._backend.publish(

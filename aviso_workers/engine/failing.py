@@ -13,10 +13,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Literal, TypeVar
 
-from aviso_workers.backends import Backend, BulkKeyValue, Delivery
+from aviso_workers.backends import Backend, BulkKeyValue, Delivery, Entry
+from aviso_workers.codec import read_number
 from aviso_workers.engine.grouped_writes import GroupedWrites
-from aviso_workers.errors import BackendError
-from aviso_workers.events import Events, FailuresNotStored
+from aviso_workers.errors import BackendError, UndecodableError
+from aviso_workers.events import Events, FailuresNotStored, Unreadable
 from aviso_workers.verdicts import RECORDED_FROM, Record
 
 __all__ = ["ALONE", "BEGAN_SUBJECT", "BUCKET_SUFFIX", "Failures", "app_of", "parse_began"]
@@ -78,7 +79,7 @@ class Failures:
             return record
         key = self._key(delivery)
         entry = await self._try(lambda values: values.get(key))
-        failures = max(self._counts.get(key, 0), int(entry.value) if entry else 0)
+        failures = max(self._counts.get(key, 0), self._number(entry) if entry else 0)
         if failures:
             self._remember(key, failures)
         began = None
@@ -147,6 +148,14 @@ class Failures:
         if self._counts.pop(key, 0):
             await self._counted.write(key, None)
 
+    def _number(self, entry: Entry) -> int:
+        """Return how many failures were counted; 0 where that is no number."""
+        try:
+            return read_number(entry.value.decode("ascii", "replace"))
+        except UndecodableError as error:
+            self._events.emit(Unreadable(stream=f"KV_{self._bucket}", sequence=entry.revision, error=error))
+            return 0
+
     def _remember(self, key: str, failures: int) -> None:
         self._counts[key] = failures
         if len(self._counts) > MOST_REMEMBERED:
@@ -192,9 +201,12 @@ def app_of(stream: str) -> str:
 
 
 def parse_began(subject: str) -> tuple[str, str, int]:
-    """Agent, stream and sequence of the notification that a subject as `BEGAN_SUBJECT` is about."""
+    """Return agent, stream and sequence of the notification that a subject as `BEGAN_SUBJECT` is about.
+
+    Raises `UndecodableError`.
+    """
     _, _, agent, stream, sequence, _, _ = subject.split(".")
-    return agent, stream, int(sequence)
+    return agent, stream, read_number(sequence)
 
 
 async def _put_many(values: BulkKeyValue, counts: Mapping[str, bytes | None]) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from msgspec import structs
 
 from aviso_workers.backends import Backend, PubAck
-from aviso_workers.codec import Message
+from aviso_workers.codec import Message, read_number
 from aviso_workers.engine.replaying import message_at
 from aviso_workers.errors import RefusedError, UndecodableError
 
@@ -68,9 +68,11 @@ def is_first_part(message: Message) -> bool:
 
 
 def first_part_of(message: Message) -> int:
-    """The sequence of its first part; 0 for a message that was stored as one."""
-    sequence = (message.headers or {}).get(FIRST_PART, "")
-    return int(sequence) if sequence.isdecimal() else 0
+    """The sequence of its first part; 0 for a message that was stored as one, or names none."""
+    try:
+        return read_number((message.headers or {}).get(FIRST_PART, ""))
+    except UndecodableError:
+        return 0
 
 
 async def whole(backend: Backend, stream: str, message: Message) -> Message:

@@ -24,10 +24,19 @@ from msgspec import Struct
 from aviso_workers import clocks, timers
 from aviso_workers.backends import Backend
 from aviso_workers.clocks import Clock
+from aviso_workers.codec import read_json
 from aviso_workers.engine import calling
 from aviso_workers.engine.tabling import SteadyBucket
-from aviso_workers.errors import BackendError, ConflictError
-from aviso_workers.events import Events, LeadershipChanged, LeadershipHindered, LeadershipUnhindered, Ticked
+from aviso_workers.errors import BackendError, ConflictError, UndecodableError
+from aviso_workers.events import (
+    Events,
+    LeadershipChanged,
+    LeadershipHindered,
+    LeadershipUnhindered,
+    Ticked,
+    Unreadable,
+)
+from aviso_workers.key_value import Entry
 from aviso_workers.timers import Tick, Timer
 from aviso_workers.verdicts import Failure
 
@@ -94,7 +103,7 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
         events.emit(LeadershipChanged(leads=True, token=lease.token))
         async with lease.term(), anyio.create_task_group() as running:
             for timer in led:
-                of_timer = Claims(timer.name, claims, lease, hindrance)
+                of_timer = Claims(timer.name, claims, lease, hindrance, events=events)
                 running.start_soon(_keep_ticking, timer, clock, events, stop, of_timer)
         hindrance.end()  # only a leader claims ticks
         events.emit(LeadershipChanged(leads=False, token=lease.token))
@@ -229,11 +238,12 @@ class Claim(Struct, frozen=True, kw_only=True):
 class Claims:
     """Which ticks of a timer were begun, by any leader."""
 
-    def __init__(self, timer: str, bucket: SteadyBucket, lease: Lease, hindrance: Hindrance) -> None:
+    def __init__(self, timer: str, bucket: SteadyBucket, lease: Lease, hindrance: Hindrance, *, events: Events) -> None:
         self._timer = timer
         self._bucket = bucket
         self._lease = lease
         self._hindrance = hindrance
+        self._events = events
         self._revision = 0
         self._last: datetime | None = None
         """The last tick that is known to be claimed; None before anything is known."""
@@ -259,9 +269,17 @@ class Claims:
             return begin
         self._revision = entry.revision
         if self._last is None or entry.message_id != self._in_doubt:
-            claimed = msgspec.json.decode(entry.value, type=Claim).time
+            claimed = self._time_of(entry)
             self._last = entry.time if claimed - entry.time > MOST_SKEW else claimed
         return self._last
+
+    def _time_of(self, entry: Entry) -> datetime:
+        """Return the time that was claimed; that at which the claim was stored, where it is none of ours."""
+        try:
+            return read_json(entry.value, Claim).time.astimezone(UTC)
+        except (UndecodableError, OverflowError) as error:
+            self._events.emit(Unreadable(stream=f"KV_{self._bucket.name}", sequence=entry.revision, error=error))
+            return entry.time
 
     async def claim(self, tick: datetime) -> bool:
         """Whether it is ours to run. Raises `ConflictError` where another leader has claimed one since."""

@@ -11,22 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Literal
+from typing import Annotated, Literal
 
-import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from aviso_workers import streams
-from aviso_workers.agents import durable_name
+from aviso_workers.agents import NAME, durable_name
 from aviso_workers.backends import Backend
-from aviso_workers.codec import Message, is_marker
+from aviso_workers.codec import Message, is_marker, read_json
 from aviso_workers.config import Config
 from aviso_workers.engine import parts
 from aviso_workers.engine.dead_lettering import RETRIES, DeadLetters, unwrap
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.replaying import message_at
 from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
-from aviso_workers.events import Events, Settled
+from aviso_workers.events import Events, Settled, Unreadable
 from aviso_workers.streams import StreamSpec
 
 __all__ = ["ADVISORIES", "STREAM", "SUBJECT", "Sweep", "advisories_spec"]
@@ -43,8 +42,8 @@ REASON = "max_deliveries"
 class _Advisory(Struct, frozen=True):
     stream: str
     consumer: str
-    stream_seq: int
-    deliveries: int
+    stream_seq: Annotated[int, Meta(ge=1)]
+    deliveries: Annotated[int, Meta(ge=1)]
 
 
 class Sweep:
@@ -71,11 +70,12 @@ class Sweep:
     async def work(self) -> None:
         while (delivery := await self._line.take()) is not None:
             try:
-                await self._sweep(msgspec.json.decode(delivery.message.data, type=_Advisory))
+                await self._sweep(read_json(delivery.message.data, _Advisory))
             except BackendError:
                 delivery.nak(delay_seconds=AGAIN_SECONDS)
-            except msgspec.DecodeError:
+            except UndecodableError as error:
                 delivery.term("no advisory")
+                self._events.emit(Unreadable(stream=STREAM, sequence=delivery.message.sequence, error=error))
             else:
                 delivery.ack()
             self._line.done(delivery)
@@ -84,6 +84,8 @@ class Sweep:
         if not advisory.consumer.startswith(self._prefix):
             return  # another app's
         stream, agent = advisory.stream, advisory.consumer.removeprefix(self._prefix)
+        if not (streams.is_name(stream) and NAME.fullmatch(agent)):  # both become part of subjects
+            raise UndecodableError(f"no consumer {advisory.consumer!r} of a stream {stream!r}")
         try:
             message = await message_at(self._backend, stream, advisory.stream_seq)
         except NotFoundError:

@@ -131,7 +131,7 @@ class SteadyBucket:
         patience_seconds: float,
     ) -> None:
         self._backend = backend
-        self._name = name
+        self.name = name
         self._history = history
         self._ttl_seconds = ttl_seconds
         self._patience = patience_seconds
@@ -181,7 +181,7 @@ class SteadyBucket:
         while True:
             try:
                 bucket = await self.opened()
-                created = await replaying.when_created(self._backend, f"KV_{self._name}", known=created)
+                created = await replaying.when_created(self._backend, f"KV_{self.name}", known=created)
                 async with aclosing(bucket.changes(key, after=after, until=until)) as changes:
                     async for entry in changes:
                         after = entry.revision
@@ -230,7 +230,7 @@ class SteadyBucket:
         async def attempt() -> T:
             if self._bucket is None:
                 self._bucket = await self._backend.key_value(
-                    self._name, history=self._history, ttl_seconds=self._ttl_seconds
+                    self.name, history=self._history, ttl_seconds=self._ttl_seconds
                 )
             try:
                 return await deed(self._bucket)

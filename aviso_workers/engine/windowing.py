@@ -32,7 +32,7 @@ from aviso_workers.engine.handling import Kit, OneByOne
 from aviso_workers.engine.scheduling import Lease, drained
 from aviso_workers.engine.tabling import CachedBucket, SteadyBucket
 from aviso_workers.errors import BackendError, ConflictError, NotFoundError, UndecodableError
-from aviso_workers.events import Events, WindowDone
+from aviso_workers.events import Events, Unreadable, WindowDone
 from aviso_workers.key_value import Entry
 from aviso_workers.notifications import Notification
 from aviso_workers.tables import decode_key, encode_key
@@ -70,10 +70,11 @@ class AsWindows:
         self._kit = kit
         self._windowing = windowing
         self._backend = backend
+        self._app = app
         self._stream = stream
         self._durable = agent.durable_name(app)
         self._events = events
-        self._states = _States(agent)
+        self._states = _States(agent, on_unreadable=self._tell_unreadable)
         bucket = SteadyBucket(backend, bucket_of(app, agent.name), patience_seconds=patience_seconds)
         self._bucket = CachedBucket(bucket, backend.clock)
         self._counted = Counted(bucket, backend, stream=stream)
@@ -202,6 +203,10 @@ class AsWindows:
             self._held = _Held(version, entries, self._states.by_key(entries), self._windowing)
         return self._held
 
+    def _tell_unreadable(self, entry: Entry, error: UndecodableError) -> None:
+        stream = f"KV_{bucket_of(self._app, self._agent.name)}"
+        self._events.emit(Unreadable(stream=stream, sequence=entry.revision, error=error))
+
     async def _settle(self, info: ConsumerInfo, held: _Held) -> Progress:
         """Note how far everything is settled, and remove the pages that nobody needs after that."""
         settled = Settled(sequence=info.ack_floor, time=info.time.timestamp())
@@ -306,31 +311,44 @@ class _Held:
 class _States:
     """What a bucket keeps of an agent's keys, as bytes and back."""
 
-    def __init__(self, agent: Agent[Any, Any]) -> None:
+    def __init__(self, agent: Agent[Any, Any], *, on_unreadable: Callable[[Entry, UndecodableError], None]) -> None:
+        """`on_unreadable` is called once for each entry that `by_key` leaves out."""
         self._agent = agent
+        self._on_unreadable = on_unreadable
         kept: Any = State
         self._decoder: msgspec.json.Decoder[State[Any]] = msgspec.json.Decoder(kept[agent.argument_type])
-        self._known: dict[str, tuple[Entry, State[Any]]] = {}
+        self._known: dict[str, tuple[Entry, State[Any] | None]] = {}
         """What `by_key` has read, so that it reads only what has changed since."""
 
     def read(self, entry: Entry) -> State[Any]:
-        """Raises `UndecodableError` where the agent's type is another one than it was."""
+        """Raises `UndecodableError`, as where the agent's type is another one than it was."""
         try:
             return self._decoder.decode(entry.value)
-        except msgspec.DecodeError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UndecodableError(
                 f"what windows of agent {self._agent.name!r} hold is no {self._agent.argument_type}: {error}; "
                 "after such a change, give the agent another name"
             ) from error
 
     def by_key(self, entries: Iterable[Entry]) -> dict[str, State[Any]]:
-        """Raises as `read` does."""
+        """The states that can be read. Who counts for a key whose state cannot be read, fails, and is heard."""
         known, self._known = self._known, {}
         for entry in entries:
             if not counted.is_own(entry):
                 found = known.get(entry.key)
-                self._known[entry.key] = found if found and found[0] is entry else (entry, self.read(entry))
-        return {"" if spelled == NO_KEY else decode_key(spelled): state for spelled, (_, state) in self._known.items()}
+                self._known[entry.key] = found if found and found[0] is entry else (entry, self._readable(entry))
+        return {
+            "" if spelled == NO_KEY else decode_key(spelled): state
+            for spelled, (_, state) in self._known.items()
+            if state is not None
+        }
+
+    def _readable(self, entry: Entry) -> State[Any] | None:
+        try:
+            return self.read(entry)
+        except UndecodableError as error:
+            self._on_unreadable(entry, error)
+            return None
 
     def spell(self, state: State[Any]) -> bytes:
         """Raises `msgspec.ValidationError` where the author's `fold` has returned something else than it should."""
@@ -340,12 +358,20 @@ class _States:
 
 
 async def unfinished(agent: Agent[Any, Any], windowing: Windowing[Any, Any], backend: Backend, *, app: str) -> int:
-    """How many windows are over by the time of what was counted, and not done."""
+    """How many windows are over by the time of what was counted, and not done.
+
+    Raises `UndecodableError` where what the bucket holds is not of the agent's type.
+    """
+
+    def refuse(_: Entry, error: UndecodableError) -> None:
+        raise error
+
     try:
         await backend.stream_info(f"KV_{bucket_of(app, agent.name)}")
     except NotFoundError:
         return 0
-    states = _States(agent).by_key(await (await backend.key_value(bucket_of(app, agent.name))).entries()).values()
+    entries = await (await backend.key_value(bucket_of(app, agent.name))).entries()
+    states = _States(agent, on_unreadable=refuse).by_key(entries).values()
     until = windows.newest(states)[0] - windowing.lateness_seconds
     return sum(len(windows.due(windows.close(state, until, windowing), windowing)) for state in states)
 

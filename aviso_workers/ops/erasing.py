@@ -365,7 +365,7 @@ def _requeued(message: Message) -> tuple[str, Message] | None:
 
 def _deferred(message: Message) -> tuple[str, Message] | None:
     with suppress(UndecodableError):
-        outgoing, _ = deferring.original(message)
+        outgoing = deferring.original(message)
         return outgoing.stream, outgoing.message
     return None
 

@@ -17,7 +17,7 @@ from aviso_workers.app import App
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.engine import consumer_records, dead_lettering, deferring, failing, sweeping
 from aviso_workers.engine.consumer_records import ConsumerRecord
-from aviso_workers.errors import NotFoundError
+from aviso_workers.errors import NotFoundError, UndecodableError
 
 __all__ = [
     "DEAD_LETTERS",
@@ -120,7 +120,10 @@ async def run_alone(app: App, among: Collection[str]) -> list[RunAlone]:
             for subject in await _subject_counts(app, stream, failing.BEGAN_SUBJECT):
                 began = await app.session.backend.last_message(stream, subject)
                 if began is not None and began.data == failing.ALONE:
-                    agent, of_stream, sequence = failing.parse_began(subject)
+                    try:
+                        agent, of_stream, sequence = failing.parse_began(subject)
+                    except UndecodableError:
+                        continue  # no worker has written it
                     found.append(RunAlone(app=owner, agent=agent, stream=of_stream, sequence=sequence))
     return found
 

@@ -51,6 +51,15 @@ async def test_the_message_id_is_stored_as_a_header(create, publish, stored):
     assert message.headers["Nats-Msg-Id"] == "once"
 
 
+@pytest.mark.parametrize("subject", ["mars.no subject", "mars." + "x" * 5000])
+async def test_what_would_end_the_connection_is_refused_and_not_sent(create, publish, stored, subject):
+    await create()
+    with pytest.raises(RefusedError):
+        await publish(subject)
+    await publish("mars.od")
+    assert [message.subject for message in await stored()] == ["mars.od"]
+
+
 async def test_a_body_may_be_empty(create, publish, stored):
     await create()
     await publish("mars.od", b"")
@@ -384,7 +393,9 @@ async def test_a_chunk_tells_how_many_of_the_first_are_stored(create, publish_ch
     assert 0 <= count <= 20
 
 
-@pytest.mark.parametrize("wrong", [{"subjects": ["no subject"]}, {"data": [b"x" * 10_000_000]}])
+@pytest.mark.parametrize(
+    "wrong", [{"subjects": ["no subject"]}, {"subjects": ["mars." + "x" * 5000]}, {"data": [b"x" * 10_000_000]}]
+)
 async def test_what_must_not_be_sent_is_not_counted_in_a_chunk(create, publish_chunk, publish_many, stored, wrong):
     await create()
     good = [f"mars.{number}" for number in range(20)]

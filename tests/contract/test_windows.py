@@ -16,7 +16,7 @@ from aviso_workers.clocks import LoopClock
 from aviso_workers.engine import windowing
 from aviso_workers.engine.windowing import AsWindows
 from aviso_workers.errors import LateError, RefusedError, UndecodableError
-from aviso_workers.events import Event, Published, WindowDone
+from aviso_workers.events import Event, Published, Unreadable, WindowDone
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
@@ -122,6 +122,26 @@ async def test_each_key_has_windows_and_all_close_together(
         await notify(t, 61, of="od")
         await t.settle()
         assert sums(t) == {"0-60 od": 2, "0-60 rd": 1}
+
+
+async def test_what_somebody_else_wrote_keeps_no_window_open(
+    app: App, url: str | None, declare: Callable[..., Any]
+) -> None:
+    declare(hourly(key=class_of))
+    unreadable: list[Unreadable] = []
+    app.events.listen(unreadable.append, Unreadable)
+    async with harness(app, server=url) as t:
+        await notify(t, 1, of="od")
+        await t.settle()
+        bucket = await app.session.backend.key_value(windowing.bucket_of("contract", "sums"))
+        for key, garbage in {"rd": b"\xff", "xx": b"[" * 100_000, "=counted.7": b"{}", "=counted.x": b""}.items():
+            await bucket.put(key, garbage)
+        await notify(t, 61, of="od")
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not sums(t):
+                await t.advance(0.2)
+        assert sums(t) == {"0-60 od": 1}
+    assert {event.stream for event in unreadable} == {"KV_contract_windows_sums"}
 
 
 async def test_a_key_may_be_any_text(app: App, url: str | None) -> None:

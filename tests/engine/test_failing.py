@@ -15,7 +15,7 @@ from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.engine.failing import Failures
 from aviso_workers.errors import RefusedError
-from aviso_workers.events import FailuresNotStored
+from aviso_workers.events import FailuresNotStored, Unreadable
 from tests.engine.conftest import Facts
 
 pytestmark = pytest.mark.anyio
@@ -112,6 +112,19 @@ async def test_a_failure_that_could_not_be_stored_counts_here_although_fewer_are
     backend.closed = False
     assert (await here.look(Redelivered())).failures == 2
     assert (await worker().look(Redelivered())).failures == 1
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xfe", b"", b"x", b"-1", b"9" * 5000, "٣".encode()])
+async def test_what_somebody_else_wrote_as_a_count_counts_as_none(
+    backend: Guard, worker: Callable[[], Any], facts: Facts, garbage: bytes
+) -> None:
+    await worker().add(Redelivered(), before=0, kept=False, worker_died=False)
+    bucket = await backend.key_value(BUCKET)
+    [key] = await bucket.keys()
+    await bucket.put(key, garbage)
+
+    assert (await worker().look(Redelivered())).failures == 0
+    assert [unreadable.stream for unreadable in facts.of(Unreadable)] == [f"KV_{BUCKET}"]
 
 
 async def test_each_time_that_failures_cannot_be_stored_any_more_is_told(

@@ -106,7 +106,7 @@ class Fleet:
 
 def claims_of(timer: str, backend: InMemoryBackend, lease: Lease) -> Claims:
     bucket = SteadyBucket(backend, "app_timers", patience_seconds=1)
-    return Claims(timer, bucket, lease, Hindrance("app_timers", clock=backend.clock, events=Events()))
+    return Claims(timer, bucket, lease, Hindrance("app_timers", clock=backend.clock, events=Events()), events=Events())
 
 
 def seconds_of(time: datetime) -> float:
@@ -137,6 +137,18 @@ async def test_every_worker_runs_its_own(router: Router, fleet: Fleet) -> None:
     await fleet.after(25)
     assert fleet.ticks == [10, 10, 20, 20]
     assert {(tick.timer, tick.token) for tick in seen} == {("look", None)}
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\xff\xfe", b'{"x":' + b"[" * 100_000, b"", b"{}", b'{"time":"0001-01-01T00:00:00+23:00"}']
+)
+async def test_a_claim_that_no_worker_has_written_counts_from_when_it_was_stored(fleet: Fleet, garbage: bytes) -> None:
+    backend = fleet.streams.peer()
+    backend.reconnect()
+    await (await backend.key_value("app_timers")).put("lead", garbage)
+    claims = claims_of("lead", backend, Lease(backend, "app", events=Events()))
+
+    assert seconds_of(await claims.last(BEGINNING + timedelta(hours=1))) == 0
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from aviso_workers.codec import Message
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.streams import ConsumerSpec, StreamSpec
 from aviso_workers.subjects import overlap
+from aviso_workers.topics import LONGEST_SUBJECT
 
 __all__ = ["MAX_PAYLOAD", "Account"]
 
@@ -146,6 +147,8 @@ class Account:
     def _accepted(self, outgoing: Outgoing) -> tuple[Stream, Message]:
         """Where it is to be stored, and as what."""
         message, stream = outgoing.message, outgoing.stream
+        if message.subject.split() != [message.subject] or len(message.subject.encode()) > LONGEST_SUBJECT:
+            raise RefusedError(f"publish: {message.subject!r:.80} is no subject")
         taker = next((found for found in self._streams.values() if found.takes(message.subject)), None)
         if taker is None:
             raise UnavailableError(f"publish {message.subject}: no stream takes this subject")

@@ -16,6 +16,7 @@ __all__ = ["due_ns", "produced", "refuse"]
 
 SCHEDULE = "Nats-Schedule"
 TARGET = "Nats-Schedule-Target"
+PRODUCED_BY = "Nats-Scheduler"
 AT = "@at "
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -34,7 +35,9 @@ def due_ns(message: Message) -> int | None:
 
 
 def refuse(message: Message, taker: Stream) -> None:
-    """Raise `RefusedError` for a schedule that the stream does not take."""
+    """Raise `RefusedError` for a schedule that the stream does not take, and for what only a schedule produces."""
+    if PRODUCED_BY in _headers(message) and taker.config.get("allow_msg_schedules"):
+        raise RefusedError(f"publish {message.subject}: it says itself that a schedule has produced it", code=10212)
     if due_ns(message) is None:
         return
     if not taker.config.get("allow_msg_schedules"):
@@ -52,7 +55,7 @@ def produced(schedule: Message) -> Message:
     """What is stored when it is due."""
     headers = _headers(schedule)
     kept = {name: value for name, value in headers.items() if not name.startswith("Nats-")}
-    said = {"Nats-Scheduler": schedule.subject, "Nats-Schedule-Next": "purge"}
+    said = {PRODUCED_BY: schedule.subject, "Nats-Schedule-Next": "purge"}
     return Message(subject=headers[TARGET], data=schedule.data, headers={**kept, **said})
 
 

@@ -19,6 +19,7 @@ from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.wire import Arrival, header_block, status
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
+from aviso_workers.topics import LONGEST_SUBJECT
 
 __all__ = ["Publisher", "encode", "encode_all"]
 
@@ -26,6 +27,7 @@ __all__ = ["Publisher", "encode", "encode_all"]
 SWITCHED_OFF: dict[object, str] = {10166: "allow_msg_ttl", 10174: "allow_atomic", 10188: "allow_msg_schedules"}
 """Stream settings, by the code that a server has for what they would allow."""
 DUPLICATE_IN_BATCH = 10201
+MOST_BYTES_OF_CHARACTER = 4
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -176,7 +178,10 @@ def encode(outgoing: Outgoing, *, most: int) -> tuple[bytes, bytes]:
         raise RefusedError(f"{_what(outgoing)}: {size} bytes, the server takes {most}")
     if message.subject.split() != [message.subject]:
         raise RefusedError(f"{_what(outgoing)}: {message.subject!r} is no subject")
-    return message.subject.encode(), headers
+    subject = message.subject.encode()
+    if len(subject) > LONGEST_SUBJECT:
+        raise RefusedError(f"{_what(outgoing)}: a subject of more than {LONGEST_SUBJECT} bytes")
+    return subject, headers
 
 
 def encode_all(stream: str, chunk: OutgoingChunk, *, most: int) -> list[tuple[bytes, bytes, bytes]]:
@@ -184,7 +189,9 @@ def encode_all(stream: str, chunk: OutgoingChunk, *, most: int) -> list[tuple[by
     ends = b"\r\nNats-Expected-Stream: %b\r\n\r\n" % stream.encode()
     headers = [b"NATS/1.0\r\nNats-Msg-Id: %b%b" % (message_id.encode(), ends) for message_id in chunk.message_ids]
     largest = max(map(len, headers)) + max(map(len, chunk.data))
-    if any(chunk.headers) or largest > most or not (_are_plain(chunk.subjects) and _are_plain(chunk.message_ids)):
+    plain = _are_plain(chunk.subjects) and _are_plain(chunk.message_ids)
+    short = max(map(len, chunk.subjects)) * MOST_BYTES_OF_CHARACTER <= LONGEST_SUBJECT
+    if any(chunk.headers) or largest > most or not (plain and short):
         return [(*encode(each, most=most), each.message.data) for each in chunk.each(stream)]
     return list(zip([subject.encode() for subject in chunk.subjects], headers, chunk.data, strict=True))
 

@@ -1,0 +1,184 @@
+"""What somebody else has written to our own streams: it is left out and stated, and nothing else waits for it."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+import pytest
+
+from aviso_workers import App
+from aviso_workers.backends import Message
+from aviso_workers.engine import consumer_records, dead_lettering, deferring, sweeping
+from aviso_workers.errors import RefusedError
+from aviso_workers.events import Overdue
+from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
+from aviso_workers.testing import Harness
+from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+NUMBERS = itertools.count(1)
+NO_JSON = (b"\xff\xfe", b"[" * 100_000, b'{"x":' + b"[" * 100_000, b"", b"null", b'{"stream": 1}')
+LONG_AGO = "-99999999999999999999"
+FAR_AWAY = "9" * 30
+MANY_DIGITS = "9" * 5000
+
+
+async def put(app: App, stream: str, subject: str, data: bytes = b"{}", **headers: str) -> None:
+    """Store it, as somebody else would who has framework rights."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    message = Message(subject=subject, data=data, headers=named)
+    await app.session.backend.publish(
+        message, message_id=f"forged-{next(NUMBERS)}", stream=stream, timeout_seconds=PATIENCE_SECONDS
+    )
+
+
+def advisory(**stated: Any) -> bytes:
+    fields = {"stream": "MARS", "consumer": "contract__index", "stream_seq": 1, "deliveries": 1}
+    return msgspec.json.encode({**fields, **stated})
+
+
+async def test_advisories_that_are_none_are_left_out(app: App, t: Harness) -> None:
+    receipt = await t.notify("mars", mars(step="1"), {})
+    await t.settle()
+    forged = [
+        *NO_JSON,
+        advisory(stream="MARS x"),
+        advisory(stream="MARS\r\nPUB forged 0\r\n\r\n"),
+        advisory(stream="*"),
+        advisory(stream=""),
+        advisory(stream="NOWHERE"),
+        advisory(stream_seq=-1),
+        advisory(stream_seq=0),
+        advisory(stream_seq=2**63),
+        advisory(deliveries=-1),
+        advisory(consumer="contract__in dex"),
+        advisory(consumer="contract__"),
+        advisory(consumer="contract__a.b"),
+    ]
+    for data in [*forged, advisory(stream_seq=receipt.sequence)]:
+        await put(app, sweeping.STREAM, f"{sweeping.SUBJECT}.MARS.contract__index", data)
+    await t.advance(1)
+
+    letters = [letter async for letter in DeadLetterOffice(app).letters(Selection())]
+    assert [(letter.agent, letter.original.sequence) for letter in letters] == [("index", receipt.sequence)]
+    found = await app.session.backend.consumer_info(sweeping.STREAM, "contract__dead-letter-sweep")
+    assert found.num_ack_pending == 0, "none of them comes again"
+
+
+async def test_retries_that_nobody_has_asked_for_harm_nothing(app: App, t: Harness, handled: list[int]) -> None:
+    await t.settle()
+    subject = dead_lettering.retry_subject("contract", "index")
+    whole = {
+        "Aviso_Subject": "mars.od.0001.g.20261120.0000.oper.7",
+        "Aviso_Stream": "MARS",
+        "Aviso_Sequence": "1",
+        "Aviso_Timestamp": "1700000000000000000",
+    }
+    for name in ("Aviso_Sequence", "Aviso_Timestamp"):
+        for value in (LONG_AGO, FAR_AWAY, MANY_DIGITS, "x", ""):
+            await put(app, dead_lettering.RETRIES, subject, **{**whole, name: value})
+    for value in (FAR_AWAY, MANY_DIGITS, "x", "0", "٣"):
+        await put(app, dead_lettering.RETRIES, subject, **whole, Aviso_First_Part=value)
+    await put(app, dead_lettering.RETRIES, subject, b"\xff\xfe")
+    await t.notify("mars", mars(step="1"), {})
+    await t.settle()
+
+    assert 1 in handled, "the worker lives, and handles what is good"
+    await t.notify("mars", mars(step="2"), {})
+    await t.settle()
+    assert handled[-1] == 2
+
+
+async def test_dead_letters_that_are_none_are_left_out(app: App, t: Harness) -> None:
+    await t.notify("mars", mars(step="1"), "reject")
+    await t.settle()
+    subject = f"{dead_lettering.SUBJECT}.contract.index"
+    names = ("App", "Agent", "Reason", "Error", "Traceback", "Stream", "Subject")
+    whole = {f"Aviso_{name}": "x" for name in names}
+    whole |= {"Aviso_Attempts": "1", "Aviso_Sequence": "1", "Aviso_Timestamp": "1"}
+    for name in ("Aviso_Attempts", "Aviso_Sequence", "Aviso_Timestamp"):
+        for value in (LONG_AGO, FAR_AWAY, MANY_DIGITS):
+            await put(app, dead_lettering.STREAM, subject, **{**whole, name: value})
+
+    letters = [letter async for letter in DeadLetterOffice(app).letters(Selection())]
+
+    assert [letter.agent for letter in letters] == ["index"]
+
+
+async def test_what_is_due_and_cannot_be_published_is_left_out(app: App, t: Harness) -> None:
+    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=1)
+    whole = {"Aviso_Stream": "PLAIN", "Aviso_Event_Type": "plain", "Aviso_Message_Id": "forged"}
+    subjects = ["plain." + "x" * 5000, "plain.a b", "plain.1.2\x01", "plain.1.", "plain", "plain.*.x", "plain.%zz.x"]
+    for subject in subjects:
+        await put(app, deferring.STREAM, f"{deferring.DUE}.PLAIN", b"1", **whole, Aviso_Subject=subject)
+    await put(app, deferring.STREAM, f"{deferring.DUE}.PLAIN", b"\xff")
+    await t.advance(2)
+    await t.settle()
+
+    assert [(one.event_type, one.identifier) for one in t.published] == [("plain", {"a": "1", "b": "x"})]
+    found = await app.session.backend.consumer_info(deferring.STREAM, "aviso_workers__schedule-courier")
+    assert found.num_ack_pending == 0, "none of them comes again"
+    assert app.session.backend.connected
+
+
+async def test_a_record_of_a_consumer_that_is_none_counts_as_none(app: App, t: Harness, handled: list[int]) -> None:
+    await t.settle()
+    key = ("contract", "index", "MARS")
+    recorded = await consumer_records.stored(app.session.backend)
+    for data in NO_JSON:
+        await put(app, "KV_aviso_workers_consumers", f"$KV.aviso_workers_consumers.{'/'.join(key)}", data)
+        await put(app, "KV_aviso_workers_consumers", "$KV.aviso_workers_consumers.a/b", data)
+        assert (await consumer_records.stored(app.session.backend)).keys() == recorded.keys() - {key}
+    await t.notify("mars", mars(step="1"), {})
+    await t.settle()
+    assert handled == [1]
+
+
+@pytest.mark.parametrize(
+    ("stream", "subject"),
+    [
+        ("PLAIN", "plain.1.x"),
+        ("KV_CONTRACT_FAILURES", "kv_contract_failures.x"),
+        ("MARS", "plain.1.x"),
+        ("MARS", "MARS.1.x"),
+        ("aviso_workers_retries", "aviso_workers.retries.contract.index"),
+    ],
+)
+async def test_who_may_schedule_for_one_stream_has_nothing_published_to_another(
+    app: App, t: Harness, stream: str, subject: str
+) -> None:
+    await app.notify("mars", mars(step="1"), {}, deliver_after=1)
+    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=2)
+    due = datetime.fromtimestamp(t.clock.time_ns() / 1e9, UTC) + timedelta(seconds=1)
+    said = {"Aviso_Stream": stream, "Aviso_Subject": subject, "Aviso_Message_Id": "forged", "Aviso_Event_Type": "plain"}
+    when = {"Nats_Schedule": f"@at {due.isoformat()}", "Nats_Schedule_Target": f"{deferring.DUE}.{stream}"}
+    await put(app, deferring.STREAM, deferring.waiting("MARS", "forged"), b"1", **said, **when)
+    await put(app, deferring.STREAM, f"{deferring.DUE}.{stream}", b"1", **said)
+    said["Nats_Scheduler"] = deferring.waiting(stream, "forged")
+    with pytest.raises(RefusedError):
+        await put(app, deferring.STREAM, f"{deferring.DUE}.{stream}", **said)
+    await t.advance(3)
+    await t.settle()
+
+    assert [one.event_type for one in t.published] == ["mars", "plain"]
+
+
+async def test_what_is_for_an_event_type_that_no_worker_knows_waits_for_one_that_does(app: App, t: Harness) -> None:
+    overdue: list[Overdue] = []
+    app.events.listen(overdue.append, Overdue)
+    await app.notify("mars", mars(step="1"), {}, deliver_after=3600)
+    due = datetime.fromtimestamp(t.clock.time_ns() / 1e9, UTC)
+    said = {"Aviso_Stream": "DISS", "Aviso_Subject": "diss.1", "Aviso_Message_Id": "theirs", "Aviso_Event_Type": "diss"}
+    when = {"Nats_Schedule": f"@at {due.isoformat()}", "Nats_Schedule_Target": f"{deferring.DUE}.DISS"}
+    await put(app, deferring.STREAM, deferring.waiting("DISS", "theirs"), b"1", **said, **when)
+    await t.advance(1)
+
+    assert {(late.stream, late.message_id) for late in overdue} == {("DISS", "theirs")}
+    assert await app.session.backend.subject_counts(deferring.STREAM, subject=f"{deferring.DUE}.>") == {
+        f"{deferring.DUE}.DISS": 1
+    }
