@@ -3,7 +3,10 @@
 A dead letter has more headers than its original, and the original may be as large as a server takes. So the first part
 of its body is stored before the rest, as a message of its own under a subject that nobody reads; the rest names its
 sequence. The message is there when the rest is. Of one that was broken off in between only the first part is there,
-and no reader takes it for a message. `dead_lettering` and `ops.dead_letters` store by this module and read by it.
+and no reader takes it for a message. Headers cannot be divided, so where those of the original leave no room for ours,
+they are stored as the beginning of the body.
+
+`dead_lettering` and `ops.dead_letters` store by this module and read by it.
 """
 
 from __future__ import annotations
@@ -22,7 +25,13 @@ __all__ = ["HEADERS", "TOO_LARGE", "first_part_of", "fits", "is_first_part", "st
 FIRST_PART = "Aviso-First-Part"
 """The header of a rest: the sequence of its first part."""
 IS_FIRST_PART = "Aviso-Is-First-Part"
-HEADERS = (FIRST_PART, IS_FIRST_PART)
+HEADER_BYTES = "Aviso-Header-Bytes"
+"""The header of a message whose body begins with headers: how many bytes of it they are."""
+HEADERS = (FIRST_PART, IS_FIRST_PART, HEADER_BYTES)
+OURS = "Aviso-"
+LINE_END = b"\r\n"
+MOST_HEADER_BYTES = 65_535
+"""JetStream stores no message with more (10097)."""
 TOO_LARGE = 10054
 """JetStream: the message is larger than it may be."""
 SUBJECT_END = ".part"
@@ -41,9 +50,11 @@ async def store(message: Message, message_id: str, publish: Publish, *, max_payl
     if fits(message, max_payload=max_payload):
         await publish(message, message_id)
         return
+    if _header_size(message) > min(max_payload // 2, MOST_HEADER_BYTES):
+        message = _with_headers_in_body(message)
     half = len(message.data) // 2
-    if _size(message) - half > max_payload:
-        raise RefusedError(f"{message.subject}: its headers leave no room in {max_payload} bytes", code=TOO_LARGE)
+    if _header_size(message) + len(message.data) - half > max_payload:
+        raise RefusedError(f"{message.subject}: it does not fit into two messages of {max_payload}", code=TOO_LARGE)
     first = await publish(
         structs.replace(
             message,
@@ -59,7 +70,8 @@ async def store(message: Message, message_id: str, publish: Publish, *, max_payl
 
 def fits(message: Message, *, max_payload: int) -> bool:
     """Whether it is stored as one message."""
-    return _size(message) <= max_payload
+    size = _header_size(message)
+    return size <= MOST_HEADER_BYTES and size + len(message.data) <= max_payload
 
 
 def is_first_part(message: Message) -> bool:
@@ -76,7 +88,7 @@ def first_part_of(message: Message) -> int:
 
 
 async def whole(backend: Backend, stream: str, message: Message) -> Message:
-    """The message with its whole body.
+    """The message with its whole body, and its headers.
 
     Raises `UndecodableError` where its first part is gone, `BackendError` where it cannot be read now.
     """
@@ -86,13 +98,34 @@ async def whole(backend: Backend, stream: str, message: Message) -> Message:
     first = await message_at(backend, stream, sequence)
     if first is None or not is_first_part(first) or _original(first.headers) != _original(message.headers):
         raise UndecodableError(f"message {message.sequence} of {stream} lacks its first part, which was {sequence}")
-    return structs.replace(message, data=first.data + message.data)
+    return _with_own_headers(structs.replace(message, data=first.data + message.data))
+
+
+def _with_headers_in_body(message: Message) -> Message:
+    """The message with all headers but ours at the beginning of its body."""
+    headers = message.headers or {}
+    kept = {name: value for name, value in headers.items() if name.startswith(OURS)}
+    # What was no UTF-8 has three bytes each that it came with one: then the whole might not fit.
+    lines = [f"{name}:{value}".replace("\ufffd", "?").encode() for name, value in headers.items() if name not in kept]
+    moved = LINE_END.join(lines)
+    return structs.replace(message, data=moved + message.data, headers={**kept, HEADER_BYTES: str(len(moved))})
+
+
+def _with_own_headers(message: Message) -> Message:
+    """The message as it was before `_with_headers_in_body`. Raises `UndecodableError` where it cannot have been so."""
+    headers = dict(message.headers or {})
+    if HEADER_BYTES not in headers:
+        return message
+    size = read_number(headers.pop(HEADER_BYTES))
+    for line in message.data[:size].split(LINE_END):
+        name, _, value = line.decode("utf-8", "replace").partition(":")
+        headers.setdefault(name, value)
+    return structs.replace(message, data=message.data[size:], headers=headers)
 
 
 def _original(headers: Mapping[str, str] | None) -> tuple[str | None, ...]:
     return tuple((headers or {}).get(name) for name in ("Aviso-Stream", "Aviso-Sequence", "Aviso-Timestamp"))
 
 
-def _size(message: Message) -> int:
-    headers = sum(len(f"{name}: {value}\r\n".encode()) for name, value in (message.headers or {}).items())
-    return len(message.data) + headers + ADDED_BYTES
+def _header_size(message: Message) -> int:
+    return sum(len(f"{name}: {value}\r\n".encode()) for name, value in (message.headers or {}).items()) + ADDED_BYTES

@@ -512,6 +512,47 @@ async def test_originals_wait_for_as_long_as_their_dead_letters_are_refused(
         assert sorted(letter.original.sequence for letter in await all_of(office)) == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("policy", "headers", "body"),
+    [
+        ({"order_by": ["expver"]}, 65_000, 980_000),
+        ({"order_by": ["expver"]}, 65_000, 1),
+        ({"singleton": True}, 0, 1_040_000),
+    ],
+    ids=["in order, large headers and body", "in order, large headers", "a singleton, a large body"],
+)
+async def test_what_is_as_large_as_the_server_takes_and_cannot_be_read_holds_nothing_up(
+    app: App, testing: Testing, policy: dict[str, Any], headers: int, body: int
+) -> None:
+    handled: list[object] = []
+
+    @app.agent("mars", **policy)
+    async def failing(notification: Notification[Field]) -> None:
+        handled.append(notification.payload.location)
+
+    async with testing() as (t, office):
+        await t.settle()
+        subject = "mars.od.0001.g.20261120.0000.oper.12"
+        stored = {"large": "ä\x01:" * (headers // 4), "small": "here: and there"}
+        unreadable = Message(subject=subject, data=b"\xff" * body, headers=stored)
+        backend = app.session.backend
+        await backend.publish(unreadable, message_id="x", stream="MARS", timeout_seconds=PATIENCE_SECONDS)
+        await t.notify("mars", mars(step=18), {"location": "behind"})
+        await t.settle()
+        assert handled == ["behind"]
+
+        (letter,) = await all_of(office)
+        for _ in range(2):
+            assert (letter.reason, letter.original.subject) == ("undecodable", subject)
+            assert letter.original.data == unreadable.data
+            assert {name: letter.original.headers[name] for name in stored} == stored
+            await office.retry(letter)
+            await t.settle()
+            (letter,) = await all_of(office)
+        await office.drop(letter)
+        assert (await backend.stream_info(STREAM)).messages == 0
+
+
 async def test_a_body_as_large_as_the_server_takes_is_kept_shown_and_tried_again(app: App, testing: Testing) -> None:
     handled: list[int] = []
     broken = True

@@ -51,6 +51,15 @@ async def test_the_message_id_is_stored_as_a_header(create, publish, stored):
     assert message.headers["Nats-Msg-Id"] == "once"
 
 
+async def test_headers_of_more_than_jetstream_takes_are_refused(create, publish, stored):
+    await create()
+    with pytest.raises(RefusedError) as refused:
+        await publish("mars.od", headers={"all": "x" * 65_536})
+    assert refused.value.code == 10097
+    await publish("mars.od", headers={"all": "x" * 65_000})
+    assert len(await stored()) == 1
+
+
 @pytest.mark.parametrize("subject", ["mars.no subject", "mars." + "x" * 5000])
 async def test_what_would_end_the_connection_is_refused_and_not_sent(create, publish, stored, subject):
     await create()

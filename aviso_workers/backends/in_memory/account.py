@@ -14,7 +14,7 @@ from aviso_workers import config, streams
 from aviso_workers.backends import Outgoing, PubAck
 from aviso_workers.backends.in_memory import schedules
 from aviso_workers.backends.in_memory.durable import Durable
-from aviso_workers.backends.in_memory.stream import Stream, complete, payload_size, total_of, ttl_of
+from aviso_workers.backends.in_memory.stream import Stream, complete, header_size, total_of, ttl_of
 from aviso_workers.clocks import Clock
 from aviso_workers.codec import Message
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
@@ -26,6 +26,8 @@ __all__ = ["MAX_PAYLOAD", "Account"]
 
 MAX_PAYLOAD = 1024 * 1024
 """A nats-server's own default."""
+MAX_HEADERS = 65_535
+"""JetStream's, which cannot be changed."""
 
 
 class Account:
@@ -165,7 +167,11 @@ class Account:
         # A server stores these two beside the publisher's headers.
         headers = {**headers, "Nats-Msg-Id": outgoing.message_id, "Nats-Expected-Stream": stream}
         whole = msgspec.structs.replace(message, headers=headers)
-        if payload_size(whole) > MAX_PAYLOAD:
+        if header_size(whole) > MAX_HEADERS:
+            raise RefusedError(
+                f"publish {message.subject}: its headers are larger than {MAX_HEADERS} bytes", code=10097
+            )
+        if header_size(whole) + len(whole.data) > MAX_PAYLOAD:
             raise RefusedError(f"publish {message.subject}: headers and body are larger than {MAX_PAYLOAD} bytes")
         return taker, whole
 

@@ -24,7 +24,7 @@ from aviso_workers.codec import MARKER_HEADER, Message, store_time
 from aviso_workers.errors import ConflictError, FullError, NotFoundError, RefusedError
 from aviso_workers.subjects import pattern
 
-__all__ = ["Stream", "complete", "payload_size", "total_of", "ttl_of"]
+__all__ = ["Stream", "complete", "header_size", "total_of", "ttl_of"]
 
 DEFAULTS = {
     "retention": "limits",
@@ -306,18 +306,17 @@ def total_of(message: Message | None) -> int:
     return int(msgspec.json.decode(message.data)["val"]) if message else 0
 
 
-def payload_size(message: Message) -> int:
-    """The bytes of headers and body, as they go over the wire."""
-    size = len(message.data)
-    if message.headers:
-        size += len("NATS/1.0\r\n\r\n")
-        size += sum(len(f"{name}: {value}\r\n".encode()) for name, value in message.headers.items())
-    return size
+def header_size(message: Message) -> int:
+    """The bytes of the headers, as they go over the wire."""
+    if not message.headers:
+        return 0
+    lines = sum(len(f"{name}: {value}\r\n".encode()) for name, value in message.headers.items())
+    return len("NATS/1.0\r\n\r\n") + lines
 
 
 def _size(message: Message) -> int:
     """The bytes that count against max_bytes, as a server counts them for storage memory."""
-    return MESSAGE_OVERHEAD + len(message.subject.encode()) + payload_size(message)
+    return MESSAGE_OVERHEAD + len(message.subject.encode()) + header_size(message) + len(message.data)
 
 
 def _is_aviso(config: Mapping[str, Any]) -> bool:
