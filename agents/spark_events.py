@@ -5,7 +5,8 @@ acknowledged. Killed in between, the router would publish the same ids again. So
 it holds, and does so whenever it was not level with a log for a while, as where a store shows a file when it is closed:
 the driver's own listener (`aviso_workers.spark.listen`) may have published them long ago. For what is younger there is
 the stream's duplicate window. So: from the log on, each event is stored once. The events of one application are
-published one after the other, in the order of its log; applications do not wait for each other.
+published one after the other, in the order of its log; applications do not wait for each other, and what goes wrong
+with the log of one is told and stops no other.
 
 A driver that is killed leaves its log open. Where that has not grown for `lost_after_seconds`, the application is
 published as lost, which Spark has no event for.
@@ -32,7 +33,7 @@ import structlog
 from msgspec import Meta, Struct
 
 from aviso_workers import App, KeyValue, Router
-from aviso_workers.errors import InvalidNotificationError, RefusedError, UnknownEventTypeError
+from aviso_workers.errors import BackendError, InvalidNotificationError, RefusedError, UnknownEventTypeError
 from aviso_workers.spark import event_log, job_events
 from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
 from aviso_workers.spark.job_events import Application, JobEvent
@@ -208,7 +209,10 @@ class _Application:
         return silent and not log.complete and not self._stored.lost and self._stored != Checkpoint()
 
     async def publish(self, grown: EventLog) -> None:
-        """Publish what the log has more than before, and store how far that goes. Raises `BackendError`."""
+        """Publish what the log has more than before, and store how far that goes.
+
+        Raises `BackendError` and `UnknownEventTypeError`, which are about all applications.
+        """
         if grown.problem:
             self.report(grown.problem)
         else:
@@ -219,6 +223,11 @@ class _Application:
             except OSError as error:
                 self.report(str(error))
                 return
+            except (BackendError, UnknownEventTypeError):
+                raise  # It is the same for all applications.
+            except Exception as error:
+                # It is looked at again when the log grows, and after a restart. Other applications go on.
+                self.report(f"given up: {type(error).__name__}: {error}")
         self.published, self.grew_at = grown, anyio.current_time()
 
     async def _publish(self, grown: EventLog) -> None:

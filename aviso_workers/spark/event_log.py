@@ -49,6 +49,8 @@ PLAIN_CHUNK = 256 << 10
 
 EVENT = b'{"Event":"'
 ROLLING = "eventlog_v2_"
+NAME = re.compile(r"[^\s*>]+")
+"""Of an application. The others could not be told from a filter for several applications, or not be published."""
 ROLLED_FILE = re.compile(r"events_(\d{1,9})_[^.]+(\.\w+)?(\.compact)?")
 COMPACTED = ".compact"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -95,6 +97,8 @@ class EventLog(Struct, frozen=True, kw_only=True):
     @property
     def problem(self) -> str | None:
         """Why none of it can be read, if so."""
+        if not NAME.fullmatch(self.name):
+            return f"{self.name!r} is no Spark application id: move it out of the directory of event logs"
         for codec in {file.codec for file in self.files} - {"", "zstd"}:
             if codec in OTHER_CODECS:
                 return f"{codec} is not supported: run the application with spark.eventLog.compression.codec=zstd"

@@ -104,7 +104,7 @@ def decode(line: bytes | str, application: Application) -> JobEvent | None:
         return None
     try:
         fact = project(msgspec.json.decode(line))
-    except (msgspec.DecodeError, LookupError, TypeError, AttributeError, ValueError) as error:
+    except (msgspec.DecodeError, RecursionError, LookupError, TypeError, AttributeError, ValueError) as error:
         raise UndecodableError(f"no {name.decode()} as Spark writes it: {error!r}") from error
     subject = application.id if fact.id is None else str(fact.id)
     return JobEvent(

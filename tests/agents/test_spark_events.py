@@ -87,9 +87,11 @@ class SparkLog:
         return self._directory / f"events_{index}_{self.name}.zstd"
 
     def write(self, event: str, /, **fields: Any) -> None:
-        text = json.dumps({"Event": event, **fields}, separators=(",", ":")) + "\n"
+        self.write_line(json.dumps({"Event": event, **fields}, separators=(",", ":")))
+
+    def write_line(self, text: str) -> None:
         with self._path.open("ab") as out:
-            out.write(zstandard.ZstdCompressor().compress(text.encode()))
+            out.write(zstandard.ZstdCompressor().compress(f"{text}\n".encode()))
 
     @property
     def facts(self) -> list[str]:
@@ -325,6 +327,64 @@ async def test_without_the_server_it_fails_and_comes_back_to_where_it_was(
         await story.arrived(22)
     assert await story.stored() == log.facts
     assert story.outcomes == {"stored": 22}
+
+
+def write_stray(directory: Path, name: str) -> Path:
+    """Something that begins as an event log does, under this name: a rolling one, or a single file."""
+    stray = directory / name
+    file = stray / "events_1_x" if name.startswith("eventlog_v2_") else stray
+    file.parent.mkdir(parents=True)
+    file.write_bytes(START)
+    return stray
+
+
+START = b'{"Event":"SparkListenerApplicationStart","App Name":"x","Timestamp":1}\n'
+
+
+@pytest.mark.parametrize("name", [" ", "*", ">", "a b", "eventlog_v2_", "eventlog_v2_*"])
+async def test_a_log_whose_name_is_no_application_stops_no_other(
+    story: Story, directory: Path, told: Told, name: str
+) -> None:
+    """A star would be a filter for all applications, and an empty name one for none."""
+    stray = write_stray(directory, name)
+    log = story.log()
+    async with story.following():
+        await told.signal.until(lambda: [entry.get("path") for entry in told.entries] == [str(stray)])
+        log.jobs(3)
+        await story.arrived(7)
+    assert await story.stored() == log.facts
+    [entry] = told.entries
+    assert (entry["event"], "is no Spark application id" in entry["problem"]) == ("spark_events.unreadable", True)
+
+
+async def test_what_fails_for_one_application_stops_no_other(
+    story: Story, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = job_events.decode
+
+    def decode_one(line: bytes, *, application: Application) -> Any:
+        if application.id == "local-2":
+            raise ZeroDivisionError("of this one")
+        return decode(line, application)
+
+    monkeypatch.setattr(job_events, "decode", decode_one)
+    log, _ = story.log(), story.log("local-2")
+    async with story.following():
+        await told.signal.until(lambda: told.entries != [])
+        log.jobs(3)
+        await story.arrived(7)
+    assert await story.stored() == log.facts
+    assert ["ZeroDivisionError: of this one" in entry["problem"] for entry in told.entries] == [True]
+
+
+async def test_a_line_that_is_nested_too_deep_is_left_out_and_the_rest_is_published(story: Story, told: Told) -> None:
+    log = story.log()
+    log.write_line('{"Event":"SparkListenerJobStart","Stage Infos":' + "[" * 100_000 + "]" * 100_000 + "}")
+    log.jobs(3)
+    async with story.following():
+        await story.arrived(7)
+    assert await story.stored() == log.facts
+    assert ["left out 1 lines" in entry["problem"] for entry in told.entries] == [True]
 
 
 async def test_a_checkpoint_that_cannot_be_read_is_told_and_costs_nothing(story: Story, told: Told) -> None:
