@@ -253,6 +253,50 @@ def test_secrets_are_seen_by_whoever_asks_and_by_nobody_else() -> None:
 @pytest.mark.parametrize(
     "setting",
     [
+        f"dsn: {SECRET}",
+        f"private_key: {SECRET}",
+        f"url: 'https://me:{SECRET}@host/x'",
+        f"credentials: {{user: {SECRET}, port: 22}}",
+        f"servers: [{{name: {SECRET}}}]",
+        f"anything: {SECRET}",
+    ],
+)
+def test_texts_in_the_section_of_an_agent_are_not_shown_unless_it_declares_them(setting: str) -> None:
+    found = loaded(f"notification_backend: {{kind: jetstream}}\nworkers: {{agents: {{mail: {{{setting}}}}}}}\n")
+    assert SECRET not in str(config.effective(found))
+
+
+def test_of_the_section_of_an_agent_numbers_and_declared_texts_are_shown_but_no_declared_secret() -> None:
+    names = ("password", "pwd", "passphrase", "auth", "dsn", "connection", "access_key", "private_key", "api_key")
+    mail = msgspec.defstruct("Mail", [("to", str), *((name, str) for name in names)])
+    secrets = ", ".join(f"{name}: {SECRET}" for name in names)
+    found = loaded(
+        "notification_backend: {kind: jetstream}\n"
+        f"workers: {{agents: {{mail: {{to: me, every: 2, debug: true, {secrets}}}}}}}\n"
+    )
+    shown = {path: value for path, value, _ in config.effective(found, agents={"mail": mail})}
+    section = {path.removeprefix("workers.agents.mail."): shown[path] for path in shown if "agents.mail" in path}
+    assert section == {"to": "me", "every": 2, "debug": True, **dict.fromkeys(names, "***")}
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        f"application: {{base_url: 'https://me:{SECRET}@host/path'}}",
+        f"server: {{cluster: {{routes: ['me:{SECRET}@host:6222']}}}}",
+        f"server: {{leafnodes: {{remotes: {{hub: {{urls: ['me:{SECRET}@host:7422']}}}}}}}}",
+        f"server: {{gateways: {{remotes: {{east: ['nats://me:{SECRET}@host:7222']}}}}}}",
+    ],
+)
+def test_who_a_url_names_is_not_shown(section: str) -> None:
+    shown = str(config.effective(loaded(f"notification_backend: {{kind: jetstream}}\n{section}\n")))
+    assert SECRET not in shown
+    assert "***@host" in shown
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
         f"password: [{SECRET}]",
         f"password: !{SECRET}",
         f"password: !{SECRET}!x y",
@@ -294,7 +338,7 @@ def test_effective_values_come_with_their_origin() -> None:
     assert shown["notification_schema.mars.payload"] == (None, "default")
     assert shown["workers.status.port"] == (9464, "default")
     assert shown["workers.dead_letters.max_bytes"] == ("1Gi", "AVISO_WORKERS_WORKERS__DEAD_LETTERS__MAX_BYTES")
-    assert shown["workers.agents.mail.to.name"] == ("me", "dev.yaml:6")
+    assert shown["workers.agents.mail.to.name"] == ("***", "dev.yaml:6")
 
 
 def test_the_json_schema_describes_every_field_of_the_settings() -> None:

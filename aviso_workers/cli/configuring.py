@@ -7,7 +7,7 @@ import json
 import typer
 
 from aviso_workers import config as configuration
-from aviso_workers.cli.finding import ConfigOption
+from aviso_workers.cli.finding import ConfigOption, settings_of_installed
 from aviso_workers.cli.printing import Columns
 
 __all__ = ["config"]
@@ -26,6 +26,8 @@ def show(config: ConfigOption = None) -> None:
     """Print every value in effect and where it comes from; secrets are masked."""
     loaded = configuration.load(config)
     columns = Columns("key", "value", "from")
-    columns.print([(path, json.dumps(value), origin) for path, value, origin in configuration.effective(loaded)])
+    settings = settings_of_installed(loaded.workers.agents)
+    shown = configuration.effective(loaded, agents=settings)
+    columns.print([(path, json.dumps(value), origin) for path, value, origin in shown])
     for warning in loaded.warnings:
         typer.echo(f"warning: {warning}", err=True)

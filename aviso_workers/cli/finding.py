@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Awaitable, Callable
-from importlib.metadata import entry_points
+from collections.abc import Awaitable, Callable, Iterable
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import anyio
 import typer
+from msgspec import Struct
 
 from aviso_workers.agents import Router
 from aviso_workers.app import App
 from aviso_workers.config import Config
 from aviso_workers.errors import DeclarationError, describe
 
-__all__ = ["AgentOption", "ConfigOption", "Target", "connected", "connected_app", "find_app", "run_connected"]
+__all__ = [
+    "AgentOption",
+    "ConfigOption",
+    "Target",
+    "connected",
+    "connected_app",
+    "find_app",
+    "run_connected",
+    "settings_of_installed",
+]
 
 T = TypeVar("T")
 
@@ -93,8 +103,19 @@ def _import(target: str) -> App:
     return found
 
 
+def settings_of_installed(names: Iterable[str]) -> dict[str, type[Struct]]:
+    """Return the type of the settings of those routers of these names that are installed and have settings."""
+    installed = _installed()
+    routers = [_router(name) for name in names if name in installed]
+    return {router.name: router.settings_type for router in routers if router.settings_type is not None}
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+
+
 def _router(name: str) -> Router:
-    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    found = _installed()
     if name not in found:
         raise DeclarationError(f"no agent {name!r} is installed; there are: {', '.join(sorted(found)) or 'none'}")
     router = found[name].load()

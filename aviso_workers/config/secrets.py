@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-__all__ = ["HIDDEN", "Secret", "ServerUrls"]
+__all__ = ["HIDDEN", "Secret", "ServerUrls", "without_user"]
 
 HIDDEN = "***"
 
@@ -61,7 +61,7 @@ class ServerUrls:
         return self._urls
 
     def masked(self) -> tuple[str, ...]:
-        return tuple(_masked(url) for url in self._urls)
+        return tuple(without_user(url) for url in self._urls)
 
     def __repr__(self) -> str:
         return ", ".join(self.masked())
@@ -83,7 +83,8 @@ def _is_server_url(url: str) -> bool:
         return False
 
 
-def _masked(url: str) -> str:
+def without_user(url: str) -> str:
+    """Return the URL, or the host and port, with the user and the password before it masked."""
     before, at, host = url.rpartition("@")
     if not at:
         return url
