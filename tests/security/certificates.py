@@ -38,6 +38,10 @@ class Authority:
         self._run("x509", "-req", "-in", str(request), *signing, *extending)
         return made
 
+    def encrypt(self, key_file: str, to: Path) -> None:
+        """Write the private key to another file, with a passphrase."""
+        self._run("pkcs8", "-topk8", "-in", key_file, "-out", str(to), "-passout", "pass:secret")
+
     def _files(self, name: str) -> Certificate:
         return Certificate(str(self._directory / f"{name}.pem"), str(self._directory / f"{name}.key"))
 

@@ -37,7 +37,6 @@ def to(url: str, **settings: Any) -> Connection:
 async def refused(connection: Connection) -> str:
     with anyio.fail_after(PATIENCE_SECONDS), pytest.raises(RefusedError) as raised:
         await connection.open()
-    await connection.close()
     return str(raised.value)
 
 

@@ -25,7 +25,7 @@ from nats.aio.msg import Msg
 
 from aviso_workers import config
 from aviso_workers.backends import ConnectionListener
-from aviso_workers.backends.jetstream import faults, tls, wire
+from aviso_workers.backends.jetstream import credentials, faults, tls, wire
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 
 __all__ = ["Connection"]
@@ -89,7 +89,7 @@ class Connection:
         would help: the server turns us away, it cannot be trusted, or a file that the settings name cannot be used.
         """
         settings = self._settings
-        options = _credentials(settings)
+        options = _options(settings)
         for attempt in range(1, settings.retry_attempts + 1):
             if attempt > 1:
                 await anyio.sleep(settings.reconnect_delay_ms / 1000)
@@ -337,19 +337,8 @@ class Connection:
             self._listener(connected=connected, reason=reason)
 
 
-def _credentials(settings: config.JetStream) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if settings.token:
-        options["token"] = settings.token.reveal()
-    if settings.user:
-        options |= {
-            "user": settings.user,
-            "password": settings.password.reveal() if settings.password else "",
-        }
-    if settings.nkey_seed_file:
-        options["nkeys_seed"] = settings.nkey_seed_file
-    if settings.credentials_file:
-        options["user_credentials"] = settings.credentials_file
+def _options(settings: config.JetStream) -> dict[str, Any]:
+    options = credentials.options(settings)
     if settings.tls:
         options["tls"] = tls.context(settings.tls)
         if settings.tls.server_hostname:

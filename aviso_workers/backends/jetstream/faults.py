@@ -61,6 +61,9 @@ REFUSALS = {
     "authorization failed": "refused the credentials",  # nats-py's word for it
     "authentication expired": "refused the credentials",
     "authentication revoked": "refused the credentials",
+    "alert certificate": "refused our certificate",
+    "alert bad certificate": "refused our certificate",
+    "alert unknown ca": "refused our certificate",
     "offers no tls": "cannot be trusted",
     "certificate verify failed": "cannot be trusted",
 }

@@ -111,7 +111,10 @@ def certificate(nc: Client) -> bytes | None:
 
 def _tls_object(transport: Any) -> Any:
     writer = getattr(transport, "_io_writer", None)
-    return writer.get_extra_info("ssl_object") if writer is not None else None
+    try:
+        return writer.get_extra_info("ssl_object") if writer is not None else None
+    except AttributeError:  # so says Python's transport where it was closed
+        return None
 
 
 def _no_password() -> str:

@@ -1,0 +1,90 @@
+"""How we tell a server who we are: a token, a user, an NKey, or a user JWT with its seed.
+
+The file of a JWT is read for each connection, because who issues short ones replaces it. nats-py's own reading of it
+never returns where the JWT is missing, and what it raises ends reconnecting for good.
+"""
+
+from __future__ import annotations
+
+import base64
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import nats.errors
+import nkeys
+
+from aviso_workers import config
+from aviso_workers.errors import RefusedError
+
+__all__ = ["options"]
+
+JWT = "BEGIN NATS USER JWT"
+SEED = "BEGIN USER NKEY SEED"
+
+
+class UnusableFileError(nats.errors.Error):
+    """A file that the settings name cannot be read, or holds something else."""
+
+
+def options(settings: config.JetStream) -> dict[str, Any]:
+    """Return what `nats.aio.client.Client.connect` takes. Raises `RefusedError` for a file that cannot be used."""
+    try:
+        if settings.token:
+            return {"token": settings.token.reveal()}
+        if settings.user:
+            return {"user": settings.user, "password": settings.password.reveal() if settings.password else ""}
+        if settings.nkey_seed_file:
+            return {"nkeys_seed_str": _seed_of(settings.nkey_seed_file)}
+        if settings.credentials_file:
+            return _of_credentials(settings.credentials_file)
+    except UnusableFileError as error:
+        raise RefusedError(str(error)) from error
+    return {}
+
+
+def _of_credentials(file: str) -> dict[str, Any]:
+    def jwt() -> bytearray:
+        return bytearray(_block(file, JWT).encode())
+
+    def sign(nonce: str) -> bytes:
+        return base64.b64encode(_key_pair(_block(file, SEED), f"credentials_file {file}").sign(nonce.encode()))
+
+    jwt()
+    sign("tried at the start")
+    return {"user_jwt_cb": jwt, "signature_cb": sign}
+
+
+def _seed_of(file: str) -> str:
+    seed = _text(file, f"nkey_seed_file {file}").strip()
+    _key_pair(seed, f"nkey_seed_file {file}")
+    return seed
+
+
+def _block(file: str, title: str) -> str:
+    """Return the line below the one that has the title."""
+    what = f"credentials_file {file}"
+    for line, following in pairwise(_text(file, what).splitlines()):
+        if line.strip(" -") == title:
+            return following.strip()
+    raise UnusableFileError(f"{what}: has no line '-----{title}-----'")
+
+
+def _key_pair(seed: str, what: str) -> nkeys.KeyPair:
+    # Neither the seed nor a part of it is repeated.
+    problem = f"{what}: holds no seed of a user's NKey, which begins with SU"
+    if not seed.startswith("SU"):
+        raise UnusableFileError(problem)
+    try:
+        return nkeys.from_seed(bytearray(seed.encode()))
+    except (nkeys.NkeysError, ValueError) as error:
+        raise UnusableFileError(problem) from error
+
+
+def _text(file: str, what: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UnusableFileError(f"{what}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UnusableFileError(f"{what}: is not UTF-8 text") from error
