@@ -18,7 +18,16 @@ from msgspec import Struct
 from aviso_workers import schema, spatial, topics
 from aviso_workers.errors import InvalidPayloadError, UndecodableError, describe
 from aviso_workers.notifications import Notification
-from aviso_workers.schema import EventType, PointCloudHandler, PolygonHandler, Where, parse_where
+from aviso_workers.schema import (
+    EventType,
+    ExpverHandler,
+    PointCloudHandler,
+    PolygonHandler,
+    Rule,
+    StringHandler,
+    Where,
+    parse_where,
+)
 
 __all__ = [
     "MARKER_HEADER",
@@ -44,6 +53,10 @@ POINT_CLOUD = "point_cloud"
 
 SPATIAL_HEADERS = {POLYGON: GEOMETRY_HEADER, POINT_CLOUD: POINT_CLOUD_HEADER}
 MOST_KNOWN = 10_000
+LONGEST_KNOWN = 100
+"""Characters of a value that is remembered: others choose them."""
+LEFT_OUT = ("", "*")
+"""What a subject has in place of a field that the publisher left out."""
 SURELY_SHORT = 900
 """Characters of a subject that cannot be too long, however many bytes they have."""
 REMEMBERED = frozenset({str, int})
@@ -219,7 +232,17 @@ class NotificationReader:
         self._where = where or parse_where(name, event_type, {})
         self._keys = self._where.topic.key_order
         self._selective = bool(self._where.conditions or self._where.place)
-        self._spatial = [(field, header) for field, header in SPATIAL_HEADERS.items() if field in event_type.identifier]
+        self._base = self._where.topic.base
+        rules = event_type.identifier
+        checks = [
+            (position, _Check(field, rules[field]))
+            for position, field in enumerate(self._keys, 1)
+            if field in rules and not _takes_any_text(rules[field])
+        ]
+        self._checks = [(position, check.known, check.add) for position, check in checks]
+        self._spatial = [
+            (field, header, _Check(field, rules[field])) for field, header in SPATIAL_HEADERS.items() if field in rules
+        ]
         self._decode_payload = _payload_decoder(payload_type)
 
     def matches(self, message: Message) -> bool:
@@ -240,13 +263,19 @@ class NotificationReader:
         tokens = self._tokens(subject)
         if self._selective and not self._lets_through(tokens, message):
             return None
+        if tokens[0] != self._base:
+            raise UndecodableError(f"{subject!r} is no subject of {self._name}")
+        for position, known, add_known in self._checks:
+            if tokens[position] not in known:
+                add_known(tokens[position])
         headers = message.headers if message.headers is not None else NO_HEADERS
         identifier = dict(zip(self._keys, tokens[1:], strict=False))
         if "*" in tokens or "" in tokens:  # decoded, they mean that the publisher left the field out
-            identifier = {key: value for key, value in identifier.items() if value not in ("", "*")}
-        for field, header in self._spatial:
-            if header in headers:
-                identifier.setdefault(field, headers[header])
+            identifier = {key: value for key, value in identifier.items() if value not in LEFT_OUT}
+        for field, header, check in self._spatial:
+            if header in headers and field not in identifier:
+                identifier[field] = headers[header]
+                check.add(headers[header])
         return Notification(
             event_type=self._name,
             identifier=identifier,
@@ -268,6 +297,34 @@ class NotificationReader:
 
     def _lets_through(self, tokens: Sequence[str], message: Message) -> bool:
         return self._where.matches(tokens, _footprint(message) if self._where.place else None)
+
+
+def _takes_any_text(rule: Rule) -> bool:
+    return isinstance(rule, ExpverHandler) or (isinstance(rule, StringHandler) and rule.max_length is None)
+
+
+class _Check:
+    """Whether the values of one identifier field are what its rule allows. It remembers those that are."""
+
+    __slots__ = ("_field", "_rule", "known")
+
+    def __init__(self, field: str, rule: Rule) -> None:
+        self._field = field
+        self._rule = rule
+        self.known = set(LEFT_OUT)
+
+    def add(self, value: str) -> None:
+        """Raises `UndecodableError` where the rule does not allow the value."""
+        try:
+            self._rule.canonical(value)
+        except ValueError as problem:
+            raise UndecodableError(f"identifier field {self._field!r} {problem}") from problem
+        if len(value) > LONGEST_KNOWN:
+            return
+        if len(self.known) >= MOST_KNOWN:
+            self.known.clear()
+            self.known.update(LEFT_OUT)
+        self.known.add(value)
 
 
 def _footprint(message: Message) -> spatial.Footprint:

@@ -16,11 +16,17 @@ from aviso_workers import codec
 from aviso_workers.codec import Message, NotificationReader
 from aviso_workers.errors import InvalidPayloadError, UndecodableError
 from aviso_workers.schema import (
+    DateHandler,
+    EnumHandler,
     EventType,
+    FloatHandler,
+    IntHandler,
     PayloadRule,
     PointCloudHandler,
     PolygonHandler,
+    Rule,
     StringHandler,
+    TimeHandler,
     Topic,
     parse_where,
 )
@@ -215,6 +221,47 @@ class TestReading:
     def test_a_subject_that_is_none_of_ours_says_why(self, subject: str, complaint: str) -> None:
         with pytest.raises(UndecodableError, match=complaint):
             read(b"1", subject=subject)
+
+    @pytest.mark.parametrize(
+        ("rule", "value"),
+        [
+            (IntHandler(required=True), "%2E%2E/etc"),
+            (IntHandler(required=True, range=(0, 10)), "11"),
+            (IntHandler(required=True), "9" * 3000),
+            (EnumHandler(required=True, values=("g", "a")), "x"),
+            (DateHandler(required=True), "20261350"),
+            (TimeHandler(required=True), "2500"),
+            (FloatHandler(required=True), "nan"),
+            (StringHandler(required=True, max_length=2), "odd"),
+        ],
+    )
+    def test_a_value_that_its_rule_does_not_allow_is_undecodable_for_who_wants_it(self, rule: Rule, value: str) -> None:
+        kind = EventType(topic=Topic(base="mars", key_order=("step",)), identifier={"step": rule})
+        message = Message(subject=f"mars.{value}", data=b"1")
+        with pytest.raises(UndecodableError, match="identifier field 'step' must be"):
+            NotificationReader("mars", kind).notification(message)
+
+        if isinstance(rule, IntHandler):
+            reader = NotificationReader("mars", kind, where=parse_where("mars", kind, {"step": 6}))
+            assert reader.notification(message) is None, "it was not asked for"
+
+    def test_a_value_that_its_rule_allows_stays_as_it_was_written(self) -> None:
+        kind = EventType(topic=Topic(base="mars", key_order=("step",)), identifier={"step": IntHandler(required=True)})
+        reader = NotificationReader("mars", kind)
+        for written in ("6", "06", "*", ""):
+            found = reader.notification(Message(subject=f"mars.{written}", data=b"1"))
+            assert found is not None
+            assert found.identifier == ({"step": written} if written.isdigit() else {})
+
+    def test_a_subject_of_another_base_is_undecodable(self) -> None:
+        with pytest.raises(UndecodableError, match="is no subject of mars"):
+            read(b"1", subject="diss.od.6")
+
+    @pytest.mark.parametrize("geometry", ["../etc", "(1,2)", "1," * 40_000])
+    def test_a_polygon_in_the_headers_that_is_none_is_undecodable(self, geometry: str) -> None:
+        message = Message(subject="area.20261120", data=b"1", headers={"spatial_geometry": geometry})
+        with pytest.raises(UndecodableError, match="identifier field 'polygon' must be a polygon"):
+            NotificationReader("area", AREA).notification(message)
 
     def test_sequence_time_and_headers_are_the_messages(self) -> None:
         notification = read(b"1", sequence=42, timestamp_ns=1_740_509_903_123_456_789, headers={"a": "b"})

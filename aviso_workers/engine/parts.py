@@ -20,7 +20,7 @@ from aviso_workers.codec import Message, read_number
 from aviso_workers.engine.replaying import message_at
 from aviso_workers.errors import RefusedError, UndecodableError
 
-__all__ = ["HEADERS", "TOO_LARGE", "first_part_of", "fits", "is_first_part", "store", "whole"]
+__all__ = ["HEADERS", "TOO_LARGE", "first_part_of", "fits", "is_first_part", "joined", "store", "whole"]
 
 FIRST_PART = "Aviso-First-Part"
 """The header of a rest: the sequence of its first part."""
@@ -98,7 +98,12 @@ async def whole(backend: Backend, stream: str, message: Message) -> Message:
     first = await message_at(backend, stream, sequence)
     if first is None or not is_first_part(first) or _original(first.headers) != _original(message.headers):
         raise UndecodableError(f"message {message.sequence} of {stream} lacks its first part, which was {sequence}")
-    return _with_own_headers(structs.replace(message, data=first.data + message.data))
+    return joined(first.data, message)
+
+
+def joined(first: bytes, rest: Message) -> Message:
+    """The message of which these are the parts. Raises `UndecodableError`."""
+    return _with_own_headers(structs.replace(rest, data=first + rest.data))
 
 
 def _with_headers_in_body(message: Message) -> Message:

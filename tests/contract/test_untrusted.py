@@ -13,7 +13,7 @@ from aviso_workers import App
 from aviso_workers.backends import Message
 from aviso_workers.engine import consumer_records, dead_lettering, deferring, sweeping
 from aviso_workers.errors import RefusedError
-from aviso_workers.events import Overdue
+from aviso_workers.events import Overdue, Skipped
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
 from aviso_workers.testing import Harness
 from tests.contract.settings import mars
@@ -68,6 +68,22 @@ async def test_advisories_that_are_none_are_left_out(app: App, t: Harness) -> No
     assert [(letter.agent, letter.original.sequence) for letter in letters] == [("index", receipt.sequence)]
     found = await app.session.backend.consumer_info(sweeping.STREAM, "contract__dead-letter-sweep")
     assert found.num_ack_pending == 0, "none of them comes again"
+
+
+async def test_an_identifier_that_its_rule_does_not_allow_is_left_out_and_told(
+    app: App, t: Harness, handled: list[int]
+) -> None:
+    skipped: list[Skipped] = []
+    app.events.listen(skipped.append, Skipped)
+    await t.settle()
+    await put(app, "MARS", "mars.od.0001.g.20261120.0000.oper.%2E%2E/etc", b"{}")
+    receipt = await t.notify("mars", mars(step="1"), {})
+    await t.settle()
+
+    assert handled == [1]
+    assert [(letter.reason, letter.original.sequence) for letter in t.dead_letters] == [("undecodable", 1)]
+    assert [found.sequence async for found in app.replay("mars")] == [receipt.sequence]
+    assert [(one.event_type, one.sequence) for one in skipped] == [("mars", receipt.sequence - 1)]
 
 
 async def test_retries_that_nobody_has_asked_for_harm_nothing(app: App, t: Harness, handled: list[int]) -> None:
