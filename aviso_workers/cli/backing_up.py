@@ -74,8 +74,10 @@ def create(
 
 @backup.command()
 def ls(directory: Below) -> None:
-    """List the backups in a directory, the oldest first."""
-    found = [
+    """List the backups in a directory, the oldest first; exit 1 where one cannot be read."""
+    found: list[backups.Backup] = []
+    failures = _each(backups.places(directory), lambda place: found.append(backups.load(place)))
+    rows = [
         (
             each.stream,
             each.made.isoformat(timespec="seconds"),
@@ -84,12 +86,13 @@ def ls(directory: Below) -> None:
             (each.record and each.record.server_version) or "unknown",
             str(each.directory),
         )
-        for each in backups.find(directory)
+        for each in sorted(found, key=lambda each: each.made)
     ]
-    if found:
-        print_table(("stream", "made", "messages", "bytes", "nats-server", "directory"), found)
-    else:
+    if rows:
+        print_table(("stream", "made", "messages", "bytes", "nats-server", "directory"), rows)
+    elif not failures:
         typer.echo(f"no backups in {directory}")
+    _end(failures)
 
 
 @backup.command()

@@ -48,6 +48,15 @@ def test_a_backup_is_made_listed_verified_and_restored(run: Run, filled: Path) -
     assert (again.code, "MARS exists, with 3 messages" in again.err) == (1, True), again
 
 
+def test_one_backup_that_cannot_be_read_is_one_line_of_the_list(run: Run, filled: Path) -> None:
+    made(run, filled)
+    bad = made(run, filled) / "backup.json"
+    bad.write_text('{"config": {"name": "MARS"}, "state": {}}')
+    listed = run("backup", "ls", "kept")
+    assert len([line for line in listed.lines if "MARS" in line]) == 1, listed
+    assert (listed.code, len(listed.err.splitlines()), str(bad) in listed.err) == (1, 1, True), listed
+
+
 def test_all_streams_are_backed_up_and_old_backups_removed(run: Run, filled: Path) -> None:
     run("backup", "create", "mars", "--to", "kept", "--config", filled)
     first = backups.find(Path("kept"))[0].directory

@@ -10,13 +10,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from aviso_workers.ops.backups import s2
 from aviso_workers.ops.backups.s2 import MalformedError, Readable
 
-__all__ = ["CONSUMERS", "END", "MAGIC", "STATE", "Entry", "encode", "entries", "has_end", "has_entries", "stored_bytes"]
+__all__ = [
+    "CONSUMERS",
+    "END",
+    "MAGIC",
+    "STATE",
+    "Entry",
+    "StreamState",
+    "encode",
+    "entries",
+    "has_end",
+    "has_entries",
+    "stored_bytes",
+]
 
 MAGIC = b"NATSARC1"
 STATE = b"state.json"
@@ -24,6 +37,13 @@ CONSUMERS = b"consumers/"
 """How the name of a consumer's entry begins."""
 TAR_END = bytes(1024)
 FIELDS = 5
+FIELD_BITS = 63
+"""Where the last byte of a number of 64 bits begins."""
+LARGEST_ENTRY = 256 * 1024 * 1024
+"""No message is larger than 64 MiB, and no consumer's state anywhere near."""
+
+
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Entry(Struct, frozen=True, gc=False):
@@ -46,6 +66,17 @@ class Entry(Struct, frozen=True, gc=False):
     @property
     def body(self) -> bytes:
         return self.raw[self.body_at :]
+
+
+class StreamState(Struct, frozen=True, gc=False):
+    """What every stream's state has, in JetStream's words; more is passed over."""
+
+    messages: Count
+    bytes: Count
+    first_seq: Count
+    last_seq: Count
+    consumer_count: Count
+    last_ts: str
 
 
 def has_entries(file: Readable) -> bool:
@@ -97,7 +128,7 @@ def stored_bytes(entry: Entry, *, in_memory: bool) -> int:
 
 
 def _entry(buffer: bytes, at: int) -> Entry | None:
-    """The entry that begins there; None where it is not all there yet."""
+    """The entry that begins there; None where it is not all there yet. Raises `MalformedError`."""
     begin, fields = at, [0] * FIELDS
     try:
         for field in range(FIELDS):
@@ -106,6 +137,8 @@ def _entry(buffer: bytes, at: int) -> Entry | None:
                 value |= (byte & 0x7F) << shift
                 shift += 7
                 at += 1
+                if shift > FIELD_BITS:
+                    raise MalformedError("an entry has a number of more than 64 bits")
             fields[field] = value | byte << shift
             at += 1
     except IndexError:
@@ -115,6 +148,8 @@ def _entry(buffer: bytes, at: int) -> Entry | None:
     body_at = header_at + header_size
     end = body_at + body_size
     if end > len(buffer):
+        if end - begin > LARGEST_ENTRY:
+            raise MalformedError("an entry is larger than any can be")
         return None
     timestamp_ns = time >> 1 ^ -(time & 1)
     return Entry(buffer[at:header_at], timestamp_ns, sequence, buffer[begin:end], header_at - begin, body_at - begin)

@@ -21,6 +21,10 @@ COMPRESSED, UNCOMPRESSED = 0x00, 0x01
 SKIPPABLE = range(0x80, 0x100)
 """Padding, an index, the identifier of another stream."""
 LARGEST_BLOCK = 4 * 1024 * 1024
+LARGEST_CHUNK = LARGEST_BLOCK + 64 * 1024
+"""Of a block: its checksum, and what a block that cannot be compressed grows by."""
+SIZE_BITS = 28
+"""Where the last byte of a block's size begins, at most."""
 WRITTEN_BLOCK = 64 * 1024
 """The largest that Snappy's readers take as well."""
 
@@ -39,6 +43,8 @@ def compressed_blocks(file: Readable) -> Iterator[tuple[int, bytes]]:
         raise MalformedError("it is no S2 stream")
     while head := file.read(4):
         kind, size = head[0], int.from_bytes(head[1:], "little")
+        if kind not in SKIPPABLE and size > LARGEST_CHUNK:
+            raise MalformedError("a block is larger than any can be")
         chunk = file.read(size)
         if len(head) < 4 or len(chunk) < size:
             raise MalformedError("it breaks off within a chunk")
@@ -83,18 +89,24 @@ def _checksum(block: bytes) -> bytes:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8 & 0xFFFFFFFF).to_bytes(4, "little")
 
 
-def _decompress(block: bytes) -> bytes:
-    """Literals and copies of what came before; the two low bits of a tag say which.
-
-    All in one function, because it turns once for every few bytes. What is not checked here the checksum finds.
-    """
+def _size(block: bytes) -> tuple[int, int]:
+    """How many bytes a block holds uncompressed, and where its first tag is."""
     size = shift = at = 0
     while (byte := block[at]) >= 0x80:
         size |= (byte & 0x7F) << shift
         shift += 7
         at += 1
-    size |= byte << shift
-    at += 1
+        if shift > SIZE_BITS:
+            raise MalformedError("a block has no size")
+    return size | byte << shift, at + 1
+
+
+def _decompress(block: bytes) -> bytes:
+    """Literals and copies of what came before; the two low bits of a tag say which.
+
+    All in one function, because it turns once for every few bytes. What is not checked here the checksum finds.
+    """
+    size, at = _size(block)
     if size > LARGEST_BLOCK:
         raise MalformedError("a block is larger than any can be")
     out, offset, done, end = bytearray(), 0, 0, len(block)

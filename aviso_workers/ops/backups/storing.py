@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,10 +20,10 @@ from datetime import UTC, datetime
 from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import archive
@@ -60,17 +61,21 @@ def ignore(size: int) -> None:
     """A `Progress` that nobody looks at."""
 
 
+Moment = Annotated[datetime, Meta(tz=True)]
+STREAM_NAME = re.compile(r"[^\s.*>/\\]+")
+
+
 class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a backup was made, beside what the nats CLI keeps."""
 
-    made: datetime
+    made: Moment
     """When the snapshot began, UTC."""
     server_version: str | None
     """Of the server that we were connected to; None where another program made the backup."""
     archive_sha256: str
     meta_sha256: str
     """Of configuration and state as JSON without spaces, its keys sorted."""
-    cleansed: datetime | None = None
+    cleansed: Moment | None = None
     """When messages were last removed from it."""
 
 
@@ -109,16 +114,18 @@ def load(directory: Path) -> Backup:
     """The backup that a directory is, without a look into its archive. Raises `BackupError`."""
     try:
         meta = msgspec.json.decode((directory / META).read_bytes(), type=_Meta)
+        msgspec.convert(meta.state, archive.StreamState)
         of_entries = (directory / OF_ENTRIES).exists()
         size = (directory / (OF_ENTRIES if of_entries else OF_FILES)).stat().st_size
         written = (directory / META).stat().st_mtime
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise BackupError(f"{directory / META}: {error}") from error
     except OSError as error:
         below = next((f"; it holds {place}" for place in places(directory) if place != directory), "")
         raise BackupError(f"{directory} is no backup: {error.filename}: {error.strerror}{below}") from error
-    if not isinstance(meta.config.get("name"), str):
-        raise BackupError(f"{directory / META}: the stream's configuration has no name")
+    name = meta.config.get("name")
+    if not isinstance(name, str) or not STREAM_NAME.fullmatch(name):
+        raise BackupError(f"{directory / META}: the stream's configuration has no name, or none that a stream can have")
     record = meta.aviso_workers
     return Backup(
         directory=directory,

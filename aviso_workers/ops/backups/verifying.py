@@ -39,6 +39,12 @@ class Contents(Struct, frozen=True, kw_only=True):
         return int(self.state["messages"]) - self.messages
 
 
+class _Consumer(Struct, frozen=True):
+    """The entry of a consumer; its configuration is left out."""
+
+    state: dict[str, Any]
+
+
 class Counted:
     """A file that tells how much of it was read."""
 
@@ -73,7 +79,14 @@ def verify(backup: Backup, *, progress: Progress = ignore) -> Contents | None:
 
 
 def read_contents(file: Readable, *, in_memory: bool) -> Contents:
-    """Raises `MalformedError`."""
+    """Return what the archive holds. Raises `MalformedError`."""
+    try:
+        return _read_contents(file, in_memory=in_memory)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise MalformedError(f"an entry cannot be read: {error}") from error
+
+
+def _read_contents(file: Readable, *, in_memory: bool) -> Contents:
     entries = archive.entries(file)
     head = next(entries, None)
     if head is None or head.name != archive.STATE:
@@ -85,16 +98,20 @@ def read_contents(file: Readable, *, in_memory: bool) -> Contents:
         if not entry.sequence:
             if messages or not entry.name.startswith(archive.CONSUMERS):
                 raise MalformedError(f"it has an unknown entry {entry.name.decode(errors='replace')!r}")
-            consumers[entry.name.removeprefix(archive.CONSUMERS).decode()] = msgspec.json.decode(entry.body)["state"]
+            consumer = msgspec.json.decode(entry.body, type=_Consumer)
+            consumers[entry.name.removeprefix(archive.CONSUMERS).decode()] = consumer.state
             continue
+        entry.name.decode()  # a subject is text
         if entry.sequence <= last:
             raise MalformedError(f"message {entry.sequence} comes after message {last}")
         first, last = first or entry.sequence, entry.sequence
         messages += 1
         size += archive.stored_bytes(entry, in_memory=in_memory)
         sha256.update(entry.raw)
+    state = msgspec.json.decode(head.body)
+    msgspec.convert(state, archive.StreamState)
     return Contents(
-        state=msgspec.json.decode(head.body),
+        state=state,
         messages=messages,
         bytes=size,
         first_sequence=first,

@@ -1,0 +1,145 @@
+"""Backups whose files are not as they were written: each is a `BackupError`, and soon."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from aviso_workers.errors import BackupError
+from aviso_workers.ops import backups
+from aviso_workers.ops.backups import archive, s2
+from aviso_workers.ops.backups.s2 import MalformedError
+from aviso_workers.ops.backups.storing import META, OF_ENTRIES, Draft
+from tests.fuzz.mutations import Rounds, mutated, with_another_value
+
+OLD = Path(__file__).parents[1] / "data" / "backups" / "nats-server-2.9"
+TIME = "2026-01-01T00:00:00Z"
+MEBIBYTE = 1 << 20
+
+
+def message(sequence: int) -> bytes:
+    name, headers, body = b"mars.od.%d" % sequence, b"NATS/1.0\r\nNats-Msg-Id: 1\r\n\r\n", b'{"n":1}'
+    fields = (len(name), sequence << 1, sequence, len(headers), len(body))
+    return b"".join(map(varint, fields)) + name + headers + body
+
+
+def varint(value: int) -> bytes:
+    out = b""
+    while value >= 0x80:
+        out += bytes((value & 0x7F | 0x80,))
+        value >>= 7
+    return out + bytes((value,))
+
+
+def state(size: int) -> dict[str, object]:
+    counts = {"messages": 3, "bytes": size, "first_seq": 1, "last_seq": 3, "consumer_count": 1}
+    return {**counts, "first_ts": TIME, "last_ts": TIME}
+
+
+def contents(size: int) -> bytes:
+    head = archive.encode(archive.STATE, json.dumps(state(size)).encode(), timestamp_ns=1)
+    consumer = archive.encode(b"consumers/index", b'{"config":{},"state":{"delivered":{}}}', timestamp_ns=1)
+    return b"".join((archive.MAGIC, head, consumer, message(1), message(2), message(3), archive.END))
+
+
+@pytest.fixture
+def backup(tmp_path: Path) -> backups.Backup:
+    entries = archive.entries(io.BytesIO(b"".join(s2.written([contents(0)]))))
+    size = sum(archive.stored_bytes(entry, in_memory=False) for entry in entries if entry.sequence)
+    with Draft(tmp_path / "backups" / "MARS" / "one") as draft:
+        draft.write_all(s2.written([contents(size)]))
+        return draft.finish(
+            config={"name": "MARS", "subjects": ["mars.>"]},
+            state=state(size),
+            made=datetime.now(UTC),
+            server_version="2.15.0",
+        )
+
+
+def spoil(place: Path, meta: bytes, packed: bytes, chance: random.Random) -> None:
+    """Change one of the files; without the record of checksums most of the time, which would find nearly all."""
+    document = json.loads(meta)
+    if chance.random() < 0.8:
+        del document["aviso_workers"]
+    match chance.randrange(4):
+        case 0:
+            meta = mutated(meta, chance)
+        case 1:
+            meta = json.dumps(with_another_value(json.loads(meta), chance)).encode()
+        case 2:
+            meta, packed = json.dumps(document).encode(), mutated(packed, chance)
+        case _:
+            changed = mutated(b"".join(s2.decompressed(io.BytesIO(packed))), chance)
+            meta, packed = json.dumps(document).encode(), b"".join(s2.written([changed]))
+    place.joinpath(META).write_bytes(meta)
+    place.joinpath(OF_ENTRIES).write_bytes(packed)
+
+
+def test_a_backup_that_was_changed_is_read_or_is_a_backup_error(
+    backup: backups.Backup, rounds: Callable[[int], Rounds]
+) -> None:
+    place, root = backup.directory, backup.directory.parents[1]
+    meta, packed = place.joinpath(META).read_bytes(), backup.archive.read_bytes()
+    assert backups.verify(backup)
+    turns = rounds(600)
+    for chance in turns:
+        spoil(place, meta, packed, chance)
+        try:
+            backups.find(root)
+            found = backups.load(place)
+            backups.verify(found)
+            backups.cleanse(backups.plan_cleanse(found, backups.of_subject("mars.od.1")))
+            backups.verify(backups.load(place))
+        except BackupError:
+            pass
+        except Exception as error:
+            raise AssertionError(turns.which) from error
+
+
+def test_a_backup_of_an_older_server_that_was_changed_is_read_or_is_a_backup_error(
+    tmp_path: Path, rounds: Callable[[int], Rounds]
+) -> None:
+    place = tmp_path / "old"
+    shutil.copytree(OLD, place)
+    packed = place.joinpath("stream.tar.s2").read_bytes()
+    turns = rounds(100)
+    for chance in turns:
+        place.joinpath("stream.tar.s2").write_bytes(mutated(packed, chance))
+        try:
+            with suppress(BackupError):
+                backups.verify(backups.load(place))
+        except Exception as error:
+            raise AssertionError(turns.which) from error
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(archive.MAGIC + b"\x80" * 3 * MEBIBYTE, id="a number of an entry"),
+        pytest.param(archive.MAGIC + varint(1 << 40) + bytes(3 * MEBIBYTE), id="an entry that is larger than any"),
+    ],
+)
+def test_a_size_without_end_is_found_at_once(data: bytes) -> None:
+    """Putting such a number together takes time with the square of its length: minutes for these."""
+    with pytest.raises(MalformedError, match=r"more than 64 bits|larger than any"):
+        list(archive.entries(io.BytesIO(b"".join(s2.written([data])))))
+
+
+def test_a_block_whose_size_does_not_end_is_found_at_once() -> None:
+    chunk = bytes(4) + b"\x80" * 3 * MEBIBYTE
+    with pytest.raises(MalformedError, match="has no size"):
+        s2.decompress(s2.COMPRESSED, chunk)
+
+
+def test_a_chunk_that_is_larger_than_any_block_is_found_before_it_is_read() -> None:
+    head = s2.IDENTIFIER + bytes((s2.COMPRESSED,)) + (s2.LARGEST_CHUNK + 1).to_bytes(3, "little")
+    with pytest.raises(MalformedError, match="larger than any"):
+        list(s2.compressed_blocks(io.BytesIO(head)))
