@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from decimal import Decimal, localcontext
 from typing import Self
 
-__all__ = ["Duration", "Size", "SizeLimit", "decode_hook", "float_text", "parse_float", "printable"]
+__all__ = ["Duration", "Size", "SizeLimit", "decode_hook", "float_text", "parse_float", "printable", "printable_lines"]
 
 _FLOAT = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _LARGEST_U64 = 2**64 - 1
@@ -173,3 +173,8 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def printable_lines(text: str) -> str:
+    """As `printable`, of a text whose lines are to stay lines."""
+    return "\n".join(map(printable, text.split("\n")))

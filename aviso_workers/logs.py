@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable
-from typing import get_args
+import traceback
+from collections.abc import Iterable, MutableMapping
+from typing import Any, TextIO, get_args
 
 import structlog
 
@@ -44,6 +45,7 @@ from aviso_workers.events import (
     Unreadable,
     WindowDone,
 )
+from aviso_workers.literals import printable
 
 __all__ = ["OBSERVED", "configure", "observe"]
 
@@ -58,9 +60,8 @@ def configure(settings: Logging) -> None:
     if settings.format == "json":
         render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        # Structlog's own choice of a traceback shows the values of local variables, which may be secrets.
-        plain = structlog.dev.plain_traceback
-        render = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
+        console = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_write_traceback)
+        render = [_make_visible, console]
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -72,6 +73,25 @@ def configure(settings: Logging) -> None:
         # One write per line, so that the processes of a fleet do not tear each other's.
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
+
+
+def _make_visible(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Spell out what could steer a terminal or begin another line. (JSON has no such characters.)"""
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = printable(value)
+        elif isinstance(value, list):
+            event[name] = [printable(each) if isinstance(each, str) else each for each in value]
+    return event
+
+
+def _write_traceback(target: TextIO, raised: structlog.typing.ExcInfo) -> None:
+    """Write the traceback, indented, so that no line of an exception's text looks like a line of the log.
+
+    Without the values of local variables, which structlog's own choice shows, and which may be secrets.
+    """
+    for line in "".join(traceback.format_exception(*raised)).rstrip("\n").split("\n"):
+        target.write(f"\n    {printable(line)}")
 
 
 def observe(event: Event) -> None:

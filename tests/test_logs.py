@@ -382,3 +382,29 @@ def test_a_window_that_fails_is_told_with_its_place_and_when_it_is_run_again(lin
         "again_in_seconds": 1.0,
     }
     assert "no database" in line["exception"]
+
+
+FORGED = "gone\n2026-11-22T06:00:00Z [info     ] agent.stopped\r\x1b[2Jagent=index\u2028\x9b2J"
+
+
+def test_nothing_that_others_have_written_begins_a_line_or_steers_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logs.configure(Logging(format="text"))
+    logs.observe(AgentDisturbed(agent="index", stream="MARS", error=UnavailableError(FORGED), again_in_seconds=1))
+    logs.observe(TaskFailed(task="tidy", error=raised(ValueError(FORGED)), again_in_seconds=1))
+    differing = ("max_age: \x1b[31m",)
+    logs.observe(StreamProvisioned(stream="MARS", action="kept", differences=differing, refused="\x1b]0;title"))
+    FailureLog().observe(settled(error=raised(ValueError(FORGED))))
+
+    written = capsys.readouterr().err
+    assert [line for line in written.split("\n") if not (line.isprintable())] == []
+    beginnings = [
+        line.split("] ")[1].split()[0] for line in written.split("\n") if line and not line.startswith("    ")
+    ]
+    assert beginnings == ["agent.disturbed", "task.failed", "stream.update_refused", "notification.retried"]
+
+
+def test_a_line_of_json_is_a_line_whatever_others_have_written(lines: Any) -> None:
+    (line,) = lines(settled(error=raised(ValueError(FORGED))))
+    assert FORGED in line["exception"]

@@ -27,6 +27,7 @@ from aviso_workers.errors import (
     InvalidPositionError,
     SparkRestError,
 )
+from aviso_workers.literals import printable_lines
 
 __all__ = ["main"]
 
@@ -159,4 +160,4 @@ def _command_line() -> Callable[[], object]:
 
 def _complain(error: AvisoWorkersError) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(f"aviso-workers: {error}", markup=False)
+    console.print(f"aviso-workers: {printable_lines(str(error))}", markup=False)

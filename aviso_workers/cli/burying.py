@@ -19,6 +19,7 @@ from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
 from aviso_workers.cli.printing import Columns, print_json, print_table, printable, skipped_told
 from aviso_workers.codec import store_time
 from aviso_workers.errors import NotFoundError
+from aviso_workers.literals import printable_lines
 from aviso_workers.ops.dead_letters import DeadLetter, DeadLetterOffice, Selection, document, portions
 from aviso_workers.positions import parse_date
 
@@ -268,4 +269,4 @@ def _body(data: bytes) -> str:
         return f"{len(data)} bytes that are no text, in base64:\n{base64.b64encode(data).decode()}"
     with suppress(ValueError, RecursionError):
         text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
-    return "\n".join(map(printable, text.split("\n")))
+    return printable_lines(text)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from aviso_workers.cli.finding import ConfigOption, find_app
+from aviso_workers.cli.printing import echo
 from aviso_workers.errors import ConfigError
 
 __all__ = ["check"]
@@ -22,5 +23,5 @@ def check(
     if mistakes := app.mistakes():
         raise ConfigError(mistakes)
     for warning in app.warnings():
-        typer.echo(f"warning: {warning}", err=True)
+        echo(f"warning: {warning}", err=True)
     typer.echo(f"{app.name}: {len(app.agents)} agents, {len(app.timers)} timers, {len(app.tasks)} tasks, no mistakes")

@@ -8,7 +8,7 @@ import typer
 
 from aviso_workers import config as configuration
 from aviso_workers.cli.finding import ConfigOption, settings_of_installed
-from aviso_workers.cli.printing import Columns
+from aviso_workers.cli.printing import Columns, echo
 
 __all__ = ["config"]
 
@@ -30,4 +30,4 @@ def show(config: ConfigOption = None) -> None:
     shown = configuration.effective(loaded, agents=settings)
     columns.print([(path, json.dumps(value), origin) for path, value, origin in shown])
     for warning in loaded.warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        echo(f"warning: {warning}", err=True)

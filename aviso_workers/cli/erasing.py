@@ -12,7 +12,7 @@ from aviso_workers.app import App
 from aviso_workers.cli.confirming import Yes, confirm
 from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
 from aviso_workers.cli.parsing import parse_where
-from aviso_workers.cli.printing import print_table
+from aviso_workers.cli.printing import echo, print_table
 from aviso_workers.ops.erasing import ELSEWHERE, INDEX_WITHIN, Eraser, Survey
 
 __all__ = ["erase"]
@@ -67,9 +67,9 @@ def _print(survey: Survey) -> None:
         ]
         print_table(("stream", "holds", "messages", "sequences"), rows)
     for each in survey.unreached:
-        typer.echo(f"not reached: {each.where}: {each.why}. {each.cure.capitalize()}.")
+        echo(f"not reached: {each.where}: {each.why}. {each.cure.capitalize()}.")
     for what in ELSEWHERE:
-        typer.echo(f"not looked at: {what}.")
+        echo(f"not looked at: {what}.")
 
 
 def _sequences(sequences: tuple[int, ...]) -> str:

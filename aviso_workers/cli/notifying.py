@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from aviso_workers.cli.finding import ConfigOption, connected_app
 from aviso_workers.cli.parsing import parse_duration, parse_pairs, parse_payload, read_lines
+from aviso_workers.cli.printing import echo
 from aviso_workers.errors import AvisoWorkersError, InvalidNotificationError
 from aviso_workers.notifications import Notify
 from aviso_workers.positions import parse_date
@@ -59,9 +60,9 @@ async def _notify_one(wanted: Notify, config: Path | None) -> None:
     async with app:
         receipt = await app.session.publisher.notify(wanted)
     if receipt.due:
-        typer.echo(f"{wanted.event_type} {receipt.message_id} waits until {receipt.due.isoformat(timespec='seconds')}")
+        echo(f"{wanted.event_type} {receipt.message_id} waits until {receipt.due.isoformat(timespec='seconds')}")
     else:
-        typer.echo(f"{wanted.event_type}@{receipt.sequence} stored in {receipt.stream}")
+        echo(f"{wanted.event_type}@{receipt.sequence} stored in {receipt.stream}")
 
 
 async def _notify_file(path: Path, config: Path | None) -> None:

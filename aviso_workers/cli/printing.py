@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,9 +17,9 @@ from rich.text import Text
 from aviso_workers import events
 from aviso_workers.app import App
 from aviso_workers.events import Skipped
-from aviso_workers.literals import printable
+from aviso_workers.literals import printable, printable_lines
 
-__all__ = ["Columns", "print_json", "print_table", "printable", "skipped_told", "table", "terminal"]
+__all__ = ["Columns", "echo", "print_json", "print_table", "printable", "skipped_told", "table", "terminal"]
 
 WIDE = 10_000
 MOST_SKIPPED = 10
@@ -81,5 +83,13 @@ def terminal() -> Console:
 
 def print_json(document: Any) -> None:
     """One document, one line."""
-    sys.stdout.buffer.write(msgspec.json.encode(document) + b"\n")
+    text = msgspec.json.encode(document).decode()
+    if not text.isprintable():  # within texts only, where JSON has another spelling for each
+        text = "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)
+    sys.stdout.buffer.write(text.encode() + b"\n")
     sys.stdout.buffer.flush()
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print text of which some may be anybody's."""
+    typer.echo(printable_lines(text), err=err)

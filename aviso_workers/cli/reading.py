@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated, Any
 
 import anyio
-import msgspec
 import typer
 
 from aviso_workers.app import App
 from aviso_workers.cli.finding import ConfigOption, connected_app
 from aviso_workers.cli.parsing import parse_where
-from aviso_workers.cli.printing import skipped_told
+from aviso_workers.cli.printing import print_json, skipped_told
 
 __all__ = ["replay", "watch"]
 
@@ -73,6 +71,4 @@ async def _print(config: Path | None, spatial_arrays: bool, read: Callable[[App]
     with skipped_told(app):
         async with app, aclosing(read(app)) as notifications:  # type: ignore[type-var]
             async for notification in notifications:
-                event = notification.cloud_event(base_url, spatial_arrays=spatial_arrays)
-                sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
-                sys.stdout.buffer.flush()
+                print_json(notification.cloud_event(base_url, spatial_arrays=spatial_arrays))

@@ -13,7 +13,7 @@ from rich.table import Table
 from aviso_workers.agents import Agent
 from aviso_workers.app import App
 from aviso_workers.cli.finding import AgentOption, ConfigOption, Target, connected_app, find_app, run_connected
-from aviso_workers.cli.printing import print_table, table, terminal
+from aviso_workers.cli.printing import echo, print_table, table, terminal
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError
 from aviso_workers.ops import agent_report
 from aviso_workers.ops.agent_report import Progress
@@ -70,7 +70,7 @@ async def _print_agents(app: App) -> None:
                 rows["pinned since"] = known[declared.name].pinned_since
         print_table((declared.name, app.name), rows.items())
     if unknown:
-        typer.echo(f"how far they have come is not known: {unknown}", err=True)
+        echo(f"how far they have come is not known: {unknown}", err=True)
         raise typer.Exit(1)
 
 
