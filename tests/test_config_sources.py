@@ -250,6 +250,23 @@ def test_secrets_are_seen_by_whoever_asks_and_by_nobody_else() -> None:
     assert pickle.loads(pickle.dumps(token)) == token
 
 
+def test_the_token_of_the_environment_is_not_sent_to_servers_of_a_file_that_nobody_has_named() -> None:
+    found = written(
+        "configuration/config.yaml", "notification_backend: {kind: jetstream, jetstream: {nats_url: nats://a}}"
+    )
+    with pytest.raises(ConfigError, match=r"NATS_TOKEN: .* was only found in the current folder") as raised:
+        config.load(environ={"NATS_TOKEN": SECRET})
+    assert SECRET not in str(raised.value)
+
+    urls = {"AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL": "nats://b"}
+    for loaded in (
+        config.load(found, environ={"NATS_TOKEN": SECRET}),
+        config.load(environ={"NATS_TOKEN": SECRET, "AVISO_WORKERS_CONFIG_FILE": found}),
+        config.load(environ={"NATS_TOKEN": SECRET, **urls}),
+    ):
+        assert loaded.notification_backend.jetstream.token == config.Secret(SECRET)
+
+
 @pytest.mark.parametrize(
     "setting",
     [

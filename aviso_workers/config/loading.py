@@ -29,6 +29,7 @@ from aviso_workers.schema import EventType
 __all__ = ["Examined", "examine", "load", "places"]
 
 TOKEN = "NATS_TOKEN"
+HERE = Path("configuration/config.yaml")
 
 _JETSTREAM = "notification_backend.jetstream"
 _UNUSED = {"jetstream": "notification_backend.in_memory", "in_memory": _JETSTREAM}
@@ -76,6 +77,8 @@ def examine(path: str | Path | None = None, *, environ: Mapping[str, str] = os.e
         if token := _token(backend.jetstream, environ):
             values["notification_backend"] = _with_token(backend, token)
             reader.places[f"{_JETSTREAM}.token"] = Place(rank=environment, line=0, source=TOKEN)
+            if path is None and not {WORKERS_FILE, SERVER_FILE} & environ.keys():
+                _refuse_found_servers(reader)
         _refuse_all(reader, _jetstream_mistakes(backend.jetstream, reader))
     _refuse_all(reader, _schema_mistakes(values, reader))
     _refuse_all(reader, _stream_mistakes(values, reader))
@@ -111,7 +114,7 @@ def places(environ: Mapping[str, str]) -> list[Path]:
     """Return where aviso-server looks for its configuration, of which a later file wins."""
     home = environ.get("HOME")
     return [
-        Path("configuration/config.yaml"),
+        HERE,
         Path("/etc/aviso_server/config.yaml"),
         *([Path(home, ".aviso_server/config.yaml")] if home else []),
     ]
@@ -176,6 +179,18 @@ def _ways_to_authenticate(jetstream: JetStream) -> list[str]:
 def _token(jetstream: JetStream, environ: Mapping[str, str]) -> str:
     """The token of the environment, where no other way to authenticate is configured."""
     return "" if _ways_to_authenticate(jetstream) else environ.get(TOKEN, "").strip()
+
+
+def _refuse_found_servers(reader: Reader) -> None:
+    """Refuse to send the token of the environment to servers that are named by a file which nobody has named: anybody
+    may have put that into the current folder."""
+    servers = reader.places.get(f"{_JETSTREAM}.nats_url")
+    if servers is not None and servers.source == str(HERE):
+        reader.refuse(
+            f"{_JETSTREAM}.token",
+            f"is not sent to the servers in {HERE}, which was only found in the current folder: "
+            f"name the file in {WORKERS_FILE}, or set the token beside nats_url",
+        )
 
 
 def _with_token(backend: NotificationBackend, token: str) -> NotificationBackend:

@@ -75,6 +75,8 @@ def compare(notifications: DataFrame, expected: DataFrame) -> DataFrame:
         raise PipelineError(f"what is expected has no column {min(absent)!r}")
     if unknown := [name for name in fields if name not in types] or ([] if fields else ["identifier fields"]):
         raise PipelineError(f"what is expected has {unknown[0]!r}; identifier fields are: {', '.join(types)}")
+    for name in {"due", "start"} & set(expected.columns):
+        _require_times(expected, name)
     arrivals = notifications.groupBy(*(F.col(f"identifier.{name}").alias(name) for name in fields))
     start = F.col("start" if "start" in expected.columns else "due").cast("timestamp")
     wanted = expected.select(
@@ -88,6 +90,14 @@ def compare(notifications: DataFrame, expected: DataFrame) -> DataFrame:
     return found.withColumn("latency_seconds", latency).select(
         "cycle", *fields, "start", "due", "arrival", "latency_seconds"
     )
+
+
+def _require_times(expected: DataFrame, name: str) -> None:
+    wrong = expected.where(F.col(name).isNotNull() & F.col(name).try_cast("timestamp").isNull()).select(name).first()
+    if wrong is not None:
+        raise PipelineError(
+            f"what is expected has {name} {wrong[name]!r}, which is no date with a time, such as 2026-11-20T12:00:00Z"
+        )
 
 
 def cycles(compared: DataFrame, now: datetime) -> DataFrame:

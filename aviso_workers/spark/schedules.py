@@ -69,7 +69,7 @@ def parse(text: str) -> Schedule:
     """Raises `PipelineError`."""
     try:
         return msgspec.yaml.decode(text, type=Schedule)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError) as error:  # a ValueError is of a date without quotes that is none
         hint = "; times are text, in quotes" if "].times[" in str(error) else ""
         raise PipelineError(f"the schedule cannot be read: {error}{hint}") from error
 
@@ -93,17 +93,17 @@ def expand(
     date_field, time_field, *_ = fields(schedule, event_type)
     days = [first + datetime.timedelta(number) for number in range((last - first).days + 1)]
     for cycle in schedule.cycles:
-        due = datetime.timedelta(seconds=_seconds(cycle))
         choices = [_values(cycle, field, event_type.identifier[field]) for field in cycle.identifier]
         for day, given in product(days, cycle.times):
             time = _canonical(cycle, time_field, event_type.identifier[time_field], given)
             start = datetime.datetime.combine(day, datetime.time(int(time[:2]), int(time[2:])), datetime.UTC)
+            until = _due(cycle, start)
             for values in product(*choices):
                 identifier = dict(zip(cycle.identifier, values, strict=True))
                 yield Expected(
                     cycle=f"{cycle.name}/{day.isoformat()}/{time}",
                     start=start,
-                    due=start + due,
+                    due=until,
                     identifier={date_field: day.isoformat(), time_field: time, **identifier},
                 )
 
@@ -134,8 +134,8 @@ def _canonical(cycle: Cycle, field: str, rule: Any, value: Value) -> str:
     return canonical
 
 
-def _seconds(cycle: Cycle) -> int:
+def _due(cycle: Cycle, start: datetime.datetime) -> datetime.datetime:
     try:
-        return Duration.parse(cycle.due)
-    except ValueError as error:
+        return start + datetime.timedelta(seconds=Duration.parse(cycle.due))
+    except (ValueError, OverflowError) as error:
         raise PipelineError(f"cycle {cycle.name!r} of the schedule: due: {error}") from error

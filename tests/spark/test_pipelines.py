@@ -335,6 +335,14 @@ class TestReport:
             (2, -3600.0),
         ]
 
+    def test_a_table_with_a_date_that_is_none_is_an_error_that_names_it(self, place: Pipelines):
+        table = place.directory / "wrong.csv"
+        table.write_text("cycle,due,time,step\nmorning,2026-02-30T12:00:00Z,0600,0\n")
+        expected = completeness.expected_table(place.spark, str(table))
+
+        with pytest.raises(PipelineError, match="due '2026-02-30T12:00:00Z', which is no date"):
+            completeness.compare(self.arrived(place, ("0600", 2, "11:00")), expected)
+
     def test_hours_are_counted(self, place: Pipelines):
         came = self.arrived(place, ("0600", 0, "11:00"), ("0600", 2, "11:59"), ("0600", 4, "13:00"))
 

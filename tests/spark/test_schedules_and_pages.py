@@ -59,6 +59,8 @@ class TestSchedules:
             ("to: 12", "to: 246", "step must be within"),
             ("due:", "until:", "missing required field `due`|unknown field `until`"),
             ("cycles:", "cycles: [", "the schedule cannot be read"),
+            ("class: [od, rd]", "class: 2026-02-30", "the schedule cannot be read: day is out of range"),
+            ("6h", "9999999w", "cycle .oper. of the schedule: due: "),
         ],
     )
     def test_a_mistake_is_named(self, old: str, new: str, said: str):
