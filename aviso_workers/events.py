@@ -37,6 +37,7 @@ __all__ = [
     "NotRemoved",
     "Overdue",
     "Passed",
+    "PermissionDenied",
     "PublishOutcome",
     "Published",
     "Settled",
@@ -390,6 +391,13 @@ class ConnectionSlow(Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class PermissionDenied(Struct, frozen=True, kw_only=True):
+    """The server denied us to publish or to subscribe to subjects of a kind; stated once for each kind."""
+
+    denied: str
+    """As `publish to $js.ack.mars.field__index.>`."""
+
+
 class Measured(Struct, frozen=True, kw_only=True):
     """A router measured something that Prometheus is to see as a gauge, in place of what it was before."""
 
@@ -432,11 +440,20 @@ Event = (
     | AckWaitDiffers
     | ConnectionChanged
     | ConnectionSlow
+    | PermissionDenied
     | Measured
     | WindowDone
 )
 
-WARNINGS = (StreamProvisioned, ConsumerDiffers, Skipped, ConnectionChanged, StreamGone, StreamMadeAgain)
+WARNINGS = (
+    StreamProvisioned,
+    ConsumerDiffers,
+    Skipped,
+    ConnectionChanged,
+    PermissionDenied,
+    StreamGone,
+    StreamMadeAgain,
+)
 """Events of which `warning` may have something to say."""
 
 
@@ -453,6 +470,8 @@ def warning(event: Event) -> str:
             return f"the connection was lost, and is tried again: {event.reason}"
         case ConnectionChanged(opened=True):
             return "connected again"
+        case PermissionDenied():
+            return f"the server denies this user to {event.denied}"
         case StreamGone():
             return f"stream {event.stream} was deleted: waiting for it to be made again"
         case StreamMadeAgain():

@@ -32,6 +32,7 @@ from aviso_workers.events import (
     NotReadAgain,
     NotRemoved,
     Overdue,
+    PermissionDenied,
     ReadAgain,
     Settled,
     Skipped,
@@ -142,6 +143,12 @@ def observe(event: Event) -> None:
             log.info("connection.up")
         case ConnectionChanged():
             log.warning("connection.down", reason=event.reason)
+        case PermissionDenied():
+            log.error(
+                "permission.denied",
+                denied=event.denied,
+                cure="`aviso-workers server render --role` prints what each role needs",
+            )
         case ConnectionSlow():
             log.warning("connection.slow", reason=event.reason, cure="install the nats-py that aviso-workers asks for")
 

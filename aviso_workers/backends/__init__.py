@@ -304,9 +304,12 @@ class Consumer(Protocol):
 
 
 class ConnectionListener(Protocol):
-    """Called on every change of the connection; `reason` is empty on the way up."""
+    """Called on every change of the connection; `reason` is empty on the way up.
 
-    def __call__(self, *, connected: bool, reason: str) -> None: ...
+    Also called when the server denies us something for the first time: `denied` says what, and nothing else changes.
+    """
+
+    def __call__(self, *, connected: bool, reason: str, denied: str = "") -> None: ...
 
 
 class Opening(Protocol):

@@ -41,7 +41,7 @@ from aviso_workers.engine.tabling import Tables
 from aviso_workers.engine.threads import Threads
 from aviso_workers.engine.windowing import AsWindows
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnknownEventTypeError
-from aviso_workers.events import ConnectionChanged, ConnectionSlow, Events
+from aviso_workers.events import ConnectionChanged, ConnectionSlow, Events, PermissionDenied
 from aviso_workers.notifications import Batch, Notification, Stream
 from aviso_workers.schema import EventType
 from aviso_workers.streams import ConsumerSpec, StreamSpec
@@ -421,7 +421,10 @@ async def open_session(
     opened = False
     was: bool | None = None
 
-    def on_connection(*, connected: bool, reason: str) -> None:
+    def on_connection(*, connected: bool, reason: str, denied: str = "") -> None:
+        if denied:
+            events.emit(PermissionDenied(denied=denied))
+            return
         nonlocal opened, was
         if connected is not was:  # a client that gives up says a second time that it is disconnected
             events.emit(ConnectionChanged(connected=connected, reason=reason, opened=opened))

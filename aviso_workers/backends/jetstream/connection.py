@@ -43,7 +43,11 @@ SILENT_PINGS = 2
 REFUSALS = 3
 """Attempts in a row in which a server does not take our credentials, or we do not trust it, before we believe it."""
 MOST_DENIALS = 1000
-"""How many subjects that were denied are remembered: each message is settled on a subject of its own."""
+"""How many subjects that were denied are remembered, to be found by who waits for an answer to what he sent there."""
+MOST_TOLD = 100
+"""How many kinds of denied subjects are told, each once."""
+KINDS = {"$js.ack": 4, "$kv": 2, "$js.api": 5, "_inbox": 1}
+"""How many tokens of a subject tell its kind: what follows is of one message, or of one request."""
 FLUSH_AGAIN_SECONDS = 0.1
 CLOSE_SECONDS = 3.0
 
@@ -63,6 +67,8 @@ class Connection:
         self._refusals = 0
         self._denials: dict[str, float] = {}
         """By what the server said, when it last denied us a subject; the oldest first."""
+        self._told: set[str] = set()
+        """What was denied, by kind."""
         self._pongs: set[asyncio.Future[bool]] = set()
         self._server_version = (0, 0)
         self._lost = anyio.Event()
@@ -275,15 +281,23 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         self._last_error = str(error) or type(error).__name__
         if "permissions violation" in self._last_error:
-            self._denials.pop(self._last_error, None)
-            self._denials[self._last_error] = anyio.current_time()
-            if len(self._denials) > MOST_DENIALS:
-                del self._denials[next(iter(self._denials))]
+            self._note_denial(self._last_error)
         refusal = faults.refusal(self._last_error)
         if self._opened and refusal:
             self._refusals += 1
             if self._refusals == REFUSALS:
                 self._give_up(self._refused(refusal))
+
+    def _note_denial(self, said: str) -> None:
+        self._denials.pop(said, None)
+        self._denials[said] = anyio.current_time()
+        if len(self._denials) > MOST_DENIALS:
+            del self._denials[next(iter(self._denials))]
+        kind = _kind(said)
+        if kind not in self._told and len(self._told) < MOST_TOLD:
+            self._told.add(kind)
+            if self._listener:
+                self._listener(connected=self.ready, reason="", denied=kind)
 
     async def _on_disconnected(self) -> None:
         for pong in self._pongs:
@@ -335,6 +349,16 @@ class Connection:
     def _tell(self, *, connected: bool, reason: str) -> None:
         if self._listener:
             self._listener(connected=connected, reason=reason)
+
+
+def _kind(said: str) -> str:
+    """Return what was denied, of which there may be many: the subject is cut where it is of one message or request."""
+    denied, _, rest = said.removeprefix("nats: ").strip("'").removeprefix("permissions violation for ").partition('"')
+    subject = rest.partition('"')[0]
+    tokens = subject.split(".")
+    length = next((length for begin, length in KINDS.items() if f"{subject}.".startswith(f"{begin}.")), 1)
+    cut = ".".join(tokens[:length]) + (".>" if len(tokens) > length else "")
+    return f"{denied.strip()} {cut}"
 
 
 def _options(settings: config.JetStream) -> dict[str, Any]:
