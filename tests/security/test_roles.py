@@ -22,6 +22,7 @@ from aviso_workers.codec import Message
 from aviso_workers.config.nats_server import Permissions, Subjects
 from aviso_workers.engine import dead_lettering, deferring
 from aviso_workers.engine.replaying import message_at
+from aviso_workers.errors import NotFoundError
 from aviso_workers.ops import permissions
 from aviso_workers.server import NatsServer
 from aviso_workers.subjects import pattern
@@ -30,6 +31,7 @@ from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
+EVERYTHING = json.dumps({"user": "everything", "password": "everything"})
 NOWHERE = "nats://127.0.0.1:1"
 Configure = Callable[..., Path]
 Scenario = Callable[[Configure], Awaitable[None]]
@@ -168,9 +170,16 @@ async def working(app: App) -> AsyncGenerator[None, None]:
         stop.set()
 
 
+async def messages(app: App, stream: str) -> int:
+    try:
+        return (await app.session.backend.stream_info(stream)).messages
+    except NotFoundError:
+        return 0
+
+
 async def until_messages(app: App, stream: str, holds: Callable[[int], bool]) -> None:
     """Return when the number of messages of the stream is as it should be."""
-    while not holds((await app.session.backend.stream_info(stream)).messages):
+    while not holds(await messages(app, stream)):
         await app.session.backend.clock.sleep(0.05)
 
 
@@ -242,8 +251,7 @@ async def test_a_role_works_and_needs_every_line(role: permissions.Role, tmp_pat
     lines = rights.publish.allow
     fewer = [Subjects(allow=lines[:i] + lines[i + 1 :]) for i in range(len(lines))]
     without = [user(f"without-{i}", structs.replace(rights, publish=allowed)) for i, allowed in enumerate(fewer)]
-    everything = json.dumps({"user": "everything", "password": "everything"})
-    users = ", ".join([user("role", rights), *without, everything])
+    users = ", ".join([user("role", rights), *without, EVERYTHING])
     accounts = f"accounts: {{ DATA: {{ jetstream: enabled, users: [{users}] }} }}\n"
     with NatsServer.start(store_dir=tmp_path / "store", config=accounts) as server:
         login = {"user": "role", "password": "role"}
@@ -262,6 +270,22 @@ def only_by(line: str, lines: Sequence[str], heard: set[str]) -> list[str]:
     """Return the subjects that this line allows, and no other one does."""
     others = pattern([other for other in lines if other != line])
     return [subject for subject in heard if pattern([line]).fullmatch(subject) and not others.fullmatch(subject)]
+
+
+async def test_a_worker_whose_streams_an_operator_has_created_needs_no_right_to_create_any(tmp_path: Path) -> None:
+    def configure(url: str = NOWHERE, **jetstream: object) -> Path:
+        return write_mars_config(tmp_path / "config.yaml", url, **jetstream)
+
+    observing = {"stream_management": "observe"}
+    users = ", ".join([user("role", granted("worker", configure(**observing))), EVERYTHING])
+    accounts = f"accounts: {{ DATA: {{ jetstream: enabled, users: [{users}] }} }}\n"
+    with NatsServer.start(store_dir=tmp_path / "store", config=accounts) as server:
+        for name, management, letters in (("everything", {}, 0), ("role", observing, 1)):
+            app = an_app(configure(server.url, user=name, password=name, **management))
+            async with app, working(app):
+                await publish_with(app)
+                await until_messages(app, dead_lettering.STREAM, lambda count, before=letters: count > before)
+        assert "ermissions Violation" not in server.log
 
 
 def test_where_an_operator_creates_streams_no_other_role_may(tmp_path: Path) -> None:
