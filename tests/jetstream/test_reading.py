@@ -98,6 +98,9 @@ async def test_what_two_of_three_servers_hold_is_read_at_once_after_the_third_ha
                         break
             for _ in range(6):
                 assert await read(backend, (), 2, chunks=False) == [1, 2]
+            with anyio.fail_after(PATIENCE_SECONDS):  # also those that the dead server was given to keep
+                while (await backend.administration().api("CONSUMER.NAMES.MARS"))["consumers"]:  # noqa: ASYNC110
+                    await anyio.sleep(0.1)
 
 
 async def test_who_may_not_ask_for_the_end_is_told_so(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ what it delivers.
 
 from __future__ import annotations
 
+import secrets
 from base64 import b64decode
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -146,7 +147,7 @@ async def _create_consumer(
 
     For minutes after one of three servers has died, the others give it every third such consumer to keep, and nobody
     answers then. So it is created again, by chance elsewhere; at last with as many replicas as the stream has, of which
-    a majority elects a leader if need be. What was given to the dead server is inactive when that comes back.
+    a majority elects a leader if need be.
     """
     create = partial(_create_replicated, connection, stream, filter_subjects, start)
     for _ in range(CREATE_TRIES):
@@ -165,23 +166,26 @@ async def _create_replicated(
     replicas: int,
     timeout_seconds: float,
 ) -> dict[str, Any]:
-    return await connection.api(
-        f"CONSUMER.CREATE.{stream}",
-        {
-            "stream_name": stream,
-            "config": {
-                **start,
-                "ack_policy": "none",
-                "max_deliver": 1,
-                "replay_policy": "instant",
-                "filter_subjects": list(filter_subjects),
-                "inactive_threshold": INACTIVE_SECONDS * SECOND,
-                "mem_storage": True,
-                "num_replicas": replicas,
-            },
-        },
-        timeout_seconds=timeout_seconds,
-    )
+    name = secrets.token_hex(8)
+    config = {
+        **start,
+        "name": name,
+        "ack_policy": "none",
+        "max_deliver": 1,
+        "replay_policy": "instant",
+        "filter_subjects": list(filter_subjects),
+        "inactive_threshold": INACTIVE_SECONDS * SECOND,
+        "mem_storage": True,
+        "num_replicas": replicas,
+    }
+    request = {"stream_name": stream, "config": config}
+    try:
+        return await connection.api(f"CONSUMER.CREATE.{stream}", request, timeout_seconds=timeout_seconds)
+    except UnavailableError:
+        # A dead server removes nothing, and a stream with a consumer of which nobody knows the state cannot be backed
+        # up. The others remove it, and nobody answers, because that is up to the server that had it.
+        connection.post(f"CONSUMER.DELETE.{stream}.{name}", b"", reply=connection.nc.new_inbox())
+        raise
 
 
 async def _delete_consumer(connection: Connection, stream: str, name: str) -> None:
