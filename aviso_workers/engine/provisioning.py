@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 
 import anyio
+from msgspec import UNSET, structs
 
 from aviso_workers import streams
 from aviso_workers.backends import Backend, ConsumerInfo, StreamInfo
@@ -27,12 +28,14 @@ class Provisioner:
     """Sees to it that a stream exists before it is used.
 
     `management` says what may be done to streams, which others share: `reconcile` them with the configuration,
-    only `create` what is missing, or `observe` and touch nothing. None of them removes what is stored.
+    only `create` what is missing, or `observe` and touch nothing. None of them removes what is stored. Without
+    `removes_replicas`, a stream that has more replicas than wanted keeps them.
     """
 
-    def __init__(self, backend: Backend, *, management: str, events: Events) -> None:
+    def __init__(self, backend: Backend, *, management: str, events: Events, removes_replicas: bool = True) -> None:
         self._backend = backend
         self._management = management
+        self._removes_replicas = removes_replicas
         self._events = events
         self._known: set[str] = set()
         self._lock = anyio.Lock()
@@ -88,6 +91,8 @@ class Provisioner:
             found = await self._backend.stream_info(spec.name)
         except NotFoundError:
             return streams.plan(spec, None, Stored())
+        if not self._removes_replicas and _has_more_replicas(found, spec):
+            spec = structs.replace(spec, num_replicas=UNSET)
         stored = Stored(
             messages=found.messages,
             bytes=found.bytes,
@@ -172,6 +177,10 @@ class Provisioner:
         self._events.emit(
             StreamProvisioned(stream=plan.stream, action="kept", differences=_texts(differences), refused=refused)
         )
+
+
+def _has_more_replicas(found: StreamInfo, spec: StreamSpec) -> bool:
+    return spec.num_replicas is not UNSET and found.config["num_replicas"] > spec.num_replicas
 
 
 def _why_not_removed(plan: Plan) -> str:

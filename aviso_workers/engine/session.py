@@ -83,8 +83,9 @@ class Session:
         self.provisioner = Provisioner(
             backend, management=config.notification_backend.jetstream.stream_management, events=events
         )
-        self.own_streams = Provisioner(backend, management="reconcile", events=events)
-        """Our own streams are ours to make and to change, whatever may be done to the others'."""
+        self.own_streams = Provisioner(backend, management="reconcile", events=events, removes_replicas=False)
+        """Our own streams are ours to make and to change, whatever may be done to the others'. Apps share some of them,
+        and another app's configuration may ask for more replicas."""
         self.publisher = Publisher(
             backend, config=config, provisioner=self.provisioner, own_streams=self.own_streams, events=events
         )

@@ -92,7 +92,7 @@ def _publisher(backend: Any, settings: Config) -> Publisher:
     events = Events()
     management = settings.notification_backend.jetstream.stream_management
     provisioner = Provisioner(backend, management=management, events=events)
-    own_streams = Provisioner(backend, management="reconcile", events=events)
+    own_streams = Provisioner(backend, management="reconcile", events=events, removes_replicas=False)
     return Publisher(backend, config=settings, provisioner=provisioner, own_streams=own_streams, events=events)
 
 

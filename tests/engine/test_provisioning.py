@@ -225,6 +225,16 @@ async def test_a_stream_of_our_own_gets_replicas_and_loses_none(
     assert backend.asked["update"] == (found != after)
 
 
+async def test_a_stream_of_our_own_loses_no_replicas_to_a_configuration_that_asks_for_fewer(
+    backend: ObservedBackend, facts: Facts
+) -> None:
+    own_streams = Provisioner(backend, management="reconcile", events=facts.events, removes_replicas=False)
+    await InMemoryBackend.create_stream(backend, structs.replace(OWN, num_replicas=3))
+    await own_streams.ensure(structs.replace(OWN, max_msgs=5))
+    found = (await InMemoryBackend.stream_info(backend, OWN.name)).config
+    assert (found["num_replicas"], found["max_msgs"]) == (3, 5)
+
+
 async def test_replicas_that_are_refused_are_told_and_the_stream_is_used_as_it_is(
     provisioner: Provisioner, backend: ObservedBackend, facts: Facts
 ) -> None:

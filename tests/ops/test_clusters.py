@@ -174,7 +174,7 @@ async def at_work(config: Path) -> AsyncIterator[App]:
 
 
 @pytest.mark.anyio
-async def test_a_worker_that_begins_gives_its_own_streams_the_copies_that_are_configured(
+async def test_a_worker_that_begins_gives_its_own_streams_the_copies_that_are_configured_and_takes_none(
     write_config: Callable[..., Path], url: str
 ) -> None:
     async def copies(app: App) -> dict[str, int]:
@@ -194,6 +194,10 @@ async def test_a_worker_that_begins_gives_its_own_streams_the_copies_that_are_co
         await become(app, 1)
     async with at_work(write_config(url, replicas=3)) as app:
         await become(app, 3)
+    async with at_work(write_config(url, replicas=1)) as app:
+        await app.notify("mars", {"class": "od", "step": 2}, deliver_after=0.1)
+        await app.tables["seen"].add("od", 1)
+        assert await copies(app) == dict.fromkeys(OWN, 3)  # another app may have asked for them
 
 
 @pytest.mark.covers("001-14")
