@@ -240,7 +240,10 @@ class Ticked(Struct, frozen=True, kw_only=True):
 
 
 class WindowDone(Struct, frozen=True, kw_only=True):
-    """An agent was run for a window that is over, well or (with an error) ill: then it is run again after a wait."""
+    """An agent was run for a window that is over, well or (with an error) ill.
+
+    Then it is run again after a wait, or the window has become a dead letter.
+    """
 
     agent: str
     key: str
@@ -250,6 +253,8 @@ class WindowDone(Struct, frozen=True, kw_only=True):
     """How long it took."""
     error: BaseException | None = None
     again_in_seconds: float = 0.0
+    dead_lettered: str = ""
+    """The reason of the dead letter; empty where there is none."""
 
 
 class LeadershipChanged(Struct, frozen=True, kw_only=True):

@@ -322,12 +322,13 @@ def _observe_beside(event: Event) -> None:
         case Ticked(error=BaseException() as error):
             log.error("timer.failed", timer=event.timer, tick=event.time.isoformat(), exc_info=error)
         case WindowDone(error=BaseException() as error):
+            becomes: dict[str, object] = {"again_in_seconds": round(event.again_in_seconds, 1)}
             log.error(
-                "window.failed",
+                "window.dead_lettered" if event.dead_lettered else "window.failed",
                 agent=event.agent,
                 key=event.key,
                 start=event.start.isoformat(),
-                again_in_seconds=round(event.again_in_seconds, 1),
+                **({"reason": event.dead_lettered} if event.dead_lettered else becomes),
                 exc_info=error,
             )
 

@@ -417,6 +417,8 @@ class Metrics:
                 self._timers[timer].last_tick = event.time.timestamp()
             case WindowDone(agent=agent):
                 self._windows[agent].add("failed" if event.error else "done")
+                if event.dead_lettered:
+                    self._agents[agent].dead_letters.add(event.dead_lettered)
             case Published(event_type=event_type, count=count):
                 self._published[event_type].outcomes.add(event.outcome, count)
                 self._published[event_type].retries += (event.attempts - 1) * count

@@ -106,9 +106,20 @@ class DeadLetters:
         self._spec = stream_spec(config)
 
     async def bury(
-        self, message: Message, *, agent: str, stream: str, reason: str, attempts: int, error: BaseException | None
+        self,
+        message: Message,
+        *,
+        agent: str,
+        stream: str,
+        reason: str,
+        attempts: int,
+        error: BaseException | None,
+        part: str = "",
     ) -> None:
-        """Store a copy, acknowledged. Raises `BackendError`: then the original must not be given up."""
+        """Store a copy, acknowledged. Raises `BackendError`: then the original must not be given up.
+
+        `part` says which part of the message it is, where it is not the whole of it.
+        """
         await self._provisioner.ensure(self._spec)
         headers = {
             "Aviso-Subject": message.subject,
@@ -127,7 +138,7 @@ class DeadLetters:
         letter = Message(subject=f"{SUBJECT}.{self._app}.{agent}", data=message.data, headers={**kept, **headers})
         # With its time, because a stream that is made anew counts from 1 again. What was tried again and failed again
         # is another letter, although the first may still be there: it is removed a moment after it was copied.
-        message_id = f"{self._app}.{agent}.{stream}.{message.sequence}.{message.timestamp_ns}.{kept.get(RETRIED, '')}"
+        message_id = f"{self._app}.{agent}.{stream}.{message.sequence}.{message.timestamp_ns}.{kept.get(RETRIED, part)}"
         await parts.store(letter, message_id, self._store_once, max_payload=self._backend.max_payload)
 
     @property

@@ -329,6 +329,7 @@ class Session:
             backend=self.backend,
             app=self._app,
             stream=stream,
+            dead_letters=self._dead_letters,
             events=self._events,
             patience_seconds=self._config.notification_backend.jetstream.publish_deadline_seconds,
         )

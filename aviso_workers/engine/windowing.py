@@ -8,6 +8,8 @@ One worker, which holds a lease, closes windows. It takes the newest time that w
 that everything up to that notification is settled, whichever worker had it, and closes what ends `lateness` before that
 time. So a window lacks nothing because somebody was slow, died, or has to try again. A window that is closed changes no
 more, and stays until the function has been run for it: whoever runs it again publishes the same under the same ids.
+Where the function fails as often as its policy allows, the window becomes a dead letter. Tried again, it is put back
+into the bucket, closed, and whoever closes windows runs the function for it.
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ from weakref import WeakValueDictionary
 
 import anyio
 import msgspec
-from msgspec import structs
+from msgspec import Struct, structs
 
 from aviso_workers import clocks, verdicts, windows
 from aviso_workers.agents import Agent
 from aviso_workers.backends import Backend, ConsumerInfo
+from aviso_workers.codec import Message, read_json
 from aviso_workers.engine import calling, counted
 from aviso_workers.engine.counted import PROGRESS, Counted
-from aviso_workers.engine.dead_lettering import RETRIED
+from aviso_workers.engine.dead_lettering import RETRIED, DeadLetters
 from aviso_workers.engine.handling import Kit, OneByOne
 from aviso_workers.engine.scheduling import Lease, drained
 from aviso_workers.engine.tabling import CachedBucket, SteadyBucket
@@ -36,10 +39,10 @@ from aviso_workers.events import Events, Unreadable, WindowDone
 from aviso_workers.key_value import Entry
 from aviso_workers.notifications import Notification
 from aviso_workers.tables import decode_key, encode_key
-from aviso_workers.verdicts import Ack, Again, Failure
+from aviso_workers.verdicts import Ack, Again, DeadLetter, Failure, Verdict
 from aviso_workers.windows import Progress, Settled, State, Window, Windowing
 
-__all__ = ["AsWindows", "bucket_of", "unfinished"]
+__all__ = ["AsWindows", "bucket_of", "is_window", "put_back", "unfinished"]
 
 _Change = Callable[[State[Any], Progress], Awaitable[State[Any]]]
 
@@ -63,6 +66,7 @@ class AsWindows:
         backend: Backend,
         app: str,
         stream: str,
+        dead_letters: DeadLetters,
         events: Events,
         patience_seconds: float,
     ) -> None:
@@ -73,6 +77,7 @@ class AsWindows:
         self._app = app
         self._stream = stream
         self._durable = agent.durable_name(app)
+        self._dead_letters = dead_letters
         self._events = events
         self._states = _States(agent, on_unreadable=self._tell_unreadable)
         bucket = SteadyBucket(backend, bucket_of(app, agent.name), patience_seconds=patience_seconds)
@@ -254,7 +259,10 @@ class AsWindows:
         kit.outputs.origin().begin_with(f"{window.start:%Y%m%dT%H%M%SZ}", of=f"{window.end.isoformat()} {window.key}")
         began = kit.clock.monotonic()
         failure = await calling.attempt(kit.step, window)
-        again = self._again_in_seconds(place, failure)
+        verdict = self._verdict(place, failure)
+        if failure is not None and isinstance(verdict, DeadLetter):
+            verdict = await self._store(window, start, verdict, failure)
+        again = self._again_in_seconds(place, verdict)
         if again is None:
             await self._update(window.key, lambda state: windows.without(state, start))
             self._failures.pop(place, None)
@@ -268,23 +276,84 @@ class AsWindows:
                 seconds=kit.clock.monotonic() - began,
                 error=failure.error if failure else None,
                 again_in_seconds=again or 0.0,
+                dead_lettered=verdict.reason if isinstance(verdict, DeadLetter) else "",
             )
         )
 
-    def _again_in_seconds(self, place: tuple[str, int], failure: Failure | None) -> float | None:
-        """After how long the function is to be run again for a window; None where it is done."""
+    def _verdict(self, place: tuple[str, int], failure: Failure | None) -> Verdict | None:
+        """What becomes of a window for which the function was run; None where it is done."""
         if failure is None:
             return None
         classified = verdicts.classify(failure, self._agent.classifiers)
         if isinstance(classified, Ack):
             return None
-        failures, retry = self._failures.get(place, 0), self._agent.policy.retry
-        verdict = verdicts.decide(classified, failures=failures, retry=retry)
-        # A window is no notification that could become a dead letter.
-        again = verdict.after_seconds if isinstance(verdict, Again) else retry.delay_seconds(failures + 1)
-        self._failures[place] = failures + 1
-        self._again_at[place] = self._kit.clock.monotonic() + again
-        return again
+        return verdicts.decide(classified, failures=self._failures.get(place, 0), retry=self._agent.policy.retry)
+
+    async def _store(self, window: Window[Any], start: int, verdict: DeadLetter, failure: Failure) -> Verdict:
+        """Store the dead letter of a window. Where that fails, the function is run again."""
+        failures, end = self._failures.get((window.key, start), 0), window.end.timestamp()
+        bucket, spelled = bucket_of(self._app, self._agent.name), _spelled(window.key)
+        kept = KeptWindow(start=start, end=int(end), value=window.value)
+        message = Message(
+            subject=f"$KV.{bucket}.{spelled}",
+            data=msgspec.json.encode(kept),
+            timestamp_ns=max(0, int(end)) * 1_000_000_000,
+        )
+        try:
+            await self._dead_letters.bury(
+                message,
+                agent=self._agent.name,
+                stream=f"KV_{bucket}",
+                reason=verdict.reason,
+                attempts=failures + 1,
+                error=failure.error,
+                part=f"{spelled}@{start}",
+            )
+        except BackendError:
+            delay = self._agent.policy.retry.delay_seconds(failures + 1)
+            return Again(after_seconds=delay, reason="dead_letter_failed")
+        return verdict
+
+    def _again_in_seconds(self, place: tuple[str, int], verdict: Verdict | None) -> float | None:
+        """After how long the function is to be run again for a window; None where it is not."""
+        if not isinstance(verdict, Again):
+            return None
+        self._failures[place] = self._failures.get(place, 0) + 1
+        self._again_at[place] = self._kit.clock.monotonic() + verdict.after_seconds
+        return verdict.after_seconds
+
+
+class KeptWindow(Struct, frozen=True, kw_only=True):
+    """The body of a window's dead letter."""
+
+    start: int
+    """Seconds since 1970 UTC, as the end."""
+    end: int
+    value: Any
+
+
+def is_window(stream: str, *, app: str, agent: str) -> bool:
+    """Whether a dead letter of the agent whose original is in that stream is of a window, and not of a notification."""
+    return stream == f"KV_{bucket_of(app, agent)}"
+
+
+async def put_back(backend: Backend, letter: Message, *, app: str, agent: str) -> None:
+    """Put the window of a dead letter back, so that the function is run for it; `letter` is what was stored of it.
+
+    Raises `UndecodableError`, `BackendError`.
+    """
+    kept = read_json(letter.data, KeptWindow)
+    bucket = await backend.key_value(bucket_of(app, agent))
+    key = letter.subject.removeprefix(f"$KV.{bucket_of(app, agent)}.")
+    while True:
+        entry = await bucket.get(key)
+        state: State[Any] = read_json(entry.value, State[Any]) if entry else State()
+        state = structs.replace(state, open={**state.open, kept.start: kept.value}, closed=max(state.closed, kept.end))
+        try:
+            await bucket.put(key, msgspec.json.encode(state), revision=entry.revision if entry else 0)
+        except ConflictError:
+            continue  # somebody else's change went through instead
+        return
 
 
 class _Held:

@@ -22,7 +22,7 @@ from aviso_workers import agents
 from aviso_workers.app import App
 from aviso_workers.backends import Outgoing, PubAck
 from aviso_workers.codec import Message
-from aviso_workers.engine import dead_lettering, parts
+from aviso_workers.engine import dead_lettering, parts, windowing
 from aviso_workers.engine.dead_lettering import RETRIES, STREAM, DeadLetter
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Skipped
@@ -123,7 +123,8 @@ class DeadLetterOffice:
         for letter in letters:
             await self._require_reader(letter)
         failures: list[BackendError] = []
-        copied = await self._copy(letters, failures)
+        copied = await self._copy([letter for letter in letters if not _is_window(letter)], failures)
+        copied += await self._put_back([letter for letter in letters if _is_window(letter)], failures)
         # The copy is in the retries: that the letter's own bytes stay on disk for a while as well changes nothing.
         await self._delete(copied, note, overwrite=False)
         if failures:
@@ -152,6 +153,22 @@ class DeadLetterOffice:
             else:
                 copied.append(letter)
         return copied
+
+    async def _put_back(self, letters: Sequence[DeadLetter], failures: list[BackendError]) -> list[DeadLetter]:
+        """Put the windows of these letters back to those that are not done; return the letters of which that went well,
+        and note why it did not of others.
+        """
+        done = []
+        for letter in letters:
+            try:
+                await windowing.put_back(self._backend, letter.original, app=letter.app, agent=letter.agent)
+            except UndecodableError as error:
+                failures.append(RefusedError(f"dead letter {letter.sequence} is of no window: {error}"))
+            except BackendError as error:
+                failures.append(error)
+            else:
+                done.append(letter)
+        return done
 
     async def _publish(self, message: Message, message_id: str) -> PubAck:
         return await self._backend.publish(
@@ -192,6 +209,10 @@ class DeadLetterOffice:
                 "start a worker of it first; its letters stay where they are"
             ) from error
         self._readers.add((letter.app, letter.agent))
+
+
+def _is_window(letter: DeadLetter) -> bool:
+    return windowing.is_window(letter.stream, app=letter.app, agent=letter.agent)
 
 
 async def portions(letters: AsyncIterator[DeadLetter]) -> AsyncGenerator[list[DeadLetter], None]:

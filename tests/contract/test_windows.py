@@ -14,6 +14,7 @@ import pytest
 from aviso_workers import Ack, App, Backoff, Notification, Notify, Reject, Retry, Window, Windowing, windows
 from aviso_workers.clocks import LoopClock
 from aviso_workers.engine import windowing
+from aviso_workers.engine.dead_lettering import DeadLetters
 from aviso_workers.engine.windowing import AsWindows
 from aviso_workers.errors import LateError, RefusedError, UndecodableError
 from aviso_workers.events import Event, Published, Unreadable, WindowDone
@@ -351,7 +352,7 @@ async def test_an_agent_that_is_reset_does_not_count_again_what_it_has_counted(
 async def test_a_function_that_fails_is_run_again_and_publishes_once(app: App, url: str | None) -> None:
     tries: list[int] = []
 
-    @app.agent("mars", window=hourly(), retry=Backoff(first=0.05, factor=1, attempts=1, jitter=0))
+    @app.agent("mars", window=hourly(), retry=Backoff(first=0.05, factor=1, attempts=3, jitter=0))
     async def sums_at_the_third_try(window: Window[int]) -> None:
         tries.append(window.value)
         one = result(window)
@@ -368,8 +369,61 @@ async def test_a_function_that_fails_is_run_again_and_publishes_once(app: App, u
         assert t.outcomes(sums_at_the_third_try) == ["acked", "acked"]
 
 
+async def test_a_window_that_fails_as_often_as_it_may_is_a_dead_letter_that_can_be_tried_again(
+    app: App, url: str | None
+) -> None:
+    broken = True
+
+    @app.agent("mars", window=hourly(key=class_of), retry=Backoff(first=0.05, factor=1, attempts=2, jitter=0))
+    async def totals(window: Window[int]) -> Notify:
+        if broken and window.key == "rd":
+            raise ConnectionError("no database")
+        return result(window)
+
+    async with harness(app, server=url) as t:
+        await notify(t, 1, 2, of="od")
+        await notify(t, 3, 4, 5, of="rd")
+        await notify(t, 61, of="od")
+        await t.settle()
+        assert sums(t) == {"0-60 od": 2}
+        office = DeadLetterOffice(app)
+        (letter,) = [letter async for letter in office.letters(Selection())]
+        assert (letter.agent, letter.reason, letter.attempts) == ("totals", "attempts_exhausted", 2)
+        assert letter.error == "ConnectionError: no database"
+        start = int(SIX.timestamp())
+        assert msgspec.json.decode(letter.original.data) == {"start": start, "end": start + 3600, "value": 3}
+        assert [done.dead_lettered for done in t.windows(totals) if done.key == "rd"] == ["", "attempts_exhausted"]
+
+        broken = False
+        await office.retry(letter)
+        await t.settle()
+        assert sums(t) == {"0-60 od": 2, "0-60 rd": 3}
+        assert [letter async for letter in office.letters(Selection())] == []
+
+
+async def test_a_window_whose_dead_letter_is_not_stored_is_run_again(
+    app: App, url: str | None, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [RefusedError("full")] * 2
+    bury = DeadLetters.bury
+
+    async def refuse(*given: Any, **stated: Any) -> None:
+        if refusals:
+            raise refusals.pop()
+        await bury(*given, **stated)
+
+    monkeypatch.setattr(DeadLetters, "bury", refuse)
+    agent = declare(hourly(), retry=Backoff(first=0.05, factor=1, attempts=1, jitter=0))
+    async with harness(app, server=url) as t:
+        t.fail(agent, ConnectionError("no database"), times=3)
+        await notify(t, 10, 70)
+        await t.settle()
+        assert [done.dead_lettered for done in t.windows(agent)] == ["", "", "attempts_exhausted"]
+        assert len(t.dead_letters) == 1
+
+
 async def test_settle_tells_of_a_window_that_fails(app: App, url: str | None, declare: Callable[..., Any]) -> None:
-    agent = declare(hourly())
+    agent = declare(hourly(), retry=Backoff(first=0.05, factor=1, attempts=10_000, jitter=0))
     async with harness(app, server=url) as t:
         t.fail(agent, ConnectionError("no database"), times=1000)
         await notify(t, 10, 70)
