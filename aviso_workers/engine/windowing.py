@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 from weakref import WeakValueDictionary
 
 import anyio
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Meta, Struct, structs
 
 from aviso_workers import clocks, verdicts, windows
 from aviso_workers.agents import Agent
@@ -51,6 +51,8 @@ LOOK_SECONDS = 1.0
 FORGOTTEN_AFTER_SECONDS = 86400.0
 """A key of which no window is open is forgotten after this: by then nothing comes again that was counted, and who was
 paused with a count in its hands has given up."""
+EARLIEST, LATEST = -62_135_596_800, 253_370_764_800
+"""Seconds since 1970 UTC: the beginnings of the years 1 and 9999. No datetime tells the end of a much later window."""
 NO_KEY = "="
 """Of windows without keys. No key is spelled like this."""
 
@@ -326,9 +328,9 @@ class AsWindows:
 class KeptWindow(Struct, frozen=True, kw_only=True):
     """The body of a window's dead letter."""
 
-    start: int
+    start: Annotated[int, Meta(ge=EARLIEST, le=LATEST)]
     """Seconds since 1970 UTC, as the end."""
-    end: int
+    end: Annotated[int, Meta(ge=EARLIEST, le=LATEST)]
     value: Any
 
 
@@ -392,12 +394,15 @@ class _States:
     def read(self, entry: Entry) -> State[Any]:
         """Raises `UndecodableError`, as where the agent's type is another one than it was."""
         try:
-            return self._decoder.decode(entry.value)
+            state = self._decoder.decode(entry.value)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UndecodableError(
                 f"what windows of agent {self._agent.name!r} hold is no {self._agent.argument_type}: {error}; "
                 "after such a change, give the agent another name"
             ) from error
+        if not all(EARLIEST <= start <= LATEST for start in state.open):
+            raise UndecodableError(f"what windows of agent {self._agent.name!r} hold has a window of no time")
+        return state
 
     def by_key(self, entries: Iterable[Entry]) -> dict[str, State[Any]]:
         """The states that can be read. Who counts for a key whose state cannot be read, fails, and is heard."""

@@ -135,7 +135,13 @@ async def test_what_somebody_else_wrote_keeps_no_window_open(
         await notify(t, 1, of="od")
         await t.settle()
         bucket = await app.session.backend.key_value(windowing.bucket_of("contract", "sums"))
-        for key, garbage in {"rd": b"\xff", "xx": b"[" * 100_000, "=counted.7": b"{}", "=counted.x": b""}.items():
+        for key, garbage in {
+            "rd": b"\xff",
+            "xx": b"[" * 100_000,
+            "yy": b'{"open":{"%d":5},"closed":%d}' % (2**62, 2**63),
+            "=counted.7": b"{}",
+            "=counted.x": b"",
+        }.items():
             await bucket.put(key, garbage)
         await notify(t, 61, of="od")
         with anyio.fail_after(PATIENCE_SECONDS):

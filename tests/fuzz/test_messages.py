@@ -14,7 +14,16 @@ import pytest
 from aviso_workers import App, Notify, Window, Windowing, codec, config, schema, spatial, topics
 from aviso_workers.backends.jetstream.wire import Headers, header_block
 from aviso_workers.codec import Message, NotificationReader
-from aviso_workers.engine import consumer_records, counted, dead_lettering, deferring, failing, parts, sweeping
+from aviso_workers.engine import (
+    consumer_records,
+    counted,
+    dead_lettering,
+    deferring,
+    failing,
+    parts,
+    sweeping,
+    windowing,
+)
 from aviso_workers.engine.scheduling import Claim
 from aviso_workers.engine.windowing import _States
 from aviso_workers.errors import UndecodableError
@@ -61,13 +70,13 @@ READERS = [
 ]
 
 
+HOURLY: Windowing[int, Any] = Windowing(size="1h", time=lambda _: None, fold=lambda total, _: total + 1, initial=0)
+
+
 def states() -> _States:
     app = App("fuzz")
 
-    def size(total: int, _: Any) -> int:
-        return total + 1
-
-    @app.agent("mars", window=Windowing(size="1h", time=lambda _: None, fold=size, initial=0))
+    @app.agent("mars", window=HOURLY)
     async def sums(window: Window[int]) -> Notify:
         return Notify("mars", {}, window.value)
 
@@ -75,6 +84,13 @@ def states() -> _States:
         raise error
 
     return _States(app.agents[0], on_unreadable=refuse)
+
+
+def told(known: _States, entry: Entry) -> None:
+    """Read the state, and make the windows of it that are told to authors."""
+    for key, state in known.by_key([entry]).items():
+        for start, value in state.open.items():
+            HOURLY.window(key, start, value)
 
 
 OF_HEADERS: dict[str, Callable[[Message], object]] = {
@@ -93,6 +109,7 @@ OF_JSON: dict[str, tuple[bytes, type]] = {
         b'"time":"2026-11-22T06:00:00Z","longest_seconds":60.0}',
         consumer_records.ConsumerRecord,
     ),
+    "a window of a dead letter": (b'{"start":1700000000,"end":1700003600,"value":{"a":1}}', windowing.KeptWindow),
     "progress": (b'{"closed":1700000000,"settled":{"sequence":7,"time":1700000000.5}}', counted.Progress),
     "a page": (b'{"created":1700000000.5,"newest":1700000001.5,"bits":"AAAA"}', counted.Page),
 }
@@ -160,7 +177,7 @@ def test_any_state_of_a_window_is_read_or_is_undecodable(rounds: Callable[[int],
     for chance in turns:
         key = mutated(chance.choice((b"od", b"=counted.7", b"=")), chance).decode("latin-1")
         entry = Entry(key=key, value=mutated(whole, chance), revision=1, time=None, deleted=False)  # type: ignore[arg-type]
-        attempt(turns, partial(known.by_key, [entry]), UndecodableError)
+        attempt(turns, partial(told, known, entry), UndecodableError)
         attempt(turns, partial(counted.newest_stream, [entry]))
 
 
