@@ -138,6 +138,8 @@ class StreamInfo(Struct, frozen=True, kw_only=True):
     """When the first message was stored; None where there is none."""
     last_sequence: int = 0
     created: datetime | None = None
+    behind: tuple[str, ...] = ()
+    """The servers whose replica is not current, or was not heard of for some seconds."""
 
 
 class ConsumerInfo(Struct, frozen=True, kw_only=True):

@@ -49,7 +49,8 @@ def erase(
         typer.echo(f"{erased} erased, {left.messages} left; the record is {record}")
         typer.echo(
             "the subjects of what is erased, with the values that are in them, stay in the index files of the servers "
-            f"until {datetime.now(UTC) + INDEX_WITHIN:%Y-%m-%dT%H:%M:%SZ} at the latest: keep no copy of these before"
+            f"until {datetime.now(UTC) + INDEX_WITHIN:%Y-%m-%dT%H:%M:%SZ} at the latest, and the whole messages in the "
+            "Raft logs of streams with replicas: keep no copy of these before"
         )
         return not left.findings
 

@@ -54,7 +54,8 @@ ROUNDS = 3
 SOURCE = "Nats-Stream-Source"
 INDEX_WITHIN = timedelta(minutes=3)
 """A nats-server writes the index of a stream, a file that has its subjects, at most so long after a change: 2.15 does
-every two minutes or two and a half. Nothing asks it to do so at once on each of the copies."""
+every two minutes or two and a half. Nothing asks it to do so at once on each of the copies. In the same time it
+removes from the Raft log of a stream with replicas what is stored, which has the whole messages until then."""
 DENIALS = {"deny_delete": "it has deny_delete, which no server takes back", "sealed": "it is sealed for good"}
 
 Matches = Callable[[Message], bool]
@@ -75,6 +76,8 @@ class Unreached(Struct, frozen=True, kw_only=True):
     where: str
     why: str
     cure: str
+    waits: bool = False
+    """Nothing is erased before this has passed."""
 
 
 class Survey(Struct, frozen=True, kw_only=True):
@@ -150,11 +153,12 @@ class Eraser:
         """Erase what the survey found, and what comes after it; returns a survey of what is left.
 
         `audit` gets a record that says what was done, and nothing of what was erased: once before, with the state
-        `begun`, and once after. Raises `RefusedError`, before anything is done, where the event's own stream denies it.
+        `begun`, and once after. Raises `RefusedError`, before anything is done, where the event's own stream denies it,
+        or a stream has replicas that are not current.
         """
-        for denied in survey.unreached:
-            if denied.where == self._stream and denied.why in DENIALS.values():
-                raise RefusedError(f"{denied.where}: {denied.why}; nothing was erased. {denied.cure}")
+        for each in survey.unreached:
+            if each.waits or (each.where == self._stream and each.why in DENIALS.values()):
+                raise RefusedError(f"{each.where}: {each.why}; nothing was erased. {each.cure}")
         record = self._record(survey)
         _write(audit, record | {"state": "begun"})
         found, left = survey, survey
@@ -306,6 +310,16 @@ def _unreached(stream: str, info: StreamInfo) -> list[Unreached]:
         cure = "delete the stream, or let a backup of it be cleansed and restored in its place"
         return [Unreached(where=stream, why=denied, cure=cure)]
     found = []
+    if info.behind:
+        found.append(
+            Unreached(
+                where=stream,
+                why=f"its replica on {', '.join(info.behind)} is not current, and would keep the bytes on its disk",
+                cure="start that server, and erase when `aviso-workers report streams` shows no trouble; "
+                "if it never comes back, `aviso-workers streams remove-peer` takes it out of the stream",
+                waits=True,
+            )
+        )
     if config.get("storage") != "memory" and info.messages < info.last_sequence:
         found.append(
             Unreached(

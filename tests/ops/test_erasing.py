@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from aviso_workers.backends import Administration, Chunk, Message
 from aviso_workers.errors import InvalidNotificationError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.ops.erasing import Eraser, Survey
 from aviso_workers.server import NatsServer
+from tests.stories.processes import cluster
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -278,6 +281,41 @@ async def test_a_copy_that_denies_it_is_told_and_the_rest_erased(place: Place) -
     assert (_found(left), [each.where for each in left.unreached]) == ({"SOURCED": (1,)}, ["SOURCED"])
     assert place.record()["state"] == "incomplete"
     assert place.record()["erased"] == {"MARS": 1}, "not what is left"
+
+
+async def test_nothing_is_erased_while_a_server_is_away_that_would_keep_it(
+    write_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Where it comes back and is told of many changes at once, it removes what was erased without overwriting it."""
+    with cluster(tmp_path) as nodes:
+        async with App("index", config=write_config(nodes[0].url, replicas=3)) as app:
+            backend = app.session.backend
+            await app.notify("mars", {"class": "od", "step": 1})
+            leader = (await backend.administration().api("STREAM.INFO.MARS"))["cluster"]["leader"]
+            away = next(node for node in nodes[1:] if node.name != leader)
+            away.process.send_signal(signal.SIGSTOP)
+            await _until_behind(app, (away.name,))
+            eraser = Eraser(app, "mars", sequence=1)
+            with pytest.raises(RefusedError, match=f"MARS: its replica on {away.name} is not current"):
+                await eraser.erase(await _survey(eraser), audit=tmp_path / "audit.json")
+            assert (await backend.stream_info("MARS")).messages == 1
+            away.process.send_signal(signal.SIGCONT)
+            await _until_behind(app, ())
+            assert (await eraser.erase(await _survey(eraser), audit=tmp_path / "audit.json")).findings == ()
+
+
+async def _survey(eraser: Eraser) -> Survey:
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while True:
+            with suppress(UnavailableError):  # who is away may have led the servers
+                return await eraser.survey()
+
+
+async def _until_behind(app: App, servers: tuple[str, ...]) -> None:
+    """Wait until the stream's leader says that the replicas on these servers are not current, and no others."""
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while (await app.session.backend.stream_info("MARS")).behind != servers:  # noqa: ASYNC110
+            await anyio.sleep(0.1)
 
 
 async def test_what_was_purged_before_is_told(place: Place) -> None:

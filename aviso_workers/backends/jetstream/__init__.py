@@ -52,6 +52,8 @@ LIMIT = re.compile(r"limit of (\d+)")
 """What the description of the latter says is allowed."""
 NO_MESSAGE = 10037
 LEAVE_SECONDS = 2.0
+SILENT_NANOSECONDS = 5_000_000_000
+"""A leader hears of the other replicas every second, and takes one that has died for current until much later."""
 
 
 class JetStreamBackend:
@@ -359,7 +361,14 @@ def _stream_info(answer: Mapping[str, Any]) -> StreamInfo:
         first_time=_time(state["first_ts"]) if state["messages"] else None,
         last_sequence=state["last_seq"],
         created=msgspec.convert(answer["created"], datetime),
+        behind=tuple(filter(None, map(_behind, (answer.get("cluster") or {}).get("replicas") or ()))),
     )
+
+
+def _behind(replica: Mapping[str, Any]) -> str:
+    """The name of its server where it is not current; empty where it is."""
+    silent = replica.get("active", 0) > SILENT_NANOSECONDS
+    return str(replica["name"]) if silent or replica.get("offline") or not replica.get("current") else ""
 
 
 def _consumer_info(answer: Mapping[str, Any]) -> ConsumerInfo:
