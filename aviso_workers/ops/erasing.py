@@ -158,7 +158,7 @@ class Eraser:
         """
         for each in survey.unreached:
             if each.waits or (each.where == self._stream and each.why in DENIALS.values()):
-                raise RefusedError(f"{each.where}: {each.why}; nothing was erased. {each.cure}")
+                raise RefusedError(f"{each.where}: {each.why}; nothing was erased. {each.cure.capitalize()}")
         record = self._record(survey)
         _write(audit, record | {"state": "begun"})
         found, left = survey, survey
@@ -315,8 +315,8 @@ def _unreached(stream: str, info: StreamInfo) -> list[Unreached]:
             Unreached(
                 where=stream,
                 why=f"its replica on {', '.join(info.behind)} is not current, and would keep the bytes on its disk",
-                cure="start that server, and erase when `aviso-workers report streams` shows no trouble; "
-                "if it never comes back, `aviso-workers streams remove-peer` takes it out of the stream",
+                cure="start that server, or one of its name with an empty disk where its own is gone; "
+                "erase when `aviso-workers report streams` shows no trouble",
                 waits=True,
             )
         )
