@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from aviso_workers.app import App
 from aviso_workers.engine import consumer_records
-from aviso_workers.errors import DeclarationError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.errors import BackendError, DeclarationError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.ops import inspecting, observing
 
 __all__ = [
@@ -31,6 +31,8 @@ __all__ = [
     "unpin",
 ]
 
+NO_OTHER_SERVER = 10075
+"""JetStream: peer remap failed."""
 ELECTION_SECONDS = 10.0
 ANSWER_SECONDS = 0.5
 LOOK_AGAIN_SECONDS = 0.05
@@ -151,4 +153,14 @@ async def remove_peer(app: App, stream: str, peer: str) -> None:
     found = await peers(app, stream)
     if peer not in found:
         raise NotFoundError(f"{peer} holds no copy of {stream}; there are: {', '.join(found) or 'none in a cluster'}")
-    await app.session.backend.administration().api(f"STREAM.PEER.REMOVE.{stream}", {"peer": peer})
+    try:
+        await app.session.backend.administration().api(f"STREAM.PEER.REMOVE.{stream}", {"peer": peer})
+    except BackendError as error:
+        if error.code != NO_OTHER_SERVER:
+            raise
+        raise RefusedError(
+            f"{peer} keeps its copy of {stream}, because no other server may hold one ({error}). To have it made anew "
+            f"there, see that all copies on the other servers are current, stop {peer}, empty its store directory and "
+            "start it again",
+            code=error.code,
+        ) from error

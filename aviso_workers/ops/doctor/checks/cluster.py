@@ -32,7 +32,8 @@ LEVEL = "_nats.req.level"
     "Streams and consumers have a leader, and copies that are current",
     why="without a leader nothing is stored or delivered; a copy that is behind counts for nothing when one is lost",
     cure="`aviso-workers server status` or the site's supervisor says which server is down: start it. A copy that "
-    "stays behind is told to begin anew by `aviso-workers streams remove-peer {stream} SERVER`",
+    "stays behind is told to begin anew by `aviso-workers streams remove-peer {stream} SERVER`, which needs one more "
+    "server; else stop the server, empty its store directory and start it, while all copies of the others are current",
     severity=State.FAIL,
     needs=("consumers", "streams"),
 )
