@@ -20,7 +20,8 @@ from aviso_workers.ops.agent_report import Progress
 
 __all__ = ["agents", "lag"]
 
-ANSWER_SECONDS = 10.0
+ANSWER_SECONDS = 30.0
+"""Longer than three servers take to answer everything of which one has died a moment ago."""
 REFRESH_SECONDS = 2.0
 
 Report = Callable[[App], Awaitable[list[Progress]]]
