@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from datetime import datetime
 from itertools import chain
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType, structs
+from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from aviso_workers import subjects
 from aviso_workers.config import Config
@@ -83,6 +84,14 @@ VERSIONS = "aviso-workers-versions"
 """The metadata of a durable consumer that says which versions of an agent read it: see `noted_versions`."""
 ACK_WAIT = "ack_wait="
 """What the name of a version in the metadata begins with, before its nanoseconds and its filter subjects."""
+LONGEST_ACK_WAIT = 2**63 - 1
+"""In nanoseconds: a server counts them in 64 bits."""
+MOST_HEARD = 2**32
+"""More often than a version is heard of while it lives."""
+MOST_NOTED = 200
+"""Words of all versions that are noted in one consumer. A version has up to nine; to unite many takes long."""
+MOST_DIGITS = 19
+"""As many as a number of 64 bits has."""
 FENCED = "aviso-workers-fenced"
 """The metadata of a stream that was fenced when its mirror was promoted: which subjects it had."""
 UNFINISHED = "aviso-workers-unfinished"
@@ -459,14 +468,17 @@ def version_of(spec: ConsumerSpec) -> Version:
 def noted_versions(consumer: Mapping[str, Any]) -> dict[Version, int]:
     """Each version of an agent that reads the consumer, as a server reports that, and how often it was heard of.
 
-    A consumer that no version has noted itself in is taken for that of one version, whose fields it has.
+    A consumer that no version has noted itself in is taken for that of one version, whose fields it has; so is one in
+    which somebody else has noted what cannot be read.
     """
     ack_wait = int(consumer.get("ack_wait") or 0)
     noted = (consumer.get("metadata") or {}).get(VERSIONS)
-    if not noted:
-        return {Version(tuple(sorted(filters_of(consumer))), ack_wait): 0}
-    heard = msgspec.json.decode(noted, type=dict[str, int])
-    return {_version_named(name, ack_wait): number for name, number in heard.items()}
+    with suppress(ValueError):
+        if noted:
+            heard = msgspec.json.decode(noted, type=dict[str, Annotated[int, Meta(ge=0, le=MOST_HEARD)]])
+            if sum(len(name.split()) for name in heard) <= MOST_NOTED:
+                return {_version_named(name, ack_wait): number for name, number in heard.items()}
+    return {Version(tuple(sorted(filters_of(consumer))), ack_wait): 0}
 
 
 def shared(spec: ConsumerSpec, versions: Mapping[Version, int]) -> ConsumerSpec:
@@ -493,11 +505,25 @@ def _name_of(version: Version) -> str:
 
 
 def _version_named(name: str, ack_wait: int) -> Version:
-    """Workers of before noted the filter subjects alone: then it is that of the consumer."""
-    first, *others = name.split() or [""]
-    if first.startswith(ACK_WAIT):
-        return Version(tuple(others), int(first.removeprefix(ACK_WAIT)))
-    return Version(tuple(name.split()), ack_wait)
+    """Workers of before noted the filter subjects alone: then it is that of the consumer. Raises ValueError where it is
+    the name of no version.
+    """
+    filters = name.split()
+    if filters and filters[0].startswith(ACK_WAIT):
+        ack_wait = _digits(filters.pop(0).removeprefix(ACK_WAIT))
+    if not 0 < ack_wait <= LONGEST_ACK_WAIT:
+        raise ValueError(f"no consumer has an ack_wait of {ack_wait} ns")
+    for each in filters:
+        if not each.isprintable() or "" in each.split("."):
+            raise ValueError(f"{each!r} is no filter subject")
+    return Version(tuple(filters), ack_wait)
+
+
+def _digits(text: str) -> int:
+    """Raises ValueError for what is no number, or a longer one than any of ours."""
+    if not text.isdecimal() or len(text) > MOST_DIGITS:
+        raise ValueError("no number of ours")
+    return int(text)
 
 
 def starting(start: str) -> dict[str, Any]:
@@ -522,8 +548,9 @@ def after_reset(metadata: Mapping[str, str] | None) -> dict[str, str]:
 
 def resets_of(consumer: Mapping[str, Any]) -> int:
     """How often a consumer, as a server reports it, was taken to another place."""
-    found = (consumer.get("metadata") or {}).get(RESETS, "")
-    return int(found) if found.isdecimal() else 0
+    with suppress(ValueError):
+        return _digits((consumer.get("metadata") or {}).get(RESETS, ""))
+    return 0
 
 
 def beginning_after(spec: ConsumerSpec, sequence: int) -> ConsumerSpec:

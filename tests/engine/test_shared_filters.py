@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,7 +17,7 @@ from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.shared_filters import GONE_SECONDS, LOOK_AGAIN_SECONDS, LOOK_SECONDS, SharedFilter
 from aviso_workers.errors import UnavailableError
 from aviso_workers.events import Events, FiltersDiffer
-from aviso_workers.streams import ConsumerSpec, StreamSpec, Version, shared
+from aviso_workers.streams import RESETS, VERSIONS, ConsumerSpec, StreamSpec, Version, shared
 
 pytestmark = pytest.mark.anyio
 
@@ -127,6 +128,35 @@ async def test_a_filter_that_lacks_what_a_version_wants_is_mended(backend: InMem
         )
         await backend.clock.sleep(2 * LOOK_SECONDS)
         assert await filters_of(backend) == WIDE
+
+
+FORGED = {
+    "no JSON": "x",
+    "no versions": "[1]",
+    "no number": '{"mars.>": "1"}',
+    "a negative number": '{"mars.>": -1}',
+    "a long number": f'{{"mars.>": {10**30}}}',
+    "no ack_wait": '{"ack_wait=x mars.>": 0}',
+    "a negative ack_wait": '{"ack_wait=-1 mars.>": 0}',
+    "a long ack_wait": f'{{"ack_wait={"9" * 5000} mars.>": 0}}',
+    "no filter subject": '{"ack_wait=1 mars..>": 0}',
+    "many filter subjects": json.dumps({f"ack_wait=1 mars.{number}.>": 0 for number in range(2000)}),
+}
+
+
+@pytest.mark.parametrize("noted", FORGED.values(), ids=FORGED)
+async def test_versions_that_somebody_else_has_noted_count_as_none(backend: InMemoryBackend, noted: str) -> None:
+    narrow = worker(backend, NARROW, [])
+    opened = await narrow.ensure()
+    forged = structs.replace(spec(WIDE), metadata={VERSIONS: noted, RESETS: "9" * 5000})
+    async with keeping(narrow):
+        await backend.ensure_consumer("MARS", forged)
+        await backend.clock.sleep(2 * LOOK_SECONDS)
+        assert await filters_of(backend) == WIDE, "as for an older version without notes, until that is gone"
+        await backend.clock.sleep(2 * GONE_SECONDS)
+    assert (await backend.consumer_info("MARS", "app__agent")).config["filter_subjects"] == list(NARROW)
+    await backend.ensure_consumer("MARS", forged)
+    assert (await narrow.ensure()).name == opened.name
 
 
 async def test_of_two_that_open_it_at_once_the_one_that_was_overwritten_soon_mends_it(backend: InMemoryBackend) -> None:
