@@ -41,7 +41,10 @@ def render(
 ) -> None:
     """Write nats-server.conf, once nats-server has checked it, and say what the server stands."""
     if role is not None:
-        typer.echo(_as_yaml(_permissions(role, app, config)))
+        granted = _permissions(role, app, config)
+        typer.echo(_as_yaml(granted))
+        for told in permissions.beyond(granted):
+            typer.echo(f"aviso-workers: {told}", err=True)
         return
     loaded = configuration.load(config)
     settings, choices = profiles.choose(loaded, profile=profile)

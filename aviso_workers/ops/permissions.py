@@ -32,7 +32,7 @@ from aviso_workers.engine.session import COURIER_DURABLE, SWEEP
 from aviso_workers.tables import Counter
 from aviso_workers.windows import Window
 
-__all__ = ["BRIDGE", "Role", "of_operator", "of_publisher", "of_worker"]
+__all__ = ["BRIDGE", "Role", "beyond", "of_operator", "of_publisher", "of_worker"]
 
 Role = Literal["worker", "publisher", "operator", "bridge"]
 
@@ -57,6 +57,22 @@ def of_operator(config: Config) -> Permissions:
     api = _Api(config)
     subjects = (f"{api.prefix}.>", "$JS.SNAPSHOT.>", "$KV.>", "aviso_workers.>", *_bases(config))
     return _permissions(subjects, subscribe=(INBOXES, ADVISORIES))
+
+
+BEYOND = {
+    ".STREAM.CREATE.": "who may create or update a stream can have the server publish to any subject of the account, "
+    "by the stream's `republish`; with stream_management: observe, operators alone may",
+    ".CONSUMER.CREATE.": "who may replay a stream can have the server deliver it to any subject of the account, and "
+    "change the consumers of others on it; put apps that must not do so to each other into accounts of their own",
+    f"{deferring.SUBJECT}.wait.": "who may have something delivered later can remove what waits for other event types; "
+    f"take out the lines with {deferring.SUBJECT} and {deferring.STREAM} where nothing is delivered later",
+}
+"""By a part of a subject: what a server lets its publishers do beyond that subject."""
+
+
+def beyond(granted: Permissions) -> list[str]:
+    """Return what these permissions let a user reach beyond the subjects that they name, a sentence each."""
+    return [told for part, told in BEYOND.items() if any(part in line for line in granted.publish.allow)]
 
 
 class _Api:

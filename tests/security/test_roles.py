@@ -296,6 +296,38 @@ def test_where_an_operator_creates_streams_no_other_role_may(tmp_path: Path) -> 
         assert "$JS.API.STREAM.INFO.MARS" in allowed
 
 
+def test_what_a_role_reaches_beyond_its_subjects_is_told(tmp_path: Path) -> None:
+    def told(role: permissions.Role, **jetstream: object) -> list[str]:
+        config = write_mars_config(tmp_path / "config.yaml", NOWHERE, **jetstream)
+        parts = ("`republish`", "deliver it to any subject", "remove what waits")
+        return [part for part in parts for each in permissions.beyond(granted(role, config)) if part in each]
+
+    assert told("publisher") == ["`republish`", "remove what waits"]
+    assert told("publisher", stream_management="observe") == ["remove what waits"]
+    assert told("worker", stream_management="observe") == ["deliver it to any subject", "remove what waits"]
+    assert told("operator") == []
+
+
+async def test_a_publisher_of_an_existing_stream_needs_no_right_on_what_waits_until_it_delivers_later(
+    tmp_path: Path,
+) -> None:
+    def configure(url: str = NOWHERE, **jetstream: object) -> Path:
+        return write_mars_config(tmp_path / "config.yaml", url, stream_management="observe", **jetstream)
+
+    lines = tuple(line for line in granted("publisher", configure()).publish.allow if "schedule" not in line)
+    fewer = Permissions(publish=Subjects(allow=lines), subscribe=Subjects(allow=("_INBOX.>",)))
+    assert permissions.beyond(fewer) == []
+    accounts = f"accounts: {{ DATA: {{ jetstream: enabled, users: [{user('role', fewer)}, {EVERYTHING}] }} }}\n"
+    with NatsServer.start(store_dir=tmp_path / "store", config=accounts) as server:
+        managed = write_mars_config(tmp_path / "all.yaml", server.url, user="everything", password="everything")
+        async with App("operator", config=managed) as app:
+            await app.notify("mars", {"class": "od", "step": 1}, {"n": 1})
+        async with App("publisher", config=configure(server.url, user="role", password="role")) as app:
+            await app.notify("mars", {"class": "od", "step": 2}, {"n": 1})
+            assert (await app.session.backend.stream_info("MARS")).messages == 2
+        assert "ermissions Violation" not in server.log
+
+
 def test_in_a_domain_requests_go_to_its_own_subjects(tmp_path: Path) -> None:
     config = write_mars_config(tmp_path / "config.yaml", NOWHERE, domain="hub")
     assert "$JS.hub.API.STREAM.INFO.MARS" in granted("publisher", config).publish.allow
