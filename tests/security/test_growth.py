@@ -15,6 +15,8 @@ import pytest
 import aviso_agents
 import aviso_workers
 from aviso_workers import spatial, subjects
+from aviso_workers.codec import _payload_decoder
+from aviso_workers.errors import UndecodableError
 from aviso_workers.spatial import Box
 
 PACKAGES = (aviso_workers, aviso_agents)
@@ -166,6 +168,21 @@ def test_a_polygon_of_more_points_than_a_cloud_has_is_refused_within_no_time(geo
             spatial.parse_polygon(geometry)
 
     assert seconds(parse) < 0.1
+
+
+@pytest.mark.parametrize("number", ["1e308", "1.7976931348623157e308", "5e-324", "1e0308"])
+def test_a_payload_of_numbers_that_are_slow_to_read_is_refused_within_no_time(number):
+    decode = _payload_decoder(Any)
+
+    def read(times: int) -> object:
+        return decode(f'{{"a": [{", ".join([number] * times)}]}}'.encode())
+
+    def refuse() -> None:
+        with pytest.raises(UndecodableError, match="more than 2000 numbers"):
+            read(1_000_000 // (len(number) + 2))
+
+    assert seconds(refuse) < 0.2
+    assert seconds(lambda: read(2000)) < 0.2
 
 
 def test_a_polygon_whose_points_are_next_to_nothing_apart_is_compared_at_once():
