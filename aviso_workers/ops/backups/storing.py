@@ -13,6 +13,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -113,10 +114,11 @@ class Backup(Struct, frozen=True, kw_only=True):
 def load(directory: Path) -> Backup:
     """The backup that a directory is, without a look into its archive. Raises `BackupError`."""
     try:
+        _require_file(directory / META)
         meta = msgspec.json.decode((directory / META).read_bytes(), type=_Meta)
         msgspec.convert(meta.state, archive.StreamState)
         of_entries = (directory / OF_ENTRIES).exists()
-        size = (directory / (OF_ENTRIES if of_entries else OF_FILES)).stat().st_size
+        size = _require_file(directory / (OF_ENTRIES if of_entries else OF_FILES)).st_size
         written = (directory / META).stat().st_mtime
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise BackupError(f"{directory / META}: {error}") from error
@@ -136,6 +138,14 @@ def load(directory: Path) -> Backup:
         size=size,
         of_entries=of_entries,
     )
+
+
+def _require_file(path: Path) -> os.stat_result:
+    """Raise `BackupError` for a device or a pipe, which has no end or waits for somebody to write; OSError for none."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise BackupError(f"{path} is no regular file")
+    return found
 
 
 def find(directory: Path, *, stream: str | None = None) -> list[Backup]:

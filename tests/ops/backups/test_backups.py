@@ -105,6 +105,19 @@ def cut_off_the_end(backup: Backup) -> None:
     backup.archive.write_bytes(data[:last])
 
 
+@pytest.mark.parametrize("name", ["backup.json", "stream.arc.s2"])
+def test_a_file_without_an_end_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    state = {"messages": 0, "bytes": 0, "first_seq": 1, "last_seq": 0, "consumer_count": 0, "last_ts": ""}
+    (tmp_path / "backup.json").write_text(json.dumps({"config": {"name": "MARS"}, "state": state}))
+    (tmp_path / "stream.arc.s2").touch()
+    backups.load(tmp_path)
+    for endless in (lambda path: path.symlink_to("/dev/zero"), os.mkfifo):
+        (tmp_path / name).unlink()
+        endless(tmp_path / name)
+        with pytest.raises(BackupError, match=rf"{name} is no regular file"):
+            backups.load(tmp_path)
+
+
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "another program's"])
 @pytest.mark.parametrize("harm", [flip_a_bit, cut_it_off, cut_off_the_end])
 async def test_a_damaged_archive_is_refused(
