@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -286,12 +285,10 @@ def test_a_process_id_that_was_given_to_somebody_else_is_left_alone(environ: dic
 
 
 def test_a_server_that_ends_at_once_is_told_with_its_reason(environ: dict[str, str]) -> None:
-    begun = time.monotonic()
     started = run(SCRIPTS / "init_nats.sh", **environ, MAX_STORAGE="plenty")
     assert started.returncode == 1
-    assert "the server ended at once: " in started.stderr
+    assert "the server ended at once: " in started.stderr, "not that it did not get ready within ten seconds"
     assert "max_file_store" in started.stderr or "plenty" in started.stderr
-    assert time.monotonic() - begun < 8, "it did not wait for the ten seconds that a server has to get ready"
 
 
 @pytest.mark.parametrize("value", ["true", "1", "yes"])

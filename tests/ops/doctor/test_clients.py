@@ -130,7 +130,9 @@ def back_up(directory: Path, stream: str, *, age: timedelta = timedelta()) -> Pa
     """The files of a backup of a nats-server 2.15, as the nats CLI lays them out."""
     (directory / stream).mkdir(parents=True)
     description = directory / stream / "backup.json"
-    description.write_text(json.dumps({"config": {"name": stream}, "state": {}}))
+    counts = dict.fromkeys(("messages", "bytes", "first_seq", "last_seq", "consumer_count"), 0)
+    state = {**counts, "first_ts": "0001-01-01T00:00:00Z", "last_ts": "0001-01-01T00:00:00Z"}
+    description.write_text(json.dumps({"config": {"name": stream}, "state": state}))
     (directory / stream / "stream.arc.s2").write_bytes(b"...")
     made = time.time() - age.total_seconds()
     os.utime(description, (made, made))
