@@ -115,7 +115,8 @@ def entries(file: Readable) -> Iterator[Entry]:
 
 def encode(name: bytes, data: bytes, *, timestamp_ns: int) -> bytes:
     """An entry about the stream."""
-    fields = (len(name), timestamp_ns << 1, 0, 0, len(data))
+    time = timestamp_ns << 1 if timestamp_ns >= 0 else ~(timestamp_ns << 1)
+    fields = (len(name), time, 0, 0, len(data))
     return b"".join(map(_varint, fields)) + name + data
 
 
@@ -139,6 +140,8 @@ def _entry(buffer: bytes, at: int) -> Entry | None:
                 at += 1
                 if shift > FIELD_BITS:
                     raise MalformedError("an entry has a number of more than 64 bits")
+            if shift == FIELD_BITS and byte > 1:
+                raise MalformedError("an entry has a number of more than 64 bits")
             fields[field] = value | byte << shift
             at += 1
     except IndexError:

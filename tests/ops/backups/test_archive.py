@@ -143,3 +143,17 @@ def test_a_servers_own_archive_of_files_is_recognised() -> None:
         assert not archive.has_entries(file)
         file.seek(0)
         assert archive.has_end(file, of_entries=False) == whole
+
+
+@pytest.mark.parametrize("timestamp_ns", [0, 1, -25, 2**63 - 1, -(2**63)])
+def test_an_entry_has_the_time_that_it_was_given(timestamp_ns: int) -> None:
+    """A damaged archive may say a time before 1970, which cleansing writes again."""
+    data = archive.MAGIC + archive.encode(b"state.json", b"{}", timestamp_ns=timestamp_ns) + archive.END
+    [entry] = archive.entries(io.BytesIO(b"".join(s2.written([data]))))
+    assert (entry.timestamp_ns, entry.name, entry.body) == (timestamp_ns, b"state.json", b"{}")
+
+
+def test_a_time_of_more_than_64_bits_is_malformed() -> None:
+    data = archive.MAGIC + b"\x00" + b"\xff" * 9 + b"\x02" + bytes(3) + archive.END
+    with pytest.raises(MalformedError, match="more than 64 bits"):
+        list(archive.entries(io.BytesIO(b"".join(s2.written([data])))))
