@@ -6,6 +6,7 @@ import io
 import json
 import random
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -23,6 +24,8 @@ from tests.fuzz.mutations import Rounds, mutated, with_another_value
 OLD = Path(__file__).parents[1] / "data" / "backups" / "nats-server-2.9"
 TIME = "2026-01-01T00:00:00Z"
 MEBIBYTE = 1 << 20
+BLOCKS = [list(s2.written([bytes((byte,))]))[1] for byte in range(256)]
+"""A block for each byte."""
 
 
 def message(sequence: int) -> bytes:
@@ -131,6 +134,21 @@ def test_a_size_without_end_is_found_at_once(data: bytes) -> None:
     """Putting such a number together takes time with the square of its length: minutes for these."""
     with pytest.raises(MalformedError, match=r"more than 64 bits|larger than any"):
         list(archive.entries(io.BytesIO(b"".join(s2.written([data])))))
+
+
+def test_an_entry_in_many_small_blocks_takes_a_time_that_grows_with_their_number() -> None:
+    """The entry claims more than there is. Copied for each block, it took 30 times as long for eight times as many."""
+
+    def seconds(count: int) -> float:
+        data = archive.MAGIC + varint(1 << 26) + bytes(count)
+        packed = s2.IDENTIFIER + b"".join(BLOCKS[byte] for byte in data)
+        begun = time.process_time()
+        with pytest.raises(MalformedError, match="breaks off"):
+            list(archive.entries(io.BytesIO(packed)))
+        return time.process_time() - begun
+
+    few, many = (min(seconds(count) for _ in range(2)) for count in (60_000, 480_000))
+    assert many / few < 16
 
 
 def test_a_block_whose_size_does_not_end_is_found_at_once() -> None:

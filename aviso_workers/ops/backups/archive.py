@@ -93,9 +93,7 @@ def has_end(file: Readable, *, of_entries: bool) -> bool:
 def entries(file: Readable) -> Iterator[Entry]:
     """All but the end. Raises `MalformedError` also where the end is missing, or anything comes after it."""
     blocks = s2.decompressed(file)
-    buffer = b""
-    while len(buffer) < len(MAGIC) and (block := next(blocks, b"")):
-        buffer += block
+    buffer = _next(blocks, len(MAGIC))
     if not buffer.startswith(MAGIC):
         raise MalformedError("it is no archive of messages")
     at = len(MAGIC)
@@ -105,12 +103,26 @@ def entries(file: Readable) -> Iterator[Entry]:
             if entry.raw == END:
                 break
             yield entry
-        elif block := next(blocks, b""):
-            buffer, at = buffer[at:] + block, 0
+        elif more := _next(blocks, len(buffer) - at):
+            buffer, at = buffer[at:] + more, 0
         else:
             raise MalformedError("it breaks off before its end")
-    if at < len(buffer) or next(blocks, b""):
+    if at < len(buffer) or _next(blocks, 1):
         raise MalformedError("something comes after its end")
+
+
+def _next(blocks: Iterator[bytes], least: int) -> bytes:
+    """The next blocks, of so many bytes or more: as many as wait already, or an entry in many small blocks would be
+    copied for each of them.
+    """
+    pieces: list[bytes] = []
+    size = 0
+    for block in blocks:
+        pieces.append(block)
+        size += len(block)
+        if size >= least and size:
+            break
+    return b"".join(pieces)
 
 
 def encode(name: bytes, data: bytes, *, timestamp_ns: int) -> bytes:
