@@ -27,7 +27,7 @@ from msgspec import Meta, Struct, structs
 from aviso_workers import clocks, verdicts, windows
 from aviso_workers.agents import Agent
 from aviso_workers.backends import Backend, ConsumerInfo
-from aviso_workers.codec import Message, read_json
+from aviso_workers.codec import UNREADABLE_JSON, Message, read_json
 from aviso_workers.engine import calling, counted
 from aviso_workers.engine.counted import PROGRESS, Counted
 from aviso_workers.engine.dead_lettering import RETRIED, DeadLetters
@@ -395,7 +395,7 @@ class _States:
         """Raises `UndecodableError`, as where the agent's type is another one than it was."""
         try:
             state = self._decoder.decode(entry.value)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE_JSON as error:
             raise UndecodableError(
                 f"what windows of agent {self._agent.name!r} hold is no {self._agent.argument_type}: {error}; "
                 "after such a change, give the agent another name"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -26,6 +25,8 @@ from typing import IO, Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from aviso_workers import streams
+from aviso_workers.codec import UNREADABLE_JSON
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import archive
 from aviso_workers.ops.backups.s2 import MalformedError
@@ -63,7 +64,6 @@ def ignore(size: int) -> None:
 
 
 Moment = Annotated[datetime, Meta(tz=True)]
-STREAM_NAME = re.compile(r"[^\s.*>/\\]+")
 
 
 class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -120,13 +120,13 @@ def load(directory: Path) -> Backup:
         of_entries = (directory / OF_ENTRIES).exists()
         size = _require_file(directory / (OF_ENTRIES if of_entries else OF_FILES)).st_size
         written = (directory / META).stat().st_mtime
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+    except UNREADABLE_JSON as error:
         raise BackupError(f"{directory / META}: {error}") from error
     except OSError as error:
         below = next((f"; it holds {place}" for place in places(directory) if place != directory), "")
         raise BackupError(f"{directory} is no backup: {error.filename}: {error.strerror}{below}") from error
     name = meta.config.get("name")
-    if not isinstance(name, str) or not STREAM_NAME.fullmatch(name):
+    if not isinstance(name, str) or not streams.is_name(name):
         raise BackupError(f"{directory / META}: the stream's configuration has no name, or none that a stream can have")
     record = meta.aviso_workers
     return Backup(

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from aviso_workers.codec import UNREADABLE_JSON
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import archive, s2
 from aviso_workers.ops.backups.s2 import MalformedError, Readable
@@ -82,7 +83,7 @@ def read_contents(file: Readable, *, in_memory: bool) -> Contents:
     """Return what the archive holds. Raises `MalformedError`."""
     try:
         return _read_contents(file, in_memory=in_memory)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+    except UNREADABLE_JSON as error:
         raise MalformedError(f"an entry cannot be read: {error}") from error
 
 
