@@ -9,16 +9,14 @@ Replicas are only added. Apps share some of these streams, and another app's con
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from aviso_workers.agents import Agent
 from aviso_workers.clocks import Clock
 from aviso_workers.config import Config
-from aviso_workers.engine import consumer_records, dead_lettering, failing, scheduling, tabling, windowing
+from aviso_workers.engine import dead_lettering, tabling
+from aviso_workers.engine.own_buckets import OwnBuckets
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import UnavailableError
-from aviso_workers.windows import Window
 
 __all__ = ["configured", "raise_to"]
 
@@ -26,24 +24,12 @@ AGAIN_SECONDS = 10.0
 """When a server that did not answer is asked again."""
 
 
-def configured(
-    app: str, config: Config, *, agents: Iterable[Agent[Any, Any]], tables: Collection[str]
-) -> dict[str, int]:
-    """Return how many replicas the streams of an app's own state are to have, by stream; empty where nobody says.
-
-    `tables` are the names of the app's tables and counters.
-    """
+def configured(config: Config, buckets: OwnBuckets) -> dict[str, int]:
+    """Return how many replicas the streams of an app's own state are to have, by stream; empty where nobody says."""
     of_all = config.notification_backend.jetstream.replicas
     of_streams = config.workers.dead_letters.replicas or of_all
-    buckets = [
-        consumer_records.BUCKET,
-        f"{app}{failing.BUCKET_SUFFIX}",
-        *scheduling.buckets_of(app),
-        *(windowing.bucket_of(app, agent.name) for agent in agents if agent.form is Window),
-        *(tabling.bucket_of(app, table) for table in tables),
-    ]
     wanted = {dead_lettering.STREAM: of_streams, tabling.COUNTERS: of_streams}
-    wanted |= {f"KV_{bucket}": of_all for bucket in buckets}
+    wanted |= {f"KV_{bucket}": of_all for bucket in (*buckets.by_key, *buckets.listed)}
     return {stream: replicas for stream, replicas in wanted.items() if replicas}
 
 

@@ -14,7 +14,15 @@ from aviso_workers.agents import Agent, Task
 from aviso_workers.backends import Backend, ConsumerInfo, Opening, open_backend
 from aviso_workers.codec import NotificationReader
 from aviso_workers.config import Config
-from aviso_workers.engine import consumer_records, dead_lettering, deferring, replicas, resourcing, sweeping
+from aviso_workers.engine import (
+    consumer_records,
+    dead_lettering,
+    deferring,
+    own_buckets,
+    replicas,
+    resourcing,
+    sweeping,
+)
 from aviso_workers.engine.batching import InBatches
 from aviso_workers.engine.consumer_records import ConsumerRecorder
 from aviso_workers.engine.dead_lettering import DeadLetters, Requeued, retry_subject
@@ -176,7 +184,8 @@ class Session:
             )
 
         async def raise_replicas() -> None:
-            wanted = replicas.configured(self._app, self._config, agents=app.agents, tables=app.tables)
+            buckets = own_buckets.of_app(self._app, agents=app.agents, timers=app.timers, tables=app.tables)
+            wanted = replicas.configured(self._config, buckets)
             await replicas.raise_to(wanted, provisioner=self.own_streams, clock=self.backend.clock)
 
         async with anyio.create_task_group() as watching:

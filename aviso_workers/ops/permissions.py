@@ -18,19 +18,9 @@ from aviso_workers.agents import Agent
 from aviso_workers.app import App
 from aviso_workers.config import Config
 from aviso_workers.config.nats_server import Permissions, Subjects
-from aviso_workers.engine import (
-    consumer_records,
-    dead_lettering,
-    deferring,
-    failing,
-    scheduling,
-    sweeping,
-    tabling,
-    windowing,
-)
+from aviso_workers.engine import dead_lettering, deferring, own_buckets, sweeping, tabling
 from aviso_workers.engine.session import COURIER_DURABLE, SWEEP
 from aviso_workers.tables import Counter
-from aviso_workers.windows import Window
 
 __all__ = ["BRIDGE", "Role", "beyond", "of_operator", "of_publisher", "of_worker"]
 
@@ -139,10 +129,10 @@ def _working(api: _Api, app: App, buckets: Iterable[str]) -> Iterator[str]:
     yield from api.read(deferring.STREAM)
     yield f"{api.prefix}.STREAM.MSG.DELETE.{deferring.STREAM}"
     yield from api.consume(deferring.STREAM, COURIER_DURABLE, reads=True)
-    for bucket in _buckets(app):
+    own = own_buckets.of_app(app.name, agents=app.agents, timers=app.timers, tables=app.tables)
+    for bucket in (*own.by_key, *own.listed):
         yield from _bucket(api, bucket)
-    for bucket in _listed_buckets(app):
-        yield from _bucket(api, bucket)
+    for bucket in own.listed:
         yield from api.read(f"KV_{bucket}")
     for bucket in buckets:
         yield from _bucket(api, bucket, updates=False)
@@ -175,24 +165,6 @@ def _bucket(api: _Api, bucket: str, *, updates: bool = True) -> Iterator[str]:
     yield f"$KV.{bucket}.>"
     yield from api.use(f"KV_{bucket}", updates=updates)
     yield api.get(f"KV_{bucket}")
-
-
-def _buckets(app: App) -> Iterator[str]:
-    if app.agents:
-        yield consumer_records.BUCKET
-        yield f"{app.name}{failing.BUCKET_SUFFIX}"
-    if any(timer.leader for timer in app.timers):
-        yield from scheduling.buckets_of(app.name)
-
-
-def _listed_buckets(app: App) -> Iterator[str]:
-    """Those whose keys are listed."""
-    for agent in app.agents:
-        if agent.form is Window:
-            yield windowing.bucket_of(app.name, agent.name)
-    for name, table in app.tables.items():
-        if not isinstance(table, Counter):
-            yield tabling.bucket_of(app.name, name)
 
 
 def _bases(config: Config) -> Iterator[str]:

@@ -227,15 +227,18 @@ async def heard_by_everybody(server: NatsServer) -> AsyncGenerator[set[str], Non
     await client.close()
 
 
-async def denied(server: NatsServer, name: str, subject: str) -> bool:
-    """Whether the user may not publish to the subject."""
+async def denied(server: NatsServer, name: str, *, publish: str = "", subscribe: str = "") -> bool:
+    """Whether the user may not publish to the subject, or not subscribe to it."""
     said: list[str] = []
 
     async def hear(error: Exception) -> None:
         said.append(str(error))
 
     client = await nats.connect(server.url, user=name, password=name, error_cb=hear)
-    await client.publish(subject, b"")
+    if publish:
+        await client.publish(publish, b"")
+    if subscribe:
+        await client.subscribe(subscribe)
     await client.flush()
     await client.flush()  # the first PING overtakes what waits to be written
     await client.close()
@@ -248,10 +251,10 @@ async def test_a_role_works_and_needs_every_line(role: permissions.Role, tmp_pat
         return write_mars_config(tmp_path / "config.yaml", url, **jetstream)
 
     rights = granted(role, configure())
-    lines = rights.publish.allow
-    fewer = [Subjects(allow=lines[:i] + lines[i + 1 :]) for i in range(len(lines))]
-    without = [user(f"without-{i}", structs.replace(rights, publish=allowed)) for i, allowed in enumerate(fewer)]
-    users = ", ".join([user("role", rights), *without, EVERYTHING])
+    lines, heard_lines = rights.publish.allow, rights.subscribe.allow
+    without = [user(f"without-{i}", structs.replace(rights, publish=less)) for i, less in enumerate(each_less(lines))]
+    deaf = [user(f"deaf-{i}", structs.replace(rights, subscribe=less)) for i, less in enumerate(each_less(heard_lines))]
+    users = ", ".join([user("role", rights), *without, *deaf, EVERYTHING])
     accounts = f"accounts: {{ DATA: {{ jetstream: enabled, users: [{users}] }} }}\n"
     with NatsServer.start(store_dir=tmp_path / "store", config=accounts) as server:
         login = {"user": "role", "password": "role"}
@@ -263,7 +266,14 @@ async def test_a_role_works_and_needs_every_line(role: permissions.Role, tmp_pat
         needed = {line: only_by(line, lines, heard) for line in lines}
         assert not (unneeded := {line for line, subjects in needed.items() if not subjects}), "\n".join(unneeded)
         for i, line in enumerate(lines):
-            assert await denied(server, f"without-{i}", needed[line][0]), line
+            assert await denied(server, f"without-{i}", publish=needed[line][0]), line
+        for i, line in enumerate(heard_lines):
+            assert await denied(server, f"deaf-{i}", subscribe=line), line
+
+
+def each_less(lines: tuple[str, ...]) -> list[Subjects]:
+    """The lines without each of them in turn. A server takes an empty list for the right to everything."""
+    return [Subjects(allow=lines[:i] + lines[i + 1 :] or ("nothing",)) for i in range(len(lines))]
 
 
 def only_by(line: str, lines: Sequence[str], heard: set[str]) -> list[str]:
@@ -286,6 +296,18 @@ async def test_a_worker_whose_streams_an_operator_has_created_needs_no_right_to_
                 await publish_with(app)
                 await until_messages(app, dead_lettering.STREAM, lambda count, before=letters: count > before)
         assert "ermissions Violation" not in server.log
+
+
+def test_a_worker_may_use_the_lease_by_which_one_of_all_closes_windows(tmp_path: Path) -> None:
+    app = App("field", config=write_mars_config(tmp_path / "config.yaml", NOWHERE))
+
+    @app.agent("mars", window=Windowing(size="1d", fold=lambda value, _: value + 1, initial=0))
+    async def daily(window: Window[int]) -> None:
+        pass
+
+    lines = permissions.of_worker(app).publish.allow
+    assert {"$KV.field_leases.>", "$JS.API.STREAM.INFO.KV_field_leases"} <= {*lines}
+    assert "$KV.field_timers.>" not in lines
 
 
 def test_where_an_operator_creates_streams_no_other_role_may(tmp_path: Path) -> None:
