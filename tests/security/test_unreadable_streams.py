@@ -56,12 +56,18 @@ async def publish(server: NatsServer, directory: Path) -> int:
         return (await app.session.backend.stream_info("MARS")).messages
 
 
-async def test_a_worker_erases_nothing_on_a_server_that_was_started_with_the_wrong_key(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    with encrypted(store, "right") as server:
+@pytest.fixture
+async def store(tmp_path: Path) -> Path:
+    """What a server with the right key has stored: notifications that were handled."""
+    with encrypted(tmp_path / "store", "right") as server:
         await publish(server, tmp_path)
         await work(server, tmp_path)
+    return tmp_path / "store"
 
+
+async def test_a_worker_erases_nothing_on_a_server_that_was_started_with_the_wrong_key(
+    store: Path, tmp_path: Path
+) -> None:
     with encrypted(store, "wrong") as server:
         for _ in range(3):  # a supervisor starts the worker again
             with pytest.raises(UnreadableStreamError, match="key"):
@@ -74,12 +80,7 @@ async def test_a_worker_erases_nothing_on_a_server_that_was_started_with_the_wro
         await work(server, tmp_path)
 
 
-async def test_a_publisher_that_comes_first_makes_no_second_stream_there(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    with encrypted(store, "right") as server:
-        await publish(server, tmp_path)
-        await work(server, tmp_path)
-
+async def test_a_publisher_that_comes_first_makes_no_second_stream_there(store: Path, tmp_path: Path) -> None:
     with encrypted(store, "wrong") as server:
         for _ in range(2):
             with pytest.raises(UnreadableStreamError, match="MARS"):
