@@ -97,6 +97,8 @@ FENCED = "aviso-workers-fenced"
 UNFINISHED = "aviso-workers-unfinished"
 """The metadata of a stream that is not whole, because a restore of it is under way or was killed."""
 
+LONGEST_NAME = 255
+"""Characters that the name of a stream may have."""
 FOR_GOOD = frozenset({"allow_msg_schedules", "allow_msg_ttl", "deny_delete", "deny_purge", "sealed"})
 """What can be switched on and never off again."""
 WHEN_CREATED = frozenset({"allow_msg_counter", "first_seq", "mirror", "persist_mode", "storage"})
@@ -457,7 +459,7 @@ def consumer_differences(wanted: ConsumerSpec, found: Mapping[str, Any]) -> tupl
 
 def is_name(text: str) -> bool:
     """Whether a stream may have this name."""
-    return bool(text) and text.isprintable() and not {*" .*>/\\"} & {*text}
+    return 0 < len(text) <= LONGEST_NAME and text.isprintable() and not {*" .*>/\\"} & {*text}
 
 
 def version_of(spec: ConsumerSpec) -> Version:

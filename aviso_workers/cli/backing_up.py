@@ -63,8 +63,10 @@ def create(
                 with bar(stream) as progress:
                     made = await backups.create(app, stream, to, progress=progress)
                 typer.echo(f"{stream}: {made.state['messages']} messages, {made.size} bytes in {made.directory}")
-                for gone in backups.prune(to, stream, Keep(newest, days)):
+                pruned = backups.prune(to, stream, Keep(newest, days))
+                for gone in pruned.removed:
                     typer.echo(f"{stream}: removed {gone.directory}")
+                failures += [BackupError(f"{found}; it is kept, and does not count") for found in pruned.damaged]
             except AvisoWorkersError as error:  # the others are backed up all the same
                 failures.append(error)
         return failures

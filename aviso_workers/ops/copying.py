@@ -16,7 +16,7 @@ from msgspec import Struct
 from aviso_workers.app import App
 from aviso_workers.errors import BackupError
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Drill, Progress, Restored
+from aviso_workers.ops.backups import Drill, Progress, Restored, restoring
 
 __all__ = ["Copied", "copy"]
 
@@ -45,6 +45,7 @@ async def copy(
     It needs room for the stream in the directory for temporary files. Inside of both apps' `async with`. Raises
     `BackupError` and `BackendError`; then there is no stream under the final name.
     """
+    restoring.require_name(name)
     with tempfile.TemporaryDirectory(prefix="aviso-workers-copy-") as directory:
         backup = await backups.create(source, stream, Path(directory), progress=progress)
         before = await anyio.to_thread.run_sync(backups.verify, backup)

@@ -94,6 +94,51 @@ def test_every_damaged_backup_is_named(run: Run, filled: Path) -> None:
     assert run("backup", "verify", "nowhere").code == 1
 
 
+def lose_its_record(directory: Path) -> None:
+    (directory / "backup.json").unlink()
+
+
+def empty_its_record(directory: Path) -> None:
+    (directory / "backup.json").write_bytes(b"")
+
+
+def lose_all_files(directory: Path) -> None:
+    for file in directory.iterdir():
+        file.unlink()
+
+
+def lose_its_name_and_record(directory: Path) -> None:
+    lose_its_record(directory)
+    directory.rename(directory.with_name("before-the-update"))
+
+
+def lose_its_name_and_files(directory: Path) -> None:
+    lose_all_files(directory)
+    directory.rename(directory.with_name("before-the-update"))
+
+
+@pytest.mark.parametrize(
+    "harm", [lose_its_record, empty_its_record, lose_all_files, lose_its_name_and_record, lose_its_name_and_files]
+)
+def test_a_directory_that_should_be_a_backup_is_accounted_for(
+    run: Run, filled: Path, harm: Callable[[Path], None]
+) -> None:
+    whole, harmed = made(run, filled), made(run, filled)
+    harm(harmed)
+    for command in ("verify", "ls"):
+        ran = run("backup", command, "kept")
+        assert (ran.code, len(ran.err.splitlines()), "kept/MARS/" in ran.err) == (1, 1, True), ran
+        assert str(whole) not in ran.err, ran
+
+
+def test_a_damaged_newest_backup_removes_no_whole_one(run: Run, filled: Path) -> None:
+    whole = made(run, filled)
+    damaged = made(run, filled)
+    os.truncate(damaged / "stream.arc.s2", 100)
+    ran = run("backup", "create", "mars", "--to", "kept", "--keep", "2", "--config", filled)
+    assert (ran.code, f"{damaged} is damaged" in ran.err, whole.exists()) == (1, True, True), ran
+
+
 def test_nothing_is_cleansed_without_a_yes(run: Run, filled: Path) -> None:
     directory = made(run, filled)
     before = (directory / "stream.arc.s2").read_bytes()

@@ -44,3 +44,8 @@ def test_a_stream_that_is_there_already_is_left_alone(run: Run, source: Path, ta
 def test_a_copy_beside_the_original_has_another_name(run: Run, source: Path) -> None:  # noqa: F811
     ran = run("streams", "copy", "MARS", "--to-config", source, "--as", "MARS_BEFORE", "-c", source)
     assert (ran.code, ran.out) == (0, "MARS_BEFORE: 4 messages and 0 consumers copied and compared\n"), ran.err
+
+
+def test_a_name_that_no_stream_can_have_is_refused_first(run: Run, source: Path, target: Path) -> None:  # noqa: F811
+    ran = run("streams", "copy", "MARS", "--to-config", target, "--as", "mars.before", "-c", source)
+    assert (ran.code, "'mars.before' is no name of a stream" in ran.err, ran.out) == (1, True, ""), ran

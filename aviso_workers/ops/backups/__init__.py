@@ -7,7 +7,7 @@ nats CLI, `archive` and `s2` read what is in them; how a server gives and takes 
 from __future__ import annotations
 
 from aviso_workers.ops.backups.cleansing import Cleansing, Takes, cleanse, of_identifier, of_subject, plan_cleanse
-from aviso_workers.ops.backups.creating import Keep, create, named_streams, prune
+from aviso_workers.ops.backups.creating import Keep, Pruned, create, named_streams, prune
 from aviso_workers.ops.backups.restoring import Drill, Restored, drill, read_back, restore
 from aviso_workers.ops.backups.storing import Backup, Progress, Record, find, load, newest, places
 from aviso_workers.ops.backups.verifying import Contents, verify
@@ -19,6 +19,7 @@ __all__ = [
     "Drill",
     "Keep",
     "Progress",
+    "Pruned",
     "Record",
     "Restored",
     "Takes",

@@ -14,18 +14,27 @@ from aviso_workers import streams
 from aviso_workers.app import App
 from aviso_workers.errors import BackupError, NotFoundError, UnknownEventTypeError
 from aviso_workers.ops import wiping
-from aviso_workers.ops.backups.storing import Backup, Draft, Progress, find, ignore, place_of, remove
+from aviso_workers.ops.backups.storing import Backup, Draft, Progress, damage, find, ignore, place_of, remove
 
-__all__ = ["Keep", "create", "named_streams", "prune"]
+__all__ = ["Keep", "Pruned", "create", "named_streams", "prune"]
 
 
 class Keep(Struct, frozen=True):
-    """Which backups of a stream are kept: the newest one always, and all of which one of these is true."""
+    """Which backups of a stream are kept: the newest whole one always, and all of which one of these is true."""
 
     newest: int | None = None
     """It is one of so many."""
     days: float | None = None
     """It is not older."""
+
+
+class Pruned(Struct, frozen=True, kw_only=True):
+    """What became of the backups of a stream."""
+
+    removed: Sequence[Backup] = ()
+    """The oldest first."""
+    damaged: Sequence[str] = ()
+    """What is wrong with those that are kept and do not count, one sentence each."""
 
 
 async def create(app: App, stream: str, to: Path, *, progress: Progress = ignore) -> Backup:
@@ -50,20 +59,41 @@ async def create(app: App, stream: str, to: Path, *, progress: Progress = ignore
             )
 
 
-def prune(directory: Path, stream: str, keep: Keep, *, now: datetime | None = None) -> list[Backup]:
-    """Remove the backups of a stream that are not kept; returns which. Only those that we have made are touched.
+def prune(directory: Path, stream: str, keep: Keep, *, now: datetime | None = None) -> Pruned:
+    """Remove the backups of a stream that are not kept. Only those that we have made are touched.
 
-    Raises `BackupError`.
+    A backup counts as kept only where its digests are right: one that is damaged stays, and an older one beside it.
+    Nothing is read where nothing is to be removed. Raises `BackupError`.
     """
     if keep == Keep():
-        return []
+        return Pruned()
     ours = [found for found in find(directory / stream, stream=stream) if found.record]
     since = (now or datetime.now(UTC)) - timedelta(days=keep.days or 0)
-    older = ours[: -max(1, keep.newest or 1)]
-    gone = [backup for backup in older if keep.days is None or backup.made < since]
-    for backup in gone:
+    most = max(1, keep.newest or 1)
+    if not any(keep.days is None or backup.made < since for backup in ours[:-most]):
+        return Pruned()
+    whole = 0
+    removed: list[Backup] = []
+    damaged: list[str] = []
+    for backup in reversed(ours):
+        if whole >= most and (keep.days is None or backup.made < since):
+            removed.insert(0, backup)
+        elif found := _damage(backup):
+            damaged.append(found)
+        else:
+            whole += 1
+    for backup in removed:
         remove(backup)
-    return gone
+    return Pruned(removed=removed, damaged=damaged)
+
+
+def _damage(backup: Backup) -> str:
+    """Return what is wrong with a backup, without reading its messages; empty where nothing is."""
+    try:
+        found = damage(backup)
+    except BackupError as error:
+        return str(error)
+    return f"{backup.directory} is damaged: {found}" if found else ""
 
 
 async def named_streams(app: App, names: Sequence[str]) -> list[str]:

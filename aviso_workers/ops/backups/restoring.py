@@ -19,7 +19,7 @@ from aviso_workers.errors import BackupError, NotFoundError
 from aviso_workers.ops.backups.storing import Backup, Progress, damage, ignore, opened
 from aviso_workers.ops.backups.verifying import Contents, Counted, read_contents, verify
 
-__all__ = ["Drill", "Restored", "drill", "read_back", "restore"]
+__all__ = ["Drill", "Restored", "drill", "read_back", "require_name", "restore"]
 
 ENTRIES_SINCE = (2, 15)
 AT_WORK = ("mirror", "sources", "republish", "subject_transform")
@@ -80,6 +80,7 @@ async def restore(
     Nothing is touched then, and what was begun is removed. If this process is killed meanwhile, the stream stays
     half-made: marked, without subjects, and replaced by the next `restore`.
     """
+    require_name(name)
     stream = name or backup.stream
     config: dict[str, Any] = dict(backup.config) if stream == backup.stream else _standing_still(backup.config, stream)
     changes = {"storage": storage, "num_replicas": replicas}
@@ -116,6 +117,15 @@ async def drill(app: App, backup: Backup, *, progress: Progress = ignore) -> Dri
         with anyio.CancelScope(shield=True):
             await server.api(f"STREAM.DELETE.{scratch}")
     return Drill(backup=before, restored=after)
+
+
+def require_name(name: str | None) -> None:
+    """Raise `BackupError` for a name that no stream can have."""
+    if name is not None and not streams.is_name(name):
+        raise BackupError(
+            f"{name!r} is no name of a stream: it has 1 to {streams.LONGEST_NAME} characters, none of them a blank, "
+            "a dot, a star, '>', a slash or a backslash"
+        )
 
 
 def _require_reader(app: App, backup: Backup) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -36,10 +37,12 @@ __all__ = [
     "Draft",
     "Progress",
     "Record",
+    "create_file",
     "damage",
     "find",
     "ignore",
     "load",
+    "make_directory",
     "newest",
     "opened",
     "place_of",
@@ -52,7 +55,9 @@ OF_ENTRIES, OF_FILES = "stream.arc.s2", "stream.tar.s2"
 """Archives of nats-server 2.15 and newer, and older."""
 UNFINISHED = ".unfinished-"
 REPLACED = ".replaced"
-LEVELS = ("", "*/", "*/*/")
+NAMED_AFTER_TIME = re.compile(r"\d{8}T\d{6}\.\d{3}Z")
+"""The name of a backup of ours, see `place_of`."""
+DEPTHS = ("", "*", "*/*")
 """Where below a directory backups are: it is one itself, it has those of a stream, or those of several."""
 
 Progress = Callable[[int], None]
@@ -158,9 +163,20 @@ def find(directory: Path, *, stream: str | None = None) -> list[Backup]:
 
 
 def places(directory: Path) -> list[Path]:
-    """The directories that are backups, one itself or some below, whether they can be read or not."""
-    found = [meta.parent for level in LEVELS for meta in directory.glob(level + META)]
-    return sorted(place for place in found if not place.name.startswith(UNFINISHED))
+    """Return the directories that are or should be backups, one itself or some below, the readable and the others.
+
+    What is named as a backup of ours, holds a file of one, or lies in a stream's directory beside one, should be one.
+    """
+    below = [found for depth in DEPTHS for found in ([directory] if not depth else directory.glob(depth))]
+    candidates = [found for found in below if not found.name.startswith(UNFINISHED) and found.is_dir()]
+    known = {found for found in candidates if _looks_like_backup(found)}
+    of_streams = {found.parent for found in known if NAMED_AFTER_TIME.match(found.name)}
+    return sorted(known | {found for found in candidates if found.parent in of_streams and found != directory})
+
+
+def _looks_like_backup(directory: Path) -> bool:
+    named = NAMED_AFTER_TIME.match(directory.name) is not None
+    return named or any(os.path.lexists(directory / file) for file in (META, OF_ENTRIES, OF_FILES))
 
 
 def newest(directory: Path, *, stream: str | None = None) -> datetime | None:
@@ -197,6 +213,18 @@ def opened(backup: Backup) -> Iterator[BufferedReader]:
         raise BackupError(f"cannot read {backup.archive}: {error.strerror}") from error
 
 
+def make_directory(directory: Path) -> None:
+    """Make a directory and those above it where they are missing, for nobody but their owner. Raises OSError."""
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(mode=0o700, exist_ok=True)
+
+
+def create_file(path: Path) -> IO[bytes]:
+    """Open a new file to be written, which nobody but its owner can read. Raises OSError."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+
+
 def remove(backup: Backup) -> None:
     """Raises `BackupError`."""
     leaving = backup.directory.with_name(UNFINISHED + backup.directory.name)
@@ -224,11 +252,11 @@ class Draft:
     def __enter__(self) -> Draft:
         with self._explained():
             parent = self._place.parent
-            parent.mkdir(parents=True, exist_ok=True)
+            make_directory(parent)
             _sweep(parent)
             self._directory = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))  # for nobody else's eyes
             self._lock = _locked(self._directory)
-            self._file = (self._directory / OF_ENTRIES).open("xb")
+            self._file = create_file(self._directory / OF_ENTRIES)
         return self
 
     def __exit__(
@@ -271,7 +299,7 @@ class Draft:
             self._file.close()
             self._check_end()
             meta = _Meta(config=dict(config), state=dict(state), aviso_workers=record)
-            with (self._directory / META).open("xb") as file:
+            with create_file(self._directory / META) as file:
                 file.write(msgspec.json.format(msgspec.json.encode(meta)) + b"\n")
                 _sync(file)
             _sync_directory(self._directory)

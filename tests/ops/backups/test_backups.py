@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -491,13 +492,44 @@ async def test_old_backups_go_and_the_newest_stays(site: Site, tmp_path: Path) -
     assert backups.find(tmp_path) == made
     assert backups.newest(tmp_path) == backups.newest(tmp_path, stream="MARS") == made[-1].made
     assert backups.newest(tmp_path, stream="OTHER") is None
-    assert backups.prune(tmp_path, "MARS", Keep()) == []
-    assert backups.prune(tmp_path, "MARS", Keep(newest=3)) == made[:1]
+    assert backups.prune(tmp_path, "MARS", Keep()).removed == ()
+    assert backups.prune(tmp_path, "MARS", Keep(newest=3)).removed == made[:1]
     in_a_week = datetime.now(UTC) + timedelta(days=7)
-    assert backups.prune(tmp_path, "MARS", Keep(days=8), now=in_a_week) == []
+    assert backups.prune(tmp_path, "MARS", Keep(days=8), now=in_a_week).removed == ()
     by_another_program(made[1])
-    assert backups.prune(tmp_path, "MARS", Keep(days=6), now=in_a_week) == made[2:3]
+    assert backups.prune(tmp_path, "MARS", Keep(days=6), now=in_a_week).removed == made[2:3]
     assert [found.directory for found in backups.find(tmp_path)] == [made[3].directory, made[1].directory]
+
+
+async def test_a_damaged_newest_backup_removes_no_whole_one(site: Site, tmp_path: Path) -> None:
+    await site.fill(1)
+    made = [await backups.create(site.app, "MARS", tmp_path) for _ in range(4)]
+    flip_a_bit(made[3])
+    pruned = backups.prune(tmp_path, "MARS", Keep(newest=1))
+    assert pruned.removed == made[:2], "the newest whole one stays"
+    assert [found.startswith(f"{made[3].directory} is damaged") for found in pruned.damaged] == [True]
+    assert [found.directory for found in backups.find(tmp_path)] == [made[2].directory, made[3].directory]
+
+
+async def test_only_the_owner_can_read_a_backup(site: Site, tmp_path: Path) -> None:
+    await site.fill(1)
+    before = os.umask(0)
+    try:
+        backup = await backups.create(site.app, "MARS", tmp_path / "kept" / "here")
+        cleansed = backups.cleanse(backups.plan_cleanse(backup, backups.of_subject(">")))
+    finally:
+        os.umask(before)
+    found = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "kept", *(tmp_path / "kept").rglob("*"))}
+    assert cleansed.archive in found
+    assert {oct(mode) for path, mode in found.items() if path.is_dir()} == {"0o700"}
+    assert {oct(mode) for path, mode in found.items() if path.is_file()} == {"0o600"}
+
+
+@pytest.mark.parametrize("name", ["two words", "a.b", "a*", "a/b", "x" * 256, "a\n"])
+async def test_a_name_that_no_stream_can_have_is_refused_first(site: Site, original: Original, name: str) -> None:
+    with pytest.raises(BackupError, match="is no name of a stream"):
+        await backups.restore(site.app, original.backup, name=name)
+    assert await site.streams() == []
 
 
 @pytest.mark.parametrize(
