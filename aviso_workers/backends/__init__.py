@@ -222,7 +222,7 @@ class Administration(Protocol):
         Raises as a backend's requests do.
         """
 
-    async def pages(self, subject: str, found: str) -> list[Any]:
+    async def pages(self, subject: str, found: str, *, prefix: str = "") -> list[Any]:
         """All pages of a listing of JetStream's API, whose entries are under the key `found`. Raises as `api` does."""
 
     async def request(self, subject: str, data: bytes = b"", *, timeout_seconds: float = 5.0) -> Heard:

@@ -10,15 +10,19 @@ from aviso_workers.app import App
 from aviso_workers.cli.confirming import Yes, confirm
 from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
 from aviso_workers.cli.printing import print_table
-from aviso_workers.ops import failing_over, mirroring
+from aviso_workers.ops import failing_over, mirroring, promotion
+from aviso_workers.ops.consumer_positions import Carried
 from aviso_workers.ops.failing_over import Drill
-from aviso_workers.ops.mirroring import Link, Mirrors, Promotion
+from aviso_workers.ops.mirroring import Link, Mirrors
+from aviso_workers.ops.promotion import Promotion
 
 __all__ = ["drill", "mirror"]
 
 mirror = typer.Typer(help="Streams that follow others, and what to do when those are lost.", no_args_is_help=True)
 drill = typer.Typer(help="Rehearsals on streams of their own.", no_args_is_help=True)
 
+NOT_PROVEN = 3
+"""The exit code of what was done and may lack something."""
 StreamArgument = Annotated[str, typer.Argument(metavar="STREAM")]
 Api = Annotated[str, typer.Option("--api", metavar="PREFIX", help="Where it is, e.g. '$JS.hub.API'; default: here.")]
 
@@ -34,7 +38,7 @@ def status(config: ConfigOption = None) -> None:
     if not links:
         typer.echo("no stream follows another one")
     else:
-        print_table(("stream", "is", "of", "lag", "heard of it", "trouble"), [_row(link) for link in links])
+        print_table(("stream", "is", "of", "lag", "heard of it", "compared", "trouble"), [_row(link) for link in links])
     if any(link.trouble for link in links):
         raise typer.Exit(1)
 
@@ -48,19 +52,30 @@ def promote(
     origin_is_lost: Annotated[
         bool, typer.Option("--origin-is-lost", help="The origin does not answer and cannot be fenced: go on.")
     ] = False,
+    origin_was_recreated: Annotated[
+        bool, typer.Option("--origin-was-recreated", help="It has messages that the mirror lacks: go on without them.")
+    ] = False,
     patience: Annotated[float, typer.Option(min=0, help="Seconds in which it has to catch up.")] = 30.0,
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Fence a mirror's origin, let the mirror catch up, and put it in its place."""
+    """Put a mirror in its origin's place, which is fenced before; exit 3 where it is not known to have everything."""
     confirm(yes, to=f"fence the origin of {stream}, and let {stream} take publishes in its place")
 
     async def run(app: App) -> Promotion:
-        return await Mirrors(app).promote(
-            stream, subjects=tuple(subject or ()), origin_is_lost=origin_is_lost, patience_seconds=patience
+        return await promotion.promote(
+            app,
+            stream,
+            subjects=subject or (),
+            origin_is_lost=origin_is_lost,
+            origin_was_recreated=origin_was_recreated,
+            patience_seconds=patience,
         )
 
-    _print_promotion(run_connected(connected_app(config), run))
+    found = run_connected(connected_app(config), run)
+    _print_promotion(found)
+    if not found.proven:
+        raise typer.Exit(NOT_PROVEN)
 
 
 @mirror.command()
@@ -109,13 +124,46 @@ def failover(
 
 
 def _print_promotion(found: Promotion) -> None:
-    gap = "nobody knows how many messages are missing" if found.gap is None else f"{found.gap} messages were to come"
-    typer.echo(f"gap: {gap}")
+    if found.gap is None:
+        typer.echo(f"gap: nobody knows how many messages are missing; when {found.origin} answers, ask by")
+        typer.echo(f"  aviso-workers mirror recover {found.stream}")
+    else:
+        typer.echo(f"gap: {found.gap} messages were to come and came; {found.equal} were compared and are the same")
+    for each in found.consumers or ():
+        typer.echo(_consumer(each))
+    if found.consumers is None:
+        typer.echo(f"consumers: where those of {found.origin} had come to is not known; none was made")
+    else:
+        made = sum(each.made for each in found.consumers)
+        typer.echo(f"consumers: {made} of {len(found.consumers)} made, each after what was settled")
     subjects = ", ".join(found.subjects)
     typer.echo(f"{found.stream} takes {subjects} after {found.seconds:.3f} s, from {found.last_sequence + 1} on")
 
 
+def _consumer(found: Carried) -> str:
+    if found.refused:
+        return f"consumer {found.consumer}: not made, and was to go on at {found.next_sequence}: {found.refused}"
+    if not found.made:
+        return f"consumer {found.consumer}: was at work here already, and goes on at {found.next_sequence}"
+    again = max(0, found.delivered + 1 - found.next_sequence)
+    told = f"consumer {found.consumer}: goes on at {found.next_sequence}"
+    if again:
+        told += f"; what is unsettled up to {found.delivered} is handled again"
+    if found.has_readers:
+        told += "; it still has readers at the origin: stop them, or what they do from now on is done again"
+    return told
+
+
 def _row(link: Link) -> tuple[str, ...]:
-    heard = "never" if link.active_seconds is None else f"{link.active_seconds:.1f} s ago"
     origin = f"{link.origin} at {link.api}" if link.api else link.origin
-    return link.stream, link.relation, origin, str(link.lag), "" if link.relation == "promoted" else heard, link.trouble
+    heard = "never" if link.active_seconds is None else f"{link.active_seconds:.1f} s ago"
+    compared = "" if link.relation != "mirror" else "not" if link.equal is None else f"{link.equal} are the same"
+    return (
+        link.stream,
+        link.relation,
+        origin,
+        str(link.lag),
+        "" if link.relation == "promoted" else heard,
+        compared,
+        link.trouble,
+    )

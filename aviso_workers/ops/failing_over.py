@@ -18,7 +18,8 @@ from aviso_workers.app import App
 from aviso_workers.backends import Administration, Backend
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError
-from aviso_workers.ops.mirroring import Mirrors, Promotion
+from aviso_workers.ops import promotion
+from aviso_workers.ops.promotion import Promotion
 
 __all__ = ["Drill", "rehearse"]
 
@@ -65,7 +66,7 @@ async def rehearse(app: App, *, origin_api: str = "", messages: int = 1000) -> D
             tasks.start_soon(publishing.run)
             await publishing.half.wait()
             try:
-                promotion = await Mirrors(app).promote(mirror)
+                promoted = await promotion.promote(app, mirror)
                 fenced = await _state(server, ORIGIN, api=origin_api)
             except BackendError as error:
                 failure = error
@@ -74,7 +75,7 @@ async def rehearse(app: App, *, origin_api: str = "", messages: int = 1000) -> D
             raise failure
         left = await _state(server, ORIGIN, api=origin_api)
         return Drill(
-            promotion=promotion,
+            promotion=promoted,
             published=messages,
             stored=(await _state(server, mirror))["messages"],
             after_fence=left["last_seq"] - fenced["last_seq"],

@@ -1,33 +1,35 @@
-"""Mirrors and sources: whether they follow, and what it takes to let a mirror take its origin's place.
+"""Mirrors and sources: whether they follow their origins, and streams that are fenced.
 
-Called by the commands `mirror ...` and by `failing_over`. A mirror is judged by when it last heard of its origin,
-because its lag stays at nought when the origin is gone. Before a mirror is promoted its origin is fenced: it keeps what
-it has and gives up its subjects, so that it takes no publish any more, now or when it comes back; for two streams that
-both take publishes are two histories which nobody can join again. Who reconciles streams leaves a fenced one alone.
+Called by the commands `mirror ...`, by `promotion` and by `doctor`. A mirror is judged by when it last heard of its
+origin, because its lag stays at nought when the origin is gone, and by whether both have the same history (see
+`histories`). A stream that is fenced keeps what it has and gives up its subjects, so that it takes no publish any more,
+now or after a restart; for two streams that both take publishes are two histories which nobody can join again. Who
+reconciles streams leaves a fenced one alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import anyio
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.app import App
 from aviso_workers.backends import Administration
-from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.ops import histories
 from aviso_workers.streams import FENCED
 
-__all__ = ["STALE_SECONDS", "Fenced", "Link", "Mirrors", "Promotion", "fence", "unfence"]
+__all__ = ["PROMOTED", "STALE_SECONDS", "Fenced", "Link", "Mirrors", "fence", "unfence", "what_is_left_out"]
 
 STALE_SECONDS = 30.0
 """A mirror that has heard nothing for so long is not following: an idle origin is heard of every few seconds."""
 PROMOTED = "aviso-workers-promoted-from"
-"""The metadata of a promoted mirror: the API and the name of its origin."""
+"""The metadata of a promoted mirror: the API and the name of its origin, and the last sequence that it mirrored (which
+is missing where an older version promoted it)."""
 NOWHERE = "aviso_workers.fenced"
 """The subject that a fenced stream has, followed by its name: a stream cannot be without one."""
-ASK_AGAIN_SECONDS = 0.05
 ORIGIN_SECONDS = 2.0
 
 
@@ -40,12 +42,18 @@ class Link(Struct, frozen=True, kw_only=True):
     """`mirror`, `source`, or `promoted`: it was a mirror."""
     api: str
     """The prefix of the API where the origin is; empty where it is in the same account."""
+    whole: bool = True
+    """Whether a mirror has all of its origin, and as it is there."""
     lag: int = 0
     """Messages that are still to come, as far as the stream knows."""
     active_seconds: float | None = None
     """Since it last heard of the origin; None: never."""
     trouble: str = ""
     """Why it cannot be relied on; empty where it can."""
+    other_history: str = ""
+    """That part of the trouble which says that a mirror and its origin are two histories."""
+    equal: int | None = None
+    """Messages of a mirror that were compared with those of its origin and are the same; None where none could be."""
 
 
 class Fenced(Struct, frozen=True, kw_only=True):
@@ -55,18 +63,8 @@ class Fenced(Struct, frozen=True, kw_only=True):
     """What it took."""
     last_sequence: int
     """Nothing comes after it."""
-
-
-class Promotion(Struct, frozen=True, kw_only=True):
-    """What became of a mirror that took its origin's place."""
-
-    stream: str
-    subjects: tuple[str, ...]
-    last_sequence: int
-    gap: int | None
-    """Messages that were still to come when the origin was fenced, and came; None where it was lost: nobody knows."""
-    seconds: float
-    """From the fence, or from the beginning, until the mirror took publishes."""
+    before: bool
+    """Whether it was fenced already."""
 
 
 class Mirrors:
@@ -78,94 +76,51 @@ class Mirrors:
 
     async def links(self) -> list[Link]:
         """All streams of the account that follow another one, or did until they were promoted."""
-        found: list[Link] = []
-        for stream in await self._server.pages("STREAM.LIST", "streams"):
-            name = stream["config"]["name"]
-            if mirror := stream.get("mirror"):
-                found.append(_link(name, "mirror", mirror))
-            found += [_link(name, "source", source) for source in stream.get("sources") or ()]
-            if promoted := (stream["config"].get("metadata") or {}).get(PROMOTED):
-                found.append(await self._promoted(name, promoted))
-        return found
+        links = [link for stream in await self._server.pages("STREAM.LIST", "streams") for link in _links(stream)]
 
-    async def promote(
-        self,
-        stream: str,
-        *,
-        subjects: tuple[str, ...] = (),
-        origin_is_lost: bool = False,
-        patience_seconds: float = 30.0,
-    ) -> Promotion:
-        """Let a mirror take its origin's place, with its subjects: the origin is fenced, the mirror catches up.
+        async def judge(index: int) -> None:
+            try:
+                links[index] = await self._judged(links[index])
+            except BackendError as error:
+                trouble = links[index].trouble or f"{links[index].origin} cannot be looked at: {error}"
+                links[index] = structs.replace(links[index], trouble=trouble)
 
-        Where the origin does not answer it cannot be fenced: that is refused, unless it is said to be lost, and then
-        the `subjects` have to be named. Raises `RefusedError` where the stream is no whole mirror, or does not
-        catch up in time; then the origin is as it was.
-        """
-        self._backend.require_server(2, 12, to="promote a mirror")
-        info = await self._server.api(f"STREAM.INFO.{stream}")
-        mirror = _whole_mirror(info)
-        origin, api = mirror["name"], (mirror.get("external") or {}).get("api", "")
-        began = anyio.current_time()
-        gap: int | None = None
+        async with anyio.create_task_group() as tasks:  # those whose origins do not answer are waited for side by side
+            for index in range(len(links)):
+                tasks.start_soon(judge, index)
+        return links
+
+    async def _judged(self, link: Link) -> Link:
+        """Return the link with what its origin shows, where that answers."""
         try:
-            fenced = await fence(self._server, origin, api=api)
-        except UnavailableError as error:
-            if not origin_is_lost:
-                raise RefusedError(
-                    f"{origin}, the origin of {stream}, cannot be fenced: {error}. It would take publishes when it "
-                    "comes back. Where it is lost, say --origin-is-lost, and fence it (`aviso-workers mirror fence`) "
-                    "before it is joined again"
-                ) from error
-            if not subjects:
-                raise RefusedError(f"the subjects of {origin} cannot be asked for: name them by --subject") from error
-        else:
-            subjects = subjects or fenced.subjects
-            gap = await self._catch_up(stream, origin, api=api, until=fenced.last_sequence, within=patience_seconds)
-        config = {**info["config"], "subjects": list(subjects)}
-        del config["mirror"]
-        config["metadata"] = {**(config.get("metadata") or {}), PROMOTED: f"{api or self._server.api_prefix} {origin}"}
-        try:
-            answer = await self._server.api(f"STREAM.UPDATE.{stream}", config)
-        except RefusedError:
-            if gap is not None:
-                await unfence(self._server, origin, api=api)
-            raise
-        return Promotion(
-            stream=stream,
-            subjects=subjects,
-            last_sequence=answer["state"]["last_seq"],
-            gap=gap,
-            seconds=anyio.current_time() - began,
+            if link.relation == "mirror" and link.whole:
+                return await self._compared(link)
+            if link.relation == "promoted":
+                return await self._promoted(link)
+        except UnavailableError:
+            pass  # how long nothing was heard of it says this
+        except NotFoundError:
+            if link.relation == "mirror":
+                return structs.replace(link, trouble=link.trouble or f"{link.origin} does not exist any more")
+        return link
+
+    async def _compared(self, link: Link) -> Link:
+        comparison = await histories.compare(
+            self._server, link.stream, link.origin, api=link.api, timeout_seconds=ORIGIN_SECONDS
+        )
+        return structs.replace(
+            link,
+            trouble="; ".join(filter(None, (comparison.trouble, link.trouble))),
+            other_history=comparison.trouble,
+            equal=comparison.equal,
         )
 
-    async def _catch_up(self, stream: str, origin: str, *, api: str, until: int, within: float) -> int:
-        """How many messages were missing; returns when they have come. Raises `RefusedError`, without the fence."""
-        missing: int | None = None
-        with anyio.move_on_after(within):
-            while True:
-                last = int((await self._server.api(f"STREAM.INFO.{stream}"))["state"]["last_seq"])
-                missing = until - last if missing is None else missing
-                if last >= until:
-                    return missing
-                await anyio.sleep(ASK_AGAIN_SECONDS)
-        await unfence(self._server, origin, api=api)
-        raise RefusedError(
-            f"{stream} did not catch up with {origin} within {within:g} s: {missing} messages were missing at first; "
-            f"{origin} takes publishes again"
-        )
-
-    async def _promoted(self, stream: str, promoted: str) -> Link:
-        api, _, origin = promoted.partition(" ")
-        link = Link(stream=stream, origin=origin, relation="promoted", api=api)
-        try:
-            found = await self._server.api(f"STREAM.INFO.{origin}", prefix=api, timeout_seconds=ORIGIN_SECONDS)
-        except (UnavailableError, NotFoundError):
+    async def _promoted(self, link: Link) -> Link:
+        info = await self._server.api(f"STREAM.INFO.{link.origin}", prefix=link.api, timeout_seconds=ORIGIN_SECONDS)
+        if FENCED in (info["config"].get("metadata") or {}):
             return link
-        if FENCED in (found["config"].get("metadata") or {}):
-            return link
-        trouble = f"{origin} is back and takes publishes: `aviso-workers mirror fence {origin} --api '{api}'`"
-        return Link(stream=stream, origin=origin, relation="promoted", api=api, trouble=trouble)
+        fence = f"`aviso-workers mirror fence {link.origin} --api '{link.api}'`"
+        return structs.replace(link, trouble=f"{link.origin} is back and takes publishes: {fence}")
 
 
 async def fence(server: Administration, stream: str, *, api: str = "") -> Fenced:
@@ -176,13 +131,14 @@ async def fence(server: Administration, stream: str, *, api: str = "") -> Fenced
     info = await server.api(f"STREAM.INFO.{stream}", prefix=api, timeout_seconds=ORIGIN_SECONDS)
     config = info["config"]
     metadata = config.get("metadata") or {}
-    if FENCED not in metadata:
+    before = FENCED in metadata
+    if not before:
         if not config.get("subjects"):
             raise RefusedError(f"{stream} has no subjects of its own, so there is nothing to fence")
         metadata = {**metadata, FENCED: " ".join(config["subjects"])}
         config = {**config, "subjects": [f"{NOWHERE}.{stream}"], "metadata": metadata}
         info = await server.api(f"STREAM.UPDATE.{stream}", config, prefix=api)
-    return Fenced(subjects=tuple(metadata[FENCED].split()), last_sequence=info["state"]["last_seq"])
+    return Fenced(subjects=tuple(metadata[FENCED].split()), last_sequence=info["state"]["last_seq"], before=before)
 
 
 async def unfence(server: Administration, stream: str, *, api: str = "") -> tuple[str, ...]:
@@ -196,15 +152,22 @@ async def unfence(server: Administration, stream: str, *, api: str = "") -> tupl
     return tuple(subjects)
 
 
-def _whole_mirror(info: Mapping[str, Any]) -> Mapping[str, Any]:
-    config = info["config"]
-    mirror: Mapping[str, Any] | None = config.get("mirror")
-    if mirror is None:
-        raise RefusedError(f"{config['name']} is no mirror")
-    for field in ("filter_subject", "subject_transforms", "opt_start_seq", "opt_start_time"):
-        if mirror.get(field):
-            raise RefusedError(f"{config['name']} is no whole mirror: it has {field}, so it cannot take its place")
-    return mirror
+def what_is_left_out(mirror: Mapping[str, Any]) -> str:
+    """Return the field by which a stream mirrors only part of its origin, or otherwise; empty where it mirrors all."""
+    parts = ("filter_subject", "subject_transforms", "opt_start_seq", "opt_start_time")
+    return next((field for field in parts if mirror.get(field)), "")
+
+
+def _links(stream: Mapping[str, Any]) -> Iterator[Link]:
+    config = stream["config"]
+    if mirror := stream.get("mirror"):
+        whole = not what_is_left_out(config.get("mirror") or {})
+        yield structs.replace(_link(config["name"], "mirror", mirror), whole=whole)
+    for source in stream.get("sources") or ():
+        yield _link(config["name"], "source", source)
+    if promoted := (config.get("metadata") or {}).get(PROMOTED):
+        api, origin, *_ = promoted.split(" ")
+        yield Link(stream=config["name"], origin=origin, relation="promoted", api=api)
 
 
 def _link(stream: str, relation: str, found: Mapping[str, Any]) -> Link:

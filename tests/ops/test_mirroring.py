@@ -11,11 +11,13 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
 
-from aviso_workers import App, config
+from aviso_workers import App, Notification, config
 from aviso_workers.backends import Administration
 from aviso_workers.errors import RefusedError, UnavailableError
-from aviso_workers.ops import failing_over, mirroring, stream_policy
+from aviso_workers.ops import consumer_positions, failing_over, mirroring, promotion, stream_policy
+from aviso_workers.ops.consumer_positions import Place
 from aviso_workers.ops.mirroring import Link, Mirrors
 from aviso_workers.server import running
 from aviso_workers.server.running import Node
@@ -97,6 +99,14 @@ class Sites:
         for step in range(messages):
             await self.server.request(f"mars.od.{step}", b"{}")
 
+    async def deliver(self, pull: str) -> None:
+        """Have a consumer deliver a message, which nobody acknowledges."""
+        inbox = self.server.new_inbox()
+        async with self.server.listen(inbox) as heard:
+            self.server.send(pull, b"1", reply=inbox)
+            with anyio.fail_after(PATIENCE_SECONDS):
+                assert not (await heard.receive()).status
+
     async def info(self, *, prefix: str = "") -> dict[str, Any]:
         return await self.server.api("STREAM.INFO.MARS", prefix=prefix)
 
@@ -153,8 +163,8 @@ async def test_a_mirror_of_nothing_has_never_heard_of_it(sites: Sites) -> None:
 @pytest.mark.covers("001-26")
 async def test_a_promoted_mirror_goes_on_where_its_origin_was(sites: Sites) -> None:
     await sites.mirror(10)
-    promotion = await sites.mirrors.promote("MARS")
-    assert (promotion.subjects, promotion.last_sequence, promotion.gap) == (("mars.>",), 10, 0)
+    promoted = await promotion.promote(sites.app, "MARS")
+    assert (promoted.subjects, promoted.last_sequence, promoted.gap) == (("mars.>",), 10, 0)
     receipt = await sites.app.notify("mars", {"class": "od", "step": 11})
     assert receipt.sequence == 11
     assert (await sites.info())["state"]["last_seq"] == 11
@@ -164,7 +174,7 @@ async def test_a_promoted_mirror_goes_on_where_its_origin_was(sites: Sites) -> N
 
 async def test_an_origin_that_comes_back_refuses_publishes(sites: Sites) -> None:
     await sites.mirror(10)
-    await sites.mirrors.promote("MARS")
+    await promotion.promote(sites.app, "MARS")
     sites.hub.lose()
     await sites.app.notify("mars", {"class": "od", "step": 11})
     sites.hub.start()
@@ -181,18 +191,18 @@ async def test_a_lost_origin_has_to_be_called_so(sites: Sites) -> None:
     await sites.mirror(10)
     sites.hub.lose()
     with pytest.raises(RefusedError, match=r"MARS, the origin of MARS, cannot be fenced: .* say --origin-is-lost"):
-        await sites.mirrors.promote("MARS")
+        await promotion.promote(sites.app, "MARS")
     with pytest.raises(RefusedError, match=r"the subjects of MARS cannot be asked for: name them by --subject"):
-        await sites.mirrors.promote("MARS", origin_is_lost=True)
-    promotion = await sites.mirrors.promote("MARS", origin_is_lost=True, subjects=("mars.>",))
-    assert (promotion.gap, promotion.last_sequence) == (None, 10)
+        await promotion.promote(sites.app, "MARS", origin_is_lost=True)
+    promoted = await promotion.promote(sites.app, "MARS", origin_is_lost=True, subjects=("mars.>",))
+    assert (promoted.gap, promoted.last_sequence, promoted.consumers, promoted.proven) == (None, 10, None, False)
     assert (await sites.app.notify("mars", {"class": "od", "step": 11})).sequence == 11
 
 
 async def test_a_lost_origin_that_is_back_is_told_until_it_is_fenced(sites: Sites) -> None:
     await sites.mirror(10)
     sites.hub.lose()
-    await sites.mirrors.promote("MARS", origin_is_lost=True, subjects=("mars.>",))
+    await promotion.promote(sites.app, "MARS", origin_is_lost=True, subjects=("mars.>",))
     assert (await sites.link()).trouble == ""
     sites.hub.start()
     with anyio.fail_after(PATIENCE_SECONDS):
@@ -214,9 +224,87 @@ async def test_a_mirror_that_does_not_catch_up_is_not_promoted(sites: Sites) -> 
         "STREAM.CREATE.MARS", {"name": "MARS", "mirror": {"name": "MARS", "external": {"api": HUB}}, **full}
     )
     with pytest.raises(RefusedError, match=r"did not catch up with MARS within 0\.2 s: (5|10) messages were missing"):
-        await sites.mirrors.promote("MARS", patience_seconds=0.2)
+        await promotion.promote(sites.app, "MARS", patience_seconds=0.2)
     await sites.publish(1)
     assert (await sites.info(prefix=HUB))["state"]["last_seq"] == 11
+
+
+async def handled(app: App, count: int) -> list[int]:
+    """The steps of the notifications that an agent of the app has handled when it was given so many."""
+    steps: list[int] = []
+    stop = anyio.Event()
+
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None:
+        steps.append(int(notification.identifier["step"]))
+        if len(steps) == count:
+            stop.set()
+
+    with anyio.fail_after(PATIENCE_SECONDS):
+        async with app:
+            await app.work(stop)
+    return steps
+
+
+async def test_agents_go_on_at_the_second_site_where_they_had_come_to(sites: Sites) -> None:
+    """Also where one of their notifications was never acknowledged."""
+    await sites.mirror(0)
+    await sites.publish(5)
+    assert await handled(sites.hub.app(), 5) == [0, 1, 2, 3, 4]
+    await sites.publish(3)
+    await sites.deliver("$JS.hub.API.CONSUMER.MSG.NEXT.MARS.tests__index")
+    promoted = await promotion.promote(sites.app, "MARS")
+    [carried] = promoted.consumers or ()
+    assert (carried.consumer, carried.next_sequence, carried.delivered, carried.made) == ("tests__index", 6, 6, True)
+    assert promoted.proven
+    assert await handled(sites.other.app(), 3) == [0, 1, 2]
+
+
+async def test_a_consumer_that_is_at_work_at_the_second_site_stays_as_it_is(sites: Sites) -> None:
+    await sites.mirror(4)
+    config = {"durable_name": "reader", "ack_policy": "explicit"}
+    for prefix in (HUB, ""):
+        request = {"stream_name": "MARS", "config": config}
+        await sites.server.api("CONSUMER.DURABLE.CREATE.MARS.reader", request, prefix=prefix)
+    await sites.deliver("$JS.API.CONSUMER.MSG.NEXT.MARS.reader")
+    await sites.server.api(
+        "CONSUMER.DURABLE.CREATE.MARS.late",
+        {"stream_name": "MARS", "config": {**config, "durable_name": "late", "deliver_policy": "new"}},
+        prefix=HUB,
+    )
+    promoted = await promotion.promote(sites.app, "MARS")
+    assert [(each.consumer, each.made, each.next_sequence) for each in promoted.consumers or ()] == [
+        ("late", True, 5),
+        ("reader", False, 1),
+    ]
+
+
+async def test_a_consumer_that_is_refused_is_told_and_the_promotion_not_proven(sites: Sites) -> None:
+    await sites.mirror(4)
+    for name in ("first", "second"):
+        request = {"stream_name": "MARS", "config": {"durable_name": name, "ack_policy": "explicit"}}
+        await sites.server.api(f"CONSUMER.DURABLE.CREATE.MARS.{name}", request, prefix=HUB)
+    await sites.server.api("STREAM.UPDATE.MARS", {**(await sites.info())["config"], "max_consumers": 1})
+    promoted = await promotion.promote(sites.app, "MARS")
+    assert promoted.consumers is not None
+    assert [bool(each.refused) for each in promoted.consumers] == [False, True]
+    assert "maximum consumers" in promoted.consumers[1].refused
+    assert not promoted.proven
+
+
+async def test_consumers_are_made_again_where_a_promotion_is_repeated(sites: Sites) -> None:
+    """As where the first one was killed when the consumers were there, and the agents went on at the first site."""
+    await sites.mirror(4)
+    request = {"stream_name": "MARS", "config": {"durable_name": "reader", "ack_policy": "none"}}
+    await sites.server.api("CONSUMER.DURABLE.CREATE.MARS.reader", request, prefix=HUB)
+    there = Place(server=sites.server, stream="MARS", api=HUB)
+    [before] = await consumer_positions.carry(there, Place(server=sites.server, stream="MARS"))
+    await sites.deliver("$JS.hub.API.CONSUMER.MSG.NEXT.MARS.reader")
+    promoted = await promotion.promote(sites.app, "MARS")
+    [after] = promoted.consumers or ()
+    assert [(each.made, each.next_sequence) for each in (before, after)] == [(True, 1), (True, 2)]
+    info = await sites.server.api("CONSUMER.INFO.MARS.reader")
+    assert info["ack_floor"]["stream_seq"] == 1
 
 
 @pytest.mark.parametrize(
@@ -230,13 +318,13 @@ async def test_a_mirror_that_does_not_catch_up_is_not_promoted(sites: Sites) -> 
 async def test_only_a_whole_mirror_is_promoted(sites: Sites, config: dict[str, Any], complaint: str) -> None:
     await sites.server.api("STREAM.CREATE.MARS", {"name": "MARS", **config})
     with pytest.raises(RefusedError, match=complaint):
-        await sites.mirrors.promote("MARS")
+        await promotion.promote(sites.app, "MARS")
 
 
 async def test_a_fence_is_put_up_once_and_taken_down(sites: Sites) -> None:
     await sites.mirror(10)
     first = await mirroring.fence(sites.server, "MARS", api=HUB)
-    assert await mirroring.fence(sites.server, "MARS", api=HUB) == first
+    assert await mirroring.fence(sites.server, "MARS", api=HUB) == structs.replace(first, before=True)
     with pytest.raises(UnavailableError, match="nobody answers"):
         await sites.publish(1)
     assert await mirroring.unfence(sites.server, "MARS", api=HUB) == ("mars.>",)
@@ -265,7 +353,7 @@ async def test_a_mirror_is_declared_planned_and_applied(sites: Sites) -> None:
         await sites.until(lambda info: info["state"]["last_seq"] == 3)
         [plan] = await stream_policy.plans(app)
         assert (plan.differences, plan.fixed) == ((), ())
-        await sites.mirrors.promote("MARS")
+        await promotion.promote(sites.app, "MARS")
         [plan] = await stream_policy.plans(app)
         [told] = map(str, plan.fixed)
     assert told == (

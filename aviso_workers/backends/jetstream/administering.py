@@ -49,8 +49,8 @@ class Administration:
     ) -> dict[str, Any]:
         return await self._connection.api(subject, request, prefix=prefix, timeout_seconds=timeout_seconds)
 
-    async def pages(self, subject: str, found: str) -> list[Any]:
-        return [each for page in await self._listing(subject, {}) for each in page[found] or ()]
+    async def pages(self, subject: str, found: str, *, prefix: str = "") -> list[Any]:
+        return [each for page in await self._listing(subject, {}, prefix=prefix) for each in page[found] or ()]
 
     async def subject_counts(self, stream: str, subject: str) -> dict[str, int]:
         """See `backends.Backend.subject_counts`."""
@@ -62,13 +62,13 @@ class Administration:
             raise UnavailableError(f"{stream}: {len(counts)} of its {pages[0]['total']} subjects were listed")
         return counts
 
-    async def _listing(self, subject: str, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    async def _listing(self, subject: str, request: Mapping[str, Any], *, prefix: str = "") -> list[dict[str, Any]]:
         """All pages of a listing, of one time: where the number of entries changes meanwhile, it is begun again."""
         for _ in range(MOST_LISTINGS):
             pages: list[dict[str, Any]] = []
             offset = 0  # not by how many came: a cluster leaves out those that do not answer
             while not pages or pages[-1]["total"] == pages[0]["total"]:
-                pages.append(await self._connection.api(subject, {**request, "offset": offset}))
+                pages.append(await self._connection.api(subject, {**request, "offset": offset}, prefix=prefix))
                 offset += pages[-1]["limit"]
                 if offset >= pages[-1]["total"] == pages[0]["total"]:
                     return pages

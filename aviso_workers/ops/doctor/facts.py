@@ -112,8 +112,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     """Monitoring ports that were named and do not answer, with the reason."""
     backups: Mapping[str, Backup]
     """The newest of each stream."""
-    promoted: tuple[Link, ...]
-    """Streams that were mirrors, and their origins as far as these answer."""
+    links: tuple[Link, ...]
+    """Streams that follow others, or did until they were promoted, and their origins as far as these answer."""
     unknown: Mapping[Need, str]
     server_certificate: bytes | None = None
     """Of the server that we are connected to, in DER form; None without TLS."""
@@ -177,7 +177,7 @@ async def gather(app: App, scope: Scope) -> Facts:
         run_alone=once.run_alone,
         monitored=once.monitored,
         deaf=once.deaf,
-        promoted=once.promoted,
+        links=once.links,
         backups=await anyio.to_thread.run_sync(_backups, scope.backups) if scope.backups else {},
         unknown=unknown,
         server_certificate=app.session.backend.administration().server_certificate,
@@ -191,7 +191,7 @@ class _Once(Struct):
     given_up: Mapping[tuple[str, ...], int] = {}
     records: Mapping[tuple[str, str], ConsumerRecord] = {}
     run_alone: tuple[RunAlone, ...] = ()
-    promoted: tuple[Link, ...] = ()
+    links: tuple[Link, ...] = ()
     monitored: tuple[Monitored, ...] = ()
     deaf: Mapping[str, str] = {}
 
@@ -212,16 +212,15 @@ async def _ask_once(app: App, asking: _Asking, after: Sample, server: Server, sc
     async def run_alone() -> None:
         found.run_alone = tuple(await asking.ask("records", lambda: observing.run_alone(app, after.streams)) or ())
 
-    async def promoted() -> None:
-        links = await asking.ask("streams", Mirrors(app).links) or []
-        found.promoted = tuple(link for link in links if link.relation == "promoted")
+    async def links() -> None:
+        found.links = tuple(await asking.ask("streams", Mirrors(app).links) or ())
 
     async def monitored() -> None:
         urls = monitoring.urls(app.config, scope.monitors)
         found.monitored, found.deaf = await asking.monitored(urls, named=bool(scope.monitors), of=server)
 
     async with anyio.create_task_group() as tasks:
-        for question in (letters, given_up, records, run_alone, promoted, monitored):
+        for question in (letters, given_up, records, run_alone, links, monitored):
             tasks.start_soon(question)
     return found
 

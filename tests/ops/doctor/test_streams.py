@@ -28,6 +28,7 @@ from tests.ops.doctor.conftest import (
     served,
     write,
 )
+from tests.waits import PATIENCE_SECONDS
 
 DAY = 86_400 * SECOND
 
@@ -65,6 +66,19 @@ async def break_streams(loaded: Config) -> None:
         await add_stream(server, "PROMOTED", metadata={PROMOTED: "$JS.API LIMITED"})
         await add_stream(server, "FORMER", metadata={FENCED: "former.>"})
         await add_stream(server, "FOLLOWER", metadata={PROMOTED: "$JS.API FORMER"})
+        await add_mirror_of_another_history(server)
+
+
+async def add_mirror_of_another_history(server: Administration) -> None:
+    await add_stream(server, "REPLACED")
+    await add_stream(server, "OLDER", subjects=None, mirror={"name": "REPLACED"})
+    await publish(server, "REPLACED", 3)
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while (await server.api("STREAM.INFO.OLDER"))["state"]["last_seq"] < 3:  # noqa: ASYNC110
+            await anyio.sleep(0.02)
+    await server.api("STREAM.DELETE.REPLACED")
+    await add_stream(server, "REPLACED")
+    await publish(server, "REPLACED", 3)
 
 
 async def add_gaps(server: Administration) -> None:
@@ -197,6 +211,11 @@ def test_a_promoted_mirror_whose_origin_lives_on(broken: Seen) -> None:
 def test_an_origin_that_cannot_be_reached(broken: Seen) -> None:
     assert broken.found("JS019") == {"ORPHAN": "FAR was never reached"}
     assert "mirrored" in broken.facts.streams
+
+
+def test_a_mirror_whose_origin_was_made_again(broken: Seen) -> None:
+    assert broken.found("JS068").keys() == {"OLDER"}
+    assert broken.found("JS068")["OLDER"].startswith("REPLACED was made again or restored from a backup: message 1 is")
 
 
 @pytest.mark.covers("001-31")

@@ -273,9 +273,23 @@ def silent_origins(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def two_histories(facts: Facts) -> Iterator[Finding]:
-    for link in facts.promoted:
-        if link.trouble:
+    for link in facts.links:
+        if link.relation == "promoted" and link.trouble:
             yield Finding(stream=link.stream, place=link.origin, found=link.trouble)
+
+
+@declare(
+    "JS068",
+    "Mirrors have the history of their origins",
+    why="a mirror goes on after the last sequence that it has, so it lacks what an origin stored that was made again",
+    cure="keep what the mirror has under another name (`aviso-workers streams copy {stream} --as NAME`, or a backup), "
+    "remove it, and make it anew",
+    severity=State.FAIL,
+)
+def other_histories(facts: Facts) -> Iterator[Finding]:
+    for link in facts.links:
+        if link.other_history:
+            yield Finding(stream=link.stream, found=link.other_history)
 
 
 def overlap(one: str, other: str) -> bool:

@@ -1,0 +1,103 @@
+"""Consumers made again beside a copy of their stream, each where the original had come to.
+
+Called by `promotion` and `copying`, before anybody reads the copy. A server makes a consumer that begins at a sequence,
+but none that knows which messages behind that were acked. So the new one begins after the ack floor of the original:
+what was delivered and not acked is delivered again, and so is what was acked behind a message that was not. At least
+once, as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from msgspec import Struct, structs
+
+from aviso_workers.backends import Administration
+from aviso_workers.errors import NotFoundError, RefusedError
+
+__all__ = ["Carried", "Place", "carry", "remove"]
+
+STARTS = ("opt_start_seq", "opt_start_time")
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """A stream, wherever it is."""
+
+    server: Administration
+    stream: str
+    api: str = ""
+    """The prefix of its API; empty where it is that of the connection."""
+
+
+class Carried(Struct, frozen=True, kw_only=True):
+    """What became of a durable consumer."""
+
+    consumer: str
+    next_sequence: int
+    """Where it goes on: everything before is settled."""
+    delivered: int
+    """Up to here the original had delivered, so that at most what lies between is handled again."""
+    made: bool = True
+    """Whether it was made here; False where there was one already, with deliveries or a reader of its own, which stays
+    as it is and goes on at `next_sequence`."""
+    has_readers: bool = False
+    """Whether somebody still read the original: what is done there from now on is done again."""
+    refused: str = ""
+    """Why it could not be made; empty where it is there."""
+
+
+async def carry(source: Place, target: Place) -> list[Carried]:
+    """Make the durable consumers of one stream at another one that has the same sequences. It can be repeated.
+
+    Raises `BackendError`; a consumer that the server refuses is told of in what is returned.
+    """
+    replicas = (await target.server.api(f"STREAM.INFO.{target.stream}", prefix=target.api))["config"]["num_replicas"]
+    present = {consumer["name"]: consumer for consumer in await _consumers(target)}
+    return [
+        await _carry_one(consumer, present.get(consumer["name"]), target, replicas=replicas)
+        for consumer in await _consumers(source)
+        if consumer["config"].get("durable_name")
+    ]
+
+
+async def remove(target: Place, carried: Iterable[Carried]) -> None:
+    """Remove the consumers that were made here. Raises `BackendError`."""
+    for each in carried:
+        if each.made:
+            await _delete(target, each.consumer)
+
+
+async def _carry_one(
+    original: Mapping[str, Any], present: Mapping[str, Any] | None, target: Place, *, replicas: int
+) -> Carried:
+    name, next_sequence = original["name"], original["ack_floor"]["stream_seq"] + 1
+    carried = Carried(
+        consumer=name,
+        next_sequence=next_sequence,
+        delivered=original["delivered"]["stream_seq"],
+        has_readers=bool(original.get("num_waiting") or original.get("push_bound")),
+    )
+    if present is not None:
+        if present["delivered"]["consumer_seq"] or present.get("num_waiting"):
+            return structs.replace(carried, made=False, next_sequence=present["ack_floor"]["stream_seq"] + 1)
+        await _delete(target, name)  # nobody was given anything by it, as where this is repeated
+    config = {key: value for key, value in original["config"].items() if key not in STARTS}
+    config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": next_sequence}
+    config["num_replicas"] = min(config.get("num_replicas", 0), replicas)
+    request = {"stream_name": target.stream, "config": config, "action": "create"}
+    try:
+        await target.server.api(f"CONSUMER.CREATE.{target.stream}.{name}", request, prefix=target.api)
+    except RefusedError as error:
+        return structs.replace(carried, made=False, refused=str(error))
+    return carried
+
+
+async def _consumers(place: Place) -> list[dict[str, Any]]:
+    return await place.server.pages(f"CONSUMER.LIST.{place.stream}", "consumers", prefix=place.api)
+
+
+async def _delete(place: Place, consumer: str) -> None:
+    with suppress(NotFoundError):
+        await place.server.api(f"CONSUMER.DELETE.{place.stream}.{consumer}", prefix=place.api)

@@ -1,0 +1,203 @@
+"""Whether a mirror has the history of its origin, told from some messages that both streams hold.
+
+Called by `mirroring` and `promotion`. A mirror keeps the sequence, the store time, the subject and the body of each
+message; of its headers, a server leaves out those of expectations. An origin that was deleted and made again counts
+from the beginning, and its mirror goes on after the last sequence that it has: the numbers look well, and messages are
+missing. So the two are compared message by message: the first and the last that both hold, some in between, and those
+around the time at which the origin was created, which differ where it was restored from a backup that lacked the newest
+messages.
+
+What this cannot see: two differing messages between two equal ones that were compared, as an origin leaves that was
+restored from a backup twice; and what only one of the streams holds, because it was deleted, replaced or too old there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+import anyio
+import msgspec
+from msgspec import Struct
+
+from aviso_workers.backends import Administration
+from aviso_workers.errors import BackendError, NotFoundError
+
+__all__ = ["Comparison", "compare"]
+
+SPREAD = 16
+"""Places between the first and the last sequence that both can have."""
+BEFORE_CREATION = 4
+"""Messages that are compared of those that were stored just before the origin was created."""
+AT_ONCE = 8
+"""Places that are looked at side by side."""
+CLOCKS = timedelta(seconds=60)
+"""How far the clocks of the servers of one cluster may differ, and how late they may remove what is too old."""
+NO_MESSAGE = 10037
+LIMITS = ("max_msgs", "max_bytes", "max_age", "max_msgs_per_subject")
+
+
+class Found(Struct, frozen=True, kw_only=True):
+    """A stored message, as JetStream's API answers it."""
+
+    seq: int
+    time: str
+    """RFC 3339, with nanoseconds."""
+    subject: str
+    data: str = ""
+
+
+class Comparison(Struct, frozen=True, kw_only=True):
+    """What a comparison of a mirror and its origin showed."""
+
+    equal: int = 0
+    """Messages that both hold and that are the same."""
+    trouble: str = ""
+    """Why these are two histories; empty where nothing says so."""
+
+
+class _Stream:
+    """A stream wherever it is, and its state when it was asked for."""
+
+    def __init__(self, server: Administration, info: Mapping[str, Any], *, api: str) -> None:
+        self._server = server
+        self._api = api
+        self.name: str = info["config"]["name"]
+        self.config: Mapping[str, Any] = info["config"]
+        self.created = _time(info["created"])
+        self.asked = _time(info["ts"])
+        self.messages: int = info["state"]["messages"]
+        self.first: int = info["state"]["first_seq"]
+        self.last: int = info["state"]["last_seq"]
+
+    async def at(self, sequence: int) -> Found | None:
+        return await self._get({"seq": sequence})
+
+    async def next(self, sequence: int) -> Found | None:
+        """Return the first message of this sequence or a later one."""
+        return await self._get({"seq": sequence, "next_by_subj": ">"})
+
+    async def last_before(self, time: datetime) -> int:
+        """Return a sequence up to which there are only messages that were stored before that time, and none after."""
+        low, high = self.first - 1, self.last
+        while low < high:
+            middle = (low + high + 1) // 2
+            found = await self.next(middle)
+            if found is not None and _time(found.time) < time:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    async def _get(self, request: Mapping[str, Any]) -> Found | None:
+        try:
+            answer = await self._server.api(f"STREAM.MSG.GET.{self.name}", request, prefix=self._api)
+        except NotFoundError as error:
+            if error.code != NO_MESSAGE:
+                raise
+            return None
+        return msgspec.convert(answer["message"], Found)
+
+
+async def compare(server: Administration, mirror: str, origin: str, *, api: str, timeout_seconds: float) -> Comparison:
+    """Compare a mirror with its origin, which is at another `api` or, where that is empty, in the same account.
+
+    It takes some tens of requests for one message each. Raises `BackendError`.
+    """
+    here = _Stream(server, await server.api(f"STREAM.INFO.{mirror}"), api="")
+    # Asked for later, so that an origin that lives is never behind its mirror.
+    info = await server.api(f"STREAM.INFO.{origin}", prefix=api, timeout_seconds=timeout_seconds)
+    there = _Stream(server, info, api=api)
+    if here.last > there.last:
+        return Comparison(
+            trouble=f"{origin} was made again or restored from a backup: it ends at {there.last}, and {mirror}, which "
+            f"has what {origin} stored before, at {here.last}"
+        )
+    pairs = await _pairs(here, there)
+    equal = sum(pair == other for pair, other in pairs)
+    for ours, theirs in pairs:
+        if ours != theirs:
+            return Comparison(
+                equal=equal,
+                trouble=f"{origin} was made again or restored from a backup: message {ours.seq} is of "
+                f"{ours.time} in {mirror} and of {theirs.time} in {origin}",
+            )
+    return Comparison(equal=equal, trouble=await _made_later(here, there, equal))
+
+
+async def _pairs(here: _Stream, there: _Stream) -> list[tuple[Found, Found]]:
+    """Return messages that both hold under the same sequence, by sequence."""
+    first, last = max(here.first, there.first), here.last
+    if not (here.messages and there.messages) or first > last:
+        return []
+    places = {first + (last - first) * step // SPREAD for step in range(SPREAD + 1)}
+    boundary = await here.last_before(there.created)
+    places |= {place for place in range(boundary - BEFORE_CREATION + 1, boundary + 2) if first <= place <= last}
+    found: dict[int, tuple[Found, Found]] = {}
+    failures: list[BackendError] = []
+    limiter = anyio.CapacityLimiter(AT_ONCE)
+
+    async def look(place: int) -> None:
+        async with limiter:
+            try:
+                pair = None if failures else await _pair(here, there, place)
+            except BackendError as error:
+                failures.append(error)
+                return
+            if pair is not None:
+                found[pair[0].seq] = pair
+
+    async with anyio.create_task_group() as tasks:
+        for place in places:
+            tasks.start_soon(look, place)
+    if failures:
+        raise failures[0]
+    return [found[sequence] for sequence in sorted(found)]
+
+
+async def _pair(here: _Stream, there: _Stream, place: int) -> tuple[Found, Found] | None:
+    """Return the message that both hold at a place or, where one has deleted what is there, soon after it."""
+    for one, other in ((here, there), (there, here)):
+        found = await one.next(place)
+        if found is None or (counterpart := await other.at(found.seq)) is None:
+            continue
+        return (found, counterpart) if one is here else (counterpart, found)
+    return None
+
+
+async def _made_later(here: _Stream, there: _Stream, equal: int) -> str:
+    """Return why an origin that was created after what its mirror has is another one, though no message differs."""
+    if not equal and here.messages:
+        oldest = await here.next(here.first)
+        if oldest is not None and _time(oldest.time) + CLOCKS < there.created:
+            return (
+                f"{there.name} was made again: it was created at {there.created:%Y-%m-%d %H:%M:%S}, {here.name} has "
+                "older messages, and no message that both hold shows that it was restored with these"
+            )
+    if there.created > here.created + CLOCKS and await _holds_more(here, there):
+        return (
+            f"{there.name} was made again: it was created after {here.name}, and holds messages before {here.first}, "
+            f"the first one of {here.name}"
+        )
+    return ""
+
+
+async def _holds_more(here: _Stream, there: _Stream) -> bool:
+    """Return whether an origin has what its mirror lacks at its old end, and no limit of the mirror's explains it."""
+    if any(_limit(here.config, name) < _limit(there.config, name) for name in LIMITS):
+        return False
+    oldest = await there.next(there.first) if there.messages else None
+    if oldest is None or oldest.seq >= here.first:
+        return False
+    max_age = timedelta(microseconds=_limit(here.config, "max_age") / 1000)
+    return there.asked - _time(oldest.time) < max_age - CLOCKS  # else both are about to remove it
+
+
+def _limit(config: Mapping[str, Any], name: str) -> int:
+    value = int(config.get(name) or 0)
+    return value if value > 0 else 10**18
+
+
+def _time(text: str) -> datetime:
+    return msgspec.convert(text, datetime)

@@ -1,0 +1,212 @@
+"""A mirror that takes its origin's place: the origin is fenced, the mirror catches up and goes on from there.
+
+Called by `mirror promote` and by `failing_over`. Before anything is changed, the two are compared (see `histories`): a
+mirror of an origin that was made again has the numbers of its origin and other messages. The fence comes before the
+rest, for two streams that both take publishes are two histories which nobody can join again. Where a later step is
+refused, the origin is as it was. The consumers of the origin are made at the mirror before it takes publishes, so that
+the agents of the second site go on where those of the first had come to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+from msgspec import Struct
+
+from aviso_workers.app import App
+from aviso_workers.backends import Administration
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.ops import consumer_positions, histories, mirroring
+from aviso_workers.ops.consumer_positions import Carried, Place
+from aviso_workers.ops.mirroring import ORIGIN_SECONDS, PROMOTED, Fenced
+
+__all__ = ["Promotion", "promote"]
+
+ASK_AGAIN_SECONDS = 0.05
+UNFENCE_SECONDS = 10.0
+
+
+class Promotion(Struct, frozen=True, kw_only=True):
+    """What became of a mirror that took its origin's place."""
+
+    stream: str
+    origin: str
+    subjects: tuple[str, ...]
+    last_sequence: int
+    gap: int | None
+    """Messages that were still to come when the origin was fenced, and came; None where nobody knows what is missing:
+    the origin was lost, or it was made again."""
+    equal: int = 0
+    """Messages that were compared in both and are the same."""
+    seconds: float
+    """From the fence, or from the beginning, until the mirror took publishes."""
+    consumers: tuple[Carried, ...] | None
+    """What became of the origin's consumers; None where the origin could not be asked."""
+
+    @property
+    def proven(self) -> bool:
+        """Whether everything is here that the origin had, and everybody goes on where they had come to."""
+        return self.gap is not None and not any(each.refused for each in self.consumers or ())
+
+
+async def promote(
+    app: App,
+    stream: str,
+    *,
+    subjects: Sequence[str] = (),
+    origin_is_lost: bool = False,
+    origin_was_recreated: bool = False,
+    patience_seconds: float = 30.0,
+) -> Promotion:
+    """Let a mirror take its origin's place, with its subjects, and its consumers where they had come to.
+
+    Where the origin does not answer it cannot be fenced: that is refused, unless it is said to be lost, and then the
+    `subjects` have to be named. Where the origin was made again, it has messages that the mirror lacks: that is refused
+    as well, unless it is said. Inside of `async with app:`. Raises `RefusedError` also where the stream is no whole
+    mirror or does not catch up in time; then the origin is as it was. Raises `UnavailableError`.
+    """
+    backend = app.session.backend
+    backend.require_server(2, 12, to="promote a mirror")
+    info = await backend.administration().api(f"STREAM.INFO.{stream}")
+    promoting = _Promoting(backend.administration(), info, patience_seconds=patience_seconds)
+    try:
+        comparison = await promoting.compare()
+    except (UnavailableError, NotFoundError) as error:
+        if not origin_is_lost:
+            raise RefusedError(
+                f"{promoting.origin}, the origin of {stream}, cannot be fenced: {error}. It would take publishes when "
+                "it comes back. Where it is lost, say --origin-is-lost, and fence it (`aviso-workers mirror fence`) "
+                "before it is joined again"
+            ) from error
+        if not subjects:
+            raise RefusedError(
+                f"the subjects of {promoting.origin} cannot be asked for: name them by --subject"
+            ) from error
+        return await promoting.without_origin(subjects)
+    if comparison.trouble and not origin_was_recreated:
+        raise RefusedError(
+            f"{comparison.trouble}. What {promoting.origin} has stored since is not all in {stream}: promote it as it "
+            "is by --origin-was-recreated, and `aviso-workers mirror recover` says then what is missing"
+        )
+    return await promoting.in_place_of_origin(subjects, comparison.equal, recreated=bool(comparison.trouble))
+
+
+class _Promoting:
+    """One mirror on its way to its origin's place."""
+
+    def __init__(self, server: Administration, info: Mapping[str, Any], *, patience_seconds: float) -> None:
+        mirror = _whole_mirror(info["config"])
+        self.origin: str = mirror["name"]
+        self._server = server
+        self._config: Mapping[str, Any] = info["config"]
+        self._stream: str = info["config"]["name"]
+        self._api: str = (mirror.get("external") or {}).get("api", "")
+        self._patience_seconds = patience_seconds
+        self._began = anyio.current_time()
+
+    async def compare(self) -> histories.Comparison:
+        return await histories.compare(
+            self._server, self._stream, self.origin, api=self._api, timeout_seconds=ORIGIN_SECONDS
+        )
+
+    async def without_origin(self, subjects: Sequence[str]) -> Promotion:
+        last = await self._become(subjects)
+        return self._promotion(subjects, last, gap=None, equal=0, consumers=None)
+
+    async def in_place_of_origin(self, subjects: Sequence[str], equal: int, *, recreated: bool) -> Promotion:
+        here = Place(server=self._server, stream=self._stream)
+        there = Place(server=self._server, stream=self.origin, api=self._api)
+        self._began = anyio.current_time()
+        async with self._fence() as fenced:
+            gap = await self._catch_up(fenced.last_sequence, recreated=recreated)
+            consumers = await consumer_positions.carry(there, here)
+        subjects = subjects or fenced.subjects
+        try:
+            last = await self._become(subjects)
+        except RefusedError:
+            await consumer_positions.remove(here, consumers)
+            await self._unfence(fenced)
+            raise
+        except BackendError as error:
+            raise UnavailableError(
+                f"whether {self._stream} was promoted is not known: {error}. {self.origin} stays fenced: ask again by "
+                f"`aviso-workers mirror status`, and repeat this where {self._stream} is a mirror still"
+            ) from error
+        return self._promotion(subjects, last, gap=None if recreated else gap, equal=equal, consumers=tuple(consumers))
+
+    @asynccontextmanager
+    async def _fence(self) -> AsyncIterator[Fenced]:
+        """Take the fence down again where the block fails, unless there was one before."""
+        fenced = await mirroring.fence(self._server, self.origin, api=self._api)
+        try:
+            yield fenced
+        except BaseException:
+            with anyio.move_on_after(UNFENCE_SECONDS, shield=True):
+                await self._unfence(fenced)
+            raise
+
+    async def _unfence(self, fenced: Fenced) -> None:
+        if not fenced.before:
+            await mirroring.unfence(self._server, self.origin, api=self._api)
+
+    async def _catch_up(self, until: int, *, recreated: bool) -> int:
+        """Return how many messages were missing, when they have come. Raises `RefusedError`."""
+        missing: int | None = None
+        with anyio.move_on_after(self._patience_seconds):
+            while True:
+                last = int((await self._server.api(f"STREAM.INFO.{self._stream}"))["state"]["last_seq"])
+                missing = until - last if missing is None else missing
+                if last >= until:
+                    return missing
+                await anyio.sleep(ASK_AGAIN_SECONDS)
+        if recreated and missing is not None:
+            return missing
+        raise RefusedError(
+            f"{self._stream} did not catch up with {self.origin} within {self._patience_seconds:g} s: "
+            f"{'all' if missing is None else missing} messages were missing at first; {self.origin} is as it was"
+        )
+
+    async def _become(self, subjects: Sequence[str]) -> int:
+        """Make a stream of its own of the mirror; returns its last sequence."""
+        last = (await self._server.api(f"STREAM.INFO.{self._stream}"))["state"]["last_seq"]
+        config = {key: value for key, value in self._config.items() if key != "mirror"}
+        promoted = f"{self._api or self._server.api_prefix} {self.origin} {last}"
+        config["metadata"] = {**(config.get("metadata") or {}), PROMOTED: promoted}
+        config["subjects"] = list(subjects)
+        await self._server.api(f"STREAM.UPDATE.{self._stream}", config)
+        return int(last)
+
+    def _promotion(
+        self,
+        subjects: Sequence[str],
+        last: int,
+        *,
+        gap: int | None,
+        equal: int,
+        consumers: tuple[Carried, ...] | None,
+    ) -> Promotion:
+        return Promotion(
+            stream=self._stream,
+            origin=self.origin,
+            subjects=tuple(subjects),
+            last_sequence=last,
+            gap=gap,
+            equal=equal,
+            seconds=anyio.current_time() - self._began,
+            consumers=consumers,
+        )
+
+
+def _whole_mirror(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    mirror: Mapping[str, Any] | None = config.get("mirror")
+    if mirror is None:
+        promoted = (config.get("metadata") or {}).get(PROMOTED)
+        raise RefusedError(
+            f"{config['name']} is no mirror" + (f": it was promoted from {promoted}" if promoted else "")
+        )
+    if field := mirroring.what_is_left_out(mirror):
+        raise RefusedError(f"{config['name']} is no whole mirror: it has {field}, so it cannot take its origin's place")
+    return mirror
