@@ -111,6 +111,14 @@ def test_only_the_kind_is_needed_and_all_else_has_the_documented_default(load: L
     assert loaded.warnings == ()
 
 
+def test_the_types_of_a_document_are_inspected_once_in_a_process(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes twenty times as long as all else, and a worker reads its configuration twice."""
+    before = load("notification_backend: {kind: jetstream}")
+    monkeypatch.setattr(inspect, "type_info", lambda _: pytest.fail("the types are inspected again"))
+
+    assert load("notification_backend: {kind: jetstream}") == before
+
+
 def test_values_are_read_as_their_types(load: Load) -> None:
     loaded = load(
         """
