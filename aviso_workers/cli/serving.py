@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -61,7 +62,7 @@ def start(
     config: ConfigOption = None,
 ) -> None:
     """Run it in the background on 127.0.0.1, for development and tests; of a cluster, what does not run."""
-    running.start(configuration.load(config), directory=directory, nodes=nodes)
+    running.start(configuration.load(config), directory=directory, nodes=nodes, tell=partial(typer.echo, err=True))
     _print_states(running.states(directory))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -78,7 +79,8 @@ def dev(
     with tempfile.TemporaryDirectory() as forgotten:
         store_dir = Path(forgotten) if ephemeral else Path.cwd() / STORE_DIR
         store_dir.mkdir(parents=True, exist_ok=True)
-        with NatsServer.start(store_dir=store_dir, port=url.port or 4222) as server:
+        tell = partial(typer.echo, err=True)
+        with NatsServer.start(store_dir=store_dir, port=url.port or 4222, tell=tell) as server:
             typer.echo(f"nats-server {server.url}, streams in {store_dir}", err=True)
             if reload:
                 command = _worker(target, agent, config)

@@ -59,10 +59,6 @@ class Encryption(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cipher: Annotated[Literal["chacha", "aes"], about("How it is encrypted.")] = "chacha"
     key: Annotated[Secret | None, about("The key; best set in the environment, or in key_file.")] = None
     key_file: Annotated[Text | None, about("File that holds the key.")] = None
-    previous_key: Annotated[
-        Secret | None, about("The key until now: what it encrypted is encrypted anew when the server starts.")
-    ] = None
-    previous_key_file: Annotated[Text | None, about("File that holds the key until now.")] = None
 
 
 class ServerLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -276,12 +272,10 @@ def _jetstream_mistakes(server: Server) -> Iterator[tuple[str, str]]:
     if not (encryption := jetstream.encryption):
         return
     keys = [key for key in ("key", "key_file") if getattr(encryption, key) is not None]
-    previous = [key for key in ("previous_key", "previous_key_file") if getattr(encryption, key) is not None]
     if not keys:
         yield f"{path}.encryption", "needs a key_file, or a key, which may stand in the environment"
-    for first, *more in filter(None, (keys, previous)):
-        for key in more:
-            yield f"{path}.encryption.{key}", f"must not be combined with {first}: keep one"
+    for key in keys[1:]:
+        yield f"{path}.encryption.{key}", f"must not be combined with {keys[0]}: keep one"
 
 
 def _account_mistakes(server: Server) -> Iterator[tuple[str, str]]:

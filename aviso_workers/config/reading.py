@@ -43,6 +43,14 @@ _POLICY = re.compile(r"notification_schema\.(.+)\.storage_policy\.(\w+)")
 _LONGEST_SHOWN = 60
 _BACKEND = "notification_backend"
 """Of the sections of aviso-server, the one in which every unknown key is told."""
+_ROTATE = (
+    "nats-server loses consumers and streams when it encrypts a store anew; configure the key that the store has, and "
+    'move the streams to a store with the other key, as docs/server.md says under "Another key"'
+)
+_GONE = dict.fromkeys(
+    ("server.jetstream.encryption.previous_key", "server.jetstream.encryption.previous_key_file"), _ROTATE
+)
+"""Keys that there were, and what to do instead."""
 _BAD: Any = object()
 """Stands for what cannot be read; the mistake is noted."""
 
@@ -103,7 +111,9 @@ class Reader:
             if key in known or key == wanted.tag_field:
                 continue
             nearest = _nearest(key, known, cutoff=0.75)
-            if wanted.forbid_unknown_fields:
+            if cure := _GONE.get(_join(path, key)):
+                self.mistakes.append((node.place, f"{_join(path, key)} is gone: {cure}"))
+            elif wanted.forbid_unknown_fields:
                 self.mistakes.append((node.place, f"{path}: unknown field(s): {key}; {near(key, known, among=True)}"))
             elif known.get(nearest):
                 self.mistakes.append((node.place, f"{_join(path, key)} is not known; did you mean {nearest!r}?"))

@@ -20,19 +20,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from aviso_workers.errors import ServerProcessError
+from aviso_workers.server import starting
+from aviso_workers.server.starting import Tell
 
 __all__ = ["NatsServer", "die_with_parent", "find_binary", "last_error"]
 
 BINARY_VARIABLE = "AVISO_WORKERS_NATS_SERVER"
 OLDEST = (2, 11)
-READY_SECONDS = 20.0
 STOP_SECONDS = 10.0
 
 
@@ -49,12 +49,15 @@ class NatsServer:
         self._run_dir = run_dir
 
     @classmethod
-    def start(cls, *, store_dir: Path, port: int = 0, config: str = "", name: str = "") -> NatsServer:
+    def start(
+        cls, *, store_dir: Path, port: int = 0, config: str = "", name: str = "", tell: Tell = starting.silent
+    ) -> NatsServer:
         """Start a server that keeps its streams in `store_dir`, on `port` (0: any free one) of the loopback.
 
         `config` is added to its nats-server.conf. `name` is its `server_name`, by default a new one: a server of a
-        cluster needs the same one each time, or the others take it for one more. Raises `ServerProcessError` where no
-        binary is found, the port is in use, or the server does not get ready.
+        cluster needs the same one each time, or the others take it for one more. `tell` is called with a line every
+        few seconds for as long as it takes. Raises `ServerProcessError` where no binary is found, the port is in use,
+        or the server does nothing for two minutes and is not ready; it is told to end then, and not killed.
         """
         binary = find_binary()
         if port and _answers(port):
@@ -74,9 +77,9 @@ class NatsServer:
             )
         server = cls(process=process, name=name, port=port, store_dir=store_dir, run_dir=run_dir)
         try:
-            server.port = server._wait_until_ready()
+            server._wait_until_ready(tell)
         except BaseException:
-            server.stop()
+            server._end_in_order()
             raise
         return server
 
@@ -97,13 +100,9 @@ class NatsServer:
 
     def stop(self) -> None:
         """End the process in order, by force where it takes longer than 10 s. The store directory stays."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        shutil.rmtree(self._run_dir, ignore_errors=True)
+        if not self._end_in_order():
+            self.kill()
+            shutil.rmtree(self._run_dir, ignore_errors=True)
 
     def __enter__(self) -> NatsServer:
         return self
@@ -113,19 +112,39 @@ class NatsServer:
     ) -> None:
         self.stop()
 
-    def _wait_until_ready(self) -> int:
-        """The port, once the server that answers there says our name."""
-        deadline = time.monotonic() + READY_SECONDS
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise ServerProcessError(f"nats-server ended at once: {last_error(self.log)}")
-            port = self._port_from_file()
-            if port and (found := _server_name(port)):
-                if found != self.name:
-                    raise ServerProcessError(f"port {port} on 127.0.0.1 is another server's ({found})")
-                return port
-            time.sleep(0.02)
-        raise ServerProcessError(f"nats-server was not ready within {READY_SECONDS:.0f} s: {last_error(self.log)}")
+    def _end_in_order(self) -> bool:
+        """Return whether the process ended within 10 s after it was told to."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                return False
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+        return True
+
+    def _wait_until_ready(self, tell: Tell) -> None:
+        is_ready = starting.wait(
+            self._is_ready,
+            progress=lambda: (self.log.count("\n"), starting.processor_seconds(self.process.pid)),
+            tell=lambda taken: tell(f"{self.name} is starting, for {taken} so far"),
+        )
+        if not is_ready:
+            standstill = f"has done nothing for {starting.STANDSTILL_SECONDS:.0f} s"
+            raise ServerProcessError(f"nats-server is not ready, and {standstill}: {last_error(self.log)}")
+
+    def _is_ready(self) -> bool:
+        """Whether the server that answers says our name; then its port is known."""
+        if self.process.poll() is not None:
+            raise ServerProcessError(f"nats-server ended at once: {last_error(self.log)}")
+        port = self._port_from_file()
+        found = _server_name(port) if port else None
+        if port is None or found is None:
+            return False
+        if found != self.name:
+            raise ServerProcessError(f"port {port} on 127.0.0.1 is another server's ({found})")
+        self.port = port
+        return True
 
     def _port_from_file(self) -> int | None:
         for ports_file in self._run_dir.glob("*.ports"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 from aviso_workers.errors import ServerProcessError
@@ -22,8 +23,9 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
     given.store_dir.mkdir(parents=True, exist_ok=True)
+    tell = partial(print, file=sys.stderr)
     try:
-        with NatsServer.start(store_dir=given.store_dir, port=given.port) as server:
+        with NatsServer.start(store_dir=given.store_dir, port=given.port, tell=tell) as server:
             print(f"nats-server {server.url}, streams in {given.store_dir}", file=sys.stderr)
             server.process.wait()
             print(f"nats-server ended by itself:\n{server.log}", file=sys.stderr)

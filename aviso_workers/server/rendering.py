@@ -254,13 +254,10 @@ def _jetstream(conf: _Conf, jetstream: ServerJetStream) -> None:
 
 def _encryption(conf: _Conf, encryption: Encryption, path: str) -> None:
     conf.settings(encryption, path, "cipher")
-    for ours, theirs in {"key": "key", "previous_key": "prev_key"}.items():
-        key, file = getattr(encryption, ours), getattr(encryption, f"{ours}_file")
-        if file is not None:
-            file_path = f"{path}.{ours}_file"
-            conf.put(theirs, conf.secret_in(file, file_path), file_path)
-        else:
-            conf.put(theirs, key, f"{path}.{ours}")
+    if encryption.key_file is not None:
+        conf.put("key", conf.secret_in(encryption.key_file, f"{path}.key_file"), f"{path}.key_file")
+    else:
+        conf.put("key", encryption.key, f"{path}.key")
 
 
 def _tls(conf: _Conf, tls: ServerTls, path: str) -> None:

@@ -32,15 +32,20 @@ from msgspec import Struct, structs
 from aviso_workers.config import Config, Server
 from aviso_workers.config.nats_server import LOOPBACK, Cluster
 from aviso_workers.errors import ServerProcessError
-from aviso_workers.server import die_with_parent, find_binary, last_error, profiles, rendering
+from aviso_workers.server import die_with_parent, find_binary, last_error, profiles, rendering, starting, store
+from aviso_workers.server.starting import Tell
+from aviso_workers.server.store import Asset
 
 __all__ = ["Node", "State", "ask", "eventually", "free_ports", "reload", "start", "states", "stop"]
 
-READY_SECONDS = 30.0
+PID_SECONDS = 30.0
 STOP_SECONDS = 10.0
 RACE_SECONDS = 1.0
+ANSWER_SECONDS = 5.0
 UNRECOVERABLE = "could not be recovered"
 """What a server says of a stream on its disk that it cannot read, with another key for example."""
+CURE = "Look at its encryption key, its accounts and its log before anybody makes them anew, which destroys them:"
+HEALTH = "Healthcheck failed"
 
 _CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
 """What was started in this process: a parent has to ask for the end of its children, else they stay as zombies."""
@@ -80,13 +85,17 @@ class State(Struct, frozen=True, kw_only=True):
     health: str
 
 
-def start(config: Config, *, directory: Path, nodes: int = 1, detached: bool = True) -> tuple[Node, ...]:
-    """Start the nodes that do not run, and wait until all of them are healthy.
+def start(
+    config: Config, *, directory: Path, nodes: int = 1, detached: bool = True, tell: Tell = starting.silent
+) -> tuple[Node, ...]:
+    """Start the nodes that do not run, and wait until all of them are healthy and serve all that is in their stores.
 
-    They outlive this process if they are `detached`; else the kernel ends them with it, on Linux.
+    They outlive this process if they are `detached`; else the kernel ends them with it, on Linux. `tell` is called
+    with a line every few seconds for as long as it takes.
 
-    Raises ServerProcessError where one does not get ready, after those that were started are ended again, and
-    ConfigError where nats-server refuses its configuration.
+    Raises ServerProcessError where a store would be converted to another encryption, where one ends, or does not serve
+    what is in its store: those that were started are ended again, without force. It is raised too where one does
+    nothing for two minutes, and that one goes on. Raises ConfigError where nats-server refuses its configuration.
     """
     server, choices = profiles.choose(config, profile="development")
     found = recorded(directory)
@@ -102,13 +111,26 @@ def start(config: Config, *, directory: Path, nodes: int = 1, detached: bool = T
     missing = [node for node in planned if node not in running]
     for node in missing:
         _write(config, server, node, peers=planned, choices=choices)
+    is_alone = len(planned) == 1
+    stores = {node.name: store.within(store_dir(server, node, is_alone=is_alone)) for node in missing}
+    for directory_of_store in stores.values():
+        _require_same_encryption(server, directory_of_store)
+    stored = {name: store.on_disk(found) for name, found in stores.items()}
     with ExitStack() as undo:
         for node in missing:
             _spawn(node, detached=detached)
-            undo.callback(_forget, node)
-            undo.callback(_end, [node], number=signal.SIGKILL, within=STOP_SECONDS)
-        _wait_until_healthy(planned)
+            undo.callback(_end_in_order, node)
+        is_ready = starting.wait(
+            lambda: all(tuple(map(_is_healthy, planned))),  # all are asked: one may have ended
+            progress=lambda: tuple(map(_progress, planned)),
+            tell=lambda taken: tell(_waited_for(planned, taken)),
+        )
+        if is_ready:
+            for node in missing:
+                _require_all_served(node, stored[node.name], is_alone=is_alone)
         undo.pop_all()
+    if not is_ready:
+        raise ServerProcessError(_stands_still(planned))
     return tuple(planned)
 
 
@@ -175,15 +197,36 @@ def is_running(node: Node) -> bool:
 
 def ask(node: Node, path: str) -> dict[str, Any]:
     """What the node answers on its monitoring port, such as /varz. Raises ServerProcessError where it does not."""
-    connection = http.client.HTTPConnection(LOOPBACK, node.monitoring_port, timeout=5)
+    try:
+        answer: dict[str, Any] = json.loads(_answer(node, path))
+    except ValueError as error:
+        raise ServerProcessError(f"no JSON from http://{LOOPBACK}:{node.monitoring_port}{path}") from error
+    return answer
+
+
+def unserved(node: Node) -> str:
+    """Return a sentence on what is in the node's store and not served by it, or an empty text.
+
+    Raises ServerProcessError where the node does not answer.
+    """
+    directory = Path(ask(node, "/varz")["jetstream"]["config"]["store_dir"])
+    return store.unserved(directory, lambda: _answer(node, store.SERVED))
+
+
+def served(node: Node) -> frozenset[Asset]:
+    """Return the streams and consumers that a node serves. Raises ServerProcessError where it does not answer."""
+    return store.served(_answer(node, store.SERVED))
+
+
+def _answer(node: Node, path: str) -> bytes:
+    connection = http.client.HTTPConnection(LOOPBACK, node.monitoring_port, timeout=ANSWER_SECONDS)
     try:
         connection.request("GET", path)
-        answer: dict[str, Any] = json.loads(connection.getresponse().read())
-    except (OSError, http.client.HTTPException, ValueError) as error:
+        return connection.getresponse().read()
+    except (OSError, http.client.HTTPException) as error:
         raise ServerProcessError(f"no answer from http://{LOOPBACK}:{node.monitoring_port}{path}") from error
     finally:
         connection.close()
-    return answer
 
 
 def _names(server: Server, nodes: int) -> list[str]:
@@ -244,12 +287,15 @@ def _is_free(port: int) -> bool:
     return True
 
 
+def store_dir(server: Server, node: Node, *, is_alone: bool) -> Path:
+    """Return the store_dir that a node is configured with, by itself or as one of several."""
+    configured = Path(server.jetstream.store_dir or node.directory / "jetstream").absolute()
+    return configured / node.name if server.jetstream.store_dir and not is_alone else configured
+
+
 def _settings(server: Server, node: Node, *, peers: list[Node]) -> Server:
     """The configuration of one node: the configured one, with what has to differ between nodes on one machine."""
     is_alone = len(peers) == 1
-    store_dir = Path(server.jetstream.store_dir or node.directory / "jetstream")
-    if server.jetstream.store_dir and not is_alone:
-        store_dir /= node.name
     unique, tags = server.jetstream.unique_tag, server.server_tags
     if unique and not is_alone:
         number = peers.index(node) + 1
@@ -266,7 +312,7 @@ def _settings(server: Server, node: Node, *, peers: list[Node]) -> Server:
         host=LOOPBACK,
         port=node.port,
         monitoring=structs.replace(server.monitoring, host=LOOPBACK, port=node.monitoring_port),
-        jetstream=structs.replace(server.jetstream, store_dir=str(store_dir.absolute())),
+        jetstream=structs.replace(server.jetstream, store_dir=str(store_dir(server, node, is_alone=is_alone))),
         cluster=None if is_alone else cluster,
         gateways=None,  # one cluster alone would wait for the others, because all share one JetStream
         leafnodes=leaf_nodes,
@@ -328,12 +374,51 @@ def _decoded(file: Path) -> Node | None:
         return None  # begun and never started
 
 
-def _wait_until_healthy(nodes: list[Node]) -> None:
-    if eventually(lambda: all(tuple(map(_is_healthy, nodes))), READY_SECONDS):  # all are asked: one may have ended
-        return
-    late = next((node for node in nodes if not _is_healthy(node)), nodes[0])
-    what = f"{_health(late)}: {last_error(late.log)}"
-    raise ServerProcessError(f"nats-server {late.name} was not ready within {READY_SECONDS:.0f} s: {what}")
+def _require_same_encryption(server: Server, directory: Path) -> None:
+    encryption = server.jetstream.encryption
+    if encryption and (found := store.conversion(directory, to=encryption.cipher)):
+        raise ServerProcessError(
+            f"{directory} is {found}, and nats-server loses consumers and streams when it encrypts a store anew: "
+            'configure it as it is, and move the streams, as docs/server.md says under "Another key"'
+        )
+
+
+def _require_all_served(node: Node, before: frozenset[Asset], *, is_alone: bool) -> None:
+    """Raise ServerProcessError where a node does not serve what is in its store, or was until it started."""
+    told = unserved(node)
+    # A server of a cluster removes what was deleted while it was down.
+    erased = {asset for asset in before - served(node) if not asset.consumer} if is_alone else set[Asset]()
+    if not told and erased:
+        told = store.describe(erased, of=before)
+    if told:
+        raise ServerProcessError(f"nats-server {node.name}: {told}. {CURE} {last_error(node.log)}")
+
+
+def _progress(node: Node) -> tuple[int, int]:
+    """What changes while a node works at getting ready."""
+    lines = sum(HEALTH not in line for line in node.log.splitlines())  # it logs when it is asked
+    with suppress(OSError, ValueError):
+        return lines, starting.processor_seconds(node.pid)
+    return lines, 0
+
+
+def _waited_for(nodes: list[Node], taken: str) -> str:
+    late = _late(nodes)
+    last = next(reversed(late.log.splitlines()), "it has logged nothing")
+    return f"{late.name} is starting, for {taken} so far: {last}"
+
+
+def _stands_still(nodes: list[Node]) -> str:
+    late = _late(nodes)
+    return (
+        f"nats-server {late.name} is not ready, and has done nothing for {starting.STANDSTILL_SECONDS:.0f} s: "
+        f"{_health(late)}: {last_error(late.log)}. It goes on: look at {late.directory / 'nats-server.log'} and at "
+        "`aviso-workers server status`, or end it with `aviso-workers server stop`"
+    )
+
+
+def _late(nodes: list[Node]) -> Node:
+    return next((node for node in nodes if _health(node) != "ok"), nodes[0])
 
 
 def _is_healthy(node: Node) -> bool:
@@ -353,7 +438,8 @@ def _state(node: Node) -> State:
         pid = node.pid
     except (OSError, ValueError):
         return State(node=node, pid=None, health="starting")
-    return State(node=node, pid=pid, health=_health(node))
+    health = _health(node)
+    return State(node=node, pid=pid, health=unserved(node) or health if health == "ok" else health)
 
 
 def _health(node: Node) -> str:
@@ -383,6 +469,14 @@ def _reload(node: Node) -> None:
         raise ServerProcessError(f"{node.name} did not say within {STOP_SECONDS:.0f} s that it took it over")
 
 
+def _end_in_order(node: Node) -> None:
+    """Signal a node that was started, and forget it when it has ended; it is never killed while it reads its store."""
+    _signal(node, signal.SIGTERM)
+    if eventually(lambda: not is_running(node), STOP_SECONDS):
+        _forget(node)
+    _reap()
+
+
 def _end(nodes: Iterable[Node], *, number: signal.Signals, within: float) -> None:
     """Signal the nodes, and kill those that are still there after `within` seconds."""
     nodes = list(nodes)
@@ -394,6 +488,10 @@ def _end(nodes: Iterable[Node], *, number: signal.Signals, within: float) -> Non
         if not eventually(lambda: not any(map(is_running, nodes)), STOP_SECONDS):
             names = ", ".join(node.name for node in nodes if is_running(node))
             raise ServerProcessError(f"{names} did not end, although killed")
+    _reap()
+
+
+def _reap() -> None:
     for pid, child in list(_CHILDREN.items()):
         if child.poll() is not None:
             del _CHILDREN[pid]
@@ -405,7 +503,7 @@ def _signal(node: Node, number: signal.Signals) -> None:
             return bool(node.pid)
         return False
 
-    if is_running(node) and eventually(lambda: known() or not is_running(node), READY_SECONDS) and is_running(node):
+    if is_running(node) and eventually(lambda: known() or not is_running(node), PID_SECONDS) and is_running(node):
         with suppress(ProcessLookupError):
             os.kill(node.pid, number)
 

@@ -24,6 +24,14 @@ def load_server(path: Path, server: str, *, replicas: int = 1, **environ: str) -
     return config.load(path, environ=environ)
 
 
+def program(directory: Path, script: str) -> str:
+    """A program for AVISO_WORKERS_NATS_SERVER: a shell script that is given the arguments of nats-server."""
+    path = directory / "nats-server"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     monkeypatch.chdir(tmp_path)

@@ -100,10 +100,6 @@ def test_what_nats_server_refuses_is_refused_with_the_place_in_our_file(load: Lo
             "jetstream: {encryption: {key: hush, key_file: hush}}",
             "server.jetstream.encryption.key_file must not be combined with key",
         ),
-        (
-            "jetstream: {encryption: {key: a, previous_key: hush, previous_key_file: hush}}",
-            "server.jetstream.encryption.previous_key_file must not be combined with previous_key",
-        ),
         ("accounts: {A: {users: {bob: {}}}}", "server.accounts.A.users.bob needs either a password"),
         (
             "accounts: {A: {users: {bob: {password: hush}}}, B: {users: {bob: {password: hush}}}}",

@@ -19,10 +19,10 @@ import pytest
 from nats.js.api import StreamConfig
 
 from aviso_workers.errors import ServerProcessError
-from aviso_workers.server import running
+from aviso_workers.server import BINARY_VARIABLE, find_binary, running, starting
 from aviso_workers.server.running import Node, ask
 from tests.cli.conftest import run
-from tests.server.conftest import Load, Start
+from tests.server.conftest import Load, Start, program
 from tests.test_server import ended, listens
 from tests.waits import PATIENCE_SECONDS
 
@@ -46,7 +46,7 @@ def test_three_nodes_outlive_the_command_that_starts_them_and_stop_leaves_nothin
     directory = Path("servers")
     try:
         started = command("server", "start", "--nodes", "3", "--directory", "servers", "--config", "dev.yaml")
-        assert (started.returncode, started.stderr) == (0, "")
+        assert started.returncode == 0, started.stderr
         states = running.states(directory)
         assert [(state.node.name, state.health) for state in states] == [("n-1", "ok"), ("n-2", "ok"), ("n-3", "ok")]
         assert all(listens(port) for state in states for port in ports(state.node))
@@ -93,6 +93,24 @@ def test_a_node_that_does_not_start_says_why_and_takes_the_others_with_it(load: 
         start(load(f"server_name: n\n{ANYWHERE}"), nodes=3)
     assert running.states(Path("servers")) == ()
     assert list(Path("servers").rglob("nats-server.conf")) == []
+
+
+def test_a_node_that_does_nothing_is_told_of_and_goes_on(
+    load: Load, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be at work on its store, where nobody sees it: it is not killed."""
+    hanging = f'case "$1" in -c) echo $$ >pid; exec sleep 600;; *) exec {find_binary()} "$@";; esac'
+    monkeypatch.setenv(BINARY_VARIABLE, program(tmp_path, hanging))
+    monkeypatch.setattr(starting, "STANDSTILL_SECONDS", 0.5)
+    loaded = load(ANYWHERE)
+    try:
+        with pytest.raises(ServerProcessError, match=r"has done nothing for .* It goes on: .* server stop"):
+            start(loaded)
+        (state,) = running.states(tmp_path / "servers")
+        assert not ended(int(Path("pid").read_text()))
+        assert running.is_running(state.node)
+    finally:
+        os.kill(int(Path("pid").read_text()), signal.SIGKILL)
 
 
 def test_a_port_in_use_is_named(load: Load, start: Start) -> None:

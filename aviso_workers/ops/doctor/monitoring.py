@@ -19,6 +19,7 @@ from msgspec import Struct
 from aviso_workers.config import Config
 from aviso_workers.errors import ServerProcessError
 from aviso_workers.ops.doctor.answers import Varz
+from aviso_workers.server import store
 
 __all__ = ["LOOPBACK", "Monitored", "look", "urls"]
 
@@ -59,6 +60,8 @@ class Monitored(Struct, frozen=True, kw_only=True):
     routes: frozenset[str]
     """The names of the servers of its cluster that it is connected to."""
 
+    unserved: str = ""
+    """What is in its store and not served, where its store can be looked into."""
     cut_off: tuple[Closed, ...] = ()
     """Clients that it has cut off because they were too slow, of those that it remembers, the last one first."""
 
@@ -74,13 +77,12 @@ class Monitored(Struct, frozen=True, kw_only=True):
     @property
     def machine(self) -> str:
         """Where it runs, as the URL says."""
-        return urlsplit(self.url).hostname or ""
+        return _machine(self.url)
 
     @property
     def disk(self) -> Path | None:
         """Its store_dir, where that is on this machine and may be looked into."""
-        directory = Path(self.varz.jetstream.config.store_dir)
-        return directory if self.machine in LOOPBACK and os.access(directory, os.R_OK) else None
+        return _disk(self.url, self.varz)
 
 
 def urls(config: Config, named: Sequence[str]) -> Sequence[str]:
@@ -93,15 +95,31 @@ def urls(config: Config, named: Sequence[str]) -> Sequence[str]:
 
 
 def look(url: str) -> Monitored:
-    """Ask for /varz, /healthz and /routez. Blocks. Raises `ServerProcessError` where there is no such answer."""
+    """Ask for /varz, /healthz and /routez, and look at its store where that is on this machine. Blocks.
+
+    Raises `ServerProcessError` where there is no such answer.
+    """
     try:
         varz = VARZ.decode(_ask(url, "/varz"))
         health, routes = _object(_ask(url, "/healthz?details=true")), _object(_ask(url, "/routez"))
         closed = CONNECTIONS.decode(_ask(url, "/connz?state=closed&sort=stop")).connections or ()
         remotes = frozenset(str(route["remote_name"]) for route in routes["routes"] or ())
+        disk = _disk(url, varz)
+        unserved = store.unserved(disk, lambda: _ask(url, store.SERVED)) if disk else ""
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise ServerProcessError(f"no answer of a nats-server from {url}: {error}") from error
-    return Monitored(url=url, varz=varz, health=_health(health), routes=remotes, cut_off=_too_slow(closed))
+    return Monitored(
+        url=url, varz=varz, health=_health(health), routes=remotes, unserved=unserved, cut_off=_too_slow(closed)
+    )
+
+
+def _disk(url: str, varz: Varz) -> Path | None:
+    directory = Path(varz.jetstream.config.store_dir)
+    return directory if _machine(url) in LOOPBACK and os.access(directory, os.R_OK) else None
+
+
+def _machine(url: str) -> str:
+    return urlsplit(url).hostname or ""
 
 
 def _ask(url: str, path: str) -> bytes:

@@ -69,6 +69,11 @@ def running(directory: Path, settings: str = "") -> Iterator[tuple[Config, str]]
         yield write(directory / "config.yaml", server.url), monitor
 
 
+async def consume(loaded: Config, stream: str, name: str) -> None:
+    async with App("adds", config=loaded) as app:
+        await add_consumer(app.session.backend.administration(), stream, name)
+
+
 async def add(loaded: Config, *names: str, **config: Any) -> None:
     async with App("adding", config=loaded) as app:
         for name in names:
@@ -205,6 +210,20 @@ def test_the_wrong_encryption_key(tmp_path: Path) -> None:
     with running(tmp_path / "js", "cipher: chacha, key: the-right-one") as (loaded, monitor):
         again = examined(loaded, monitors=(monitor,))
     assert (again.state("JS042"), again.state("JS044")) == (State.PASS, State.PASS)
+
+
+def test_a_consumer_that_its_server_cannot_read(tmp_path: Path) -> None:
+    with running(tmp_path / "js", "cipher: chacha, key: hush") as (loaded, monitor):
+        anyio.run(lambda: add(loaded, "MARS", subjects=["mars.>"]))
+        anyio.run(lambda: consume(loaded, "MARS", "reader"))
+        seen = examined(loaded, monitors=(monitor,))
+        assert seen.state("JS069") is State.PASS
+        assert judged(elsewhere(seen.facts)).state("JS069") is State.SKIP
+    (key,) = tmp_path.rglob("obs/reader/meta.key")
+    key.write_bytes(bytes(72))
+    with running(tmp_path / "js", "cipher: chacha, key: hush") as (loaded, monitor):
+        (told,) = examined(loaded, monitors=(monitor,)).found("JS069").values()
+    assert told == "1 of 1 streams and 0 of 1 consumers of the store are served; not consumer reader of MARS"
 
 
 def test_making_a_stream_with_the_wrong_key_erases_the_one_that_cannot_be_read(tmp_path: Path) -> None:

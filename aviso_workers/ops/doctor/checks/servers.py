@@ -56,6 +56,23 @@ def missing_streams(facts: Facts) -> Iterator[Finding]:
 
 
 @declare(
+    "JS069",
+    "Servers serve all that is in their stores",
+    why="a server that cannot read a stream or a consumer goes on without it and says so in its log only; to make one "
+    "anew destroys it",
+    cure="stop the server {place} before anybody makes it anew, and look at its key, its accounts and its log",
+    severity=State.FAIL,
+)
+def unserved(facts: Facts) -> Iterator[Finding]:
+    for one in facts.monitored:
+        if one.unserved:
+            yield Finding(place=one.name, found=one.unserved)
+        elif one.disk is None:
+            found = f"its {one.varz.jetstream.config.store_dir} is not on this machine"
+            yield Finding(place=one.name, found=found, state=State.SKIP)
+
+
+@declare(
     "JS043",
     "A power cut loses little",
     why="a nats-server acknowledges before it flushes: what is in between is gone with the machine",
@@ -222,7 +239,8 @@ def slow_disk(facts: Facts) -> Iterator[Finding]:
     "JS055",
     "Personal data is encrypted on the disk",
     why="who has the disk, or a copy of it, can read what metadata pii=true marks",
-    cure="set jetstream.encryption " + SYNC + "; what is there is encrypted when the server starts",
+    cure="move its streams to a store that is encrypted from the start (docs/server.md#another-key): a server that "
+    "encrypts the store that it has loses consumers and streams",
     severity=State.FAIL,
     needs=("monitoring", "streams"),
 )

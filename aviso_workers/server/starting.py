@@ -1,0 +1,59 @@
+"""Waiting for a nats-server that starts, for as long as it works.
+
+A server that recovers a large store takes minutes, and one that is killed meanwhile begins again. So whoever has
+started one waits while something happens: its log grows, or it uses the processor.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Hashable
+from pathlib import Path
+
+__all__ = ["STANDSTILL_SECONDS", "Tell", "processor_seconds", "silent", "wait"]
+
+STANDSTILL_SECONDS = 120.0
+TELL_SECONDS = 5.0
+SOON_SECONDS = 5.0
+OFTEN_SECONDS, SELDOM_SECONDS = 0.02, 0.5
+"""How often it is looked, while the server is expected to be ready at once, and afterwards."""
+
+Tell = Callable[[str], None]
+"""Takes a line for whoever waits."""
+
+
+def silent(line: str) -> None:
+    """A `Tell` to which nobody listens."""
+
+
+def wait(is_ready: Callable[[], bool], *, progress: Callable[[], Hashable], tell: Tell) -> bool:
+    """Return whether it got ready; False when `progress` has not changed for `STANDSTILL_SECONDS`.
+
+    `tell` is called every few seconds with how long it has taken so far.
+    """
+    began = moved = told = time.monotonic()
+    seen = progress()
+    while not is_ready():
+        now = time.monotonic()
+        if (current := progress()) != seen:
+            seen, moved = current, now
+        if now - moved > STANDSTILL_SECONDS:
+            return False
+        if now - told > TELL_SECONDS:
+            tell(f"{now - began:.0f} s")
+            told = now
+        time.sleep(OFTEN_SECONDS if now - began < SOON_SECONDS else SELDOM_SECONDS)
+    return True
+
+
+def processor_seconds(pid: int) -> int:
+    """Return the processor time of a process in tens of seconds, which hardly grows while it only waits.
+
+    0 where the system does not tell it.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return 0
+    return (int(fields[11]) + int(fields[12])) // (10 * os.sysconf("SC_CLK_TCK"))

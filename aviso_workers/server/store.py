@@ -1,0 +1,133 @@
+"""The store directory of a nats-server: which streams and consumers are in it, and how they are encrypted.
+
+`running` looks before and after it starts a server, and `server status` and the doctor look at one that runs: a server
+that cannot read a stream or a consumer goes on without it, says so in its log at most, and a client that makes it anew
+destroys it. The names of streams and consumers are the names of directories, also where the store is encrypted.
+
+How a store is encrypted is told by the sizes of its keys. nats-server 2.15.0 converts a store that it finds encrypted
+in another way, or not at all, and loses consumers and streams in doing so, so nothing of ours has it do that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from aviso_workers.errors import ServerProcessError
+
+__all__ = ["SERVED", "Asset", "conversion", "describe", "on_disk", "served", "unserved", "within"]
+
+SERVED = "/jsz?accounts=true&streams=true&consumers=true&limit=1000000"
+"""Where the monitoring port of a server tells what it serves, for `served`."""
+METADATA, KEY = "meta.inf", "meta.key"
+KEY_BYTES = {72: "chacha", 64: "aes"}
+"""The size of an encrypted key, as nats-server 2.15.0 writes it."""
+GLOBAL_ACCOUNT = "$G"
+NAMED = 5
+SETTLE_SECONDS = 0.5
+"""A stream or consumer is served, or off the disk, so long after it was made or deleted."""
+
+
+class Asset(Struct, frozen=True, order=True):
+    """A stream, or a consumer of it."""
+
+    account: str
+    stream: str
+    consumer: str = ""
+
+    def __str__(self) -> str:
+        named = f"consumer {self.consumer} of {self.stream}" if self.consumer else f"stream {self.stream}"
+        return named if self.account == GLOBAL_ACCOUNT else f"{named} in account {self.account}"
+
+
+class _Consumer(Struct, frozen=True):
+    name: str
+
+
+class _Stream(Struct, frozen=True):
+    name: str
+    consumer_detail: tuple[_Consumer, ...] | None = None
+
+
+class _Account(Struct, frozen=True):
+    name: str
+    stream_detail: tuple[_Stream, ...] | None = None
+
+
+class _Served(Struct, frozen=True):
+    """What /jsz answers."""
+
+    account_details: tuple[_Account, ...] | None = None
+
+
+# Servers are looked at side by side, in threads. msgspec crashes where two threads are the first to decode a type.
+_SERVED = msgspec.json.Decoder(_Served)
+
+
+def within(store_dir: str | Path) -> Path:
+    """Return the directory that a server makes in its configured `store_dir`."""
+    return Path(store_dir) / "jetstream"
+
+
+def on_disk(directory: Path) -> frozenset[Asset]:
+    """Return the streams and consumers in a store, whether its server can read them or not."""
+    streams = {Asset(path.parts[-4], path.parts[-2]) for path in directory.glob(f"*/streams/*/{METADATA}")}
+    consumers = directory.glob(f"*/streams/*/obs/*/{METADATA}")
+    return frozenset(streams | {Asset(path.parts[-6], path.parts[-4], path.parts[-2]) for path in consumers})
+
+
+def served(answer: bytes) -> frozenset[Asset]:
+    """Return the streams and consumers that a server serves, of what it answers to `SERVED`.
+
+    Raises `ServerProcessError` where that is another answer.
+    """
+    try:
+        accounts = _SERVED.decode(answer).account_details or ()
+    except msgspec.MsgspecError as error:
+        raise ServerProcessError(f"no nats-server's answer to {SERVED}: {error}") from error
+    found = set[Asset]()
+    for account in accounts:
+        for stream in account.stream_detail or ():
+            found.add(Asset(account.name, stream.name))
+            found |= {Asset(account.name, stream.name, each.name) for each in stream.consumer_detail or ()}
+    return frozenset(found)
+
+
+def unserved(directory: Path, ask: Callable[[], bytes]) -> str:
+    """Return a sentence on what is in a store and not served, or an empty text. `ask` answers `SERVED`.
+
+    It blocks. Raises what `ask` and `served` raise.
+    """
+    found = on_disk(directory)
+    missing = found - served(ask())
+    if missing:  # it may have been made, or deleted, just now
+        time.sleep(SETTLE_SECONDS)
+        missing &= on_disk(directory) - served(ask())
+    return describe(missing, of=found) if missing else ""
+
+
+def conversion(directory: Path, *, to: str) -> str:
+    """Return how a store is encrypted where that is in another way than with this cipher; else an empty text."""
+    for metadata in directory.glob(f"*/streams/*/{METADATA}"):
+        key = metadata.with_name(KEY)
+        found = KEY_BYTES.get(key.stat().st_size, to) if key.exists() else ""
+        if found != to:
+            return f"encrypted with {found}" if found else "not encrypted"
+    return ""
+
+
+def describe(missing: Iterable[Asset], *, of: Iterable[Asset]) -> str:
+    """Return a sentence on streams and consumers that are on the disk and not served."""
+    missing, of = sorted(missing), list(of)
+    streams = sum(not asset.consumer for asset in of)
+    lost_streams = sum(not asset.consumer for asset in missing)
+    lost = len(missing) - lost_streams
+    names = ", ".join(map(str, missing[:NAMED])) + (", ..." if len(missing) > NAMED else "")
+    return (
+        f"{streams - lost_streams} of {streams} streams and {len(of) - streams - lost} of {len(of) - streams} "
+        f"consumers of the store are served; not {names}"
+    )
