@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import re
 import signal
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Notification, Reject
+from aviso_workers import App, Counter, Notification, Reject
 from aviso_workers.backends import Administration, Chunk, Message
 from aviso_workers.errors import InvalidNotificationError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.ops import backups
 from aviso_workers.ops.erasing import Eraser, Survey
 from aviso_workers.server import NatsServer
 from tests.stories.processes import cluster
@@ -83,6 +86,13 @@ async def place(
 
     async with app:
         yield Place(app, nats_server, tmp_path)
+
+
+@pytest.fixture
+def umask_for_all() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
 
 
 def _found(survey: Survey) -> dict[str, tuple[int, ...]]:
@@ -239,6 +249,105 @@ async def test_the_record_tells_all_but_what_was_erased(place: Place) -> None:
     assert record["erased"] == {"MARS": 3}
     assert "secret" not in place.audit.read_text()
     assert '"od"' not in place.audit.read_text()
+
+
+async def test_only_its_owner_reads_a_record(place: Place, umask_for_all: None) -> None:
+    await place.notify("od", [1])
+    await place.erase(where={"class": "od"})
+    assert oct(place.audit.stat().st_mode & 0o777) == "0o600"
+    assert [path.name for path in place.directory.iterdir() if "audit" in path.name] == ["audit.json"]
+
+
+async def test_no_record_is_overwritten(place: Place) -> None:
+    await place.notify("od", [1])
+    await place.erase(where={"class": "od"})
+    first = place.audit.read_bytes()
+    await place.notify("od", [1])
+    with pytest.raises(RefusedError, match=r"audit.json exists, and no record is overwritten: name another file"):
+        await place.erase(where={"class": "od"})
+    assert place.audit.read_bytes() == first
+    assert (await place.app.session.backend.stream_info("MARS")).messages == 1
+
+
+async def test_nothing_is_erased_where_no_record_can_be_written(place: Place) -> None:
+    await place.notify("od", [1])
+    place.audit = place.directory / "missing" / "audit.json"
+    with pytest.raises(RefusedError, match=r"cannot write the record .*audit.json: No such file or directory"):
+        await place.erase(where={"class": "od"})
+    assert (await place.app.session.backend.stream_info("MARS")).messages == 1
+
+
+async def test_that_nothing_was_found_is_recorded(place: Place) -> None:
+    await place.notify("rd", [1])
+    await place.erase(where={"class": "od"})
+    record = place.record()
+    assert (record["state"], record["by_fields"], record["found"]) == ("nothing found", ["class"], [])
+
+
+async def test_the_record_tells_messages_from_those_of_a_stream_that_is_made_again(place: Place) -> None:
+    await place.notify("od", range(2))
+    stored = [
+        message.timestamp_ns
+        async for message in place.app.session.backend.read("MARS", filter_subjects=(), last_sequence=2)
+    ]
+    await place.erase(where={"class": "od"})
+    [found] = place.record()["found"]
+    assert (found["stream"], found["sequences"], found["times_ns"]) == ("MARS", [1, 2], stored)
+
+
+async def test_tables_windows_and_counters_that_may_hold_copies_are_named(place: Place) -> None:
+    backend = place.app.session.backend
+    await place.notify("od", [1])
+    sums = await backend.key_value("index__sums")
+    for key, value in (("od", b"1"), ("rd", b'{"seen": ["od/7"]}'), ("other", b'{"mode": 12}')):
+        await sums.put(key, value)
+    windows = await backend.key_value("index_windows_hourly")
+    await windows.put("=passed", b'{"settled": {}}')
+    await windows.put("x=2Fod", b'{"open": {"0": 3}, "counted": {"1": 2.0}}')
+    await (await backend.key_value("index_failures")).put("agent.MARS.1", b"1")
+    async with _counter_of(place) as counter:
+        await counter.add("od")
+        await counter.add("rd")
+        survey = await Eraser(place.app, "mars", where={"class": "od"}).survey()
+        assert [(each.kind, each.name, each.keys, each.named) for each in survey.suspects] == [
+            ("table", "index__sums", 3, ("od", "rd")),
+            ("windows", "index_windows_hourly", 1, ("x=2Fod",)),
+            ("counter", "index__seen", 2, ("od",)),
+        ]
+        await place.erase(where={"class": "od"}, keys=["index__sums/od", "index__sums/rd", "index__seen/od"])
+        assert await counter.items() == {"rd": 1}
+        assert await sums.keys() == ["other"]
+    record = place.record()
+    assert record["by_keys_of"] == ["index__seen", "index__sums"]
+    assert record["may_hold_copies"][0] == {"kind": "table", "name": "index__sums", "keys": 3, "named": 2}
+    assert "od" not in re.findall(r"[a-z]+", place.audit.read_text())
+
+
+@asynccontextmanager
+async def _counter_of(place: Place) -> AsyncGenerator[Counter, None]:
+    app = App("index", config=place.app.config)
+    counter = app.counter("seen")
+    async with app:
+        yield counter
+
+
+async def test_a_stream_that_was_restored_under_another_name_is_found(place: Place) -> None:
+    await place.notify("od", range(2))
+    backup = await backups.create(place.app, "MARS", place.directory / "backups")
+    await backups.restore(place.app, backup, name="LOOKED_INTO")
+    survey = await Eraser(place.app, "mars", where={"class": "od", "step": 1}).survey()
+    assert _found(survey) == {"MARS": (2,), "LOOKED_INTO": (2,)}
+    assert _found(await Eraser(place.app, "mars", sequence=2).survey()) == {"MARS": (2,), "LOOKED_INTO": (2,)}
+
+
+async def test_a_mirror_of_a_stream_that_was_made_again_keeps_its_other_messages(place: Place) -> None:
+    await place.notify("od", range(2))
+    await place.create("MIRROR", mirror={"name": "MARS"})
+    await place.until_stored("MIRROR", 2)
+    await place.app.session.backend.delete_stream("MARS")
+    await place.create("MARS", subjects=["mars.>"])
+    await place.notify("rd", range(2))
+    assert _found(await Eraser(place.app, "mars", where={"class": "rd"}).survey()) == {"MARS": (1, 2)}
 
 
 async def test_what_is_stored_while_others_are_erased_counts_as_erased_or_as_left(place: Place) -> None:

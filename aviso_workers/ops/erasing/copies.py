@@ -1,0 +1,143 @@
+"""Which messages are copies of the notifications that are to be erased.
+
+Copies are recognised by what they say of themselves, not by the original, so that an erasure that was broken off can be
+repeated, and so that a backup can be cleansed without a server. A message that a mirror, a restore or a copy of a
+stream has kept has the sequence and the store time of its original; in a stream that was made again the same sequence
+has another time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from aviso_workers import schema, topics
+from aviso_workers.codec import Message, NotificationReader
+from aviso_workers.engine import dead_lettering, deferring
+from aviso_workers.engine.dead_lettering import DeadLetter
+from aviso_workers.errors import UndecodableError
+from aviso_workers.schema import EventType
+
+__all__ = ["CARRYING", "Matches", "Wanted", "original_in", "relation"]
+
+SOURCE = "Nats-Stream-Source"
+
+Matches = Callable[[Message], bool]
+Original = tuple[str, Message]
+"""The stream of an original, and the message that it was there."""
+
+
+class Wanted:
+    """The notifications that are to be erased: those that `where` lets through, or the one of a `sequence`.
+
+    Raises `InvalidIdentifierError`.
+    """
+
+    def __init__(
+        self, name: str, event_type: EventType, *, where: Mapping[str, Any], sequence: int | None = None
+    ) -> None:
+        self.event_type = name
+        self.where = schema.parse_where(name, event_type, where)
+        self.stream = topics.stream_name(schema.topic_of(name, event_type).base)
+        self.fields = sorted(where)
+        self.sequence = sequence
+        self._reader = NotificationReader(name, event_type, where=self.where)
+
+    @property
+    def subjects(self) -> str:
+        """The subjects of all notifications of their event type."""
+        return f"{topics.encode_token(self.where.topic.base)}.>"
+
+    def matches(self, original: Message) -> bool:
+        """Whether it is one of them, as a message of their own stream."""
+        if self.sequence is not None:
+            return original.sequence == self.sequence
+        return self._reader.matches(original)
+
+    def carried_by(self, stream: str) -> Matches:
+        """Whether a message of one of the streams in `CARRYING` carries one of them."""
+
+        def matches(message: Message) -> bool:
+            found = CARRYING[stream](message)
+            return found is not None and found[0] == self.stream and self.matches(found[1])
+
+        return matches
+
+    def copied_from(self, origin: str, relation: str, known: Mapping[int, int]) -> Matches:
+        """Whether a message is the copy of one that was found in the stream `origin`, or that would have been there.
+
+        `relation` is that of the message's stream to `origin`; `known` has the store time of each by its sequence.
+        """
+        direct = origin == self.stream
+
+        def matches(message: Message) -> bool:
+            copied = message
+            if relation == "source":
+                sourced = _sourced(message)
+                if sourced is None or sourced[0] != origin:
+                    return False
+                copied = sourced[1]
+            if direct and self.sequence is None and self.matches(copied):
+                return True
+            stored_ns = known.get(copied.sequence)
+            if stored_ns is None:
+                return direct and self.matches(copied)
+            # A mirror keeps the time. A stream that sources has its own, which is later.
+            return message.timestamp_ns == stored_ns if relation == "mirror" else message.timestamp_ns >= stored_ns
+
+        return matches
+
+
+def relation(config: Mapping[str, Any], origin: str) -> str:
+    """What a stream of that configuration is to another one: its mirror, a stream that has it as source, or nothing."""
+    if (config.get("mirror") or {}).get("name") == origin:
+        return "mirror"
+    return "source" if any(source.get("name") == origin for source in config.get("sources") or ()) else ""
+
+
+def original_in(stream: str, message: Message) -> Original | None:
+    """Return what a message of a stream is a copy of, as far as the message itself says; None where it does not."""
+    if stream in CARRYING:
+        return CARRYING[stream](message)
+    return _sourced(message)
+
+
+def _sourced(message: Message) -> Original | None:
+    """Where a sourced message comes from, and what it was there: stream, sequence, filter, transform, subject."""
+    words = (message.headers or {}).get(SOURCE, "").split()
+    if len(words) < 2 or not words[1].isdigit():
+        return None
+    subject = words[4] if len(words) > 4 else message.subject
+    stream = words[0].partition(":")[0]
+    original = Message(
+        subject=subject, data=message.data, headers=message.headers, sequence=int(words[1]), timestamp_ns=1
+    )
+    return stream, original
+
+
+def _dead_letter(message: Message) -> Original | None:
+    with suppress(UndecodableError):
+        letter = DeadLetter.read(message)
+        return letter.stream, letter.original
+    return None
+
+
+def _retry(message: Message) -> Original | None:
+    original, stream = dead_lettering.unwrap(message)
+    return stream, original
+
+
+def _waiting(message: Message) -> Original | None:
+    with suppress(UndecodableError):
+        outgoing = deferring.original(message)
+        return outgoing.stream, outgoing.message
+    return None
+
+
+CARRYING: Mapping[str, Callable[[Message], Original | None]] = {
+    dead_lettering.STREAM: _dead_letter,
+    dead_lettering.RETRIES: _retry,
+    deferring.STREAM: _waiting,
+}
+"""Streams of ours whose messages carry notifications, and what each message carries."""

@@ -1,0 +1,68 @@
+"""Messages of one stream deleted, as fast as the server can without holding up those who publish.
+
+A nats-server (2.15) that erases a message writes the whole block of messages in which it is anew, up to 8 MB, and the
+stream takes no publish meanwhile. Where that is so, many deletions at once are no faster than one after another, and
+each publish waits for all of them. Where it is not, as in memory, in small streams and on an encrypted disk, a deletion
+takes as long as its way there and back, and many at once are faster. So the time that deletions take decides how many
+are under way: while each is answered soon, more are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import anyio
+
+from aviso_workers.backends import Backend
+from aviso_workers.errors import BackendError, NotFoundError
+
+__all__ = ["Pace", "delete"]
+
+MOST_UNDER_WAY = 512
+SOON_SECONDS = 0.02
+"""A publish may wait for so long because of the deletions before it."""
+AT_A_TIME = 1000
+"""Tasks that wait for their turn."""
+
+
+class Pace:
+    """How many deletions may be under way."""
+
+    def __init__(self) -> None:
+        self.limiter = anyio.CapacityLimiter(1)
+
+    def answered(self, seconds: float) -> None:
+        """Note how long a deletion took."""
+        now = int(self.limiter.total_tokens)
+        self.limiter.total_tokens = min(now + 1, MOST_UNDER_WAY) if seconds <= SOON_SECONDS else max(now // 2, 1)
+
+
+async def delete(
+    backend: Backend, stream: str, sequences: Sequence[int], *, pace: Pace, progress: Callable[[int], None]
+) -> None:
+    """Delete these messages and have their bytes overwritten; one that has gone by itself is passed over.
+
+    Raises `BackendError` where one cannot be deleted; others may have been deleted then.
+    """
+    failures: list[BackendError] = []
+
+    async def delete_one(sequence: int) -> None:
+        try:
+            async with pace.limiter:
+                began = anyio.current_time()
+                with suppress(NotFoundError):
+                    await backend.delete_message(stream, sequence)
+                pace.answered(anyio.current_time() - began)
+        except BackendError as error:
+            failures.append(error)
+            deletions.cancel_scope.cancel()
+        else:
+            progress(1)
+
+    for start in range(0, len(sequences), AT_A_TIME):
+        async with anyio.create_task_group() as deletions:
+            for sequence in sequences[start : start + AT_A_TIME]:
+                deletions.start_soon(delete_one, sequence)
+        if failures:
+            raise failures[0]

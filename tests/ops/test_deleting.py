@@ -1,0 +1,58 @@
+"""Deletions are many at once only while each is answered soon: see `ops.erasing.deleting`."""
+
+from __future__ import annotations
+
+import math
+
+import anyio
+import pytest
+
+from aviso_workers.ops.erasing import deleting
+from aviso_workers.ops.erasing.deleting import MOST_UNDER_WAY, Pace
+
+pytestmark = pytest.mark.anyio
+
+
+class Server:
+    """Deletes one message after another, as a stream does; what is asked for meanwhile waits."""
+
+    def __init__(self, *, seconds: float) -> None:
+        self.deleted: list[int] = []
+        self.most_waiting = 0
+        self._seconds = seconds
+        self._waiting = 0
+        self._turn = anyio.Lock()
+
+    async def delete_message(self, stream: str, sequence: int) -> None:
+        self._waiting += 1
+        self.most_waiting = max(self.most_waiting, self._waiting)
+        async with self._turn:
+            await anyio.sleep(self._seconds)
+            self.deleted.append(sequence)
+        self._waiting -= 1
+
+
+async def test_a_slow_server_is_asked_for_one_after_another() -> None:
+    server = Server(seconds=deleting.SOON_SECONDS * 1.5)
+    await deleting.delete(server, "MARS", range(5), pace=Pace(), progress=lambda _: None)  # type: ignore[arg-type]
+    assert (server.deleted, server.most_waiting) == ([0, 1, 2, 3, 4], 1)
+
+
+async def test_a_fast_server_is_asked_for_many_at_once() -> None:
+    server = Server(seconds=0.0)
+    told: list[int] = []
+    await deleting.delete(server, "MARS", range(3000), pace=Pace(), progress=told.append)  # type: ignore[arg-type]
+    assert (sorted(server.deleted), sum(told)) == (list(range(3000)), 3000)
+    assert server.most_waiting > 16
+
+
+def test_the_pace_grows_by_answers_and_falls_by_half() -> None:
+    pace = Pace()
+    for _ in range(2 * MOST_UNDER_WAY):
+        pace.answered(0.001)
+    assert pace.limiter.total_tokens == MOST_UNDER_WAY
+    pace.answered(1.0)
+    assert pace.limiter.total_tokens == MOST_UNDER_WAY // 2
+    for _ in range(math.ceil(math.log2(MOST_UNDER_WAY))):
+        pace.answered(1.0)
+    assert pace.limiter.total_tokens == 1
