@@ -22,6 +22,7 @@
     │       ├── ConflictError       somebody else was faster: what it depended on is not so any more
     │       └── UnreadableStreamError  the server cannot read a stream that it has, and would erase it
     ├── BackupError                 a backup cannot be made, or it is damaged, or it does not fit where it is to go
+    │   └── StreamReplacedError     a stream is not the one, or no continuation of the one, that a backup is of
     ├── WorkerDiedError             a worker process ended while it handled a notification
     ├── DeliveriesExhaustedError    a notification was delivered too often, and its failures could not be counted
     ├── TakenOverError              a singleton's notification may have been given to another worker
@@ -66,6 +67,7 @@ __all__ = [
     "ServerProcessError",
     "SparkError",
     "SparkRestError",
+    "StreamReplacedError",
     "TakenOverError",
     "UnavailableError",
     "UndecodableError",
@@ -184,6 +186,11 @@ class UnreadableStreamError(RefusedError):
 
 class BackupError(AvisoWorkersError):
     """A backup cannot be written or read, is damaged or not whole, or does not fit where it is to go."""
+
+
+class StreamReplacedError(BackupError):
+    """No increment can be made, because the stream is not the one that the backup before is of: it was made again, or
+    has lost what it had. A full backup can be made."""
 
 
 class WorkerDiedError(AvisoWorkersError):

@@ -1,8 +1,8 @@
-"""`backup create|ls|verify|restore|drill|cleanse`."""
+"""`backup create|ls|verify|restore|drill|cleanse|merge`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
@@ -20,14 +20,22 @@ from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
 from aviso_workers.cli.parsing import parse_where
 from aviso_workers.cli.printing import print_table
 from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationError
+from aviso_workers.literals import Duration
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Keep, Progress
+from aviso_workers.ops.backups import Backup, Identities, Keep, Made, Progress
 
 __all__ = ["Storage", "backup", "bar"]
 
 backup = typer.Typer(help="Backups of streams, with their consumers, as the nats CLI has them.", no_args_is_help=True)
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A backup, e.g. backups/MARS/20261120T060000.000Z.")]
+Identity = Annotated[
+    Path | None, typer.Option("--identity", metavar="FILE", help="Secret keys of age that open encrypted backups.")
+]
+EncryptTo = Annotated[
+    list[str] | None,
+    typer.Option("--encrypt-to", metavar="KEY|FILE", help="Encrypt to a public key of age, or to those in a file."),
+]
 Below = Annotated[Path, typer.Argument(metavar="DIR", help="A backup, or a directory with backups of streams.")]
 
 
@@ -50,19 +58,34 @@ def create(
     days: Annotated[
         int | None, typer.Option("--keep-days", metavar="N", min=1, help="Remove backups that are older, but not all.")
     ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="last|BACKUP", help="Store only what that backup does not have; last: the newest one of each."
+        ),
+    ] = None,
+    full_every: Annotated[
+        str | None,
+        typer.Option(metavar="7d", help="As --since last, but a full backup where the last full one is older."),
+    ] = None,
+    encrypt_to: EncryptTo = None,
+    identity: Identity = None,
     config: ConfigOption = None,
 ) -> None:
     """Back up streams, which stay in use; then remove old backups, if asked to."""
     if bool(names) == everything:
         raise DeclarationError("say what to back up: event types or streams, or --all")
+    make = _maker(to, since, full_every, encrypt_to, identity)
 
     async def run(app: App) -> list[AvisoWorkersError]:
         failures: list[AvisoWorkersError] = []
         for stream in await backups.named_streams(app, names or ()):
             try:
                 with bar(stream) as progress:
-                    made = await backups.create(app, stream, to, progress=progress)
-                typer.echo(f"{stream}: {made.state['messages']} messages, {made.size} bytes in {made.directory}")
+                    made = await make(app, stream, progress)
+                if made.full_because:
+                    typer.echo(f"{stream}: a full backup, because {made.full_because}", err=True)
+                typer.echo(_described(made.backup))
                 pruned = backups.prune(to, stream, Keep(newest, days))
                 for gone in pruned.removed:
                     typer.echo(f"{stream}: removed {gone.directory}")
@@ -86,21 +109,23 @@ def ls(directory: Below) -> None:
             str(each.state["messages"]),
             str(each.size),
             (each.record and each.record.server_version) or "unknown",
+            _kind(each),
             str(each.directory),
         )
         for each in sorted(found, key=lambda each: each.made)
     ]
     if rows:
-        print_table(("stream", "made", "messages", "bytes", "nats-server", "directory"), rows)
+        print_table(("stream", "made", "messages", "bytes", "nats-server", "kind", "directory"), rows)
     elif not failures:
         typer.echo(f"no backups in {directory}")
     _end(failures)
 
 
 @backup.command()
-def verify(directory: Below) -> None:
+def verify(directory: Below, *, identity: Identity = None) -> None:
     """Read all of a backup, or of all backups in a directory, and count what is in it; exit 1 if one is damaged."""
-    _end(_each(backups.places(directory) or [directory], _verify))
+    identities = _identities(identity)
+    _end(_each(backups.places(directory) or [directory], lambda place: _verify(place, identities)))
 
 
 @backup.command()
@@ -111,15 +136,22 @@ def restore(
     ] = None,
     storage: Annotated[Storage | None, typer.Option(help="Default: as it was.")] = None,
     replicas: Annotated[int | None, typer.Option(min=1, max=5, help="Default: as it was.")] = None,
+    identity: Identity = None,
     config: ConfigOption = None,
 ) -> None:
     """Make a stream again from a backup, with its sequences and consumers. It must not exist."""
-    found = backups.load(directory)
+    found, identities = backups.load(directory), _identities(identity)
 
     async def run(app: App) -> None:
-        with bar(found.stream, found.size) as progress:
+        with bar(found.stream, backups.size(found)) as progress:
             restored = await backups.restore(
-                app, found, name=name, storage=storage, replicas=replicas, progress=progress
+                app,
+                found,
+                name=name,
+                storage=storage,
+                replicas=replicas,
+                identities=identities,
+                progress=progress,
             )
         now = restored.state["messages"]
         typer.echo(f"{restored.stream}: {now} messages, from {restored.state['first_seq']} on")
@@ -134,13 +166,13 @@ def restore(
 
 
 @backup.command()
-def drill(directory: Directory, config: ConfigOption = None) -> None:
+def drill(directory: Directory, *, identity: Identity = None, config: ConfigOption = None) -> None:
     """Restore a backup into a scratch stream, compare every message and consumer, and delete that again."""
-    found = backups.load(directory)
+    found, identities = backups.load(directory), _identities(identity)
 
     async def run(app: App) -> None:
-        with bar(found.stream, found.size) as progress:
-            done = await backups.drill(app, found, progress=progress)
+        with bar(found.stream, backups.size(found)) as progress:
+            done = await backups.drill(app, found, identities=identities, progress=progress)
         if done.differences:
             raise BackupError(f"{directory} does not restore as it was: {'; '.join(done.differences)}")
         typer.echo(
@@ -161,32 +193,116 @@ def cleanse(
     subject: Annotated[
         str | None, typer.Option(metavar="SUBJECT", help="Instead: of these subjects, e.g. mars.od.>")
     ] = None,
+    identity: Identity = None,
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Remove messages from a backup for good, as a person's data; the rest restores with its sequences."""
+    """Remove messages from a backup for good, as a person's data; the rest restores with its sequences.
+
+    Of a full backup with increments, the messages are removed from all of them, whichever is named.
+    """
     if bool(where) == bool(subject):
         raise DeclarationError("say which messages: KEY=VALUE, or --subject")
-    found = backups.load(directory)
+    found, identities = backups.load(directory), _identities(identity)
     if subject:
         takes = backups.of_subject(subject)
     else:
         takes = backups.of_identifier(connected_app(config).config, found, parse_where(where or []))
     with bar(f"{found.stream}, reading", found.size) as progress:
-        plan = backups.plan_cleanse(found, takes, progress=progress)
-    typer.echo(f"{directory}: {plan.removed} messages match, {plan.state['messages']} stay")
+        plan = backups.plan_cleanse(found, takes, identities=identities, progress=progress)
+    typer.echo(f"{directory}: {len(plan.removed)} messages match, {plan.kept} stay")
     if not plan.removed:
         return
+    for change in plan.changes[1:] if len(plan.changes) > 1 else ():
+        typer.echo(f"{change.backup.directory}: is written anew as well")
     confirm(yes, to="remove them")
     with bar(f"{found.stream}, writing", found.size) as progress:
         backups.cleanse(plan, progress=progress)
-    typer.echo(f"{directory}: {plan.removed} messages removed")
+    typer.echo(f"{directory}: {len(plan.removed)} messages removed")
 
 
-def _verify(directory: Path) -> None:
+@backup.command()
+def merge(
+    directory: Directory,
+    *,
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="It goes to DIR/STREAM/TIME.")],
+    encrypt_to: EncryptTo = None,
+    identity: Identity = None,
+) -> None:
+    """Make a full backup of an increment and those before it, or one that is not encrypted of one that is."""
+    found, identities = backups.load(directory), _identities(identity)
+    with bar(found.stream, backups.size(found)) as progress:
+        made = backups.merge(
+            found,
+            to,
+            encrypt_to=backups.read_recipients(encrypt_to or ()),
+            identities=identities,
+            progress=progress,
+        )
+    typer.echo(_described(made))
+
+
+def _maker(
+    to: Path, since: str | None, full_every: str | None, encrypt_to: Sequence[str] | None, identity: Path | None
+) -> Callable[[App, str, Progress], Awaitable[Made]]:
+    """Return what makes one backup of a stream, as the options say. Raises `DeclarationError`."""
+    if since and full_every:
+        raise DeclarationError("say --since or --full-every: the second makes increments as well")
+    every = _parsed(full_every) if full_every else None
+    keys, identities = backups.read_recipients(encrypt_to or ()), _identities(identity)
+
+    async def make(app: App, stream: str, progress: Progress) -> Made:
+        if since == "last" or every is not None:
+            return await backups.create_next(
+                app,
+                stream,
+                to,
+                full_every_seconds=every,
+                encrypt_to=keys,
+                identities=identities,
+                progress=progress,
+            )
+        before = backups.load(Path(since)) if since else None
+        made = await backups.create(
+            app, stream, to, since=before, encrypt_to=keys, identities=identities, progress=progress
+        )
+        return Made(backup=made)
+
+    return make
+
+
+def _parsed(duration: str) -> Duration:
+    try:
+        return Duration.parse(duration)
+    except ValueError as error:
+        raise DeclarationError(str(error)) from error
+
+
+def _identities(file: Path | None) -> Identities | None:
+    return Identities.read(file) if file else None
+
+
+def _described(made: Backup) -> str:
+    return f"{made.stream}: {made.state['messages']} messages, {made.size} bytes in {made.directory}" + (
+        f", after {made.previous.directory}" if made.previous else ""
+    )
+
+
+def _kind(found: Backup) -> str:
+    kind = f"after {found.previous.directory}" if found.previous else "full"
+    return kind + ", encrypted" * found.encrypted
+
+
+def _verify(directory: Path, identities: Identities | None) -> None:
     found = backups.load(directory)
-    with bar(found.stream, found.size) as progress:
-        contents = backups.verify(found, progress=progress)
+    with bar(found.stream, backups.size(found)) as progress:
+        contents = backups.verify(found, identities=identities, progress=progress)
+    if contents is None and found.of_entries:
+        typer.echo(
+            f"{directory}: its files are as they were written; it is encrypted, and only with --identity FILE can its "
+            "messages be counted"
+        )
+        return
     if contents is None:
         typer.echo(f"{directory}: whole; a nats-server before 2.15 made it, and its messages cannot be counted here")
         return

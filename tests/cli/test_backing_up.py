@@ -1,4 +1,4 @@
-"""`aviso-workers backup create|ls|verify|restore|drill|cleanse` on a real server."""
+"""`aviso-workers backup create|ls|verify|restore|drill|cleanse|merge` on a real server."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from aviso_workers import App
 from aviso_workers.ops import backups
 from aviso_workers.streams import StreamSpec
 from tests.cli.conftest import Ran
+from tests.ops.backups.test_encryption import Key
 
 Run = Callable[..., Ran]
 
@@ -169,3 +170,40 @@ def test_what_expired_since_is_told(run: Run, filled: Path) -> None:
     (directory / "backup.json").write_text(json.dumps(meta))
     ran = run("backup", "restore", directory, "--as", "OLD", "--config", filled)
     assert (ran.code, ran.out, "it had 3" in ran.err) == (0, "OLD: 2 messages, from 2 on\n", True), ran
+
+
+def test_an_encrypted_chain_is_made_verified_merged_and_restored(run: Run, filled: Path) -> None:
+    key, name = Key(Path("key.txt")), ("--config", filled)
+    making = ("backup", "create", "mars", "--to", "kept", "--encrypt-to", key.public, *name)
+    first = run(*making, "--full-every", "7d")
+    assert (first.code, "MARS: a full backup, because there is none before it" in first.err) == (0, True), first
+    run("notify", "mars", "class=od", "step=4", *name)
+    unreadable = run(*making, "--since", "last")
+    assert (unreadable.code, "--identity FILE" in unreadable.err) == (1, True), unreadable
+    second = run(*making, "--since", "last", "--identity", key.file)
+    full, increment = backups.find(Path("kept"))
+    assert (second.code, second.err) == (0, ""), second
+    assert second.out.endswith(f"in {increment.directory.absolute()}, after {full.directory.name}\n"), second
+    listed = run("backup", "ls", "kept")
+    assert (listed.code, "full, encrypted" in listed.out) == (0, True), listed
+    files = run("backup", "verify", "kept")
+    assert (files.code, files.out.count("only with --identity FILE can its messages be counted")) == (0, 2), files
+    verified = run("backup", "verify", "kept", "--identity", key.file)
+    assert (verified.code, "4 messages" in verified.out) == (0, True), verified
+    locked = run("backup", "restore", increment.directory, "--as", "OLD", *name)
+    assert (locked.code, "is encrypted: say which keys open it (--identity FILE)" in locked.err) == (1, True), locked
+    restored = run("backup", "restore", increment.directory, "--as", "OLD", "--identity", key.file, *name)
+    assert (restored.code, restored.out) == (0, "OLD: 4 messages, from 1 on\n"), restored
+    merged = run("backup", "merge", increment.directory, "--to", "plain", "--identity", key.file)
+    assert merged.code == 0, merged
+    assert "4 messages" in run("backup", "verify", "plain").out
+
+
+def test_how_to_make_increments_is_said_once(run: Run, config: Path) -> None:
+    for said, found in {
+        ("--since", "last", "--full-every", "7d"): "say --since or --full-every",
+        ("--full-every", "soon"): "'soon'",
+        ("--encrypt-to", "age1wrong"): "is no public key of age",
+    }.items():
+        ran = run("backup", "create", "mars", "--to", "kept", *said, "--config", config)
+        assert (ran.code, found in ran.err) == (2, True), ran

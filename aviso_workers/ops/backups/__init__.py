@@ -1,14 +1,19 @@
 """Backups of streams: made, kept, verified, restored, drilled, and rid of what must be forgotten.
 
 Called by the commands `backup ...`, and by scheduled code of your own. `storing` has them on disk, in the layout of the
-nats CLI, `archive` and `s2` read what is in them; how a server gives and takes them is the backend's business.
+nats CLI; `archive` and `s2` read what is in them, `increments` and `chains` what is stored once for several of them,
+and `encryption` what only the owner of a key reads. How a server gives and takes them is the backend's business.
 """
 
 from __future__ import annotations
 
+from aviso_workers.ops.backups.chains import chain, size
 from aviso_workers.ops.backups.cleansing import Cleansing, Takes, cleanse, of_identifier, of_subject, plan_cleanse
-from aviso_workers.ops.backups.creating import Keep, Pruned, create, named_streams, prune
+from aviso_workers.ops.backups.creating import Made, create, create_next, named_streams
+from aviso_workers.ops.backups.encryption import Identities, read_recipients
+from aviso_workers.ops.backups.merging import merge
 from aviso_workers.ops.backups.restoring import Drill, Restored, drill, read_back, restore
+from aviso_workers.ops.backups.retention import Keep, Pruned, prune
 from aviso_workers.ops.backups.storing import Backup, Progress, Record, find, load, newest, places
 from aviso_workers.ops.backups.verifying import Contents, verify
 
@@ -17,17 +22,22 @@ __all__ = [
     "Cleansing",
     "Contents",
     "Drill",
+    "Identities",
     "Keep",
+    "Made",
     "Progress",
     "Pruned",
     "Record",
     "Restored",
     "Takes",
+    "chain",
     "cleanse",
     "create",
+    "create_next",
     "drill",
     "find",
     "load",
+    "merge",
     "named_streams",
     "newest",
     "of_identifier",
@@ -36,6 +46,8 @@ __all__ = [
     "plan_cleanse",
     "prune",
     "read_back",
+    "read_recipients",
     "restore",
+    "size",
     "verify",
 ]

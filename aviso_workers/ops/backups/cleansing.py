@@ -1,12 +1,14 @@
 """Messages taken out of a backup, so that what was erased from a stream does not come back with a restore.
 
 The archive is written anew without them, entry by entry; sequences and consumers stay as they are. It is written
-without compression, so that a cleansed backup may be several times as large.
+without compression, so that a cleansed backup may be several times as large. In a chain the newest backup is written
+first: it no longer refers to what goes from those before it, which are whole as long as they have it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,10 +20,11 @@ from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.codec import Message, NotificationReader
 from aviso_workers.config import Config
 from aviso_workers.errors import BackupError
-from aviso_workers.ops.backups import archive, s2
+from aviso_workers.ops.backups import archive, chains, increments, s2
 from aviso_workers.ops.backups.archive import Entry
-from aviso_workers.ops.backups.storing import Backup, Draft, Progress, ignore, opened
-from aviso_workers.ops.backups.verifying import Counted, verify
+from aviso_workers.ops.backups.encryption import Identities
+from aviso_workers.ops.backups.storing import Backup, Draft, Progress, ignore, load
+from aviso_workers.ops.backups.verifying import verify
 
 __all__ = ["Cleansing", "Takes", "cleanse", "of_identifier", "of_subject", "plan_cleanse"]
 
@@ -31,15 +34,24 @@ Takes = Callable[[Entry], bool]
 """Whether a message is to go."""
 
 
-class Cleansing(Struct, frozen=True, kw_only=True):
-    """What cleansing a backup would do."""
+class Cleansed(Struct, frozen=True):
+    """A backup that changes, and the stream's state without the messages that go."""
 
     backup: Backup
-    takes: Takes
-    removed: int
-    """Messages that would go."""
     state: Mapping[str, Any]
-    """The stream's state without them."""
+
+
+class Cleansing(Struct, frozen=True, kw_only=True):
+    """What cleansing a backup, and all that are made after the same full one, would do."""
+
+    backup: Backup
+    removed: Set[tuple[int, int]]
+    """The messages that would go, as sequence and time."""
+    kept: int
+    """Messages that the backup gives then."""
+    changes: Sequence[Cleansed]
+    """Each after those that it was made after."""
+    identities: Identities | None
 
 
 def of_identifier(config: Config, backup: Backup, where: Mapping[str, Any]) -> Takes:
@@ -60,51 +72,107 @@ def of_subject(subject: str) -> Takes:
     return lambda entry: matches(entry.name.decode()) is not None
 
 
-def plan_cleanse(backup: Backup, takes: Takes, *, progress: Progress = ignore) -> Cleansing:
-    """What `cleanse` would do. Raises `BackupError` where the backup is damaged, or an older server's."""
-    if verify(backup) is None:
+def plan_cleanse(
+    backup: Backup, takes: Takes, *, identities: Identities | None = None, progress: Progress = ignore
+) -> Cleansing:
+    """What `cleanse` would do. A message stands in one backup of a chain, and others refer to it, so all that are made
+    after the same full one are looked at, whichever of them is named.
+
+    Raises `BackupError` where one of them is damaged, or an older server's.
+    """
+    if not backup.of_entries:
         raise BackupError(f"{backup.archive} was made by a nats-server before 2.15, and cannot be cleansed")
+    family = chains.family(backup)
+    for each in family:
+        chains.require_identities(each, identities)
+        verify(each, identities=identities)
+    removed: set[tuple[int, int]] = set()
+    for each in family:
+        with chains.opened_own_entries(each, identities, progress=progress) as entries:
+            removed.update(_which(entry) for entry in entries if entry.sequence and takes(entry))
+    changes, kept = [], 0
+    for each in family:
+        state, changed = _state_without(each, removed, identities)
+        kept = state["messages"] if each.directory.samefile(backup.directory) else kept
+        if changed:
+            changes.append(Cleansed(each, state))
+    return Cleansing(backup=backup, removed=removed, kept=kept, changes=changes, identities=identities)
+
+
+def cleanse(plan: Cleansing, *, progress: Progress = ignore) -> Backup:
+    """Carry it out: the backups are replaced, the newest one first, so that each of them can be restored at every
+    moment. Where it was interrupted it can be repeated.
+
+    Raises `BackupError`, and leaves the backup that it was at as it was then.
+    """
+    for change in reversed(plan.changes):
+        _replace(change, plan, progress)
+    return load(plan.backup.directory)
+
+
+def _replace(change: Cleansed, plan: Cleansing, progress: Progress) -> None:
+    backup, record = change.backup, change.backup.record
+    with ExitStack() as stack:
+        draft = stack.enter_context(Draft(backup.directory, encrypt_to=record.encrypted_to if record else ()))
+        entries = stack.enter_context(chains.opened_entries(backup, plan.identities, progress=progress))
+        kept = _kept(entries, change.state, plan.removed)
+        if backup.previous:
+            before = chains.chain(backup)[-2]
+            earlier = stack.enter_context(chains.opened_entries(before, plan.identities))
+            draft.write_all(s2.written(increments.encode(kept, earlier)))
+        else:
+            draft.write_all(s2.written(_archived(kept)))
+        draft.finish(
+            config=backup.config,
+            state=change.state,
+            made=backup.made,
+            server_version=record.server_version if record else None,
+            previous=backup.previous,
+            cleansed=datetime.now(UTC),
+            digests_before=(*record.digests_before, record.digest) if record else (),
+        )
+
+
+def _kept(entries: Iterator[Entry], state: Mapping[str, Any], removed: Set[tuple[int, int]]) -> Iterator[Entry]:
+    head = next(entries)
+    said = archive.encode(head.name, msgspec.json.encode(state), timestamp_ns=head.timestamp_ns)
+    yield msgspec.structs.replace(head, raw=said)
+    for entry in entries:
+        if not entry.sequence or _which(entry) not in removed:
+            yield entry
+
+
+def _archived(entries: Iterator[Entry]) -> Iterator[bytes]:
+    yield archive.MAGIC
+    for entry in entries:
+        yield entry.raw
+    yield archive.END
+
+
+def _which(entry: Entry) -> tuple[int, int]:
+    return entry.sequence, entry.timestamp_ns
+
+
+def _state_without(
+    backup: Backup, removed: Set[tuple[int, int]], identities: Identities | None
+) -> tuple[dict[str, Any], bool]:
+    """The stream's state without these messages, and whether it had any of them."""
     in_memory = backup.config.get("storage") == "memory"
-    kept = removed = size = 0
+    kept = size = 0
     first: Entry | None = None
-    with opened(backup) as file:
-        entries = archive.entries(Counted(file, progress))
+    changed = False
+    with chains.opened_entries(backup, identities) as entries:
         state: dict[str, Any] = msgspec.json.decode(next(entries).body)
         for entry in entries:
             if not entry.sequence:
                 continue
-            if takes(entry):
-                removed += 1
+            if _which(entry) in removed:
+                changed = True
                 continue
             first = first or entry
             kept += 1
             size += archive.stored_bytes(entry, in_memory=in_memory)
-    return Cleansing(backup=backup, takes=takes, removed=removed, state=_state(state, first, kept, size))
-
-
-def cleanse(plan: Cleansing, *, progress: Progress = ignore) -> Backup:
-    """Carry it out: the backup is replaced. Raises `BackupError`, and leaves the backup as it was then."""
-    backup = plan.backup
-    with Draft(backup.directory) as draft:
-        with opened(backup) as file:
-            draft.write_all(s2.written(_kept(archive.entries(Counted(file, progress)), plan)))
-        return draft.finish(
-            config=backup.config,
-            state=plan.state,
-            made=backup.made,
-            server_version=backup.record.server_version if backup.record else None,
-            cleansed=datetime.now(UTC),
-        )
-
-
-def _kept(entries: Iterator[Entry], plan: Cleansing) -> Iterator[bytes]:
-    yield archive.MAGIC
-    head = next(entries)
-    yield archive.encode(head.name, msgspec.json.encode(plan.state), timestamp_ns=head.timestamp_ns)
-    for entry in entries:
-        if not entry.sequence or not plan.takes(entry):
-            yield entry.raw
-    yield archive.END
+    return _state(state, first, kept, size), changed
 
 
 def _state(state: Mapping[str, Any], first: Entry | None, kept: int, size: int) -> dict[str, Any]:

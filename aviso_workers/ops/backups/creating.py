@@ -1,99 +1,189 @@
-"""Backups of streams that are in use, and how many of them are kept."""
+"""Backups of streams that are in use, full ones and increments."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
+import anyio.from_thread
 import anyio.to_thread
 from msgspec import Struct
 
 from aviso_workers import streams
 from aviso_workers.app import App
-from aviso_workers.errors import BackupError, NotFoundError, UnknownEventTypeError
+from aviso_workers.errors import BackupError, NotFoundError, StreamReplacedError, UnknownEventTypeError
 from aviso_workers.ops import wiping
-from aviso_workers.ops.backups.storing import Backup, Draft, Progress, damage, find, ignore, place_of, remove
+from aviso_workers.ops.backups import archive, chains, increments, s2
+from aviso_workers.ops.backups.encryption import Identities
+from aviso_workers.ops.backups.s2 import MalformedError, Pieces
+from aviso_workers.ops.backups.storing import Backup, Draft, Progress, find, ignore, place_of
 
-__all__ = ["Keep", "Pruned", "create", "named_streams", "prune"]
-
-
-class Keep(Struct, frozen=True):
-    """Which backups of a stream are kept: the newest whole one always, and all of which one of these is true."""
-
-    newest: int | None = None
-    """It is one of so many."""
-    days: float | None = None
-    """It is not older."""
+__all__ = ["Made", "create", "create_next", "named_streams"]
 
 
-class Pruned(Struct, frozen=True, kw_only=True):
-    """What became of the backups of a stream."""
+class Made(Struct, frozen=True, kw_only=True):
+    """A backup that was made, and why it is a full one although an increment was asked for."""
 
-    removed: Sequence[Backup] = ()
-    """The oldest first."""
-    damaged: Sequence[str] = ()
-    """What is wrong with those that are kept and do not count, one sentence each."""
+    backup: Backup
+    full_because: str = ""
 
 
-async def create(app: App, stream: str, to: Path, *, progress: Progress = ignore) -> Backup:
+async def create(
+    app: App,
+    stream: str,
+    to: Path,
+    *,
+    since: Backup | None = None,
+    encrypt_to: Sequence[str] = (),
+    identities: Identities | None = None,
+    progress: Progress = ignore,
+) -> Backup:
     """Back up a stream with its consumers into `<to>/<stream>/<time>`, while it is in use.
 
-    Inside of `async with app:`. Raises `BackupError` where it cannot be written, and `BackendError`; nothing of it
-    stays then.
+    With `since`, a backup in `<to>/<stream>`, only what that one does not have is stored, and the two are restored as
+    one; the stream is read whole all the same, and compared. `encrypt_to` are public keys of age; `identities` are
+    needed where `since` is encrypted. Inside of `async with app:`. Raises `StreamReplacedError` where the stream is not
+    the one that `since` is of, `BackupError` where `since` is damaged or the backup cannot be written, and
+    `BackendError`; nothing of it stays then.
     """
-    server = app.session.backend.administration()
     made = datetime.now(UTC)
+    place = place_of(to, stream, made)
+    if since:
+        await anyio.to_thread.run_sync(lambda: _require_continuable(since, place, encrypt_to, identities))
+    server = app.session.backend.administration()
     async with server.snapshot(stream) as snapshot, aclosing(snapshot.chunks) as chunks:
         if streams.is_unfinished(snapshot.config):
             raise BackupError(f"{stream} is what a restore left that was interrupted: restore it again first")
-        with Draft(place_of(to, stream, made)) as draft:
-            async for chunk in chunks:
-                await anyio.to_thread.run_sync(draft.write, chunk)
-                progress(len(chunk))
-            return await anyio.to_thread.run_sync(
-                lambda: draft.finish(
-                    config=snapshot.config, state=snapshot.state, made=made, server_version=server.server_version
-                )
+        if since and snapshot.state["last_seq"] < since.state["last_seq"]:
+            raise StreamReplacedError(
+                f"{stream} has {snapshot.state['last_seq']} as its last sequence, and {since.directory} has "
+                f"{since.state['last_seq']}: it was made again or has lost its end, and needs a full backup"
             )
 
+        def write() -> Backup:
+            with Draft(place, encrypt_to=encrypt_to) as draft:
+                draft.write_all(_archive(_arriving(chunks, progress), since, identities, encrypted=bool(encrypt_to)))
+                return draft.finish(
+                    config=snapshot.config,
+                    state=snapshot.state,
+                    made=made,
+                    server_version=server.server_version,
+                    previous=chains.link_to(since) if since else None,
+                )
 
-def prune(directory: Path, stream: str, keep: Keep, *, now: datetime | None = None) -> Pruned:
-    """Remove the backups of a stream that are not kept. Only those that we have made are touched.
+        return await anyio.to_thread.run_sync(write)
 
-    A backup counts as kept only where its digests are right: one that is damaged stays, and an older one beside it.
-    Nothing is read where nothing is to be removed. Raises `BackupError`.
+
+async def create_next(
+    app: App,
+    stream: str,
+    to: Path,
+    *,
+    full_every_seconds: float | None = None,
+    encrypt_to: Sequence[str] = (),
+    identities: Identities | None = None,
+    progress: Progress = ignore,
+) -> Made:
+    """Make an increment after the newest backup of a stream in `<to>/<stream>`, or a full backup where that cannot be.
+
+    A full one is made where there is none, where the last full one is older than `full_every_seconds`, where the newest
+    chain is damaged, and where the stream is not the one that it is of. Raises as `create` does otherwise.
     """
-    if keep == Keep():
-        return Pruned()
-    ours = [found for found in find(directory / stream, stream=stream) if found.record]
-    since = (now or datetime.now(UTC)) - timedelta(days=keep.days or 0)
-    most = max(1, keep.newest or 1)
-    if not any(keep.days is None or backup.made < since for backup in ours[:-most]):
-        return Pruned()
-    whole = 0
-    removed: list[Backup] = []
-    damaged: list[str] = []
-    for backup in reversed(ours):
-        if whole >= most and (keep.days is None or backup.made < since):
-            removed.insert(0, backup)
-        elif found := _damage(backup):
-            damaged.append(found)
-        else:
-            whole += 1
-    for backup in removed:
-        remove(backup)
-    return Pruned(removed=removed, damaged=damaged)
+    since, why = await anyio.to_thread.run_sync(_newest_to_continue, to, stream, full_every_seconds)
+    if since:
+        try:
+            backup = await create(
+                app, stream, to, since=since, encrypt_to=encrypt_to, identities=identities, progress=progress
+            )
+            return Made(backup=backup)
+        except StreamReplacedError as error:
+            why = str(error)
+    backup = await create(app, stream, to, encrypt_to=encrypt_to, identities=identities, progress=progress)
+    return Made(backup=backup, full_because=why)
 
 
-def _damage(backup: Backup) -> str:
-    """Return what is wrong with a backup, without reading its messages; empty where nothing is."""
+def _newest_to_continue(to: Path, stream: str, full_every_seconds: float | None) -> tuple[Backup | None, str]:
+    """The newest backup, where an increment can be made after it; otherwise why not."""
+    found = [each for each in find(to / stream, stream=stream) if each.record]
+    if not found:
+        return None, "there is none before it"
     try:
-        found = damage(backup)
+        links = chains.chain(found[-1])
+        chains.require_whole(found[-1])
     except BackupError as error:
-        return str(error)
-    return f"{backup.directory} is damaged: {found}" if found else ""
+        return None, str(error)
+    if not found[-1].of_entries:
+        return None, f"{found[-1].directory} was made by a nats-server before 2.15"
+    if len(links) == chains.MOST_LINKS:
+        return None, f"a chain has {chains.MOST_LINKS} backups at most"
+    age = datetime.now(UTC) - links[0].made
+    if full_every_seconds is not None and age.total_seconds() >= full_every_seconds:
+        return None, f"the last full one is of {links[0].made:%Y-%m-%dT%H:%M:%SZ}"
+    return found[-1], ""
+
+
+def _require_continuable(since: Backup, place: Path, encrypt_to: Sequence[str], identities: Identities | None) -> None:
+    """Raise `BackupError` where no increment can be made after a backup, or it would show what that one encrypts."""
+    if not since.record or not since.of_entries:
+        raise BackupError(f"{since.directory} was made by another program or an older server: make a full backup first")
+    if since.directory.resolve().parent != place.resolve().parent:
+        raise BackupError(f"{since.directory} does not lie in {place.parent}, where the increment would go")
+    if len(chains.chain(since)) == chains.MOST_LINKS:
+        raise BackupError(f"a chain has {chains.MOST_LINKS} backups at most: make a full one")
+    if since.encrypted and not encrypt_to:
+        raise BackupError(f"{since.directory} is encrypted: say to whom the increment is (--encrypt-to)")
+    chains.require_identities(since, identities)
+    chains.require_whole(since)
+
+
+def _archive(
+    arriving: Iterator[bytes], since: Backup | None, identities: Identities | None, *, encrypted: bool
+) -> Iterator[bytes]:
+    """What is stored of a server's archive. Nobody can read an encrypted one to see whether it is whole, so that is
+    looked at before.
+    """
+    if since:
+        with chains.opened_entries(since, identities) as before:
+            try:
+                yield from s2.written(increments.encode(archive.entries(Pieces(arriving)), before))
+            except StreamReplacedError as error:
+                raise StreamReplacedError(f"{since.stream}: {error}; it needs a full backup") from error
+            except MalformedError as error:
+                raise BackupError(f"the server's archive of {since.stream} cannot be read: {error}") from error
+    elif encrypted:
+        yield from _read_meanwhile(arriving)
+    else:
+        yield from arriving
+
+
+def _read_meanwhile(arriving: Iterator[bytes]) -> Iterator[bytes]:
+    seen: list[bytes] = []
+
+    def noted() -> Iterator[bytes]:
+        for piece in arriving:
+            seen.append(piece)
+            yield piece
+
+    try:
+        for _ in archive.entries(Pieces(noted())):
+            yield from seen
+            seen.clear()
+        yield from seen
+    except MalformedError as error:
+        raise BackupError(f"the server's archive cannot be read, and is not encrypted: {error}") from error
+
+
+def _arriving(chunks: AsyncGenerator[bytes, None], progress: Progress) -> Iterator[bytes]:
+    """The chunks of a snapshot, in a thread of the event loop that they come to."""
+
+    async def following() -> bytes:
+        return await anext(chunks, b"")
+
+    while chunk := anyio.from_thread.run(following):
+        progress(len(chunk))
+        yield chunk
 
 
 async def named_streams(app: App, names: Sequence[str]) -> list[str]:

@@ -16,8 +16,10 @@ from aviso_workers import streams
 from aviso_workers.app import App
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackupError, NotFoundError
-from aviso_workers.ops.backups.storing import Backup, Progress, damage, ignore, opened
-from aviso_workers.ops.backups.verifying import Contents, Counted, read_contents, verify
+from aviso_workers.ops.backups import archive, chains
+from aviso_workers.ops.backups.encryption import Identities
+from aviso_workers.ops.backups.storing import Backup, Progress, ignore
+from aviso_workers.ops.backups.verifying import Contents, read_contents, verify
 
 __all__ = ["Drill", "Restored", "drill", "read_back", "require_name", "restore"]
 
@@ -70,9 +72,10 @@ async def restore(
     name: str | None = None,
     storage: str | None = None,
     replicas: int | None = None,
+    identities: Identities | None = None,
     progress: Progress = ignore,
 ) -> Restored:
-    """Make the stream of a backup again, with its messages, sequences and consumers.
+    """Make the stream of a backup again, with its messages, sequences and consumers; an increment's from its chain.
 
     Under another `name` it is a copy to look into: it has none of the original's subjects, mirrors or sources.
     `storage` is `file` or `memory`. Inside of `async with app:`. Raises `BackupError` where the backup is damaged or
@@ -90,27 +93,31 @@ async def restore(
             f"{backup.archive} was made by a nats-server before 2.15: it restores as it was, and no other"
         )
     _require_reader(app, backup)
+    chains.require_identities(backup, identities)
     await anyio.to_thread.run_sync(_require_whole, backup)
     await _make_room(app, config)
-    info = await _upload(app.session.backend.administration(), backup, config, progress)
+    info = await _upload(app.session.backend.administration(), backup, config, identities, progress)
     return Restored(stream=stream, state=info["state"], messages_before=backup.state["messages"])
 
 
-async def drill(app: App, backup: Backup, *, progress: Progress = ignore) -> Drill:
+async def drill(
+    app: App, backup: Backup, *, identities: Identities | None = None, progress: Progress = ignore
+) -> Drill:
     """Restore a backup into a stream that nobody else uses, read that back, compare the two, and delete it.
 
     It takes as much room on the server as the original, and for a while as much here as the backup. Raises as
     `restore` does, and `BackupError` for the archive of a nats-server before 2.15, which cannot be read here.
     """
     _require_reader(app, backup)
-    before = await anyio.to_thread.run_sync(verify, backup)
+    chains.require_identities(backup, identities)
+    before = await anyio.to_thread.run_sync(lambda: verify(backup, identities=identities))
     if before is None:
         raise BackupError(f"{backup.archive} was made by a nats-server before 2.15, and cannot be read here to compare")
     server = app.session.backend.administration()
     scratch = SCRATCH + uuid4().hex[:8].upper()
     config = _standing_still(backup.config, scratch) | {"max_age": 0, "num_replicas": 1, "sealed": False}
     config.pop("placement", None)
-    await _upload(server, backup, config, progress)
+    await _upload(server, backup, config, identities, progress)
     try:
         after = await read_back(app, scratch)
     finally:
@@ -136,8 +143,8 @@ def _require_reader(app: App, backup: Backup) -> None:
 def _require_whole(backup: Backup) -> None:
     if backup.record is None:
         verify(backup)  # nothing less would find a flipped bit
-    elif found := damage(backup):
-        raise BackupError(f"{backup.directory} is damaged: {found}")
+    else:
+        chains.require_whole(backup)
 
 
 async def _make_room(app: App, config: Mapping[str, Any]) -> None:
@@ -167,13 +174,16 @@ async def _make_room(app: App, config: Mapping[str, Any]) -> None:
 
 
 async def _upload(
-    server: Administration, backup: Backup, config: Mapping[str, Any], progress: Progress
+    server: Administration,
+    backup: Backup,
+    config: Mapping[str, Any],
+    identities: Identities | None,
+    progress: Progress,
 ) -> dict[str, Any]:
-    with opened(backup) as file:
-        counted = Counted(file, progress)
+    with chains.opened_archive(backup, identities, progress=progress) as file:
 
         async def read(size: int) -> bytes:
-            return await anyio.to_thread.run_sync(counted.read, size)
+            return await anyio.to_thread.run_sync(file.read, size)
 
         await server.restore(config, backup.state, read=read)
     with anyio.move_on_after(CONSUMERS_SECONDS):  # some may have gone with the time
@@ -198,7 +208,7 @@ async def read_back(app: App, stream: str) -> Contents:
             async for chunk in chunks:
                 await anyio.to_thread.run_sync(file.write, chunk)
         file.seek(0)
-        return await anyio.to_thread.run_sync(lambda: read_contents(file, in_memory=in_memory))
+        return await anyio.to_thread.run_sync(lambda: read_contents(archive.entries(file), in_memory=in_memory))
 
 
 def _standing_still(config: Mapping[str, Any], name: str) -> dict[str, Any]:

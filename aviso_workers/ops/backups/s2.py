@@ -14,7 +14,7 @@ from typing import Protocol
 
 import google_crc32c
 
-__all__ = ["MalformedError", "Readable", "compressed_blocks", "decompress", "decompressed", "written"]
+__all__ = ["MalformedError", "Pieces", "Readable", "compressed_blocks", "decompress", "decompressed", "written"]
 
 IDENTIFIER = b"\xff\x06\x00\x00S2sTwO"
 COMPRESSED, UNCOMPRESSED = 0x00, 0x01
@@ -35,6 +35,22 @@ class MalformedError(ValueError):
 
 class Readable(Protocol):
     def read(self, size: int, /) -> bytes: ...
+
+
+class Pieces:
+    """A file of pieces that come one after another."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._buffer = bytearray()
+
+    def read(self, size: int, /) -> bytes:
+        """Return so many bytes, fewer at the end only. Raises what the pieces raise."""
+        while len(self._buffer) < size and (piece := next(self._pieces, None)) is not None:
+            self._buffer += piece
+        data = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return data
 
 
 def compressed_blocks(file: Readable) -> Iterator[tuple[int, bytes]]:

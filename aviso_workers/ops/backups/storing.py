@@ -4,6 +4,9 @@ A backup is a directory in the layout of the nats CLI: `backup.json` with the st
 archive. We add a record of how it was made, under a key of `backup.json` that the nats CLI passes over; a backup that
 it made has none. Ours lie in `<directory>/<stream>/<time>`. While one is being written its directory has another name,
 and a lock, by which whoever comes next can tell what nobody goes on writing.
+
+The name of the archive says what it is: `stream...` is all of a stream as a server has it, `increment...` what the
+backup before it does not have (`increments`), and `.age` at the end that it is encrypted (`encryption`).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from io import BufferedReader
@@ -29,12 +32,14 @@ from msgspec import Meta, Struct
 from aviso_workers import streams
 from aviso_workers.codec import UNREADABLE_JSON
 from aviso_workers.errors import BackupError
-from aviso_workers.ops.backups import archive
-from aviso_workers.ops.backups.s2 import MalformedError
+from aviso_workers.ops.backups import archive, encryption
+from aviso_workers.ops.backups.s2 import MalformedError, Readable
 
 __all__ = [
     "Backup",
+    "Counted",
     "Draft",
+    "Previous",
     "Progress",
     "Record",
     "create_file",
@@ -53,6 +58,10 @@ __all__ = [
 META = "backup.json"
 OF_ENTRIES, OF_FILES = "stream.arc.s2", "stream.tar.s2"
 """Archives of nats-server 2.15 and newer, and older."""
+INCREMENT = "increment.arc.s2"
+ENCRYPTED = ".age"
+ARCHIVES = (INCREMENT + ENCRYPTED, OF_ENTRIES + ENCRYPTED, INCREMENT, OF_ENTRIES, OF_FILES)
+"""In the order in which they are looked for: what somebody decrypted beside an encrypted one is passed over."""
 UNFINISHED = ".unfinished-"
 REPLACED = ".replaced"
 NAMED_AFTER_TIME = re.compile(r"\d{8}T\d{6}\.\d{3}Z")
@@ -68,7 +77,29 @@ def ignore(size: int) -> None:
     """A `Progress` that nobody looks at."""
 
 
+class Counted:
+    """A file that tells how much of it was read."""
+
+    def __init__(self, file: Readable, progress: Progress) -> None:
+        self._file = file
+        self._progress = progress
+
+    def read(self, size: int, /) -> bytes:
+        data = self._file.read(size)
+        self._progress(len(data))
+        return data
+
+
 Moment = Annotated[datetime, Meta(tz=True)]
+DirectoryName = Annotated[str, Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00]+\Z")]
+
+
+class Previous(Struct, frozen=True):
+    """The backup that an increment was made after."""
+
+    directory: DirectoryName
+    """Its name, beside the increment's."""
+    digest: str
 
 
 class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -79,10 +110,21 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
     server_version: str | None
     """Of the server that we were connected to; None where another program made the backup."""
     archive_sha256: str
+    """Of the file, so of what is encrypted where it is."""
     meta_sha256: str
-    """Of configuration and state as JSON without spaces, its keys sorted."""
+    """Of configuration, state and `previous` as JSON without spaces, its keys sorted."""
+    previous: Previous | None = None
+    """None where the backup is a full one."""
+    encrypted_to: tuple[str, ...] = ()
+    """Public keys of age."""
     cleansed: Moment | None = None
     """When messages were last removed from it."""
+    digests_before: tuple[str, ...] = ()
+    """What its digest was before each cleansing; those made after it name one of them."""
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(f"{self.meta_sha256} {self.archive_sha256}".encode()).hexdigest()
 
 
 class _Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -104,26 +146,36 @@ class Backup(Struct, frozen=True, kw_only=True):
     made: datetime
     size: int
     """Bytes of the archive."""
-    of_entries: bool
-    """Whether a nats-server 2.15 or newer made the archive."""
+    archive: Path
 
     @property
     def stream(self) -> str:
         return str(self.config["name"])
 
     @property
-    def archive(self) -> Path:
-        return self.directory / (OF_ENTRIES if self.of_entries else OF_FILES)
+    def of_entries(self) -> bool:
+        """Whether a nats-server 2.15 or newer made the archive."""
+        return self.archive.name != OF_FILES
+
+    @property
+    def encrypted(self) -> bool:
+        return self.archive.name.endswith(ENCRYPTED)
+
+    @property
+    def previous(self) -> Previous | None:
+        """The backup that it was made after; None where it is a full one."""
+        return self.record.previous if self.record else None
 
 
 def load(directory: Path) -> Backup:
     """The backup that a directory is, without a look into its archive. Raises `BackupError`."""
+    _put_back(directory)
     try:
         _require_file(directory / META)
         meta = msgspec.json.decode((directory / META).read_bytes(), type=_Meta)
         msgspec.convert(meta.state, archive.StreamState)
-        of_entries = (directory / OF_ENTRIES).exists()
-        size = _require_file(directory / (OF_ENTRIES if of_entries else OF_FILES)).st_size
+        found = next((directory / name for name in ARCHIVES if (directory / name).exists()), directory / OF_FILES)
+        size = _require_file(found).st_size
         written = (directory / META).stat().st_mtime
     except UNREADABLE_JSON as error:
         raise BackupError(f"{directory / META}: {error}") from error
@@ -134,6 +186,10 @@ def load(directory: Path) -> Backup:
     if not isinstance(name, str) or not streams.is_name(name):
         raise BackupError(f"{directory / META}: the stream's configuration has no name, or none that a stream can have")
     record = meta.aviso_workers
+    if found.name.startswith(INCREMENT) != bool(record and record.previous) or (
+        found.name.endswith(ENCRYPTED) and not (record and record.encrypted_to)
+    ):
+        raise BackupError(f"{directory / META} does not fit to {found.name}: one of the two is of another backup")
     return Backup(
         directory=directory,
         config=meta.config,
@@ -141,7 +197,7 @@ def load(directory: Path) -> Backup:
         record=record,
         made=record.made if record else datetime.fromtimestamp(written, UTC),
         size=size,
-        of_entries=of_entries,
+        archive=found,
     )
 
 
@@ -176,7 +232,7 @@ def places(directory: Path) -> list[Path]:
 
 def _looks_like_backup(directory: Path) -> bool:
     named = NAMED_AFTER_TIME.match(directory.name) is not None
-    return named or any(os.path.lexists(directory / file) for file in (META, OF_ENTRIES, OF_FILES))
+    return named or any(os.path.lexists(directory / file) for file in (META, *ARCHIVES))
 
 
 def newest(directory: Path, *, stream: str | None = None) -> datetime | None:
@@ -192,18 +248,20 @@ def place_of(directory: Path, stream: str, made: datetime) -> Path:
 def damage(backup: Backup) -> str:
     """What shows without reading the archive's messages; empty where nothing does. Raises `BackupError`."""
     record = backup.record
-    if record and _digest(backup.config, backup.state) != record.meta_sha256:
+    if record and _digest(backup.config, backup.state, record.previous) != record.meta_sha256:
         return "backup.json has changed since it was written"
     with opened(backup) as file:
         if record and hashlib.file_digest(file, "sha256").hexdigest() != record.archive_sha256:
             return "the archive has changed since it was written"
+        if backup.encrypted:
+            return ""  # its end was looked at before it was encrypted
         file.seek(0)
         return "" if archive.has_end(file, of_entries=backup.of_entries) else "the archive breaks off before its end"
 
 
 @contextmanager
 def opened(backup: Backup) -> Iterator[BufferedReader]:
-    """The archive, to be read. Raises `BackupError` where it cannot be, or what is read is malformed."""
+    """The archive's file, to be read. Raises `BackupError` where it cannot be, or what is read is malformed."""
     try:
         with backup.archive.open("rb") as file:
             yield file
@@ -242,8 +300,9 @@ class Draft:
     Every method raises `BackupError` where the disk is full, or not ours to write to.
     """
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, *, encrypt_to: Sequence[str] = ()) -> None:
         self._place = place.absolute()
+        self._encrypt_to = tuple(encrypt_to)
         self._directory: Path
         self._lock: int
         self._file: IO[bytes]
@@ -267,15 +326,18 @@ class Draft:
         shutil.rmtree(self._directory, ignore_errors=True)  # renamed, where it was finished
         os.close(self._lock)
 
-    def write(self, data: bytes) -> None:
-        """More of the archive."""
+    def write_all(self, pieces: Iterable[bytes]) -> None:
+        """The archive, which is encrypted here where it is to be."""
+        if self._encrypt_to:
+            encryption.encrypt(pieces, self._write, self._encrypt_to)
+            return
+        for piece in pieces:
+            self._write(piece)
+
+    def _write(self, data: bytes) -> None:
         with self._explained():
             self._file.write(data)
         self._sha256.update(data)
-
-    def write_all(self, pieces: Iterable[bytes]) -> None:
-        for piece in pieces:
-            self.write(piece)
 
     def finish(
         self,
@@ -284,20 +346,28 @@ class Draft:
         state: Mapping[str, Any],
         made: datetime,
         server_version: str | None,
+        previous: Previous | None = None,
         cleansed: datetime | None = None,
+        digests_before: tuple[str, ...] = (),
     ) -> Backup:
-        """Raises `BackupError` also where the archive is not whole."""
+        """Raises `BackupError` also where the archive is not whole; of an encrypted one, `write_all` knew."""
         record = Record(
             made=made,
             server_version=server_version,
             archive_sha256=self._sha256.hexdigest(),
-            meta_sha256=_digest(config, state),
+            meta_sha256=_digest(config, state, previous),
+            previous=previous,
+            encrypted_to=self._encrypt_to,
             cleansed=cleansed,
+            digests_before=digests_before,
         )
         with self._explained():
             _sync(self._file)
             self._file.close()
-            self._check_end()
+            name = INCREMENT if previous else OF_ENTRIES
+            if not self._encrypt_to:
+                name = name if self._check_end() else OF_FILES
+            (self._directory / OF_ENTRIES).rename(self._directory / (name + ENCRYPTED * bool(self._encrypt_to)))
             meta = _Meta(config=dict(config), state=dict(state), aviso_workers=record)
             with create_file(self._directory / META) as file:
                 file.write(msgspec.json.format(msgspec.json.encode(meta)) + b"\n")
@@ -306,7 +376,8 @@ class Draft:
             self._put_in_place()
         return load(self._place)
 
-    def _check_end(self) -> None:
+    def _check_end(self) -> bool:
+        """Whether it is an archive of entries."""
         path = self._directory / OF_ENTRIES
         try:
             with path.open("rb") as file:
@@ -316,8 +387,7 @@ class Draft:
                     raise MalformedError("it breaks off before its end")
         except MalformedError as error:
             raise BackupError(f"{self._place}: the archive is not whole, and nothing of it is kept: {error}") from error
-        if not of_entries:
-            path.rename(path.with_name(OF_FILES))
+        return of_entries
 
     def _put_in_place(self) -> None:
         replaced = self._place.with_name(self._place.name + REPLACED)
@@ -337,12 +407,26 @@ class Draft:
             raise BackupError(f"cannot write {self._place}: {error.strerror}; nothing of it is kept") from error
 
 
-def _digest(config: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    return hashlib.sha256(msgspec.json.encode({"config": config, "state": state}, order="sorted")).hexdigest()
+def _digest(config: Mapping[str, Any], state: Mapping[str, Any], previous: Previous | None) -> str:
+    said = {"config": config, "state": state} | ({"previous": previous} if previous else {})
+    return hashlib.sha256(msgspec.json.encode(said, order="sorted")).hexdigest()
+
+
+def _put_back(directory: Path) -> None:
+    """Where a process was killed while it put a backup in the place of another one, give that its name again."""
+    replaced = directory.with_name(directory.name + REPLACED)
+    if directory.name and replaced.exists() and not directory.exists():
+        with suppress(OSError):
+            replaced.rename(directory)
 
 
 def _sweep(parent: Path) -> None:
-    """Remove what was being written by processes that are no more."""
+    """Remove what was being written, or was replaced, by processes that are no more."""
+    for replaced in parent.glob(f"*{REPLACED}"):
+        place = replaced.with_name(replaced.name.removesuffix(REPLACED))
+        _put_back(place)
+        if place.exists() and NAMED_AFTER_TIME.match(place.name):
+            shutil.rmtree(replaced, ignore_errors=True)
     for left in parent.glob(f"{UNFINISHED}*"):
         with suppress(OSError):  # it is locked, or somebody else was faster
             lock = _locked(left)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -11,11 +11,13 @@ from msgspec import Struct
 
 from aviso_workers.codec import UNREADABLE_JSON
 from aviso_workers.errors import BackupError
-from aviso_workers.ops.backups import archive, s2
-from aviso_workers.ops.backups.s2 import MalformedError, Readable
-from aviso_workers.ops.backups.storing import Backup, Progress, damage, ignore, opened
+from aviso_workers.ops.backups import archive, chains, s2
+from aviso_workers.ops.backups.archive import Entry
+from aviso_workers.ops.backups.encryption import Identities
+from aviso_workers.ops.backups.s2 import MalformedError
+from aviso_workers.ops.backups.storing import Backup, Counted, Progress, damage, ignore, opened
 
-__all__ = ["Contents", "Counted", "read_contents", "verify"]
+__all__ = ["Contents", "read_contents", "verify"]
 
 
 class Contents(Struct, frozen=True, kw_only=True):
@@ -46,49 +48,43 @@ class _Consumer(Struct, frozen=True):
     state: dict[str, Any]
 
 
-class Counted:
-    """A file that tells how much of it was read."""
+def verify(backup: Backup, *, identities: Identities | None = None, progress: Progress = ignore) -> Contents | None:
+    """Read all of a backup and count what is in it; with the backups before it, where it is an increment. It takes
+    seconds for a million messages.
 
-    def __init__(self, file: Readable, progress: Progress) -> None:
-        self._file = file
-        self._progress = progress
-
-    def read(self, size: int, /) -> bytes:
-        data = self._file.read(size)
-        self._progress(len(data))
-        return data
-
-
-def verify(backup: Backup, *, progress: Progress = ignore) -> Contents | None:
-    """Read all of a backup and count what is in it; None where a nats-server before 2.15 made the archive, of which
-    only checksums can be verified. It takes seconds for a million messages.
-
+    None where only the files can be verified: against their digests, and the links of a chain against each other. That
+    is so where a nats-server before 2.15 made the archive, and where it is encrypted and there are no identities.
     Raises `BackupError` where anything is damaged, missing or too much.
     """
     if found := damage(backup):
         raise BackupError(f"{backup.directory} is damaged: {found}")
-    with opened(backup) as file:
-        counted = Counted(file, progress)
-        if not backup.of_entries:
-            for _ in s2.decompressed(counted):
+    if not backup.of_entries:
+        with opened(backup) as file:
+            for _ in s2.decompressed(Counted(file, progress)):
                 pass
-            return None
-        contents = read_contents(counted, in_memory=backup.config.get("storage") == "memory")
+        return None
+    if identities is None and any(link.encrypted for link in chains.chain(backup)):
+        chains.require_whole(backup)
+        return None
+    with chains.opened_entries(backup, identities, progress=progress) as entries:
+        try:
+            contents = read_contents(entries, in_memory=backup.config.get("storage") == "memory")
+        except MalformedError as error:
+            raise BackupError(f"{backup.archive} is damaged: {error}") from error
     if contradiction := _contradiction(backup, contents):
         raise BackupError(f"{backup.directory} is damaged: {contradiction}")
     return contents
 
 
-def read_contents(file: Readable, *, in_memory: bool) -> Contents:
-    """Return what the archive holds. Raises `MalformedError`."""
+def read_contents(entries: Iterator[Entry], *, in_memory: bool) -> Contents:
+    """Return what an archive of these entries holds. Raises `MalformedError`."""
     try:
-        return _read_contents(file, in_memory=in_memory)
+        return _read_contents(entries, in_memory=in_memory)
     except UNREADABLE_JSON as error:
         raise MalformedError(f"an entry cannot be read: {error}") from error
 
 
-def _read_contents(file: Readable, *, in_memory: bool) -> Contents:
-    entries = archive.entries(file)
+def _read_contents(entries: Iterator[Entry], *, in_memory: bool) -> Contents:
     head = next(entries, None)
     if head is None or head.name != archive.STATE:
         raise MalformedError("it does not begin with the stream's state")

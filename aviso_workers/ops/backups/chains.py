@@ -1,0 +1,182 @@
+"""Chains: a full backup and the increments after it, read as one.
+
+Called by everything that reads what is in a backup. An increment names the backup before it by its directory, beside
+its own, and by its digest, so that a link that is missing, replaced, out of order or changed is an error that names it.
+A full backup is a chain of one link. A chain is read link by link at the same time, message by message; no copy of it
+is put together in memory or on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from aviso_workers.errors import BackupError
+from aviso_workers.ops.backups import archive, encryption, increments, s2
+from aviso_workers.ops.backups.archive import Entry
+from aviso_workers.ops.backups.encryption import Identities
+from aviso_workers.ops.backups.s2 import MalformedError, Pieces, Readable
+from aviso_workers.ops.backups.storing import Backup, Counted, Previous, Progress, damage, find, ignore, load, opened
+
+__all__ = [
+    "MOST_LINKS",
+    "chain",
+    "family",
+    "link_to",
+    "opened_archive",
+    "opened_entries",
+    "opened_own_entries",
+    "require_identities",
+    "require_whole",
+    "required",
+    "size",
+]
+
+
+MOST_LINKS = 40
+"""Of a chain. The files of all are open while it is read, and every message passes through each."""
+
+
+def chain(backup: Backup) -> list[Backup]:
+    """Return the backups that one is restored from: a full one, and the increments up to itself in their order.
+
+    Raises `BackupError`, which names the link that is missing or another one. Archives are not read.
+    """
+    links, broken = _links(backup)
+    if broken:
+        raise broken
+    return links
+
+
+def link_to(backup: Backup) -> Previous:
+    """Return how an increment names the backup that it is made after, which must be one of ours."""
+    assert backup.record is not None
+    return Previous(directory=backup.directory.resolve().name, digest=backup.record.digest)
+
+
+def required(backups: Iterable[Backup]) -> set[Path]:
+    """Return the directories of all links of these backups, as far as they can be found."""
+    return {link.directory.resolve() for backup in backups for link in _links(backup)[0]}
+
+
+def family(backup: Backup) -> list[Backup]:
+    """Return all backups beside one that are made after the same full one, which is the first; each before those that
+    are made after it.
+
+    Raises `BackupError` where the chain of any backup beside it is broken, as it might be one of them.
+    """
+    full = chain(backup)[0]
+    if full.record is None:
+        return [full]
+    place = full.directory.resolve()
+    beside = [each for each in find(place.parent, stream=backup.stream) if each.record]
+    chains = [links for each in beside if (links := chain(each))[0].directory.resolve() == place]
+    return [links[-1] for links in sorted(chains, key=len)]
+
+
+def size(backup: Backup) -> int:
+    """Return the bytes of all archives that one is restored from, as far as they can be found."""
+    return sum(link.size for link in _links(backup)[0])
+
+
+def require_whole(backup: Backup) -> None:
+    """Raise `BackupError` where a link is missing or its files are not as they were written. No key is needed."""
+    for link in chain(backup):
+        if found := damage(link):
+            raise BackupError(f"{link.directory} is damaged: {found}")
+
+
+def require_identities(backup: Backup, identities: Identities | None) -> None:
+    """Raise `BackupError` where a link is encrypted and there are no keys."""
+    if identities is None and (encrypted := next((link for link in chain(backup) if link.encrypted), None)):
+        raise BackupError(f"{encrypted.archive} is encrypted: say which keys open it (--identity FILE)")
+
+
+@contextmanager
+def opened_own_entries(
+    backup: Backup, identities: Identities | None, *, progress: Progress = ignore
+) -> Iterator[Iterator[Entry]]:
+    """The entries of a backup's own archive. Raises `BackupError`, also while they are read."""
+    with _opened_own(backup, identities, progress) as file:
+        yield _explained(backup, archive.entries(file))
+
+
+@contextmanager
+def opened_entries(
+    backup: Backup, identities: Identities | None, *, progress: Progress = ignore
+) -> Iterator[Iterator[Entry]]:
+    """The entries of the stream as it was when a backup was made, from all links. Raises as `opened_own_entries`."""
+    *before, last = chain(backup)
+    with _merged(before, last, identities, progress) as entries:
+        yield entries
+
+
+@contextmanager
+def opened_archive(backup: Backup, identities: Identities | None, *, progress: Progress = ignore) -> Iterator[Readable]:
+    """The archive of the stream as a server takes it, from all links. Raises as `opened_own_entries`."""
+    if backup.previous is None:
+        with _opened_own(backup, identities, progress) as file:
+            yield file
+        return
+    with opened_entries(backup, identities, progress=progress) as entries:
+        yield Pieces(s2.written(_raw(entries)))
+
+
+def _links(backup: Backup) -> tuple[list[Backup], BackupError | None]:
+    """The links that were found, and why the first of them is none of a full backup."""
+    links = [backup]
+    while previous := links[0].previous:
+        if len(links) == MOST_LINKS:
+            return links, BackupError(f"{backup.directory} is in a chain of more than {MOST_LINKS} backups")
+        place = backup.directory.resolve().parent / previous.directory
+        try:
+            link = load(place)
+        except BackupError as error:
+            return links, BackupError(f"{links[0].directory} needs {place}, which cannot be read: {error}")
+        if not link.record or previous.digest not in (link.record.digest, *link.record.digests_before):
+            return links, BackupError(f"{links[0].directory} was made after another backup than the one in {place}")
+        if link.stream != backup.stream:
+            return links, BackupError(f"{links[0].directory} is of another stream than {place}, and needs it")
+        links.insert(0, link)
+    return links, None
+
+
+@contextmanager
+def _merged(
+    before: list[Backup], last: Backup, identities: Identities | None, progress: Progress
+) -> Iterator[Iterator[Entry]]:
+    with opened_own_entries(last, identities, progress=progress) as own:
+        if not before:
+            yield own
+            return
+        with _merged(before[:-1], before[-1], identities, progress) as earlier:
+            yield _explained(last, increments.merge(own, earlier))
+
+
+@contextmanager
+def _opened_own(backup: Backup, identities: Identities | None, progress: Progress) -> Iterator[Readable]:
+    with opened(backup) as file:
+        if not backup.encrypted:
+            yield Counted(file, progress)
+            return
+        require_identities(backup, identities)
+        assert identities is not None
+        with encryption.decrypted(file, identities) as plain:
+            yield Counted(plain, progress)
+
+
+def _explained(backup: Backup, entries: Iterator[Entry]) -> Iterator[Entry]:
+    try:
+        yield from entries
+    except MalformedError as error:
+        raise BackupError(f"{backup.archive} is damaged: {error}") from error
+    except OSError as error:
+        raise BackupError(f"cannot read {backup.archive}: {error.strerror}") from error
+
+
+def _raw(entries: Iterator[Entry]) -> Iterator[bytes]:
+    yield archive.MAGIC
+    for entry in entries:
+        yield entry.raw
+    yield archive.END

@@ -1,0 +1,211 @@
+"""Archives encrypted to public keys, in the format of age, so that a backup may lie anywhere.
+
+Called by `storing` and `chains`. Followed: age-encryption.org/v1, by the library pyrage; the programs age and rage read
+what is written here, and `age-keygen` makes keys. Whoever makes backups needs the recipients' public keys only. What is
+read is authenticated piece by piece, and a file that breaks off is an error at its end. The format does not say who
+encrypted: whoever has the public key and may write to the directory can put another backup there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import queue
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
+from types import ModuleType
+from typing import IO, Any
+
+from aviso_workers.errors import BackupError, DeclarationError
+from aviso_workers.ops.backups.s2 import MalformedError, Pieces, Readable
+
+__all__ = ["Identities", "decrypted", "encrypt", "read_recipients"]
+
+PIECE_BYTES = 256 * 1024
+"""Of decrypted data, handed from thread to thread at once."""
+PIECES_WAITING = 4
+RECIPIENT, SECRET = "age1", "AGE-SECRET-KEY-"
+"""How a public and a secret key begin."""
+
+
+class Identities:
+    """Secret keys, which are never shown."""
+
+    def __init__(self, keys: Sequence[Any]) -> None:
+        self._keys = list(keys)
+
+    @classmethod
+    def read(cls, file: Path) -> Identities:
+        """Read a file as `age-keygen` makes it: a key on each line, and comments. Raises `DeclarationError`."""
+        keys = []
+        for number, line in _lines(file):
+            if not _is_secret(line):
+                raise DeclarationError(f"{file}:{number} is no secret key of age, which begins with {SECRET}")
+            try:
+                keys.append(_pyrage().x25519.Identity.from_str(line))
+            except _pyrage().IdentityError:
+                raise DeclarationError(f"{file}:{number} is a secret key of age that cannot be read") from None
+        if not keys:
+            raise DeclarationError(f"{file} has no secret key of age")
+        return cls(keys)
+
+    def decrypt(self, file: IO[bytes], write: _Writer) -> None:
+        """Raises `BackupError` where none of the keys opens the file, `MalformedError` where it is damaged."""
+        try:
+            _pyrage().decrypt_io(file, write, self._keys)
+        except _pyrage().DecryptError as error:
+            raise BackupError(
+                f"{file.name} is not encrypted to any of these identities, or its beginning is damaged: {error}"
+            ) from error
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            raise MalformedError("it cannot be decrypted to its end: it has changed, or breaks off") from error
+
+
+def read_recipients(said: Iterable[str]) -> tuple[str, ...]:
+    """Return public keys: each is one, or names a file that has one on each line. Raises `DeclarationError`."""
+    found = [key for each in said for key in _keys_of(each)]
+    for key in found:
+        _recipient(key)
+    return tuple(dict.fromkeys(found))
+
+
+def encrypt(pieces: Iterable[bytes], write: Callable[[bytes], None], recipients: Sequence[str]) -> None:
+    """Write the pieces encrypted to public keys. Raises what the pieces and `write` raise."""
+    source, target = _Source(pieces), _Target(write)
+    try:
+        _pyrage().encrypt_io(source, target, [_recipient(key) for key in recipients])
+    except (_pyrage().EncryptError, OSError):
+        if error := source.error or target.error:  # the library keeps the text of it only
+            raise error from None
+        raise
+
+
+@contextmanager
+def decrypted(file: IO[bytes], identities: Identities) -> Iterator[Readable]:
+    """What a file holds, to be read while it is decrypted in a thread. Reading raises as `Identities.decrypt`."""
+    writer = _Writer()
+    thread = Thread(target=writer.run, args=(file, identities), name="decrypting a backup", daemon=True)
+    thread.start()
+    try:
+        yield Pieces(writer.pieces())
+    finally:
+        writer.close()
+        thread.join()
+
+
+class _Writer:
+    """Takes what is decrypted in one thread, and gives it to another; it is some pieces ahead, and no more."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.Queue[bytes | Exception] = queue.Queue(maxsize=PIECES_WAITING)
+        self._buffer = bytearray()
+        self._closed = Event()
+
+    def run(self, file: IO[bytes], identities: Identities) -> None:
+        try:
+            identities.decrypt(file, self)
+            self._put(bytes(self._buffer))
+            self._put(b"")
+        except Exception as error:
+            self._put(error)
+
+    def write(self, data: bytes) -> int:
+        if self._closed.is_set():
+            raise MalformedError("nobody reads on")
+        self._buffer += data
+        if len(self._buffer) >= PIECE_BYTES:
+            self._put(bytes(self._buffer))
+            self._buffer.clear()
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+    def pieces(self) -> Iterator[bytes]:
+        while piece := self._waiting.get():
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
+
+    def close(self) -> None:
+        self._closed.set()
+        with suppress(queue.Empty):
+            while True:  # who waits for room, gets it
+                self._waiting.get_nowait()
+
+    def _put(self, item: bytes | Exception) -> None:
+        if not self._closed.is_set() or isinstance(item, Exception):
+            self._waiting.put(item)
+
+
+class _Source:
+    """What is to be encrypted, as a file; it keeps the error that ended it."""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self._file = Pieces(iter(pieces))
+        self.error: Exception | None = None
+
+    def read(self, size: int) -> bytes:
+        try:
+            return self._file.read(size)
+        except Exception as error:
+            self.error = error
+            raise
+
+
+class _Target:
+    """Where what is encrypted goes, as a file; it keeps the error that ended it."""
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self._write = write
+        self.error: Exception | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            self._write(bytes(data))
+        except Exception as error:
+            self.error = error
+            raise
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+def _keys_of(said: str) -> list[str]:
+    return [said] if said.startswith(RECIPIENT) or _is_secret(said) else [line for _, line in _lines(Path(said))]
+
+
+def _lines(file: Path) -> list[tuple[int, str]]:
+    """The lines of a file of keys, numbered, without comments. Raises `DeclarationError`, which shows none of them."""
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise DeclarationError(f"cannot read keys of age from {file}: {why}") from None
+    numbered = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
+    return [(number, line) for number, line in numbered if line and not line.startswith("#")]
+
+
+def _recipient(key: str) -> Any:
+    if _is_secret(key):
+        raise DeclarationError("a secret key of age was given: encrypt to its public key, which begins with age1")
+    try:
+        return _pyrage().x25519.Recipient.from_str(key)
+    except _pyrage().RecipientError as error:
+        shown = repr(key) if key.startswith(RECIPIENT) else "a line of the file"
+        raise DeclarationError(f"{shown} is no public key of age, which begins with age1: {error}") from error
+
+
+def _is_secret(key: str) -> bool:
+    return key.upper().startswith(SECRET)
+
+
+def _pyrage() -> ModuleType:
+    try:
+        return importlib.import_module("pyrage")
+    except ImportError as error:
+        raise DeclarationError("encrypted backups need pyrage: install aviso-workers[encryption]") from error

@@ -1,0 +1,53 @@
+"""A full backup made of a chain, such as the nats CLI restores, or one that is encrypted to others or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from aviso_workers.errors import BackupError
+from aviso_workers.ops.backups import chains
+from aviso_workers.ops.backups.encryption import Identities
+from aviso_workers.ops.backups.s2 import Readable
+from aviso_workers.ops.backups.storing import Backup, Draft, Progress, ignore, place_of
+from aviso_workers.ops.backups.verifying import verify
+
+__all__ = ["merge"]
+
+PIECE_BYTES = 512 * 1024
+
+
+def merge(
+    backup: Backup,
+    to: Path,
+    *,
+    encrypt_to: Sequence[str] = (),
+    identities: Identities | None = None,
+    progress: Progress = ignore,
+) -> Backup:
+    """Write a full backup of what a backup gives, with those before it, into `<to>/<stream>/<time>`.
+
+    Raises `BackupError` where it is damaged, where a key is missing, or where there is a backup at that place.
+    """
+    place = place_of(to, backup.stream, backup.made)
+    if place.exists():
+        raise BackupError(f"{place} exists: say another directory")
+    chains.require_identities(backup, identities)
+    verify(backup, identities=identities)
+    with (
+        chains.opened_archive(backup, identities, progress=progress) as file,
+        Draft(place, encrypt_to=encrypt_to) as draft,
+    ):
+        draft.write_all(_pieces(file))
+        return draft.finish(
+            config=backup.config,
+            state=backup.state,
+            made=backup.made,
+            server_version=backup.record.server_version if backup.record else None,
+            cleansed=backup.record.cleansed if backup.record else None,
+        )
+
+
+def _pieces(file: Readable) -> Iterator[bytes]:
+    while piece := file.read(PIECE_BYTES):
+        yield piece

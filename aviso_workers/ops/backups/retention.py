@@ -1,0 +1,84 @@
+"""How many backups of a stream are kept: never without what an increment that is kept was made after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from pathlib import Path
+
+from msgspec import Struct
+
+from aviso_workers.errors import BackupError
+from aviso_workers.ops.backups import chains
+from aviso_workers.ops.backups.storing import Backup, damage, find, load, remove
+
+__all__ = ["Keep", "Pruned", "prune"]
+
+
+class Keep(Struct, frozen=True):
+    """Which backups of a stream are kept: the newest whole one always, all of which one of these is true, and what
+    these were made after.
+    """
+
+    newest: int | None = None
+    """It is one of so many."""
+    days: float | None = None
+    """It is not older."""
+
+
+class Pruned(Struct, frozen=True, kw_only=True):
+    """What became of the backups of a stream."""
+
+    removed: Sequence[Backup] = ()
+    """The oldest first."""
+    damaged: Sequence[str] = ()
+    """What is wrong with those that are kept and do not count, one sentence each."""
+
+
+def prune(directory: Path, stream: str, keep: Keep, *, now: datetime | None = None) -> Pruned:
+    """Remove the backups of a stream that are not kept. Only those that we have made are touched.
+
+    A backup counts as kept only where its digests are right, and those of all that it was made after: one that is
+    damaged stays, and an older one beside it. Nothing is read where nothing is to be removed. Raises `BackupError`.
+    """
+    if keep == Keep():
+        return Pruned()
+    ours = [found for found in find(directory / stream, stream=stream) if found.record]
+    since = (now or datetime.now(UTC)) - timedelta(days=keep.days or 0)
+    most = max(1, keep.newest or 1)
+    if not any(keep.days is None or backup.made < since for backup in ours[:-most]):
+        return Pruned()
+    damage_of = cache(_damage)
+    whole: list[Backup] = []
+    unwanted: list[Backup] = []
+    damaged: list[tuple[Backup, str]] = []
+    for backup in reversed(ours):
+        if len(whole) >= most and (keep.days is None or backup.made < since):
+            unwanted.append(backup)
+        elif found := _damage_of_chain(backup, damage_of):
+            damaged.append((backup, found))
+        else:
+            whole.append(backup)
+    required = chains.required([*whole, *(backup for backup, _ in damaged)])
+    removed = [backup for backup in unwanted if backup.directory.resolve() not in required]
+    for backup in removed:  # increments before what they were made after
+        remove(backup)
+    return Pruned(removed=removed[::-1], damaged=[found for _, found in damaged])
+
+
+def _damage_of_chain(backup: Backup, damage_of: Callable[[Path], str]) -> str:
+    """Return what is wrong with a backup and what it was made after, without reading messages; empty if none."""
+    try:
+        found = [damage_of(link.directory.resolve()) for link in chains.chain(backup)]
+    except BackupError as error:
+        return str(error)
+    return next(filter(None, found), "")
+
+
+def _damage(directory: Path) -> str:
+    try:
+        found = damage(load(directory))
+    except BackupError as error:
+        return str(error)
+    return f"{directory} is damaged: {found}" if found else ""

@@ -1,0 +1,102 @@
+"""Increments of real streams on a real server: restored as they were, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from aviso_workers.errors import BackupError, StreamReplacedError
+from aviso_workers.ops import backups
+from tests.ops.backups.conftest import Site
+from tests.ops.backups.test_encryption import Key
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+
+async def acknowledge(site: Site, count: int) -> None:
+    """So many more of what `index` is to handle."""
+    inbox = site.server.new_inbox()
+    async with site.server.listen(inbox) as deliveries:
+        site.server.send("$JS.API.CONSUMER.MSG.NEXT.MARS.index", b'{"batch": %d}' % count, reply=inbox)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            for _ in range(count):
+                await site.server.request((await deliveries.receive()).reply, b"+ACK")
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["in the clear", "encrypted"])
+async def test_a_chain_restores_the_stream_and_its_consumers(site: Site, tmp_path: Path, encrypted: bool) -> None:
+    key = Key(tmp_path / "key.txt")
+    keys = {"encrypt_to": [key.public], "identities": key.identities} if encrypted else {}
+    identities = key.identities if encrypted else None
+    await site.fill(500)
+    await site.add_consumers()
+    full = await backups.create(site.app, "MARS", tmp_path, **keys)
+    accounts = [await site.account()]
+    for step in (1, 2):
+        await site.fill(20)
+        await site.app.session.backend.delete_message("MARS", 100 * step)
+        await site.app.session.backend.delete_message("MARS", 500 + step)
+        await acknowledge(site, 5)
+        made = await backups.create_next(site.app, "MARS", tmp_path, **keys)
+        accounts.append(await site.account())
+        assert (made.full_because, made.backup.size < full.size / 4) == ("", True)
+    links = backups.find(tmp_path)
+    assert [link.previous is None for link in links] == [True, False, False]
+    assert (await backups.drill(site.app, links[-1], identities=identities)).differences == []
+    for link, account in zip(links, accounts, strict=True):
+        await site.delete()
+        await backups.restore(site.app, link, identities=identities)
+        assert await site.account() == account, link.directory
+    assert (await site.app.notify("mars", {"class": "od", "step": 1})).sequence == 541
+
+
+async def test_a_stream_that_was_made_again_gets_a_full_backup(site: Site, tmp_path: Path) -> None:
+    await site.fill(5)
+    first = await backups.create(site.app, "MARS", tmp_path)
+    await site.delete()
+    await site.fill(3)
+    with pytest.raises(StreamReplacedError, match=r"has 3 as its last sequence, and .* has 5"):
+        await backups.create(site.app, "MARS", tmp_path, since=first)
+    await site.fill(3)
+    with pytest.raises(StreamReplacedError, match="MARS: message 1 is another one"):
+        await backups.create(site.app, "MARS", tmp_path, since=first)
+    assert backups.find(tmp_path) == [first], "nothing of the increment stays"
+    made = await backups.create_next(site.app, "MARS", tmp_path)
+    assert (made.backup.previous, "message 1 is another one" in made.full_because) == (None, True)
+    await site.delete()
+    assert (await backups.restore(site.app, made.backup)).state["messages"] == 6
+
+
+async def test_a_full_backup_is_made_where_no_increment_can_be(site: Site, tmp_path: Path) -> None:
+    await site.fill(5)
+    first = await backups.create_next(site.app, "MARS", tmp_path)
+    assert first.full_because == "there is none before it"
+    data = bytearray(first.backup.archive.read_bytes())
+    data[-20] ^= 1
+    first.backup.archive.write_bytes(data)
+    second = await backups.create_next(site.app, "MARS", tmp_path)
+    assert f"{first.backup.directory} is damaged" in second.full_because
+    third = await backups.create_next(site.app, "MARS", tmp_path, full_every_seconds=0)
+    assert "the last full one is of" in third.full_because
+    assert backups.verify(third.backup)
+
+
+async def test_an_increment_does_not_show_what_the_backup_before_encrypts(site: Site, tmp_path: Path) -> None:
+    key = Key(tmp_path / "key.txt")
+    await site.fill(5)
+    await backups.create(site.app, "MARS", tmp_path, encrypt_to=[key.public])
+    with pytest.raises(BackupError, match="say to whom the increment is"):
+        await backups.create_next(site.app, "MARS", tmp_path, identities=key.identities)
+    with pytest.raises(BackupError, match="say which keys open it"):
+        await backups.create_next(site.app, "MARS", tmp_path, encrypt_to=[key.public])
+    assert len(backups.find(tmp_path)) == 1
+
+
+async def test_what_lies_elsewhere_is_no_backup_before(site: Site, tmp_path: Path) -> None:
+    await site.fill(5)
+    elsewhere = await backups.create(site.app, "MARS", tmp_path / "elsewhere")
+    with pytest.raises(BackupError, match=r"does not lie in .*here/MARS"):
+        await backups.create(site.app, "MARS", tmp_path / "here", since=elsewhere)
