@@ -51,6 +51,7 @@ from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
 from aviso_workers.engine import dead_lettering, deferring, parts, sweeping, windowing
 from aviso_workers.engine.dead_lettering import DeadLetter
+from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.session import COURIER, COURIER_DURABLE, SWEEP, Session, open_session
 from aviso_workers.engine.threads import in_thread
 from aviso_workers.errors import (
@@ -150,9 +151,9 @@ class Harness:
         if within_seconds is not None:
             patience = within_seconds
         deadline = self.clock.monotonic() + patience
-        while unsettled := await self._unsettled():
+        while await self._is_unsettled():
             if not await self._let_time_pass(deadline):
-                raise AssertionError("\n  ".join([f"not settled within {patience:g} s:", *unsettled]))
+                raise AssertionError("\n  ".join([f"not settled within {patience:g} s:", *await self._left()]))
 
     async def advance(self, seconds: float) -> None:
         """Let so much time pass. On a server this is a sleep."""
@@ -345,21 +346,27 @@ class Harness:
         await anyio.sleep(NAP_SECONDS)
         return seconds < CODE_PATIENCE_SECONDS
 
-    async def _unsettled(self) -> list[str]:
-        """A sentence for each agent that has something left."""
+    async def _is_unsettled(self) -> bool:
+        """Whether any agent has something left. In virtual time this is asked after every call that falls due."""
         if self._clock:
             await at_rest()
-            return await self._left()
-        if not (left := await self._left()):
+        if any(line for agent in self.app.agents for line in self._lines(agent)):
+            return True
+        left = await self._left()
+        if not left and not self._clock:
             await anyio.sleep(LOOK_SECONDS)  # a server counts a little later
             left = await self._left()
-        return left
+        return bool(left)
+
+    def _lines(self, agent: Agent[Any, Any]) -> list[Line]:
+        """What each worker holds for the agent."""
+        return [worker.session.runs[agent.name].line for worker in self._workers if worker.session.runs]
 
     async def _left(self) -> list[str]:
         left = []
         for agent in self.app.agents:
             durable = agent.durable_name(self.app.name)
-            lines = [worker.session.runs[agent.name].line for worker in self._workers if worker.session.runs]
+            lines = self._lines(agent)
             read = (self._streams[agent.event_type], dead_lettering.RETRIES)
             facts = [await self._left_of(stream, durable) for stream in read]
             if held := sum(map(len, lines)):

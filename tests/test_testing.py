@@ -13,6 +13,8 @@ import msgspec
 import pytest
 
 from aviso_workers import Ack, App, Backoff, Batch, Batching, Notification, Reject, Retry, Stream, Tick, config
+from aviso_workers.backends import ConsumerInfo
+from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, UnavailableError
 from aviso_workers.server import NatsServer
@@ -380,6 +382,31 @@ class TestInVirtualTime:
             await notify(t, 1, 2)
             await t.settle()
         assert t.outcomes(agent) == ["acked", "acked"]
+
+    async def test_the_backend_is_not_asked_while_a_worker_holds_what_it_was_given(
+        self, app: App, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A heartbeat falls due hundreds of times meanwhile, and the harness would ask after each."""
+
+        @app.agent("mars")
+        async def agent(notification: Notification[Any]) -> None:
+            await app.session.backend.clock.sleep(3000)
+
+        asked: list[str] = []
+        """By the harness: workers do it for their records, with connections of their own."""
+        consumer_info = InMemoryBackend.consumer_info
+
+        async def noted(backend: InMemoryBackend, stream: str, consumer: str) -> ConsumerInfo:
+            if backend is t._watch:
+                asked.append(consumer)
+            return await consumer_info(backend, stream, consumer)
+
+        async with harness(app) as t:
+            await notify(t, 1)
+            monkeypatch.setattr(InMemoryBackend, "consumer_info", noted)
+            await t.settle()
+            assert t.outcomes(agent) == ["acked"]
+        assert len(asked) < 20
 
     async def test_a_timeout_is_over_when_the_test_lets_time_pass(self, app: App) -> None:
         running = anyio.Event()
