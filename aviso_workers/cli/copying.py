@@ -12,10 +12,14 @@ from aviso_workers.cli.administering import streams
 from aviso_workers.cli.backing_up import Storage, bar
 from aviso_workers.cli.finding import ConfigOption, connected_app
 from aviso_workers.errors import BackupError
-from aviso_workers.ops import copying
+from aviso_workers.ops import copying, following
 from aviso_workers.ops.copying import Copied
+from aviso_workers.ops.following import Followed
 
 __all__ = ["copy"]
+
+NOT_WHOLE = 3
+"""The exit code of a copy that was made, and lacks something."""
 
 
 @streams.command()
@@ -27,27 +31,81 @@ def copy(
     ] = None,
     storage: Annotated[Storage | None, typer.Option(help="Default: as it is.")] = None,
     replicas: Annotated[int | None, typer.Option(min=1, max=5, help="Default: as it is.")] = None,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", help="Append what is stored meanwhile, until the stream is fenced; also to carry on."),
+    ] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Copy a stream to another server, cluster or account, and compare; exit 1 where the copy differs."""
+    """Copy a stream to another server, cluster or account, and compare: exit 1 where it differs, 3 where it lags."""
 
-    async def run() -> Copied:
+    if follow and name not in (None, stream):
+        raise BackupError("--follow goes on until the copy takes the stream's place, which one with --as cannot")
+
+    async def run() -> None:
         async with connected_app(config) as source, connected_app(to_config) as target:
-            with bar(stream) as progress:
-                return await copying.copy(
-                    source, target, stream, name=name, storage=storage, replicas=replicas, progress=progress
-                )
+            if not (follow and await following.is_begun(source, target, stream)):
+                with bar(stream) as progress:
+                    copied = await copying.copy(
+                        source,
+                        target,
+                        stream,
+                        name=name,
+                        storage=storage,
+                        replicas=replicas,
+                        keep_fenced=follow,
+                        progress=progress,
+                    )
+                _print(stream, copied)
+                if copied.subjects or not follow:
+                    _end(stream, copied)
+                    return
+            _print_followed(await following.follow(source, target, stream, on_progress=_print_progress))
 
-    copied = anyio.run(run)
+    anyio.run(run)
+
+
+def _print(stream: str, copied: Copied) -> None:
+    name = copied.restored.stream
     if copied.compared.differences:
-        raise BackupError(f"{copied.restored.stream} is not as {stream} was: {'; '.join(copied.compared.differences)}")
+        raise BackupError(f"{name} is not as {stream} was: {'; '.join(copied.compared.differences)}")
     typer.echo(
-        f"{copied.restored.stream}: {copied.compared.restored.messages} messages and "
+        f"{name}: {copied.compared.restored.messages} messages and "
         f"{len(copied.compared.restored.consumers)} consumers copied and compared"
     )
-    if copied.meanwhile:
+    if copied.subjects:
+        typer.echo(f"{name} takes {', '.join(copied.subjects)} there")
+
+
+def _end(stream: str, copied: Copied) -> None:
+    """Say what is left to be done; exit 3 where the copy lacks what was stored meanwhile."""
+    if copied.subjects and not copied.original_is_fenced:
         typer.echo(
-            f"{copied.meanwhile} were stored in {stream} meanwhile and are not in the copy: to move a stream for good, "
-            f"`aviso-workers mirror fence {stream}` before",
+            f"{stream} takes them here as well: to move it for good, `aviso-workers mirror fence {stream}` before",
             err=True,
         )
+    if copied.meanwhile:
+        typer.echo(_moved_on(stream, copied), err=True)
+        raise typer.Exit(NOT_WHOLE)
+
+
+def _print_progress(appended: int, last: int) -> None:
+    typer.echo(f"{appended} appended, up to {last}", err=True)
+
+
+def _print_followed(found: Followed) -> None:
+    typer.echo(
+        f"{found.stream}: {found.messages} messages up to {found.last_sequence} and {found.consumers} consumers are as "
+        f"in the original; {found.appended} messages appended by this run, {found.deleted} deleted"
+    )
+    typer.echo(f"{found.stream} takes {', '.join(found.subjects)} there")
+
+
+def _moved_on(stream: str, copied: Copied) -> str:
+    told = f"{stream} has moved on: {copied.meanwhile} messages were stored meanwhile and are not in the copy"
+    if copied.restored.stream != stream:
+        return told
+    return (
+        f"{told}, which takes no publishes. The same command with --follow carries on from there; "
+        f"`aviso-workers mirror unfence {stream}` there lets it take publishes as it is"
+    )

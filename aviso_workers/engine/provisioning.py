@@ -204,7 +204,7 @@ def _require_usable(plan: Plan) -> None:
         )
     if plan.fenced:
         raise RefusedError(
-            f"stream {plan.stream} is fenced, because its mirror was promoted: connect to where that is, "
+            f"stream {plan.stream} is fenced, because its mirror was promoted or it moves: connect to where that is, "
             f"or take it back with `aviso-workers mirror unfence {plan.stream}`"
         )
     if plan.storage_mismatch:

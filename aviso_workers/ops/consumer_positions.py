@@ -53,13 +53,29 @@ async def carry(source: Place, target: Place) -> list[Carried]:
 
     Raises `BackendError`; a consumer that the server refuses is told of in what is returned.
     """
-    replicas = (await target.server.api(f"STREAM.INFO.{target.stream}", prefix=target.api))["config"]["num_replicas"]
+    replicas = await _replicas(target)
     present = {consumer["name"]: consumer for consumer in await _consumers(target)}
     return [
         await _carry_one(consumer, present.get(consumer["name"]), target, replicas=replicas)
         for consumer in await _consumers(source)
         if consumer["config"].get("durable_name")
     ]
+
+
+async def bring_on(source: Place, target: Place) -> int:
+    """Bring the consumers of a copy to where those of its original have come; returns how many there are.
+
+    One that has the same ack floor stays as it is, with what was acked behind it. Raises `BackendError`.
+    """
+    replicas = await _replicas(target)
+    floors = {consumer["name"]: consumer["ack_floor"]["stream_seq"] for consumer in await _consumers(target)}
+    originals = [consumer for consumer in await _consumers(source) if consumer["config"].get("durable_name")]
+    for consumer in originals:
+        if floors.get(consumer["name"]) == consumer["ack_floor"]["stream_seq"]:
+            continue
+        await _delete(target, consumer["name"])
+        await _make(consumer, target, replicas=replicas)
+    return len(originals)
 
 
 async def remove(target: Place, carried: Iterable[Carried]) -> None:
@@ -83,19 +99,29 @@ async def _carry_one(
         if present["delivered"]["consumer_seq"] or present.get("num_waiting"):
             return structs.replace(carried, made=False, next_sequence=present["ack_floor"]["stream_seq"] + 1)
         await _delete(target, name)  # nobody was given anything by it, as where this is repeated
-    config = {key: value for key, value in original["config"].items() if key not in STARTS}
-    config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": next_sequence}
-    config["num_replicas"] = min(config.get("num_replicas", 0), replicas)
-    request = {"stream_name": target.stream, "config": config, "action": "create"}
     try:
-        await target.server.api(f"CONSUMER.CREATE.{target.stream}.{name}", request, prefix=target.api)
+        await _make(original, target, replicas=replicas)
     except RefusedError as error:
         return structs.replace(carried, made=False, refused=str(error))
     return carried
 
 
+async def _make(original: Mapping[str, Any], target: Place, *, replicas: int) -> None:
+    """Make a consumer that begins after the ack floor of the original."""
+    config = {key: value for key, value in original["config"].items() if key not in STARTS}
+    config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": original["ack_floor"]["stream_seq"] + 1}
+    config["num_replicas"] = min(config.get("num_replicas", 0), replicas)
+    request = {"stream_name": target.stream, "config": config, "action": "create"}
+    await target.server.api(f"CONSUMER.CREATE.{target.stream}.{original['name']}", request, prefix=target.api)
+
+
 async def _consumers(place: Place) -> list[dict[str, Any]]:
     return await place.server.pages(f"CONSUMER.LIST.{place.stream}", "consumers", prefix=place.api)
+
+
+async def _replicas(place: Place) -> int:
+    info = await place.server.api(f"STREAM.INFO.{place.stream}", prefix=place.api)
+    return int(info["config"]["num_replicas"])
 
 
 async def _delete(place: Place, consumer: str) -> None:

@@ -21,13 +21,26 @@ from aviso_workers.errors import BackendError, NotFoundError, RefusedError, Unav
 from aviso_workers.ops import histories
 from aviso_workers.streams import FENCED
 
-__all__ = ["PROMOTED", "STALE_SECONDS", "Fenced", "Link", "Mirrors", "fence", "unfence", "what_is_left_out"]
+__all__ = [
+    "COPY_OF",
+    "NOWHERE",
+    "PROMOTED",
+    "STALE_SECONDS",
+    "Fenced",
+    "Link",
+    "Mirrors",
+    "fence",
+    "unfence",
+    "what_is_left_out",
+]
 
 STALE_SECONDS = 30.0
 """A mirror that has heard nothing for so long is not following: an idle origin is heard of every few seconds."""
 PROMOTED = "aviso-workers-promoted-from"
 """The metadata of a promoted mirror: the API and the name of its origin, and the last sequence that it mirrored (which
 is missing where an older version promoted it)."""
+COPY_OF = "aviso-workers-copy-of"
+"""The metadata of a copy that is not whole (see `copying`): when the stream was created that it is a copy of."""
 NOWHERE = "aviso_workers.fenced"
 """The subject that a fenced stream has, followed by its name: a stream cannot be without one."""
 ORIGIN_SECONDS = 2.0
@@ -142,12 +155,17 @@ async def fence(server: Administration, stream: str, *, api: str = "") -> Fenced
 
 
 async def unfence(server: Administration, stream: str, *, api: str = "") -> tuple[str, ...]:
-    """Give a fenced stream its subjects back, and return them. Raises `RefusedError` where it is not fenced."""
+    """Give a fenced stream its subjects back, also a copy that is not whole, and return them.
+
+    Raises `RefusedError` where it is not fenced.
+    """
     config = (await server.api(f"STREAM.INFO.{stream}", prefix=api))["config"]
     metadata = dict(config.get("metadata") or {})
     if FENCED not in metadata:
         raise RefusedError(f"{stream} is not fenced")
     subjects = metadata.pop(FENCED).split()
+    if metadata.pop(COPY_OF, None):
+        config.pop("subject_transform", None)  # by which it was appended to
     await server.api(f"STREAM.UPDATE.{stream}", {**config, "subjects": subjects, "metadata": metadata}, prefix=api)
     return tuple(subjects)
 

@@ -122,6 +122,8 @@ class _Promoting:
         self._began = anyio.current_time()
         async with self._fence() as fenced:
             gap = await self._catch_up(fenced.last_sequence, recreated=recreated)
+            # What was on its way to a stream of several replicas when it was fenced may be stored a moment later.
+            gap += await self._catch_up(await self._last_of_origin(), recreated=recreated)
             consumers = await consumer_positions.carry(there, here)
         subjects = subjects or fenced.subjects
         try:
@@ -152,13 +154,17 @@ class _Promoting:
         if not fenced.before:
             await mirroring.unfence(self._server, self.origin, api=self._api)
 
+    async def _last_of_origin(self) -> int:
+        info = await self._server.api(f"STREAM.INFO.{self.origin}", prefix=self._api)
+        return int(info["state"]["last_seq"])
+
     async def _catch_up(self, until: int, *, recreated: bool) -> int:
         """Return how many messages were missing, when they have come. Raises `RefusedError`."""
         missing: int | None = None
         with anyio.move_on_after(self._patience_seconds):
             while True:
                 last = int((await self._server.api(f"STREAM.INFO.{self._stream}"))["state"]["last_seq"])
-                missing = until - last if missing is None else missing
+                missing = max(0, until - last) if missing is None else missing
                 if last >= until:
                     return missing
                 await anyio.sleep(ASK_AGAIN_SECONDS)

@@ -70,6 +70,7 @@ async def restore(
     backup: Backup,
     *,
     name: str | None = None,
+    config: Mapping[str, Any] | None = None,
     storage: str | None = None,
     replicas: int | None = None,
     identities: Identities | None = None,
@@ -78,25 +79,26 @@ async def restore(
     """Make the stream of a backup again, with its messages, sequences and consumers; an increment's from its chain.
 
     Under another `name` it is a copy to look into: it has none of the original's subjects, mirrors or sources.
-    `storage` is `file` or `memory`. Inside of `async with app:`. Raises `BackupError` where the backup is damaged or
-    there is such a stream, `RefusedError` where the server is older than the backup's format needs, `BackendError`.
-    Nothing is touched then, and what was begun is removed. If this process is killed meanwhile, the stream stays
-    half-made: marked, without subjects, and replaced by the next `restore`.
+    A `config` takes the place of the one that the backup has; `storage` is `file` or `memory`. Inside of
+    `async with app:`. Raises `BackupError` where the backup is damaged or there is such a stream, `RefusedError` where
+    the server is older than the backup's format needs, `BackendError`. Nothing is touched then, and what was begun is
+    removed. If this process is killed meanwhile, the stream stays half-made: marked, without subjects, and replaced by
+    the next `restore`.
     """
     require_name(name)
     stream = name or backup.stream
-    config: dict[str, Any] = dict(backup.config) if stream == backup.stream else _standing_still(backup.config, stream)
+    wanted = dict(config or backup.config) if stream == backup.stream else _standing_still(backup.config, stream)
     changes = {"storage": storage, "num_replicas": replicas}
-    config |= {field: value for field, value in changes.items() if value is not None}
-    if not backup.of_entries and (stream, config["storage"]) != (backup.stream, backup.config["storage"]):
+    wanted |= {field: value for field, value in changes.items() if value is not None}
+    if not backup.of_entries and (stream, wanted["storage"]) != (backup.stream, backup.config["storage"]):
         raise BackupError(
             f"{backup.archive} was made by a nats-server before 2.15: it restores as it was, and no other"
         )
     _require_reader(app, backup)
     chains.require_identities(backup, identities)
     await anyio.to_thread.run_sync(_require_whole, backup)
-    await _make_room(app, config)
-    info = await _upload(app.session.backend.administration(), backup, config, identities, progress)
+    await _make_room(app, wanted)
+    info = await _upload(app.session.backend.administration(), backup, wanted, identities, progress)
     return Restored(stream=stream, state=info["state"], messages_before=backup.state["messages"])
 
 

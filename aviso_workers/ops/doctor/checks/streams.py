@@ -282,8 +282,8 @@ def two_histories(facts: Facts) -> Iterator[Finding]:
     "JS068",
     "Mirrors have the history of their origins",
     why="a mirror goes on after the last sequence that it has, so it lacks what an origin stored that was made again",
-    cure="keep what the mirror has under another name (`aviso-workers streams copy {stream} --as NAME`, or a backup), "
-    "remove it, and make it anew",
+    cure="keep what the mirror has (`aviso-workers backup create {stream} --to DIRECTORY`), remove it, and make it "
+    "anew",
     severity=State.FAIL,
 )
 def other_histories(facts: Facts) -> Iterator[Finding]:

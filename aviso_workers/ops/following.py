@@ -1,0 +1,308 @@
+"""A copy that follows its original until that stores no more, and then takes its place.
+
+Called by `streams copy --follow`, after a copy (see `copying`) or where one was interrupted. What the original has
+stored since is appended to the copy, each message under its own sequence: a publish says which sequence must be the
+last one before it, and a server refuses it otherwise. So what is repeated, whoever was killed in between, is stored
+once. Sequences that the original does not have any more are filled and emptied again. The copy is fenced meanwhile, and
+takes messages under another subject, which a transform of the server's turns into their own.
+
+When the original is fenced and nothing is missing, all messages of both are compared, what the original has deleted
+since is deleted in the copy, its consumers are brought to where those of the original have come, and it takes
+publishes. Appended messages have the time at which they were appended: only a restore keeps times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import anyio
+from msgspec import Struct
+
+from aviso_workers.app import App
+from aviso_workers.backends import Message, Outgoing
+from aviso_workers.errors import (
+    BackendError,
+    BackupError,
+    ConflictError,
+    NotFoundError,
+    OutcomeUnknownError,
+    UnavailableError,
+)
+from aviso_workers.ops import consumer_positions, copying
+from aviso_workers.ops.consumer_positions import Place
+from aviso_workers.ops.mirroring import COPY_OF, NOWHERE
+
+__all__ = ["Followed", "follow", "is_begun"]
+
+BATCH = 500
+"""Messages that are appended at a time."""
+LOOK_SECONDS = 1.0
+"""How often is looked whether the original has stored more."""
+PUBLISH_SECONDS = 30.0
+MOST_TRIES = 10
+"""How often in a row appending may fail before it is given up."""
+FILLER = "aviso_workers_filler"
+"""The last part of the subject of what is stored for a sequence that the original does not have."""
+EXPECTED = "Nats-Expected-"
+MESSAGE_ID = "Nats-Msg-Id"
+LAST_SEQUENCE = "Nats-Expected-Last-Sequence"
+SCHEDULE = "allow_msg_schedules"
+UNFIT = ("mirror", "sources", "subject_transform", "republish", "allow_msg_counter", SCHEDULE)
+"""What a stream does with messages that cannot be appended as they are."""
+
+
+class Followed(Struct, frozen=True, kw_only=True):
+    """What became of a copy that has followed its original to its end."""
+
+    stream: str
+    messages: int
+    """All that both have."""
+    appended: int
+    """How many of these this run has appended."""
+    deleted: int
+    """What the original had deleted since it was copied, and was deleted in the copy."""
+    last_sequence: int
+    subjects: tuple[str, ...]
+    consumers: int
+
+
+async def is_begun(source: App, target: App, stream: str) -> bool:
+    """Return whether there is a copy of this stream that is not whole. Raises `BackupError` where it is of another."""
+    try:
+        config = (await copying.info_of(target, stream))["config"]
+    except NotFoundError:
+        return False
+    copy_of = (config.get("metadata") or {}).get(COPY_OF)
+    if copy_of is None:
+        return False  # a restore that was interrupted is replaced, and anything else refused, by a copy
+    original = await copying.info_of(source, stream)
+    if copy_of != original["created"]:
+        raise BackupError(
+            f"{stream} there is a copy of a stream that was created at {copy_of}, and this one was created at "
+            f"{original['created']}: delete that copy to begin anew"
+        )
+    return True
+
+
+def _require_fit(config: Mapping[str, Any]) -> None:
+    """Raise `BackupError` where messages of such a stream cannot be appended to a copy one by one."""
+    if config.get("retention", "limits") != "limits":
+        raise BackupError(f"{config['name']} has retention {config['retention']}: fence it, and copy it as a whole")
+    if found := [field for field in UNFIT if config.get(field)]:
+        raise BackupError(f"{config['name']} has {', '.join(found)}: fence it, and copy it as a whole")
+
+
+async def follow(source: App, target: App, stream: str, *, on_progress: Callable[[int, int], None]) -> Followed:
+    """Append what is missing until the original is fenced and nothing is; then let the copy take its place.
+
+    `on_progress` is told how many messages were appended so far, and the last sequence of the copy, whenever this has
+    caught up. Inside of both apps' `async with`. Raises `BackupError` where the two are not the
+    same, and `BackendError`; it can be begun again then.
+    """
+    original = await copying.info_of(source, stream)
+    _require_fit(original["config"])
+    following = _Following(source, target, stream)
+    await following.open()
+    while True:
+        last = original["state"]["last_seq"]
+        if await following.catch_up(last):
+            on_progress(following.appended, last)
+        now = await copying.info_of(source, stream)
+        # What was on its way when it was fenced may be stored a moment later, so it is asked twice.
+        if copying.is_fenced(original["config"]) and now["state"]["last_seq"] == last:
+            return await following.finish(now["config"], last)
+        if now["state"]["last_seq"] == last:
+            await anyio.sleep(LOOK_SECONDS)
+            now = await copying.info_of(source, stream)
+        original = now
+
+
+class _Following:
+    """A copy on its way to being whole."""
+
+    def __init__(self, source: App, target: App, stream: str) -> None:
+        self.appended = 0
+        self._source = source
+        self._target = target
+        self._stream = stream
+        self._server = target.session.backend.administration()
+        self._without_id: set[int] = set()
+        """Sequences of messages whose id the copy has seen under another sequence."""
+
+    async def open(self) -> None:
+        """Let the copy take what is appended."""
+        config = (await copying.info_of(self._target, self._stream))["config"]
+        subject = f"{NOWHERE}.{self._stream}.>"
+        transform = {"src": subject, "dest": ">"}
+        await self._server.api(
+            f"STREAM.UPDATE.{self._stream}", config | {"subjects": [subject], "subject_transform": transform}
+        )
+
+    async def catch_up(self, last: int) -> bool:
+        """Append up to this sequence of the original's; returns whether anything was missing."""
+        failures, before = 0, await self._last()
+        while (at := await self._last()) < last:
+            known = len(self._without_id)
+            try:
+                await self._append_after(at, last)
+                failures = 0
+            except (UnavailableError, OutcomeUnknownError, ConflictError):
+                if len(self._without_id) > known or await self._last() > at:
+                    failures = 0  # what is to be done is known, or some of it is there
+                    continue
+                failures += 1
+                if failures == MOST_TRIES:
+                    raise
+                await anyio.sleep(LOOK_SECONDS)
+        if at > last:
+            raise BackupError(f"{self._stream} ends at {last}, and its copy at {at}: it is a copy of something else")
+        return before < last
+
+    async def finish(self, original: Mapping[str, Any], last: int) -> Followed:
+        """Compare, and let the copy take publishes."""
+        await self._remove_fillers()
+        messages, deleted = await self._compare(last)
+        source = Place(server=self._source.session.backend.administration(), stream=self._stream)
+        consumers = await consumer_positions.bring_on(source, Place(server=self._server, stream=self._stream))
+        subjects = await copying.release(self._target, self._stream, original)
+        return Followed(
+            stream=self._stream,
+            messages=messages,
+            appended=self.appended,
+            deleted=deleted,
+            last_sequence=last,
+            subjects=subjects,
+            consumers=consumers,
+        )
+
+    async def _append_after(self, at: int, last: int) -> None:
+        first = (await copying.info_of(self._source, self._stream))["state"]["first_seq"]
+        if first > at + 1:  # nothing of what the copy has is there any more
+            await self._server.api(f"STREAM.PURGE.{self._stream}", {"seq": first})
+            return
+        missing = self._missing(at, last)
+        async with aclosing(missing):
+            outgoing: list[Outgoing] = []
+            async for each in missing:
+                outgoing.append(each)
+                if len(outgoing) == BATCH:
+                    await self._store(outgoing)
+                    outgoing = []
+            await self._store(outgoing)
+
+    async def _missing(self, at: int, last: int) -> AsyncGenerator[Outgoing, None]:
+        """Yield what is to be stored under each sequence."""
+        reading = _read(self._source, self._stream, after=at, last=last)
+        async with aclosing(reading):
+            async for message in reading:
+                for sequence in range(at + 1, message.sequence):
+                    yield self._filler(sequence)
+                yield self._copy(message)
+                at = message.sequence
+        for sequence in range(at + 1, last + 1):  # the newest ones are not there any more
+            yield self._filler(sequence)
+
+    async def _store(self, outgoing: Sequence[Outgoing]) -> None:
+        if not outgoing:
+            return
+        answers = await self._target.session.backend.publish_many(outgoing, timeout_seconds=PUBLISH_SECONDS)
+        for each, answer in zip(outgoing, answers, strict=True):
+            if isinstance(answer, BackendError):
+                raise answer
+            if answer.duplicate:
+                self._without_id.add(_sequence(each))
+                raise OutcomeUnknownError(f"{self._stream}: message {_sequence(each)} has the id of another message")
+            self.appended += not _is_filler(each)
+        if any(map(_is_filler, outgoing)):
+            await self._remove_fillers()
+
+    async def _remove_fillers(self) -> None:
+        await self._server.api(f"STREAM.PURGE.{self._stream}", {"filter": FILLER})
+
+    def _copy(self, message: Message) -> Outgoing:
+        headers = _own_headers(message.headers)
+        message_id = "" if message.sequence in self._without_id else (message.headers or {}).get(MESSAGE_ID, "")
+        copied = Message(
+            subject=f"{NOWHERE}.{self._stream}.{message.subject}",
+            data=message.data,
+            headers=headers | {LAST_SEQUENCE: str(message.sequence - 1)},
+        )
+        return Outgoing(copied, message_id, self._stream)
+
+    def _filler(self, sequence: int) -> Outgoing:
+        headers = {LAST_SEQUENCE: str(sequence - 1)}
+        filler = Message(subject=f"{NOWHERE}.{self._stream}.{FILLER}", data=b"", headers=headers)
+        return Outgoing(filler, "", self._stream)
+
+    async def _last(self) -> int:
+        return int((await copying.info_of(self._target, self._stream))["state"]["last_seq"])
+
+    async def _compare(self, last: int) -> tuple[int, int]:
+        """Return how many messages both have, and how many were deleted in the copy. Raises `BackupError`."""
+        messages = deleted = 0
+        ours = _read(self._source, self._stream, after=0, last=last)
+        theirs = _read(self._target, self._stream, after=0, last=last)
+        async with aclosing(ours), aclosing(theirs):
+            async for original, found in _side_by_side(ours, theirs):
+                if original is None and found is not None:
+                    await self._target.session.backend.delete_message(self._stream, found.sequence)
+                    deleted += 1
+                elif original is not None and await self._differs(original, found):
+                    raise BackupError(
+                        f"{self._stream}: message {original.sequence} is not in the copy as it is in the original"
+                    )
+                else:
+                    messages += 1
+        return messages, deleted
+
+    async def _differs(self, original: Message, found: Message | None) -> bool:
+        if found is not None:
+            return _content(original) != _content(found)
+        # It may have become too old, in the copy and then in the original.
+        return await self._source.session.backend.message(self._stream, original.sequence) is not None
+
+
+async def _read(app: App, stream: str, *, after: int, last: int) -> AsyncGenerator[Message, None]:
+    """Yield the messages of a stream, none where it is known to end before."""
+    if after >= last:
+        return
+    reading = app.session.backend.read(stream, filter_subjects=(), start_sequence=after + 1, last_sequence=last)
+    async with aclosing(reading):
+        async for message in reading:
+            yield message
+
+
+async def _side_by_side(
+    ours: AsyncIterator[Message], theirs: AsyncIterator[Message]
+) -> AsyncIterator[tuple[Message | None, Message | None]]:
+    """Yield the messages of two streams by their sequence, with None where one of them has none."""
+    one, other = await anext(ours, None), await anext(theirs, None)
+    while one or other:
+        if other is None or (one is not None and one.sequence < other.sequence):
+            yield one, None
+            one = await anext(ours, None)
+        elif one is None or other.sequence < one.sequence:
+            yield None, other
+            other = await anext(theirs, None)
+        else:
+            yield one, other
+            one, other = await anext(ours, None), await anext(theirs, None)
+
+
+def _content(message: Message) -> tuple[str, bytes, dict[str, str]]:
+    return message.subject, message.data, _own_headers(message.headers)
+
+
+def _own_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the headers without those that say how a message was to be stored."""
+    return {key: value for key, value in (headers or {}).items() if not key.startswith(EXPECTED) and key != MESSAGE_ID}
+
+
+def _is_filler(outgoing: Outgoing) -> bool:
+    return outgoing.message.subject.endswith(FILLER)
+
+
+def _sequence(outgoing: Outgoing) -> int:
+    return int((outgoing.message.headers or {})[LAST_SEQUENCE]) + 1
