@@ -209,7 +209,8 @@ def unserved(node: Node) -> str:
 
     Raises ServerProcessError where the node does not answer.
     """
-    directory = Path(ask(node, "/varz")["jetstream"]["config"]["store_dir"])
+    # Not /varz: where that was asked before JetStream had started, it never tells the configuration.
+    directory = Path(ask(node, "/jsz?config=true")["config"]["store_dir"])
     return store.unserved(directory, lambda: _answer(node, store.SERVED))
 
 
