@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TransferSpeedColumn
-from rich.progress import Progress as Bars
 
 from aviso_workers.app import App
-from aviso_workers.cli.confirming import Yes, confirm
+from aviso_workers.cli.cleansing import cleanse
 from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
-from aviso_workers.cli.parsing import parse_where
+from aviso_workers.cli.identities import IdentityOption, identities_of
 from aviso_workers.cli.printing import print_table
+from aviso_workers.cli.progress import bar
 from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationError
 from aviso_workers.literals import Duration
 from aviso_workers.ops import backups
@@ -29,9 +25,6 @@ __all__ = ["Storage", "backup", "bar"]
 backup = typer.Typer(help="Backups of streams, with their consumers, as the nats CLI has them.", no_args_is_help=True)
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A backup, e.g. backups/MARS/20261120T060000.000Z.")]
-Identity = Annotated[
-    Path | None, typer.Option("--identity", metavar="FILE", help="Secret keys of age that open encrypted backups.")
-]
 EncryptTo = Annotated[
     list[str] | None,
     typer.Option("--encrypt-to", metavar="KEY|FILE", help="Encrypt to a public key of age, or to those in a file."),
@@ -69,7 +62,7 @@ def create(
         typer.Option(metavar="7d", help="As --since last, but a full backup where the last full one is older."),
     ] = None,
     encrypt_to: EncryptTo = None,
-    identity: Identity = None,
+    identity: IdentityOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Back up streams, which stay in use; then remove old backups, if asked to."""
@@ -122,9 +115,9 @@ def ls(directory: Below) -> None:
 
 
 @backup.command()
-def verify(directory: Below, *, identity: Identity = None) -> None:
+def verify(directory: Below, *, identity: IdentityOption = None) -> None:
     """Read all of a backup, or of all backups in a directory, and count what is in it; exit 1 if one is damaged."""
-    identities = _identities(identity)
+    identities = identities_of(identity)
     _end(_each(backups.places(directory) or [directory], lambda place: _verify(place, identities)))
 
 
@@ -136,11 +129,11 @@ def restore(
     ] = None,
     storage: Annotated[Storage | None, typer.Option(help="Default: as it was.")] = None,
     replicas: Annotated[int | None, typer.Option(min=1, max=5, help="Default: as it was.")] = None,
-    identity: Identity = None,
+    identity: IdentityOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Make a stream again from a backup, with its sequences and consumers. It must not exist."""
-    found, identities = backups.load(directory), _identities(identity)
+    found, identities = backups.load(directory), identities_of(identity)
 
     async def run(app: App) -> None:
         with bar(found.stream, backups.size(found)) as progress:
@@ -166,9 +159,9 @@ def restore(
 
 
 @backup.command()
-def drill(directory: Directory, *, identity: Identity = None, config: ConfigOption = None) -> None:
+def drill(directory: Directory, *, identity: IdentityOption = None, config: ConfigOption = None) -> None:
     """Restore a backup into a scratch stream, compare every message and consumer, and delete that again."""
-    found, identities = backups.load(directory), _identities(identity)
+    found, identities = backups.load(directory), identities_of(identity)
 
     async def run(app: App) -> None:
         with bar(found.stream, backups.size(found)) as progress:
@@ -183,42 +176,7 @@ def drill(directory: Directory, *, identity: Identity = None, config: ConfigOpti
     run_connected(connected_app(config), run)
 
 
-@backup.command()
-def cleanse(
-    directory: Directory,
-    where: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE...", help='A value, or JSON: step={"gte":24}. Of the stream\'s event type.'),
-    ] = None,
-    subject: Annotated[
-        str | None, typer.Option(metavar="SUBJECT", help="Instead: of these subjects, e.g. mars.od.>")
-    ] = None,
-    identity: Identity = None,
-    yes: Yes = False,
-    config: ConfigOption = None,
-) -> None:
-    """Remove messages from a backup for good, as a person's data; the rest restores with its sequences.
-
-    Of a full backup with increments, the messages are removed from all of them, whichever is named.
-    """
-    if bool(where) == bool(subject):
-        raise DeclarationError("say which messages: KEY=VALUE, or --subject")
-    found, identities = backups.load(directory), _identities(identity)
-    if subject:
-        takes = backups.of_subject(subject)
-    else:
-        takes = backups.of_identifier(connected_app(config).config, found, parse_where(where or []))
-    with bar(f"{found.stream}, reading", found.size) as progress:
-        plan = backups.plan_cleanse(found, takes, identities=identities, progress=progress)
-    typer.echo(f"{directory}: {len(plan.removed)} messages match, {plan.kept} stay")
-    if not plan.removed:
-        return
-    for change in plan.changes[1:] if len(plan.changes) > 1 else ():
-        typer.echo(f"{change.backup.directory}: is written anew as well")
-    confirm(yes, to="remove them")
-    with bar(f"{found.stream}, writing", found.size) as progress:
-        backups.cleanse(plan, progress=progress)
-    typer.echo(f"{directory}: {len(plan.removed)} messages removed")
+backup.command()(cleanse)
 
 
 @backup.command()
@@ -227,10 +185,10 @@ def merge(
     *,
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="It goes to DIR/STREAM/TIME.")],
     encrypt_to: EncryptTo = None,
-    identity: Identity = None,
+    identity: IdentityOption = None,
 ) -> None:
     """Make a full backup of an increment and those before it, or one that is not encrypted of one that is."""
-    found, identities = backups.load(directory), _identities(identity)
+    found, identities = backups.load(directory), identities_of(identity)
     with bar(found.stream, backups.size(found)) as progress:
         made = backups.merge(
             found,
@@ -249,7 +207,7 @@ def _maker(
     if since and full_every:
         raise DeclarationError("say --since or --full-every: the second makes increments as well")
     every = _parsed(full_every) if full_every else None
-    keys, identities = backups.read_recipients(encrypt_to or ()), _identities(identity)
+    keys, identities = backups.read_recipients(encrypt_to or ()), identities_of(identity)
 
     async def make(app: App, stream: str, progress: Progress) -> Made:
         if since == "last" or every is not None:
@@ -276,10 +234,6 @@ def _parsed(duration: str) -> Duration:
         return Duration.parse(duration)
     except ValueError as error:
         raise DeclarationError(str(error)) from error
-
-
-def _identities(file: Path | None) -> Identities | None:
-    return Identities.read(file) if file else None
 
 
 def _described(made: Backup) -> str:
@@ -326,12 +280,3 @@ def _end(failures: Sequence[AvisoWorkersError]) -> None:
     """What failed is told when the rest is done."""
     if failures:
         raise BackupError("\n".join(map(str, failures)))
-
-
-@contextmanager
-def bar(what: str, total: int | None = None) -> Iterator[Progress]:
-    """For people at a terminal; a log or a pipe gets none."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Bars(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bars:
-        yield partial(bars.advance, bars.add_task(what, total=total))

@@ -1,13 +1,20 @@
-"""How far a long command has come, told in lines, for terminals, pipes and logs alike."""
+"""How far a long command has come: a bar for a terminal, lines for terminals, pipes and logs alike."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.progress import Progress as Bars
 
-__all__ = ["ProgressLines"]
+from aviso_workers.ops.backups import Progress
+
+__all__ = ["ProgressLines", "bar"]
 
 EVERY_SECONDS = 10.0
 
@@ -35,3 +42,12 @@ class ProgressLines:
         left = max(self._total - self._count, 0) / rate
         line = f"{self._count} of {self._total} {self._done}, {rate:.0f} a second, about {left:.0f} s left"
         typer.echo(line, err=True)
+
+
+@contextmanager
+def bar(what: str, total: int | None = None) -> Iterator[Progress]:
+    """For people at a terminal; a log or a pipe gets none."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Bars(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bars:
+        yield partial(bars.advance, bars.add_task(what, total=total))

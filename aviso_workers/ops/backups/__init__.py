@@ -7,10 +7,12 @@ and `encryption` what only the owner of a key reads. How a server gives and take
 
 from __future__ import annotations
 
+from aviso_workers.ops.backups.archive import Takes
 from aviso_workers.ops.backups.chains import chain, size
-from aviso_workers.ops.backups.cleansing import Cleansing, Takes, cleanse, of_identifier, of_subject, plan_cleanse
+from aviso_workers.ops.backups.cleansing import Cleansing, cleanse, plan_cleanse
 from aviso_workers.ops.backups.creating import Made, create, create_next, named_streams
 from aviso_workers.ops.backups.encryption import Identities, read_recipients
+from aviso_workers.ops.backups.forgetting import Forgotten, forget, of_identifier, of_subject, one_of_each_chain
 from aviso_workers.ops.backups.merging import merge
 from aviso_workers.ops.backups.restoring import Drill, Restored, drill, read_back, restore
 from aviso_workers.ops.backups.retention import Keep, Pruned, prune
@@ -22,6 +24,7 @@ __all__ = [
     "Cleansing",
     "Contents",
     "Drill",
+    "Forgotten",
     "Identities",
     "Keep",
     "Made",
@@ -36,12 +39,14 @@ __all__ = [
     "create_next",
     "drill",
     "find",
+    "forget",
     "load",
     "merge",
     "named_streams",
     "newest",
     "of_identifier",
     "of_subject",
+    "one_of_each_chain",
     "places",
     "plan_cleanse",
     "prune",

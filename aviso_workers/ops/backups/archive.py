@@ -9,7 +9,7 @@ whether it is all there can be told, but not what is in it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -24,6 +24,7 @@ __all__ = [
     "STATE",
     "Entry",
     "StreamState",
+    "Takes",
     "encode",
     "entries",
     "has_end",
@@ -66,6 +67,10 @@ class Entry(Struct, frozen=True, gc=False):
     @property
     def body(self) -> bytes:
         return self.raw[self.body_at :]
+
+
+Takes = Callable[[Entry], bool]
+"""Whether a message is to go."""
 
 
 class StreamState(Struct, frozen=True, gc=False):

@@ -7,7 +7,7 @@ first: it no longer refers to what goes from those before it, which are whole as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from typing import Any
@@ -15,23 +15,16 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from aviso_workers import schema, subjects, topics
-from aviso_workers.backends.jetstream.wire import Headers
-from aviso_workers.codec import Message, NotificationReader
-from aviso_workers.config import Config
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import archive, chains, increments, s2
-from aviso_workers.ops.backups.archive import Entry
+from aviso_workers.ops.backups.archive import Entry, Takes
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.storing import Backup, Draft, Progress, ignore, load
 from aviso_workers.ops.backups.verifying import verify
 
-__all__ = ["Cleansing", "Takes", "cleanse", "of_identifier", "of_subject", "plan_cleanse"]
+__all__ = ["Cleansing", "cleanse", "plan_cleanse"]
 
 SECOND = 1_000_000_000
-
-Takes = Callable[[Entry], bool]
-"""Whether a message is to go."""
 
 
 class Cleansed(Struct, frozen=True):
@@ -52,24 +45,6 @@ class Cleansing(Struct, frozen=True, kw_only=True):
     changes: Sequence[Cleansed]
     """Each after those that it was made after."""
     identities: Identities | None
-
-
-def of_identifier(config: Config, backup: Backup, where: Mapping[str, Any]) -> Takes:
-    """The notifications that a filter lets through, as agents have it; a field that is left out takes any value.
-
-    Raises `BackupError` where the stream is that of no configured event type, `InvalidIdentifierError`.
-    """
-    for name, event_type in config.notification_schema.items():
-        if topics.stream_name(schema.topic_of(name, event_type).base) == backup.stream:
-            reader = NotificationReader(name, event_type, where=schema.parse_where(name, event_type, where))
-            return lambda entry: _is_read(reader, entry)
-    raise BackupError(f"{backup.stream} is the stream of no configured event type: say --subject")
-
-
-def of_subject(subject: str) -> Takes:
-    """The messages of a subject, which may have the wildcards of NATS."""
-    matches = subjects.pattern([subject]).fullmatch
-    return lambda entry: matches(entry.name.decode()) is not None
 
 
 def plan_cleanse(
@@ -194,14 +169,3 @@ def _state(state: Mapping[str, Any], first: Entry | None, kept: int, size: int) 
 def _rfc3339(timestamp_ns: int) -> str:
     seconds, nanoseconds = divmod(timestamp_ns, SECOND)
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{nanoseconds:09d}Z"
-
-
-def _is_read(reader: NotificationReader, entry: Entry) -> bool:
-    message = Message(
-        subject=entry.name.decode(),
-        data=entry.body,
-        headers=Headers(entry.headers),
-        sequence=entry.sequence,
-        timestamp_ns=entry.timestamp_ns,
-    )
-    return reader.matches(message)

@@ -64,6 +64,15 @@ class Wanted:
 
         return matches
 
+    def is_copy(self, stream: str, message: Message) -> bool:
+        """Whether a message of a stream is one of them or a copy of one, by what it says of itself alone."""
+        original = original_in(stream, message)
+        if original is not None and original[0] == self.stream:
+            message = original[1]
+        elif stream in CARRYING:
+            return False
+        return message.subject.startswith(self.subjects.removesuffix(">")) and self.matches(message)
+
     def copied_from(self, origin: str, relation: str, known: Mapping[int, int]) -> Matches:
         """Whether a message is the copy of one that was found in the stream `origin`, or that would have been there.
 

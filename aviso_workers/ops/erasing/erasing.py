@@ -27,7 +27,6 @@ from aviso_workers.codec import Message
 from aviso_workers.engine import deferring
 from aviso_workers.errors import (
     InvalidNotificationError,
-    NotFoundError,
     RefusedError,
     UnavailableError,
     UndecodableError,
@@ -35,13 +34,13 @@ from aviso_workers.errors import (
 from aviso_workers.ops.erasing import copies, deleting, records
 from aviso_workers.ops.erasing.copies import CARRYING, Matches, Wanted
 from aviso_workers.ops.erasing.records import Finding, Record
-from aviso_workers.ops.erasing.suspects import Suspect, subject_of_key, suspects
+from aviso_workers.ops.erasing.suspects import Suspect, parse_key, subject_of_key, suspects
 from aviso_workers.ops.wiping import event_type_of
 
 __all__ = ["ELSEWHERE", "INDEX_WITHIN", "Eraser", "Survey", "Unreached"]
 
 ELSEWHERE = (
-    "backups: `aviso-workers backup cleanse` rewrites them",
+    "backups: `aviso-workers backup cleanse DIR --erasure RECORD` rewrites them",
     "archives that Spark wrote, and whatever agents made of the notifications",
     "mirrors and sources in other accounts and domains: erase there as well",
 )
@@ -116,7 +115,7 @@ class Eraser:
         self._backend = app.session.backend
         name = event_type_of(app, event_type)
         self._wanted = Wanted(name, app.config.notification_schema[name], where=where or {}, sequence=sequence)
-        self._keys = [_holder_and_key(key) for key in keys]
+        self._keys = [parse_key(key) for key in keys]
         self._known: dict[str, dict[int, int]] = {}
         """By stream, the sequences and store times of what has been found so far, also of what is erased by now."""
         self._what: dict[str, str] = {}
@@ -205,8 +204,6 @@ class Eraser:
         given: dict[str, list[str]] = {}
         for holder, key in self._keys:
             stream, subject = subject_of_key(infos, holder, key)
-            if not stream:
-                raise NotFoundError(f"no bucket {holder!r}, and no counter")
             given.setdefault(stream, []).append(subject)
         return given
 
@@ -374,10 +371,3 @@ def _finding(stream: str, what: str, messages: Mapping[int, int]) -> Finding:
 
 def _is_one_of(subjects: frozenset[str], message: Message) -> bool:
     return message.subject in subjects
-
-
-def _holder_and_key(text: str) -> tuple[str, str]:
-    holder, slash, key = text.partition("/")
-    if not (holder and slash and key):
-        raise InvalidNotificationError(f"{text!r} is not BUCKET/KEY, such as index__sums/od")
-    return holder, key

@@ -18,10 +18,10 @@ from msgspec import Struct
 from aviso_workers.backends import Backend, Message, StreamInfo
 from aviso_workers.codec import UNREADABLE_JSON
 from aviso_workers.engine import consumer_records, failing, scheduling, tabling
-from aviso_workers.errors import BackendError
+from aviso_workers.errors import BackendError, InvalidNotificationError, NotFoundError
 from aviso_workers.tables import decode_key
 
-__all__ = ["Suspect", "subject_of_key", "suspects"]
+__all__ = ["Suspect", "parse_key", "subject_of_key", "subjects_of_key", "suspects"]
 
 BUCKET, OF_KEYS = "KV_", "$KV."
 LONGEST_WORDS = 9
@@ -58,14 +58,28 @@ async def suspects(backend: Backend, infos: Mapping[str, StreamInfo], values: It
     return [suspect for suspect in found if suspect.keys or suspect.unread]
 
 
+def parse_key(text: str) -> tuple[str, str]:
+    """Return what `--key` names: a bucket or `<app>__<counter>`, and a key. Raises `InvalidNotificationError`."""
+    holder, slash, key = text.partition("/")
+    if not (holder and slash and key):
+        raise InvalidNotificationError(f"{text!r} is not BUCKET/KEY, such as index__sums/od")
+    return holder, key
+
+
+def subjects_of_key(holder: str, key: str) -> tuple[str, str]:
+    """Return the subjects of a key: that of a bucket of this name, and that of a counter `<app>__<counter>`."""
+    app, _, name = holder.rpartition("__")
+    return f"{OF_KEYS}{holder}.{key}", f"{tabling.COUNTERS_SUBJECT}.{app}.{name}.{key}"
+
+
 def subject_of_key(infos: Mapping[str, StreamInfo], holder: str, key: str) -> tuple[str, str]:
-    """Return the stream and the subject of a key of a bucket, or of a counter `<app>__<name>`; no stream: neither."""
+    """Return the stream and the subject of a key, of those streams that there are. Raises `NotFoundError`."""
+    of_bucket, of_counter = subjects_of_key(holder, key)
     if f"{BUCKET}{holder}" in infos:
-        return f"{BUCKET}{holder}", f"{OF_KEYS}{holder}.{key}"
-    app, parts, name = holder.rpartition("__")
-    if parts and tabling.COUNTERS in infos:
-        return tabling.COUNTERS, f"{tabling.COUNTERS_SUBJECT}.{app}.{name}.{key}"
-    return "", ""
+        return f"{BUCKET}{holder}", of_bucket
+    if "__" in holder and tabling.COUNTERS in infos:
+        return tabling.COUNTERS, of_counter
+    raise NotFoundError(f"no bucket {holder!r}, and no counter")
 
 
 async def _bucket(backend: Backend, bucket: str, values: set[str]) -> Suspect:

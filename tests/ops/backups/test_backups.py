@@ -25,7 +25,7 @@ from aviso_workers import App, streams
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.errors import BackupError, InvalidIdentifierError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.ops import backups, stream_policy
-from aviso_workers.ops.backups import Backup, Keep, restoring
+from aviso_workers.ops.backups import Backup, Forgotten, Keep, restoring
 from aviso_workers.ops.backups.storing import Draft
 from aviso_workers.server import NatsServer, running
 from tests.conftest import write_mars_config
@@ -387,8 +387,8 @@ async def test_a_cluster_takes_it_with_other_replicas_and_gives_it_back(original
 async def test_cleansed_of_notifications_it_restores_without_them(
     site: Site, copied: Backup, original: Original
 ) -> None:
-    takes = backups.of_identifier(site.app.config, copied, {"class": "od", "step": {"gte": 990}})
-    plan = backups.plan_cleanse(copied, takes)
+    wanted = backups.of_identifier(site.app.config, [copied], {"class": "od", "step": {"gte": 990}})
+    plan = backups.plan_cleanse(copied, Forgotten(wanted).takes(copied))
     assert (len(plan.removed), plan.kept) == (
         STORED // 100 - 1,
         STORED * 99 // 100,
@@ -442,14 +442,14 @@ async def test_what_cannot_be_cleansed_is_told(site: Site, original: Original, c
     with pytest.raises(BackupError, match="is damaged"):
         backups.plan_cleanse(copied, backups.of_subject(">"))
     with pytest.raises(InvalidIdentifierError, match="'colour'"):
-        backups.of_identifier(site.app.config, original.backup, {"colour": "red"})
+        backups.of_identifier(site.app.config, [original.backup], {"colour": "red"})
 
 
 async def test_other_streams_are_not_cleansed_by_identifier(site: Site, tmp_path: Path) -> None:
     await site.server.api("STREAM.CREATE.OTHER", {"name": "OTHER", "subjects": ["other"]})
     backup = await backups.create(site.app, "OTHER", tmp_path)
-    with pytest.raises(BackupError, match="OTHER is the stream of no configured event type: say --subject"):
-        backups.of_identifier(site.app.config, backup, {"class": "od"})
+    with pytest.raises(BackupError, match="OTHER: that is the stream of no configured event type: say --event, or --s"):
+        backups.of_identifier(site.app.config, [backup], {"class": "od"})
 
 
 async def test_a_backup_of_a_server_before_2_15(site: Site, tmp_path: Path) -> None:

@@ -1,0 +1,21 @@
+"""`--identity`: what opens encrypted backups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aviso_workers.ops.backups import Identities
+
+__all__ = ["IdentityOption", "identities_of"]
+
+IdentityOption = Annotated[
+    Path | None, typer.Option("--identity", metavar="FILE", help="Secret keys of age that open encrypted backups.")
+]
+
+
+def identities_of(file: Path | None) -> Identities | None:
+    """Return the keys in the file; None of none. Raises `BackupError`."""
+    return Identities.read(file) if file else None
