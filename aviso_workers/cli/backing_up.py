@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
+import anyio
 import typer
 
+from aviso_workers import logs
 from aviso_workers.app import App
 from aviso_workers.cli.cleansing import cleanse
 from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
 from aviso_workers.cli.identities import IdentityOption, identities_of
 from aviso_workers.cli.printing import print_table
 from aviso_workers.cli.progress import bar
+from aviso_workers.config import Config
 from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationError
 from aviso_workers.literals import Duration
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, Identities, Keep, Made, Progress
+from aviso_workers.ops.backups import Backup, Identities, Keep, Made, Progress, Schedule
 
 __all__ = ["Storage", "backup", "bar"]
 
@@ -61,6 +65,9 @@ def create(
         str | None,
         typer.Option(metavar="7d", help="As --since last, but a full backup where the last full one is older."),
     ] = None,
+    every: Annotated[
+        str | None, typer.Option(metavar="6h", help="Stay, and back up each stream as often, until SIGTERM or Ctrl-C.")
+    ] = None,
     encrypt_to: EncryptTo = None,
     identity: IdentityOption = None,
     config: ConfigOption = None,
@@ -69,6 +76,12 @@ def create(
     if bool(names) == everything:
         raise DeclarationError("say what to back up: event types or streams, or --all")
     make = _maker(to, since, full_every, encrypt_to, identity)
+    if every:
+        if encrypt_to and (since or full_every) and not identity:
+            raise DeclarationError("increments after encrypted backups need --identity, to compare with them")
+        schedule = Schedule(names=names or (), to=to, every_seconds=_parsed(every), keep=Keep(newest, days))
+        _keep_backing_up(schedule, connected_app(config).config, make)
+        return
 
     async def run(app: App) -> list[AvisoWorkersError]:
         failures: list[AvisoWorkersError] = []
@@ -200,6 +213,33 @@ def merge(
     typer.echo(_described(made))
 
 
+def _keep_backing_up(schedule: Schedule, config: Config, make: Callable[[App, str, Progress], Awaitable[Made]]) -> None:
+    logs.configure(config.workers.logging)
+
+    async def make_silently(app: App, stream: str) -> Made:
+        return await make(app, stream, lambda size: None)
+
+    async def until_signal() -> None:
+        errors: list[AvisoWorkersError] = []
+
+        async def work() -> None:
+            try:
+                await backups.keep_backing_up(schedule, lambda: connected_app(config), make_silently)
+            except AvisoWorkersError as error:  # raised outside of the group, as itself
+                errors.append(error)
+                tasks.cancel_scope.cancel()
+
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(work)
+                await anext(signals)
+                tasks.cancel_scope.cancel()
+        if errors:
+            raise errors[0]
+
+    anyio.run(until_signal)
+
+
 def _maker(
     to: Path, since: str | None, full_every: str | None, encrypt_to: Sequence[str] | None, identity: Path | None
 ) -> Callable[[App, str, Progress], Awaitable[Made]]:
@@ -231,9 +271,12 @@ def _maker(
 
 def _parsed(duration: str) -> Duration:
     try:
-        return Duration.parse(duration)
+        parsed = Duration.parse(duration)
     except ValueError as error:
         raise DeclarationError(str(error)) from error
+    if not parsed:
+        raise DeclarationError(f"{duration} is no time to wait")
+    return parsed
 
 
 def _described(made: Backup) -> str:

@@ -199,8 +199,11 @@ def test_an_encrypted_chain_is_made_verified_merged_and_restored(run: Run, fille
     assert "4 messages" in run("backup", "verify", "plain").out
 
 
-def test_how_to_make_increments_is_said_once(run: Run, config: Path) -> None:
+def test_how_to_make_backups_is_said_clearly(run: Run, config: Path) -> None:
+    key = Key(Path("key.txt"))
     for said, found in {
+        ("--every", "0s"): "0s is no time to wait",
+        ("--every", "6h", "--since", "last", "--encrypt-to", key.public): "need --identity, to compare with them",
         ("--since", "last", "--full-every", "7d"): "say --since or --full-every",
         ("--full-every", "soon"): "'soon'",
         ("--encrypt-to", "age1wrong"): "is no public key of age",

@@ -16,6 +16,7 @@ from aviso_workers.ops.backups.forgetting import Forgotten, forget, of_identifie
 from aviso_workers.ops.backups.merging import merge
 from aviso_workers.ops.backups.restoring import Drill, Restored, drill, read_back, restore
 from aviso_workers.ops.backups.retention import Keep, Pruned, prune
+from aviso_workers.ops.backups.scheduling import Schedule, keep_backing_up
 from aviso_workers.ops.backups.storing import Backup, Progress, Record, find, load, newest, places
 from aviso_workers.ops.backups.verifying import Contents, verify
 
@@ -32,6 +33,7 @@ __all__ = [
     "Pruned",
     "Record",
     "Restored",
+    "Schedule",
     "Takes",
     "chain",
     "cleanse",
@@ -40,6 +42,7 @@ __all__ = [
     "drill",
     "find",
     "forget",
+    "keep_backing_up",
     "load",
     "merge",
     "named_streams",

@@ -44,6 +44,7 @@ __all__ = [
     "Record",
     "create_file",
     "damage",
+    "exclusive",
     "find",
     "ignore",
     "load",
@@ -434,6 +435,22 @@ def _sweep(parent: Path) -> None:
                 shutil.rmtree(left)
             finally:
                 os.close(lock)
+
+
+@contextmanager
+def exclusive(directory: Path) -> Iterator[None]:
+    """Nobody else does this in the directory meanwhile. Raises `BlockingIOError` where somebody does, `BackupError`."""
+    try:
+        make_directory(directory)
+        lock = _locked(directory)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise BackupError(f"cannot write to {directory}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 def _locked(directory: Path) -> int:
