@@ -114,6 +114,11 @@ class Headers(Mapping[str, str]):
         self._block = block
         self._fields: dict[str, str] | None = None
 
+    @property
+    def raw(self) -> bytes:
+        """As they are on the wire."""
+        return self._block
+
     def __getitem__(self, name: str) -> str:
         return self._decoded()[name]
 

@@ -9,8 +9,9 @@ whether it is all there can be told, but not what is in it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Annotated
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
@@ -29,6 +30,7 @@ __all__ = [
     "entries",
     "has_end",
     "has_entries",
+    "state_of",
     "stored_bytes",
 ]
 
@@ -37,6 +39,7 @@ STATE = b"state.json"
 CONSUMERS = b"consumers/"
 """How the name of a consumer's entry begins."""
 TAR_END = bytes(1024)
+SECOND = 1_000_000_000
 FIELDS = 5
 FIELD_BITS = 63
 """Where the last byte of a number of 64 bits begins."""
@@ -130,11 +133,41 @@ def _next(blocks: Iterator[bytes], least: int) -> bytes:
     return b"".join(pieces)
 
 
-def encode(name: bytes, data: bytes, *, timestamp_ns: int) -> bytes:
-    """An entry about the stream."""
+def encode(name: bytes, data: bytes, *, timestamp_ns: int, sequence: int = 0, headers: bytes = b"") -> bytes:
+    """An entry about the stream, or with a sequence a message; `headers` as they are on the wire."""
     time = timestamp_ns << 1 if timestamp_ns >= 0 else ~(timestamp_ns << 1)
-    fields = (len(name), time, 0, 0, len(data))
-    return b"".join(map(_varint, fields)) + name + data
+    fields = (len(name), time, sequence, len(headers), len(data))
+    return b"".join(map(_varint, fields)) + name + headers + data
+
+
+def state_of(
+    before: Mapping[str, Any],
+    *,
+    messages: int,
+    size: int,
+    first: tuple[int, int] | None,
+    last_sequence: int | None = None,
+) -> dict[str, Any]:
+    """Return the state of a stream that has other messages than `before`: `size` in bytes as a server counts them,
+    `first` the sequence and the time of the first one in nanoseconds, `last_sequence` where that is another one too.
+    """
+    last = int(before["last_seq"]) if last_sequence is None else last_sequence
+    first_sequence = first[0] if first else last + 1  # a server checks that an empty stream begins after its end
+    counted = {
+        "messages": messages,
+        "bytes": size,
+        "first_seq": first_sequence,
+        "last_seq": last,
+        "num_deleted": last + 1 - first_sequence - messages,
+        "consumer_count": before["consumer_count"],
+    }
+    times = {"last_ts": before["last_ts"]} | ({"first_ts": _rfc3339(first[1])} if first else {})
+    return counted | times
+
+
+def _rfc3339(timestamp_ns: int) -> str:
+    seconds, nanoseconds = divmod(timestamp_ns, SECOND)
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{nanoseconds:09d}Z"
 
 
 def stored_bytes(entry: Entry, *, in_memory: bool) -> int:

@@ -15,7 +15,7 @@ from aviso_workers import streams
 from aviso_workers.app import App
 from aviso_workers.errors import BackupError, NotFoundError, StreamReplacedError, UnknownEventTypeError
 from aviso_workers.ops import wiping
-from aviso_workers.ops.backups import archive, chains, increments, s2
+from aviso_workers.ops.backups import archive, chains, completing, increments, s2
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces
 from aviso_workers.ops.backups.storing import Backup, Draft, Progress, find, ignore, place_of
@@ -53,7 +53,7 @@ async def create(
     if since:
         await anyio.to_thread.run_sync(lambda: _require_continuable(since, place, encrypt_to, identities))
     server = app.session.backend.administration()
-    async with server.snapshot(stream) as snapshot, aclosing(snapshot.chunks) as chunks:
+    async with completing.snapshot(app, stream, beside=to) as snapshot, aclosing(snapshot.chunks) as chunks:
         if streams.is_unfinished(snapshot.config):
             raise BackupError(f"{stream} is what a restore left that was interrupted: restore it again first")
         if since and snapshot.state["last_seq"] < since.state["last_seq"]:

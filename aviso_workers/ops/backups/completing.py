@@ -1,0 +1,290 @@
+"""Snapshots of streams in use that lack nothing of one moment.
+
+Called by `creating` in place of the server's snapshot. A server reads a stream while it is in use. What is deleted
+before it is read is missing, and what is stored after the beginning is not in it. A key of a table that is written
+meanwhile is then in the snapshot neither as it was nor as it is, because its new message has removed the old one. The
+same goes for all streams in which messages take the place of others (see `may_lack`).
+
+So of such a stream, what was stored since is read as well, up to the last sequence of a moment, and again from there
+until nothing is missing in what was read. What the stream held at that last moment was either there when the snapshot
+began and stayed, so the snapshot has it, or was stored since and stayed, so it was read. Messages whose place was taken
+are left out again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import tempfile
+from base64 import b64decode
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from datetime import datetime
+from operator import attrgetter
+from pathlib import Path
+from typing import IO, Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+from msgspec import Struct, structs
+
+from aviso_workers.app import App
+from aviso_workers.backends import Snapshot
+from aviso_workers.backends.jetstream.wire import Headers
+from aviso_workers.codec import Message
+from aviso_workers.errors import BackupError, NotFoundError
+from aviso_workers.ops.backups import archive, s2
+from aviso_workers.ops.backups.archive import Entry
+from aviso_workers.ops.backups.s2 import MalformedError
+from aviso_workers.ops.backups.storing import make_directory
+
+__all__ = ["may_lack", "snapshot", "spooled"]
+
+NO_MESSAGE = 10037
+"""JetStream: the stream has no such message."""
+PIECE_BYTES = 512 * 1024
+FEW = 20
+"""So many messages are asked for one by one; more are read by a consumer, which has to be made and removed."""
+CATCH_UP_SECONDS = 60.0
+
+
+def may_lack(config: Mapping[str, Any]) -> bool:
+    """Return whether messages of the stream take the place of others, so that a plain snapshot may have neither."""
+    return bool(
+        config.get("max_msgs_per_subject", -1) > 0
+        or config.get("allow_rollup_hdrs")
+        or config.get("allow_msg_schedules")
+    )
+
+
+@asynccontextmanager
+async def snapshot(app: App, stream: str, *, beside: Path, earlier: IO[bytes] | None = None) -> AsyncIterator[Snapshot]:
+    """As `Administration.snapshot`, and whole. What is spooled meanwhile takes room in the directory `beside`.
+
+    With `earlier`, an archive that `spooled` has made, it also has the messages that only that one has. Raises
+    `BackupError` where the directory cannot be written to, or the archive of a server before 2.15 would lack messages.
+    """
+    server = app.session.backend.administration()
+    async with server.snapshot(stream) as sent, aclosing(sent.chunks):
+        if earlier is None and not may_lack(sent.config):
+            yield sent
+            return
+        with ExitStack() as stack:
+            file = stack.enter_context(_temporary_file(beside))
+            await _receive(sent, file)
+            before = sent.state
+            after = (await server.api(f"STREAM.INFO.{stream}"))["state"]
+            if earlier is None and _removed(before, after) == 0:
+                yield structs.replace(sent, chunks=_read(file))
+                return
+            since = stack.enter_context(_temporary_file(beside))
+            in_bulk = sent.config.get("retention", "limits") == "limits"
+            last = await _store_since(app, stream, before["last_seq"], since, in_bulk=in_bulk)
+            merging = _Merging([*([earlier] if earlier else []), file, since], sent, last_sequence=last)
+            state = await anyio.to_thread.run_sync(merging.count)
+            yield structs.replace(sent, state=state, chunks=_following(merging.pieces))
+
+
+@asynccontextmanager
+async def spooled(app: App, stream: str, *, beside: Path) -> AsyncIterator[IO[bytes]]:
+    """A whole snapshot of a stream as a file, to be given to `snapshot` as the earlier one. Raises as that does."""
+    with _temporary_file(beside) as file:
+        async with snapshot(app, stream, beside=beside) as found:
+            await _receive(found, file)
+        yield file
+
+
+def _removed(before: Mapping[str, Any], after: Mapping[str, Any]) -> int:
+    """Return how many messages left the stream between two of its states."""
+    stored: int = after["last_seq"] - before["last_seq"]
+    more: int = after["messages"] - before["messages"]
+    return stored - more
+
+
+@contextmanager
+def _temporary_file(beside: Path) -> Iterator[IO[bytes]]:
+    try:
+        make_directory(beside)
+        with tempfile.TemporaryFile(dir=beside) as file:
+            yield file
+    except OSError as error:
+        raise BackupError(f"cannot write to {beside}: {error.strerror}") from error
+
+
+async def _receive(sent: Snapshot, file: IO[bytes]) -> None:
+    async for chunk in sent.chunks:
+        await anyio.to_thread.run_sync(file.write, chunk)
+
+
+async def _store_since(app: App, stream: str, sequence: int, file: IO[bytes], *, in_bulk: bool) -> int:
+    """Write an archive of the messages after a sequence up to a moment of which none is missing; return the last
+    sequence of the stream then. `in_bulk`: readers may be made beside its consumers.
+    """
+    entries = [archive.MAGIC]
+    try:
+        with anyio.fail_after(CATCH_UP_SECONDS):
+            complete = False
+            while not complete:
+                last = (await app.session.backend.stream_info(stream)).last_sequence
+                read = _in_bulk if in_bulk and last - sequence > FEW else _one_by_one
+                found = [_encoded(each) async for each in read(app, stream, sequence, last)]
+                entries += found
+                # Where one is missing, its place was taken before it was read, perhaps by one after the last.
+                complete = len(found) == last - sequence
+                sequence = last
+    except TimeoutError as error:
+        raise BackupError(
+            f"{stream} is written to faster than it is read: after {CATCH_UP_SECONDS:g} s no moment was found of which "
+            "nothing is missing; back it up while less is written"
+        ) from error
+    entries.append(archive.END)
+    await anyio.to_thread.run_sync(file.writelines, s2.written(entries))
+    return sequence
+
+
+async def _in_bulk(app: App, stream: str, after: int, last: int) -> AsyncGenerator[Message, None]:
+    reading = app.session.backend.read(stream, filter_subjects=(), start_sequence=after + 1, last_sequence=last)
+    async with aclosing(reading):
+        async for message in reading:
+            yield message
+
+
+async def _one_by_one(app: App, stream: str, after: int, last: int) -> AsyncGenerator[Message, None]:
+    server = app.session.backend.administration()
+    while after < last:
+        try:
+            answer = await server.api(f"STREAM.MSG.GET.{stream}", {"seq": after + 1, "next_by_subj": ">"})
+        except NotFoundError as error:
+            if error.code != NO_MESSAGE:
+                raise
+            return
+        found = answer["message"]
+        after = found["seq"]
+        if after <= last:
+            yield Message(
+                subject=found["subject"],
+                data=b64decode(found.get("data", "")),
+                headers=Headers(b64decode(found.get("hdrs", ""))),
+                sequence=after,
+                timestamp_ns=_nanoseconds(found["time"]),
+            )
+
+
+def _encoded(message: Message) -> bytes:
+    headers = message.headers.raw if isinstance(message.headers, Headers) else b""
+    return archive.encode(
+        message.subject.encode(),
+        message.data,
+        timestamp_ns=message.timestamp_ns,
+        sequence=message.sequence,
+        headers=headers,
+    )
+
+
+def _nanoseconds(time: str) -> int:
+    """Return a time of RFC 3339 in UTC as nanoseconds since 1970."""
+    seconds, _, fraction = time.removesuffix("Z").partition(".")
+    whole = int(msgspec.convert(f"{seconds}Z", datetime).timestamp())
+    return whole * 1_000_000_000 + int(fraction.ljust(9, "0") or "0")
+
+
+class _Place(Struct, frozen=True, gc=False):
+    """What of a message counts for the state of its stream."""
+
+    sequence: int
+    timestamp_ns: int
+    size: int
+
+
+class _Merging:
+    """Archives of one stream as one, the oldest first. Of a message that several have, the first is taken."""
+
+    def __init__(self, files: Sequence[IO[bytes]], sent: Snapshot, *, last_sequence: int) -> None:
+        self._files = files
+        self._sent = sent
+        self._last_sequence = last_sequence
+        self._most = max(0, sent.config.get("max_msgs_per_subject", -1))
+        self._in_memory = sent.config.get("storage") == "memory"
+        self._replaced: set[int] = set()
+        self._state: dict[str, Any] = {}
+
+    def count(self) -> dict[str, Any]:
+        """Return the stream's state with the messages of all archives. Raises `BackupError`."""
+        newest: defaultdict[bytes, deque[int]] = defaultdict(deque)
+        places: dict[int, _Place] = {}
+        for entry in self._messages():
+            size = archive.stored_bytes(entry, in_memory=self._in_memory)
+            places[entry.sequence] = _Place(entry.sequence, entry.timestamp_ns, size)
+            if self._most:
+                newest[entry.name].append(entry.sequence)
+                if len(newest[entry.name]) > self._most:
+                    self._replaced.add(newest[entry.name].popleft())
+        kept = [place for sequence, place in places.items() if sequence not in self._replaced]
+        self._state = archive.state_of(
+            self._sent.state,
+            messages=len(kept),
+            size=sum(place.size for place in kept),
+            first=(kept[0].sequence, kept[0].timestamp_ns) if kept else None,
+            last_sequence=self._last_sequence,
+        )
+        return self._state
+
+    def pieces(self) -> Iterator[bytes]:
+        """Return the archive of all, after `count`."""
+        return s2.written(self._raw())
+
+    def _raw(self) -> Iterator[bytes]:
+        yield archive.MAGIC
+        sent = self._entries(self._files[-2])
+        head = next(sent)
+        yield archive.encode(head.name, msgspec.json.encode(self._state), timestamp_ns=head.timestamp_ns)
+        for entry in sent:
+            if entry.sequence:
+                break
+            yield entry.raw
+        for entry in self._messages():
+            if entry.sequence not in self._replaced:
+                yield entry.raw
+        yield archive.END
+
+    def _messages(self) -> Iterator[Entry]:
+        last = 0
+        each = [(entry for entry in self._entries(file) if entry.sequence) for file in self._files]
+        for entry in heapq.merge(*each, key=attrgetter("sequence")):
+            if entry.sequence > last:
+                last = entry.sequence
+                yield entry
+
+    def _entries(self, file: IO[bytes]) -> Iterator[Entry]:
+        at = 0
+
+        class Reading:
+            """The file, which others read at another place."""
+
+            def read(self, size: int, /) -> bytes:
+                nonlocal at
+                file.seek(at)
+                data = file.read(size)
+                at = file.tell()
+                return data
+
+        try:
+            yield from archive.entries(Reading())
+        except MalformedError as error:
+            raise BackupError(
+                f"{self._sent.config['name']} was written to while the server read it, and its archive cannot be "
+                f"completed: {error}. Of a nats-server before 2.15, back it up while nobody writes"
+            ) from error
+
+
+async def _read(file: IO[bytes]) -> AsyncGenerator[bytes, None]:
+    file.seek(0)
+    while piece := await anyio.to_thread.run_sync(file.read, PIECE_BYTES):
+        yield piece
+
+
+async def _following(pieces: Callable[[], Iterator[bytes]]) -> AsyncGenerator[bytes, None]:
+    left = pieces()
+    while piece := await anyio.to_thread.run_sync(next, left, b""):
+        yield piece
