@@ -1,7 +1,8 @@
-"""`mirror status|promote|fence|unfence`, and `drill failover`."""
+"""`mirror status|promote|recover|fence|unfence`, and `drill failover`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,11 +11,13 @@ from aviso_workers.app import App
 from aviso_workers.cli.confirming import Yes, confirm
 from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
 from aviso_workers.cli.printing import print_table
-from aviso_workers.ops import failing_over, mirroring, promotion
+from aviso_workers.codec import store_time
+from aviso_workers.ops import failing_over, mirroring, promotion, recovery
 from aviso_workers.ops.consumer_positions import Carried
 from aviso_workers.ops.failing_over import Drill
 from aviso_workers.ops.mirroring import Link, Mirrors
 from aviso_workers.ops.promotion import Promotion
+from aviso_workers.ops.recovery import Recovered
 
 __all__ = ["drill", "mirror"]
 
@@ -23,6 +26,8 @@ drill = typer.Typer(help="Rehearsals on streams of their own.", no_args_is_help=
 
 NOT_PROVEN = 3
 """The exit code of what was done and may lack something."""
+MOST_LISTED = 20
+"""Messages that are listed one by one."""
 StreamArgument = Annotated[str, typer.Argument(metavar="STREAM")]
 Api = Annotated[str, typer.Option("--api", metavar="PREFIX", help="Where it is, e.g. '$JS.hub.API'; default: here.")]
 
@@ -76,6 +81,66 @@ def promote(
     _print_promotion(found)
     if not found.proven:
         raise typer.Exit(NOT_PROVEN)
+
+
+@mirror.command()
+def recover(
+    stream: StreamArgument,
+    origin_config: Annotated[
+        Path | None, typer.Option("--origin-config", metavar="FILE", help="Where its origin is no domain of ours.")
+    ] = None,
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Publish to a promoted mirror what only its origin has; without --yes, list it."""
+
+    async def list_missing(app: App) -> tuple[int, int]:
+        async with recovery.opened(app, stream, origin_app=_app_of(origin_config)) as found:
+            count = 0
+            async for message in found.only_there():
+                count += 1
+                if count <= MOST_LISTED:
+                    typer.echo(f"{message.sequence} {store_time(message).isoformat()} {message.subject}")
+            return count, found.undecided
+
+    async def publish(app: App) -> Recovered:
+        async with recovery.opened(app, stream, origin_app=_app_of(origin_config)) as found:
+            return await found.publish()
+
+    if not yes:
+        _print_missing(stream, *run_connected(connected_app(config), list_missing))
+        return
+    _print_recovered(stream, run_connected(connected_app(config), publish))
+
+
+def _app_of(config: Path | None) -> App | None:
+    return None if config is None else connected_app(config)
+
+
+def _print_missing(stream: str, count: int, undecided: int) -> None:
+    """Say how much only the origin has; exit 2 where there is something to be published, 3 where nobody knows."""
+    if count > MOST_LISTED:
+        typer.echo(f"... and {count - MOST_LISTED} more")
+    typer.echo(f"only the origin of {stream} has {count} messages")
+    _print_undecided(undecided)
+    confirm(not count, to=f"publish them to {stream}, behind what it has")
+    if undecided:
+        raise typer.Exit(NOT_PROVEN)
+
+
+def _print_recovered(stream: str, found: Recovered) -> None:
+    """Say what was published; exit 3 where nobody knows whether that is all."""
+    typer.echo(f"{stream}: {found.published} messages published, {found.present} were there already")
+    if found.superseded:
+        typer.echo(f"{found.superseded} were not published, because {stream} has a newer one of their subject")
+    _print_undecided(found.undecided)
+    if found.undecided:
+        raise typer.Exit(NOT_PROVEN)
+
+
+def _print_undecided(count: int) -> None:
+    if count:
+        typer.echo(f"{count} more cannot be compared, as the mirror has nothing under their sequences any more")
 
 
 @mirror.command()

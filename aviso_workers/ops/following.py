@@ -13,7 +13,7 @@ publishes. Appended messages have the time at which they were appended: only a r
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -30,7 +30,7 @@ from aviso_workers.errors import (
     OutcomeUnknownError,
     UnavailableError,
 )
-from aviso_workers.ops import consumer_positions, copying
+from aviso_workers.ops import consumer_positions, copying, stream_pairs
 from aviso_workers.ops.consumer_positions import Place
 from aviso_workers.ops.mirroring import COPY_OF, NOWHERE
 
@@ -194,7 +194,7 @@ class _Following:
 
     async def _missing(self, at: int, last: int) -> AsyncGenerator[Outgoing, None]:
         """Yield what is to be stored under each sequence."""
-        reading = _read(self._source, self._stream, after=at, last=last)
+        reading = stream_pairs.read(self._source, self._stream, after=at, last=last)
         async with aclosing(reading):
             async for message in reading:
                 for sequence in range(at + 1, message.sequence):
@@ -242,10 +242,10 @@ class _Following:
     async def _compare(self, last: int) -> tuple[int, int]:
         """Return how many messages both have, and how many were deleted in the copy. Raises `BackupError`."""
         messages = deleted = 0
-        ours = _read(self._source, self._stream, after=0, last=last)
-        theirs = _read(self._target, self._stream, after=0, last=last)
+        ours = stream_pairs.read(self._source, self._stream, after=0, last=last)
+        theirs = stream_pairs.read(self._target, self._stream, after=0, last=last)
         async with aclosing(ours), aclosing(theirs):
-            async for original, found in _side_by_side(ours, theirs):
+            async for original, found in stream_pairs.side_by_side(ours, theirs):
                 if original is None and found is not None:
                     await self._target.session.backend.delete_message(self._stream, found.sequence)
                     deleted += 1
@@ -262,33 +262,6 @@ class _Following:
             return _content(original) != _content(found)
         # It may have become too old, in the copy and then in the original.
         return await self._source.session.backend.message(self._stream, original.sequence) is not None
-
-
-async def _read(app: App, stream: str, *, after: int, last: int) -> AsyncGenerator[Message, None]:
-    """Yield the messages of a stream, none where it is known to end before."""
-    if after >= last:
-        return
-    reading = app.session.backend.read(stream, filter_subjects=(), start_sequence=after + 1, last_sequence=last)
-    async with aclosing(reading):
-        async for message in reading:
-            yield message
-
-
-async def _side_by_side(
-    ours: AsyncIterator[Message], theirs: AsyncIterator[Message]
-) -> AsyncIterator[tuple[Message | None, Message | None]]:
-    """Yield the messages of two streams by their sequence, with None where one of them has none."""
-    one, other = await anext(ours, None), await anext(theirs, None)
-    while one or other:
-        if other is None or (one is not None and one.sequence < other.sequence):
-            yield one, None
-            one = await anext(ours, None)
-        elif one is None or other.sequence < one.sequence:
-            yield None, other
-            other = await anext(theirs, None)
-        else:
-            yield one, other
-            one, other = await anext(ours, None), await anext(theirs, None)
 
 
 def _content(message: Message) -> tuple[str, bytes, dict[str, str]]:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from msgspec import structs
 from aviso_workers import App, Notification, config
 from aviso_workers.backends import Administration
 from aviso_workers.errors import RefusedError, UnavailableError
-from aviso_workers.ops import consumer_positions, failing_over, mirroring, promotion, stream_policy
+from aviso_workers.ops import consumer_positions, failing_over, mirroring, promotion, recovery, stream_policy
 from aviso_workers.ops.consumer_positions import Place
 from aviso_workers.ops.mirroring import Link, Mirrors
 from aviso_workers.server import running
@@ -109,6 +110,11 @@ class Sites:
 
     async def info(self, *, prefix: str = "") -> dict[str, Any]:
         return await self.server.api("STREAM.INFO.MARS", prefix=prefix)
+
+    async def reaches_the_hub(self) -> bool:
+        with suppress(UnavailableError):
+            return bool(await self.info(prefix=HUB))
+        return False
 
     async def until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
         """A server does not tell when a mirror has caught up."""
@@ -214,6 +220,26 @@ async def test_a_lost_origin_that_is_back_is_told_until_it_is_fenced(sites: Site
     fenced = await mirroring.fence(sites.server, "MARS", api=HUB)
     assert (fenced.subjects, fenced.last_sequence) == (("mars.>",), 10)
     assert (await sites.link()).trouble == ""
+
+
+async def test_what_a_lost_origin_has_when_it_is_back_is_published_at_the_second_site(sites: Sites) -> None:
+    await sites.mirror(10)
+    sites.hub.lose()
+    await promotion.promote(sites.app, "MARS", origin_is_lost=True, subjects=("mars.>",))
+    await sites.app.notify("mars", {"class": "od", "step": 11})
+    sites.hub.start()
+    async with sites.hub.app() as at_hub:
+        for step in range(3):
+            await at_hub.notify("mars", {"class": "rd", "step": step})
+        await mirroring.fence(at_hub.session.backend.administration(), "MARS")
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while not await sites.reaches_the_hub():  # noqa: ASYNC110
+            await anyio.sleep(0.05)
+    for published in (3, 0):
+        async with recovery.opened(sites.app, "MARS") as found:
+            assert [message.subject async for message in found.only_there()] == [f"mars.rd.{step}" for step in range(3)]
+            assert (await found.publish()).published == published
+    assert (await sites.info())["state"]["last_seq"] == 14
 
 
 async def test_a_mirror_that_does_not_catch_up_is_not_promoted(sites: Sites) -> None:

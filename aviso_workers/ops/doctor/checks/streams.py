@@ -269,7 +269,7 @@ def silent_origins(facts: Facts) -> Iterator[Finding]:
     "JS020",
     "A promoted mirror has taken its origin's place",
     why="two streams that both take publishes are two histories, which nobody can join again",
-    cure="`aviso-workers mirror fence {place}`, at once; then compare what both have stored since",
+    cure="`aviso-workers mirror fence {place}`, at once; then `aviso-workers mirror recover {stream}`",
     severity=State.FAIL,
 )
 def two_histories(facts: Facts) -> Iterator[Finding]:

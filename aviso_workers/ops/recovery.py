@@ -1,0 +1,268 @@
+"""What only the origin of a promoted mirror has: found by comparing all messages of both, and published to the mirror.
+
+Called by `mirror recover`, when an origin that was lost is back, or after a mirror was promoted whose origin had been
+made again. Up to the sequence that was mirrored last, both have the same messages under the same sequences; what
+differs there is of another history, and what comes behind never arrived. The origin is fenced before, so that it stores
+nothing more.
+
+What is published gets a sequence and a time of its own, behind everything else, and says in a header where it comes
+from. By that header, and by its message id, it is found again: however often this is killed and repeated, nothing is
+published twice. Where a stream keeps some messages for each subject, nothing takes the place of a newer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+from msgspec import Struct, structs
+
+from aviso_workers.app import App
+from aviso_workers.backends import Message, Outgoing, PubAck
+from aviso_workers.errors import BackendError, ConflictError, RefusedError
+from aviso_workers.ops import stream_pairs
+from aviso_workers.ops.mirroring import PROMOTED
+from aviso_workers.streams import FENCED
+
+__all__ = ["Recovered", "Recovery", "opened"]
+
+RECOVERED = "Aviso-Workers-Recovered"
+"""The header of what was published again: when its stream was created, and its sequence there."""
+LEFT_OUT = ("Nats-Expected-", "Nats-Rollup", RECOVERED)
+"""What the headers begin with that said how a message was to be stored where it comes from."""
+MESSAGE_ID = "Nats-Msg-Id"
+EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
+BATCH = 500
+PUBLISH_SECONDS = 30.0
+DOMAIN_PARTS = 3
+"""Of the prefix of a domain's API, `$JS.<domain>.API`."""
+
+
+class Recovered(Struct, frozen=True, kw_only=True):
+    """What became of the messages that only the origin had."""
+
+    published: int
+    present: int
+    """They had been published again before, or their publishers have repeated them."""
+    superseded: int
+    """They are older than what the stream has of their subjects now, and it keeps only the newest of these."""
+    undecided: int
+    """Messages of the origin under sequences that the mirror has had and has not any more, so that they cannot be
+    compared. They are not published."""
+
+
+class _Origin(Struct, frozen=True, kw_only=True):
+    """The origin of a promoted mirror, which stores nothing more."""
+
+    app: App
+    """Which is connected there."""
+    stream: str
+    created: str
+    last: int
+
+
+class Recovery:
+    """A promoted mirror beside its origin, which is fenced. `opened` makes one."""
+
+    def __init__(self, app: App, stream: str, origin: _Origin, *, mirrored: int) -> None:
+        self._app = app
+        self._stream = stream
+        self._origin = origin
+        self._mirrored = mirrored
+        self.undecided = 0
+        """As far as `only_there` has come."""
+
+    async def only_there(self) -> AsyncGenerator[Message, None]:
+        """Yield the messages that only the origin has, by their sequence. Raises `BackendError`."""
+        self.undecided = 0
+        between: list[Message] = []
+        differs = False
+        ours = stream_pairs.read(self._app, self._stream, after=0, last=self._mirrored)
+        theirs = stream_pairs.read(self._origin.app, self._origin.stream, after=0, last=self._origin.last)
+        async with aclosing(ours), aclosing(theirs):
+            async for mirrored, original in stream_pairs.side_by_side(ours, theirs):
+                if original is None:
+                    continue  # it was deleted at the origin, or it is of the history that the origin has lost
+                if original.sequence > self._mirrored:
+                    between = self._decide(between, differs)
+                    differs = False
+                    for message in (*between, original):
+                        yield message
+                    between = []
+                elif mirrored is None:
+                    between.append(original)
+                else:
+                    was_different, differs = differs, _content(mirrored) != _content(original)
+                    for message in self._decide(between, was_different or differs):
+                        yield message
+                    between = []
+                    if differs:
+                        yield original
+        for message in self._decide(between, differs):
+            yield message
+
+    def _decide(self, messages: list[Message], differ: bool) -> list[Message]:
+        """Return those between two that were compared which are of another history, as one of the two is."""
+        if differ:
+            return messages
+        self.undecided += len(messages)
+        return []
+
+    async def publish(self) -> Recovered:
+        """Publish to the promoted mirror what only the origin has. It can be repeated. Raises `BackendError`."""
+        publishing = _Publishing(self._app, self._stream, created=self._origin.created, mirrored=self._mirrored)
+        await publishing.open()
+        only_there = self.only_there()
+        async with aclosing(only_there):
+            async for message in only_there:
+                await publishing.take(message)
+        await publishing.flush()
+        return Recovered(
+            published=publishing.published,
+            present=publishing.present,
+            superseded=publishing.superseded,
+            undecided=self.undecided,
+        )
+
+
+class _Publishing:
+    """Messages on their way into a promoted mirror, each at most once."""
+
+    def __init__(self, app: App, stream: str, *, created: str, mirrored: int) -> None:
+        self.published = self.present = self.superseded = 0
+        self._app = app
+        self._stream = stream
+        self._created = created
+        self._mirrored = mirrored
+        self._replaces = False
+        """Whether the stream keeps some messages for each subject, and forgets the older ones."""
+        self._recovered: set[int] = set()
+        self._ids: set[str] = set()
+        self._newest: dict[str, tuple[int, int | None]] = {}
+        """By subject, the newest message that was stored since the promotion: its sequence, and its sequence at the
+        origin where it comes from there."""
+        self._waiting: list[Outgoing] = []
+
+    async def open(self) -> None:
+        """Look what was published since the promotion."""
+        info = await self._app.session.backend.stream_info(self._stream)
+        self._replaces = info.config.get("max_msgs_per_subject", -1) > 0
+        stored = stream_pairs.read(self._app, self._stream, after=self._mirrored, last=info.last_sequence)
+        async with aclosing(stored):
+            async for message in stored:
+                headers = message.headers or {}
+                recovered = self._sequence_of(headers.get(RECOVERED, ""))
+                if recovered is not None:
+                    self._recovered.add(recovered)
+                if message_id := headers.get(MESSAGE_ID):
+                    self._ids.add(message_id)
+                self._newest[message.subject] = message.sequence, recovered
+
+    async def take(self, message: Message) -> None:
+        if message.sequence in self._recovered or (message.headers or {}).get(MESSAGE_ID) in self._ids:
+            self.present += 1
+        elif self._replaces:
+            await self._publish_unless_newer(message)
+        else:
+            self._waiting.append(self._outgoing(message))
+            if len(self._waiting) == BATCH:
+                await self.flush()
+
+    async def flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        answers = await self._app.session.backend.publish_many(waiting, timeout_seconds=PUBLISH_SECONDS)
+        for answer in answers:
+            if isinstance(answer, BackendError):
+                raise answer
+            self._count(answer)
+
+    async def _publish_unless_newer(self, message: Message) -> None:
+        backend = self._app.session.backend
+        newest, recovered = self._newest.get(message.subject, (0, None))
+        if newest and (recovered is None or recovered > message.sequence):
+            self.superseded += 1
+            return
+        found = await backend.last_message(self._stream, message.subject)
+        last = found.sequence if found else 0
+        if last > max(newest, self._mirrored):
+            self.superseded += 1
+            return
+        each = self._outgoing(message, **{EXPECTED_LAST: str(last)})
+        try:
+            answer = await backend.publish(
+                each.message, message_id=each.message_id, stream=self._stream, timeout_seconds=PUBLISH_SECONDS
+            )
+        except ConflictError:  # a newer one came just now
+            self.superseded += 1
+            return
+        self._count(answer)
+        self._newest[message.subject] = answer.sequence, message.sequence
+
+    def _count(self, answer: PubAck) -> None:
+        self.present += answer.duplicate
+        self.published += not answer.duplicate
+
+    def _outgoing(self, message: Message, **headers: str) -> Outgoing:
+        """The message with its id, or one of its own, so that two who do this at the same time store it once."""
+        theirs = message.headers or {}
+        kept = {key: value for key, value in theirs.items() if not key.startswith(LEFT_OUT) and key != MESSAGE_ID}
+        mark = f"{self._created} {message.sequence}"
+        again = Message(subject=message.subject, data=message.data, headers=kept | headers | {RECOVERED: mark})
+        return Outgoing(again, theirs.get(MESSAGE_ID) or f"recovered {mark}", self._stream)
+
+    def _sequence_of(self, mark: str) -> int | None:
+        created, _, sequence = mark.rpartition(" ")
+        return int(sequence) if created == self._created and sequence.isdecimal() else None
+
+
+@asynccontextmanager
+async def opened(app: App, stream: str, *, origin_app: App | None = None) -> AsyncIterator[Recovery]:
+    """Compare a promoted mirror with its origin, which is reached by its domain or, where that cannot be, by an app of
+    its own.
+
+    Inside of `async with app:`. Raises `RefusedError` where the stream is no promoted mirror, its origin cannot be
+    reached this way or is not fenced, and `BackendError`.
+    """
+    config = (await app.session.backend.stream_info(stream)).config
+    promoted = (config.get("metadata") or {}).get(PROMOTED)
+    if promoted is None:
+        raise RefusedError(f"{stream} is no promoted mirror")
+    api, origin, *rest = promoted.split(" ")
+    last = int(rest[0]) if rest else (await app.session.backend.stream_info(stream)).last_sequence
+    async with _connected(origin_app or _app_at(app, api), unless=app) as there:
+        info = await there.session.backend.administration().api(f"STREAM.INFO.{origin}")
+        if FENCED not in (info["config"].get("metadata") or {}):
+            raise RefusedError(
+                f"{origin} takes publishes, so that what only it has is not known: fence it first, by "
+                f"`aviso-workers mirror fence {origin} --api '{api}'`"
+            )
+        found = _Origin(app=there, stream=origin, created=info["created"], last=info["state"]["last_seq"])
+        yield Recovery(app, stream, found, mirrored=last)
+
+
+@asynccontextmanager
+async def _connected(app: App, *, unless: App) -> AsyncIterator[App]:
+    if app is unless:
+        yield app
+        return
+    async with app:
+        yield app
+
+
+def _app_at(app: App, api: str) -> App:
+    """Return an app whose JetStream is at that prefix: this one, or one at another domain."""
+    if api == app.session.backend.administration().api_prefix:
+        return app
+    parts = api.split(".")
+    if len(parts) != DOMAIN_PARTS or parts[0] != "$JS" or parts[2] != "API":
+        raise RefusedError(f"the origin is at {api}, which is no domain: say --origin-config, the configuration there")
+    backend = app.config.notification_backend
+    there = structs.replace(backend, jetstream=structs.replace(backend.jetstream, domain=parts[1]))
+    return App(app.name, config=structs.replace(app.config, notification_backend=there))
+
+
+def _content(message: Message) -> tuple[int, str, bytes]:
+    """What a mirror has as its origin has it."""
+    return message.timestamp_ns, message.subject, message.data

@@ -1,0 +1,41 @@
+"""Two streams read side by side, by their sequences: what tells a copy, or a mirror, from its original.
+
+Called by `following` and `recovery`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+from aviso_workers.app import App
+from aviso_workers.backends import Message
+
+__all__ = ["read", "side_by_side"]
+
+
+async def read(app: App, stream: str, *, after: int, last: int) -> AsyncGenerator[Message, None]:
+    """Yield the messages of a stream, none where it is known to end before."""
+    if after >= last:
+        return
+    reading = app.session.backend.read(stream, filter_subjects=(), start_sequence=after + 1, last_sequence=last)
+    async with aclosing(reading):
+        async for message in reading:
+            yield message
+
+
+async def side_by_side(
+    ours: AsyncIterator[Message], theirs: AsyncIterator[Message]
+) -> AsyncIterator[tuple[Message | None, Message | None]]:
+    """Yield the messages of two streams by their sequence, with None where one of them has none."""
+    one, other = await anext(ours, None), await anext(theirs, None)
+    while one or other:
+        if other is None or (one is not None and one.sequence < other.sequence):
+            yield one, None
+            one = await anext(ours, None)
+        elif one is None or other.sequence < one.sequence:
+            yield None, other
+            other = await anext(theirs, None)
+        else:
+            yield one, other
+            one, other = await anext(ours, None), await anext(theirs, None)
