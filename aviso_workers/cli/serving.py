@@ -1,4 +1,4 @@
-"""`server render|start|stop|reload|status`: a nats-server of our own."""
+"""`server render|start|rotate-key|stop|reload|status`: a nats-server of our own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aviso_workers import config as configuration
 from aviso_workers.cli.finding import ConfigOption, find_app
 from aviso_workers.cli.printing import print_table
 from aviso_workers.config.nats_server import Permissions, Subjects
-from aviso_workers.ops import permissions
+from aviso_workers.ops import permissions, rotating
 from aviso_workers.server import profiles, rendering, running
 
 __all__ = ["server"]
@@ -64,6 +64,39 @@ def start(
     """Run it in the background on 127.0.0.1, for development and tests; of a cluster, what does not run."""
     running.start(configuration.load(config), directory=directory, nodes=nodes, tell=partial(typer.echo, err=True))
     _print_states(running.states(directory))
+
+
+@server.command("rotate-key")
+def rotate_key(
+    previous_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--previous-key-file",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="The key of the stores as they are; leave it out where they are not encrypted.",
+        ),
+    ] = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="How many, as for `start`.")] = 1,
+    directory: Directory = DIRECTORY,
+    config: ConfigOption = None,
+) -> None:
+    """Move the streams of stopped servers to stores with the key of the configuration, and start them.
+
+    Every stream is copied to an empty store and compared before that takes the place of the old one, which stays on the
+    disk. Exit 1 where anything differs; then the old stores are in place.
+    """
+    rotated = rotating.rotate(
+        configuration.load(config),
+        previous_key_file=previous_key_file,
+        directory=directory,
+        nodes=nodes,
+        tell=partial(typer.echo, err=True),
+    )
+    _print_states(running.states(directory))
+    for previous in rotated.previous:
+        typer.echo(f"{previous}: the store before; remove it when you do not need it any more")
 
 
 @server.command()

@@ -43,6 +43,7 @@ __all__ = [
 LOOPBACK = "127.0.0.1"
 LARGEST_PAYLOAD = 64 * 2**20
 
+Cipher = Literal["chacha", "aes"]
 Compression = Literal["off", "accept", "s2_auto", "s2_fast", "s2_better", "s2_best"]
 
 
@@ -56,7 +57,7 @@ class Monitoring(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Encryption(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Encryption at rest, of everything below store_dir. Whoever loses the key loses the streams."""
 
-    cipher: Annotated[Literal["chacha", "aes"], about("How it is encrypted.")] = "chacha"
+    cipher: Annotated[Cipher, about("How it is encrypted.")] = "chacha"
     key: Annotated[Secret | None, about("The key; best set in the environment, or in key_file.")] = None
     key_file: Annotated[Text | None, about("File that holds the key.")] = None
 

@@ -45,7 +45,7 @@ _BACKEND = "notification_backend"
 """Of the sections of aviso-server, the one in which every unknown key is told."""
 _ROTATE = (
     "nats-server loses consumers and streams when it encrypts a store anew; configure the key that the store has, and "
-    'move the streams to a store with the other key, as docs/server.md says under "Another key"'
+    "move its streams to a store with the other key with `aviso-workers server rotate-key`"
 )
 _GONE = dict.fromkeys(
     ("server.jetstream.encryption.previous_key", "server.jetstream.encryption.previous_key_file"), _ROTATE

@@ -20,8 +20,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import filterfalse, islice
 from pathlib import Path
 from typing import IO, Any
@@ -32,7 +32,16 @@ from msgspec import Struct, structs
 from aviso_workers.config import Config, Server
 from aviso_workers.config.nats_server import LOOPBACK, Cluster
 from aviso_workers.errors import ServerProcessError
-from aviso_workers.server import die_with_parent, find_binary, last_error, profiles, rendering, starting, store
+from aviso_workers.server import (
+    die_with_parent,
+    find_binary,
+    last_error,
+    profiles,
+    rendering,
+    starting,
+    store,
+    swapping,
+)
 from aviso_workers.server.starting import Tell
 from aviso_workers.server.store import Asset
 
@@ -41,6 +50,9 @@ __all__ = ["Node", "State", "ask", "eventually", "free_ports", "reload", "start"
 PID_SECONDS = 30.0
 STOP_SECONDS = 10.0
 RACE_SECONDS = 1.0
+LOCK = "lock"
+MOVING = "moving"
+"""Below the directory of servers, those that `server rotate-key` runs for itself."""
 ANSWER_SECONDS = 5.0
 UNRECOVERABLE = "could not be recovered"
 """What a server says of a stream on its disk that it cannot read, with another key for example."""
@@ -86,21 +98,44 @@ class State(Struct, frozen=True, kw_only=True):
 
 
 def start(
-    config: Config, *, directory: Path, nodes: int = 1, detached: bool = True, tell: Tell = starting.silent
+    config: Config,
+    *,
+    directory: Path,
+    nodes: int = 1,
+    detached: bool = True,
+    tell: Tell = starting.silent,
+    in_stores: Mapping[str, Path] | None = None,
 ) -> tuple[Node, ...]:
     """Start the nodes that do not run, and wait until all of them are healthy and serve all that is in their stores.
 
     They outlive this process if they are `detached`; else the kernel ends them with it, on Linux. `tell` is called
-    with a line every few seconds for as long as it takes.
+    with a line every few seconds for as long as it takes. `in_stores` has each node's store_dir by its name, where that
+    is not what the configuration says.
 
     Raises ServerProcessError where a store would be converted to another encryption, where one ends, or does not serve
     what is in its store: those that were started are ended again, without force. It is raised too where one does
     nothing for two minutes, and that one goes on. Raises ConfigError where nats-server refuses its configuration.
     """
     server, choices = profiles.choose(config, profile="development")
+    with alone(directory):
+        _finish_swap(directory, tell)
+        places = in_stores or stores(server, directory=directory, nodes=nodes)
+        return _start(config, server, choices, places, directory=directory, detached=detached, tell=tell)
+
+
+def _start(
+    config: Config,
+    server: Server,
+    choices: tuple[profiles.Choice, ...],
+    places: Mapping[str, Path],
+    *,
+    directory: Path,
+    detached: bool,
+    tell: Tell,
+) -> tuple[Node, ...]:
     found = recorded(directory)
     running = [node for node in found if is_running(node)]
-    wanted = _names(server, nodes)
+    wanted = list(places)
     if running and sorted(node.name for node in found) != sorted(wanted):
         names = ", ".join(node.name for node in running)
         raise ServerProcessError(f"{names} in {directory}: stop what runs there before you start something else")
@@ -110,12 +145,9 @@ def start(
             _forget(node)
     missing = [node for node in planned if node not in running]
     for node in missing:
-        _write(config, server, node, peers=planned, choices=choices)
-    is_alone = len(planned) == 1
-    stores = {node.name: store.within(store_dir(server, node, is_alone=is_alone)) for node in missing}
-    for directory_of_store in stores.values():
-        _require_same_encryption(server, directory_of_store)
-    stored = {name: store.on_disk(found) for name, found in stores.items()}
+        _require_same_encryption(server, store.within(places[node.name]))
+        _write(config, server, node, peers=planned, choices=choices, place=places[node.name])
+    stored = {node.name: store.on_disk(store.within(places[node.name])) for node in missing}
     with ExitStack() as undo:
         for node in missing:
             _spawn(node, detached=detached)
@@ -127,7 +159,7 @@ def start(
         )
         if is_ready:
             for node in missing:
-                _require_all_served(node, stored[node.name], is_alone=is_alone)
+                _require_all_served(node, stored[node.name], is_alone=len(planned) == 1)
         undo.pop_all()
     if not is_ready:
         raise ServerProcessError(_stands_still(planned))
@@ -147,8 +179,9 @@ def reload(config: Config, *, directory: Path) -> tuple[Node, ...]:
         raise ServerProcessError(f"no nats-server runs in {directory}: start one")
     if [node.name for node in planned] != _names(server, len(planned)) or not _has_ports(server, planned):
         raise ServerProcessError("names and ports of what runs do not follow the configuration: stop it, and start it")
+    places = stores(server, directory=directory, nodes=len(planned))
     for node in running:
-        _write(config, server, node, peers=planned, choices=choices)
+        _write(config, server, node, peers=planned, choices=choices, place=places[node.name])
     for node in running:
         _reload(node)
     return tuple(running)
@@ -175,6 +208,36 @@ def stop(directory: Path, *, lame_duck: bool = False) -> tuple[Node, ...]:
 def states(directory: Path) -> tuple[State, ...]:
     """Every node that was started there and not stopped, in the order of their names."""
     return tuple(_state(node) for node in recorded(directory))
+
+
+def stores(server: Server, *, directory: Path, nodes: int) -> dict[str, Path]:
+    """Return the store_dir of each node by its name, as the configuration has it."""
+    names = _names(server, nodes)
+    configured = server.jetstream.store_dir
+    if configured is None:
+        return {name: directory.absolute() / name / "jetstream" for name in names}
+    place = Path(configured).absolute()
+    return {name: place / name for name in names} if nodes > 1 else {names[0]: place}
+
+
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Keep others from starting servers in a directory, and from moving their streams. Raises ServerProcessError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / LOCK).open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ServerProcessError(f"servers in {directory} are being started, or moved, by somebody else") from error
+        moving = [node for side in ("old", "new") for node in recorded(directory / MOVING / side) if is_running(node)]
+        if moving and not eventually(lambda: not any(map(is_running, moving)), STOP_SECONDS):
+            raise ServerProcessError(f"the streams of {directory} are being moved: wait for `server rotate-key`")
+        yield
+
+
+def _finish_swap(directory: Path, tell: Tell) -> None:
+    for each in swapping.finish(directory):
+        tell(f"{each.place} is the new store, {each.previous} the one before: `server rotate-key` was interrupted")
 
 
 def recorded(directory: Path) -> list[Node]:
@@ -209,14 +272,12 @@ def unserved(node: Node) -> str:
 
     Raises ServerProcessError where the node does not answer.
     """
-    # Not /varz: where that was asked before JetStream had started, it never tells the configuration.
-    directory = Path(ask(node, "/jsz?config=true")["config"]["store_dir"])
-    return store.unserved(directory, lambda: _answer(node, store.SERVED))
+    return store.unserved(lambda: _answer(node, store.SERVED))
 
 
 def served(node: Node) -> frozenset[Asset]:
     """Return the streams and consumers that a node serves. Raises ServerProcessError where it does not answer."""
-    return store.served(_answer(node, store.SERVED))
+    return store.served(_answer(node, store.SERVED)).assets
 
 
 def _answer(node: Node, path: str) -> bytes:
@@ -288,13 +349,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def store_dir(server: Server, node: Node, *, is_alone: bool) -> Path:
-    """Return the store_dir that a node is configured with, by itself or as one of several."""
-    configured = Path(server.jetstream.store_dir or node.directory / "jetstream").absolute()
-    return configured / node.name if server.jetstream.store_dir and not is_alone else configured
-
-
-def _settings(server: Server, node: Node, *, peers: list[Node]) -> Server:
+def _settings(server: Server, node: Node, *, peers: list[Node], place: Path) -> Server:
     """The configuration of one node: the configured one, with what has to differ between nodes on one machine."""
     is_alone = len(peers) == 1
     unique, tags = server.jetstream.unique_tag, server.server_tags
@@ -313,7 +368,7 @@ def _settings(server: Server, node: Node, *, peers: list[Node]) -> Server:
         host=LOOPBACK,
         port=node.port,
         monitoring=structs.replace(server.monitoring, host=LOOPBACK, port=node.monitoring_port),
-        jetstream=structs.replace(server.jetstream, store_dir=str(store_dir(server, node, is_alone=is_alone))),
+        jetstream=structs.replace(server.jetstream, store_dir=str(place)),
         cluster=None if is_alone else cluster,
         gateways=None,  # one cluster alone would wait for the others, because all share one JetStream
         leafnodes=leaf_nodes,
@@ -321,10 +376,16 @@ def _settings(server: Server, node: Node, *, peers: list[Node]) -> Server:
 
 
 def _write(
-    config: Config, server: Server, node: Node, *, peers: list[Node], choices: tuple[profiles.Choice, ...]
+    config: Config,
+    server: Server,
+    node: Node,
+    *,
+    peers: list[Node],
+    choices: tuple[profiles.Choice, ...],
+    place: Path,
 ) -> None:
     run = {"pid_file": str(node.directory / "nats-server.pid")}
-    settings = _settings(server, node, peers=peers)
+    settings = _settings(server, node, peers=peers, place=place)
     rendered = rendering.render(settings, origins=config.origins, choices=choices, run=run)
     rendering.write(rendered, node.directory / "nats-server.conf", origins=config.origins)
 
@@ -377,10 +438,12 @@ def _decoded(file: Path) -> Node | None:
 
 def _require_same_encryption(server: Server, directory: Path) -> None:
     encryption = server.jetstream.encryption
-    if encryption and (found := store.conversion(directory, to=encryption.cipher)):
+    others = sorted(store.ciphers(directory) - {encryption.cipher}) if encryption else []
+    for cipher in others:
+        found = f"encrypted with {cipher}" if cipher else "not encrypted"
         raise ServerProcessError(
             f"{directory} is {found}, and nats-server loses consumers and streams when it encrypts a store anew: "
-            'configure it as it is, and move the streams, as docs/server.md says under "Another key"'
+            "configure it as it is, or move its streams with `aviso-workers server rotate-key`"
         )
 
 

@@ -19,13 +19,25 @@ from msgspec import Struct
 
 from aviso_workers.errors import ServerProcessError
 
-__all__ = ["SERVED", "Asset", "conversion", "describe", "on_disk", "served", "unserved", "within"]
+__all__ = [
+    "GLOBAL_ACCOUNT",
+    "SERVED",
+    "Asset",
+    "Served",
+    "ciphers",
+    "describe",
+    "on_disk",
+    "served",
+    "unserved",
+    "within",
+]
 
 SERVED = "/jsz?accounts=true&streams=true&consumers=true&limit=1000000"
 """Where the monitoring port of a server tells what it serves, for `served`."""
 METADATA, KEY = "meta.inf", "meta.key"
 KEY_BYTES = {72: "chacha", 64: "aes"}
 """The size of an encrypted key, as nats-server 2.15.0 writes it."""
+UNKNOWN = "unknown"
 GLOBAL_ACCOUNT = "$G"
 NAMED = 5
 SETTLE_SECONDS = 0.5
@@ -58,14 +70,33 @@ class _Account(Struct, frozen=True):
     stream_detail: tuple[_Stream, ...] | None = None
 
 
-class _Served(Struct, frozen=True):
-    """What /jsz answers."""
+class _Config(Struct, frozen=True):
+    store_dir: str
 
+
+class Served(Struct, frozen=True):
+    """What a server answers to `SERVED`: the directory of its store, and what it serves of it."""
+
+    config: _Config
     account_details: tuple[_Account, ...] | None = None
+
+    @property
+    def directory(self) -> Path:
+        # Not of /varz: where that was asked before JetStream had started, it never tells the configuration.
+        return Path(self.config.store_dir)
+
+    @property
+    def assets(self) -> frozenset[Asset]:
+        found = set[Asset]()
+        for account in self.account_details or ():
+            for stream in account.stream_detail or ():
+                found.add(Asset(account.name, stream.name))
+                found |= {Asset(account.name, stream.name, each.name) for each in stream.consumer_detail or ()}
+        return frozenset(found)
 
 
 # Servers are looked at side by side, in threads. msgspec crashes where two threads are the first to decode a type.
-_SERVED = msgspec.json.Decoder(_Served)
+_SERVED = msgspec.json.Decoder(Served)
 
 
 def within(store_dir: str | Path) -> Path:
@@ -80,44 +111,38 @@ def on_disk(directory: Path) -> frozenset[Asset]:
     return frozenset(streams | {Asset(path.parts[-6], path.parts[-4], path.parts[-2]) for path in consumers})
 
 
-def served(answer: bytes) -> frozenset[Asset]:
-    """Return the streams and consumers that a server serves, of what it answers to `SERVED`.
-
-    Raises `ServerProcessError` where that is another answer.
-    """
+def served(answer: bytes) -> Served:
+    """Return what a server answers to `SERVED`. Raises `ServerProcessError` where that is another answer."""
     try:
-        accounts = _SERVED.decode(answer).account_details or ()
+        return _SERVED.decode(answer)
     except msgspec.MsgspecError as error:
         raise ServerProcessError(f"no nats-server's answer to {SERVED}: {error}") from error
-    found = set[Asset]()
-    for account in accounts:
-        for stream in account.stream_detail or ():
-            found.add(Asset(account.name, stream.name))
-            found |= {Asset(account.name, stream.name, each.name) for each in stream.consumer_detail or ()}
-    return frozenset(found)
 
 
-def unserved(directory: Path, ask: Callable[[], bytes]) -> str:
-    """Return a sentence on what is in a store and not served, or an empty text. `ask` answers `SERVED`.
+def unserved(ask: Callable[[], bytes]) -> str:
+    """Return a sentence on what is in a server's store and not served, or an empty text. `ask` answers `SERVED`.
 
     It blocks. Raises what `ask` and `served` raise.
     """
-    found = on_disk(directory)
-    missing = found - served(ask())
+    missing = _missing(served(ask()))
     if missing:  # it may have been made, or deleted, just now
         time.sleep(SETTLE_SECONDS)
-        missing &= on_disk(directory) - served(ask())
-    return describe(missing, of=found) if missing else ""
+        now = served(ask())
+        missing &= _missing(now)
+    return describe(missing, of=on_disk(now.directory)) if missing else ""
 
 
-def conversion(directory: Path, *, to: str) -> str:
-    """Return how a store is encrypted where that is in another way than with this cipher; else an empty text."""
+def _missing(answer: Served) -> frozenset[Asset]:
+    return on_disk(answer.directory) - answer.assets
+
+
+def ciphers(directory: Path) -> set[str]:
+    """Return how the streams of a store are encrypted; the empty text is for those that are not."""
+    found = set[str]()
     for metadata in directory.glob(f"*/streams/*/{METADATA}"):
         key = metadata.with_name(KEY)
-        found = KEY_BYTES.get(key.stat().st_size, to) if key.exists() else ""
-        if found != to:
-            return f"encrypted with {found}" if found else "not encrypted"
-    return ""
+        found.add(KEY_BYTES.get(key.stat().st_size, UNKNOWN) if key.exists() else "")
+    return found - {UNKNOWN}
 
 
 def describe(missing: Iterable[Asset], *, of: Iterable[Asset]) -> str:

@@ -75,7 +75,7 @@ def test_with_encryption_nothing_can_be_read_on_the_disk(load: Load, start: Star
 @pytest.mark.parametrize("previous", ["previous_key_file: key", "previous_key: the first key"])
 def test_a_key_is_not_replaced_in_place(load: Load, previous: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"dev.yaml:5: server.jetstream.encryption.previous_key\w* is gone: .*Another key"
+        ConfigError, match=r"dev.yaml:5: server.jetstream.encryption.previous_key\w* is gone: .*rotate-key"
     ):
         load(server(f"encryption: {{key: the second key, {previous}}}"))
 
@@ -91,7 +91,7 @@ def test_a_key_is_not_replaced_in_place(load: Load, previous: str) -> None:
 def test_a_store_is_not_encrypted_anew_in_place(load: Load, start: Start, first: str, second: str, found: str) -> None:
     assert run_once(start, load, first, publish=COUNT) == COUNT
     before = files()
-    with pytest.raises(ServerProcessError, match=rf"streams/jetstream is {found}, .*Another key"):
+    with pytest.raises(ServerProcessError, match=rf"streams/jetstream is {found}, .*rotate-key"):
         run_once(start, load, second)
     assert files() == before
     assert run_once(start, load, first) == COUNT

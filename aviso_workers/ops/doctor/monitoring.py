@@ -104,8 +104,7 @@ def look(url: str) -> Monitored:
         health, routes = _object(_ask(url, "/healthz?details=true")), _object(_ask(url, "/routez"))
         closed = CONNECTIONS.decode(_ask(url, "/connz?state=closed&sort=stop")).connections or ()
         remotes = frozenset(str(route["remote_name"]) for route in routes["routes"] or ())
-        disk = _disk(url, varz)
-        unserved = store.unserved(disk, lambda: _ask(url, store.SERVED)) if disk else ""
+        unserved = store.unserved(lambda: _ask(url, store.SERVED)) if _disk(url, varz) else ""
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise ServerProcessError(f"no answer of a nats-server from {url}: {error}") from error
     return Monitored(

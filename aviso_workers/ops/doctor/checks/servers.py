@@ -239,8 +239,8 @@ def slow_disk(facts: Facts) -> Iterator[Finding]:
     "JS055",
     "Personal data is encrypted on the disk",
     why="who has the disk, or a copy of it, can read what metadata pii=true marks",
-    cure="move its streams to a store that is encrypted from the start (docs/server.md#another-key): a server that "
-    "encrypts the store that it has loses consumers and streams",
+    cure="move its streams to a store that is encrypted from the start (docs/server.md#another-key, `aviso-workers "
+    "server rotate-key`): a server that encrypts the store that it has loses consumers and streams",
     severity=State.FAIL,
     needs=("monitoring", "streams"),
 )

@@ -1,0 +1,311 @@
+"""All streams of a server copied to another one that is empty, while nobody uses either, and compared.
+
+Called by `rotating`. A stream is read from one server and restored on the other at the same time, and what is in it
+touches no disk on the way. It is then read back, and everything in it is compared with what was sent: messages with
+their sequences and times, consumers with their positions and configurations, the stream's own configuration.
+
+Until it is compared a stream keeps its messages without end, so that none is too old on one side only. A mirror is
+copied before its origin, so that nothing comes to it meanwhile. A stream in which time alone changes something
+(messages with a life of their own, schedules) is copied again, a few times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from queue import Queue
+from types import TracebackType
+from typing import Any
+
+import anyio
+import anyio.to_thread
+from msgspec import Struct, structs
+
+from aviso_workers import streams
+from aviso_workers.backends import Administration
+from aviso_workers.errors import BackupError
+from aviso_workers.ops.backups import Contents, Drill
+from aviso_workers.ops.backups.s2 import MalformedError
+from aviso_workers.ops.backups.verifying import read_contents
+
+__all__ = ["Moved", "move_all"]
+
+TRIES = 3
+CHUNKS_AHEAD = 16
+CHUNK_BYTES = 2**19
+LEADERS_SECONDS = 60.0
+CONSUMERS_SECONDS = 10.0
+"""A cluster makes a stream's consumers, and elects their leaders, a moment after the stream."""
+REPLICAS_SECONDS = 600.0
+LOOK_SECONDS = 0.1
+UNTIL_COMPARED = {"max_age": 0, "sealed": False}
+OF_SERVERS = "_nats."
+"""The start of the metadata that servers add."""
+
+
+class Moved(Struct, frozen=True, kw_only=True):
+    stream: str
+    messages: int
+    on_disk: bool
+    """Whether it is stored in files."""
+    consumers: tuple[str, ...]
+    """Those that do not end by themselves."""
+    consumers_on_disk: tuple[str, ...]
+    delivered_again: Mapping[str, int]
+    """By consumer, how many deliveries are not told: a cluster sends the ack floor, and not what was acked above it."""
+
+
+async def move_all(source: Administration, target: Administration, tell: Callable[[str], None]) -> list[Moved]:
+    """Copy every stream of an account, and return what was compared. `tell` is called with a line for each.
+
+    Raises `BackupError` where a copy is not what the stream is, and `BackendError`.
+    """
+    configs = await _configs(source)
+    if unfinished := [name for name, config in configs.items() if streams.is_unfinished(config)]:
+        raise BackupError(f"{', '.join(unfinished)}: what a restore left that was interrupted; restore it again first")
+    moved = []
+    for name in sorted(configs, key=lambda name: (-_mirrors_above(name, configs), name)):
+        done = await _move(source, target, name)
+        tell(f"{name}: {done.messages} messages and {len(done.consumers)} consumers copied and compared")
+        for consumer, count in done.delivered_again.items():
+            tell(f"{name}: consumer {consumer} goes on at its ack floor: up to {count} messages are delivered again")
+        moved.append(done)
+    return moved
+
+
+async def _configs(server: Administration) -> dict[str, Mapping[str, Any]]:
+    """The configurations of all streams, once each has elected its leader. Raises `BackupError`."""
+    configs: dict[str, Mapping[str, Any]] = {}
+
+    async def are_all_told() -> bool:
+        listed = await server.pages("STREAM.LIST", "streams")
+        configs.update({each["config"]["name"]: each["config"] for each in listed})
+        return configs.keys() >= set(await server.pages("STREAM.NAMES", "streams"))
+
+    if not await _until(are_all_told, seconds=LEADERS_SECONDS):
+        missing = set(await server.pages("STREAM.NAMES", "streams")) - configs.keys()
+        raise BackupError(f"{', '.join(sorted(missing))}: no server answers for it")
+    return configs
+
+
+def _mirrors_above(name: str, configs: Mapping[str, Mapping[str, Any]]) -> int:
+    """How many origins there are between a stream and one that mirrors nothing here."""
+    above = 0
+    while above < len(configs) and (origin := _origin(configs[name])) in configs:
+        name, above = origin, above + 1
+    return above
+
+
+def _origin(config: Mapping[str, Any]) -> str:
+    return str((config.get("mirror") or {}).get("name", ""))
+
+
+async def _move(source: Administration, target: Administration, stream: str) -> Moved:
+    for left in reversed(range(TRIES)):
+        config, sent = await _transfer(source, target, stream)
+        differences = await _differences(source, target, stream, sent)
+        if not differences:
+            break
+        await target.api(f"STREAM.DELETE.{stream}")
+        if not left:
+            raise BackupError(f"{stream} is not on the new server as it is: {'; '.join(differences)}")
+    wanted = _comparable(config)
+    if _comparable(await _config(target, stream)) != wanted:
+        await target.api(f"STREAM.UPDATE.{stream}", config)
+    if (found := _comparable(await _config(target, stream))) != wanted:
+        changed = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
+        raise BackupError(f"{stream} is configured in another way on the new server: {', '.join(changed)}")
+    await _wait_for_replicas(target, stream)
+    consumers = await _consumers(target, stream)
+    return Moved(
+        stream=stream,
+        messages=sent.messages,
+        on_disk=config["storage"] == "file",
+        consumers=tuple(consumers),
+        consumers_on_disk=tuple(name for name, each in consumers.items() if not each.get("mem_storage")),
+        delivered_again=await _delivered_again(source, stream, sent),
+    )
+
+
+async def _delivered_again(source: Administration, stream: str, sent: Contents) -> dict[str, int]:
+    delivered = {
+        each["name"]: each["delivered"]["consumer_seq"]
+        for each in await source.pages(f"CONSUMER.LIST.{stream}", "consumers")
+    }
+    told = {name: state["delivered"]["consumer_seq"] for name, state in sent.consumers.items()}
+    return {name: count - told[name] for name, count in delivered.items() if count > told.get(name, count)}
+
+
+async def _wait_for_replicas(server: Administration, stream: str) -> None:
+    """Return when every replica of a stream and of its consumers has all of it. Raises `BackupError`."""
+    if not await _until(lambda: _are_current(server, stream), seconds=REPLICAS_SECONDS):
+        raise BackupError(f"{stream}: a replica on the new servers is not current after {REPLICAS_SECONDS:.0f} s")
+
+
+async def _until(condition: Callable[[], Awaitable[bool]], *, seconds: float) -> bool:
+    """Return whether it was so within this time."""
+    deadline = anyio.current_time() + seconds
+    while not await condition():
+        if anyio.current_time() > deadline:
+            return False
+        await anyio.sleep(LOOK_SECONDS)
+    return True
+
+
+async def _has_consumers(server: Administration, stream: str, names: Set[str]) -> bool:
+    return names <= (await _consumers(server, stream)).keys()
+
+
+async def _are_current(server: Administration, stream: str) -> bool:
+    return all(map(_is_current, await _groups(server, stream)))
+
+
+async def _groups(server: Administration, stream: str) -> list[Mapping[str, Any]]:
+    """The servers of a stream and of each of its consumers, as JetStream tells them; of one server, nothing."""
+    listed = await server.pages(f"CONSUMER.LIST.{stream}", "consumers")
+    return [each.get("cluster") or {} for each in (await server.api(f"STREAM.INFO.{stream}"), *listed)]
+
+
+def _is_current(group: Mapping[str, Any]) -> bool:
+    return all(replica.get("current") and not replica.get("lag") for replica in group.get("replicas") or ())
+
+
+async def _transfer(source: Administration, target: Administration, stream: str) -> tuple[Mapping[str, Any], Contents]:
+    """Restore a stream on the target while the source sends it; return its configuration, and what was sent."""
+    async with (
+        source.snapshot(stream) as snapshot,
+        aclosing(snapshot.chunks) as chunks,
+        _Reading(in_memory=snapshot.config.get("storage") == "memory") as reading,
+    ):
+        archive = _Archive(chunks)
+
+        async def read(size: int) -> bytes:
+            if data := await archive.read(size):
+                await reading.add(data)
+            return data
+
+        await target.restore(dict(snapshot.config) | UNTIL_COMPARED, snapshot.state, read=read)
+        sent = await reading.contents()
+    may_lose = snapshot.config.get("max_age") or snapshot.config.get("allow_msg_ttl")
+    if sent.missing and not may_lose:
+        raise BackupError(f"{stream} has {snapshot.state['messages']} messages, of which {sent.missing} were not sent")
+    return snapshot.config, sent
+
+
+async def _differences(source: Administration, target: Administration, stream: str, sent: Contents) -> list[str]:
+    """What is not on the target as it was sent, in words; consumers that end by themselves may be gone."""
+    lasting = await _consumers(source, stream)
+    await _until(lambda: _has_consumers(target, stream, lasting.keys()), seconds=CONSUMERS_SECONDS)
+    there = await _consumers(target, stream)
+    drill = Drill(backup=_with_consumers(sent, lasting), restored=_with_consumers(await _read(target, stream), there))
+    found = drill.differences
+    if sent.state["last_seq"] != drill.restored.state["last_seq"]:
+        found.append(f"its last sequence is {drill.restored.state['last_seq']}, and was {sent.state['last_seq']}")
+    return found + [
+        f"consumer {name}: not configured as it was" for name in lasting if there.get(name) != lasting[name]
+    ]
+
+
+def _with_consumers(contents: Contents, names: Mapping[str, Any]) -> Contents:
+    kept = {name: state for name, state in contents.consumers.items() if name in names}
+    return structs.replace(contents, consumers=kept)
+
+
+async def _consumers(server: Administration, stream: str) -> dict[str, Mapping[str, Any]]:
+    """The configurations of the consumers that do not end by themselves."""
+    listed = await server.pages(f"CONSUMER.LIST.{stream}", "consumers")
+    configs = {each["name"]: each["config"] for each in listed}
+    return {name: _comparable(config) for name, config in configs.items() if not config.get("inactive_threshold")}
+
+
+async def _config(server: Administration, stream: str) -> Mapping[str, Any]:
+    config: Mapping[str, Any] = (await server.api(f"STREAM.INFO.{stream}"))["config"]
+    return config
+
+
+def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = {key: value for key, value in (config.get("metadata") or {}).items() if not key.startswith(OF_SERVERS)}
+    return {**config, "metadata": metadata}
+
+
+async def _read(server: Administration, stream: str) -> Contents:
+    async with (
+        server.snapshot(stream) as snapshot,
+        aclosing(snapshot.chunks) as chunks,
+        _Reading(in_memory=snapshot.config.get("storage") == "memory") as reading,
+    ):
+        async for chunk in chunks:
+            await reading.add(chunk)
+        return await reading.contents()
+
+
+class _Archive:
+    """The chunks of a snapshot, read in pieces of whatever size."""
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
+        self._chunks = chunks
+        self._rest = b""
+
+    async def read(self, size: int) -> bytes:
+        """Return at most so many bytes, none at the end."""
+        while not self._rest:
+            try:
+                self._rest = await anext(self._chunks)
+            except StopAsyncIteration:
+                return b""
+        data, self._rest = self._rest[:size], self._rest[size:]
+        return data
+
+
+class _Reading:
+    """What is in an archive, found by a thread while the archive passes."""
+
+    def __init__(self, *, in_memory: bool) -> None:
+        self._in_memory = in_memory
+        self._chunks = Queue[bytes](CHUNKS_AHEAD)
+        self._rest = b""
+        self._is_at_end = False
+        self._thread = ThreadPoolExecutor(1)
+        self._contents = self._thread.submit(self._run)
+
+    async def __aenter__(self) -> _Reading:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._end)
+
+    async def add(self, data: bytes) -> None:
+        """More of the archive."""
+        await anyio.to_thread.run_sync(self._chunks.put, data)
+
+    async def contents(self) -> Contents:
+        """What was in the archive, which is at its end. Raises `BackupError` where it is none."""
+        await self.add(b"")
+        try:
+            return await anyio.to_thread.run_sync(self._contents.result)
+        except MalformedError as error:
+            raise BackupError(f"what the server sent is malformed: {error}") from error
+
+    def read(self, size: int, /) -> bytes:
+        """For the thread: return at most so many bytes, none at the end."""
+        if not self._rest and not self._is_at_end:
+            self._rest = self._chunks.get()
+            self._is_at_end = not self._rest
+        data, self._rest = self._rest[:size], self._rest[size:]
+        return data
+
+    def _run(self) -> Contents:
+        try:
+            return read_contents(self, in_memory=self._in_memory)
+        finally:
+            while self.read(CHUNK_BYTES):  # whoever adds does not wait for us
+                pass
+
+    def _end(self) -> None:
+        if not self._contents.done():
+            self._chunks.put(b"")
+        self._thread.shutdown()
