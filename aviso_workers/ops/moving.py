@@ -25,7 +25,7 @@ from msgspec import Struct, structs
 from aviso_workers import streams
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackupError
-from aviso_workers.ops.backups import Contents, Drill
+from aviso_workers.ops.backups import Contents, Drill, archive
 from aviso_workers.ops.backups.s2 import MalformedError
 from aviso_workers.ops.backups.verifying import read_contents
 
@@ -178,10 +178,10 @@ async def _transfer(source: Administration, target: Administration, stream: str)
         aclosing(snapshot.chunks) as chunks,
         _Reading(in_memory=snapshot.config.get("storage") == "memory") as reading,
     ):
-        archive = _Archive(chunks)
+        pieces = _Pieces(chunks)
 
         async def read(size: int) -> bytes:
-            if data := await archive.read(size):
+            if data := await pieces.read(size):
                 await reading.add(data)
             return data
 
@@ -240,7 +240,7 @@ async def _read(server: Administration, stream: str) -> Contents:
         return await reading.contents()
 
 
-class _Archive:
+class _Pieces:
     """The chunks of a snapshot, read in pieces of whatever size."""
 
     def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
@@ -300,7 +300,7 @@ class _Reading:
 
     def _run(self) -> Contents:
         try:
-            return read_contents(self, in_memory=self._in_memory)
+            return read_contents(archive.entries(self), in_memory=self._in_memory)
         finally:
             while self.read(CHUNK_BYTES):  # whoever adds does not wait for us
                 pass
