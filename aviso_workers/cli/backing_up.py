@@ -105,9 +105,14 @@ def create(
 
 @backup.command()
 def ls(directory: Below) -> None:
-    """List the backups in a directory, the oldest first; exit 1 where one cannot be read."""
+    """List the backups in a directory, the oldest first; exit 1 where one cannot be read, or needs one that is gone."""
     found: list[backups.Backup] = []
-    failures = _each(backups.places(directory), lambda place: found.append(backups.load(place)))
+
+    def add(place: Path) -> None:
+        found.append(backups.load(place))
+        backups.chain(found[-1])
+
+    failures = _each(backups.places(directory), add)
     rows = [
         (
             each.stream,

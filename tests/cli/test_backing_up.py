@@ -190,6 +190,12 @@ def test_an_encrypted_chain_is_made_verified_merged_and_restored(run: Run, fille
     assert (files.code, files.out.count("only with --identity FILE can its messages be counted")) == (0, 2), files
     verified = run("backup", "verify", "kept", "--identity", key.file)
     assert (verified.code, "4 messages" in verified.out) == (0, True), verified
+    aside = full.directory.rename("aside")
+    listed = run("backup", "ls", "kept")
+    assert (listed.code, f"{increment.directory} needs " in listed.err, "after" in listed.out) == (1, True, True), (
+        listed
+    )
+    aside.rename(full.directory)
     locked = run("backup", "restore", increment.directory, "--as", "OLD", *name)
     assert (locked.code, "is encrypted: say which keys open it (--identity FILE)" in locked.err) == (1, True), locked
     restored = run("backup", "restore", increment.directory, "--as", "OLD", "--identity", key.file, *name)

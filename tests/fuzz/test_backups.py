@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import random
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,9 @@ from aviso_workers.ops.backups import archive, s2
 from aviso_workers.ops.backups.s2 import MalformedError
 from aviso_workers.ops.backups.storing import META, OF_ENTRIES, Draft
 from tests.fuzz.mutations import Rounds, mutated, with_another_value
+from tests.ops.backups.entries import backed_up, varint
+from tests.ops.backups.test_chains import MOMENTS
+from tests.ops.backups.test_encryption import Key
 
 OLD = Path(__file__).parents[1] / "data" / "backups" / "nats-server-2.9"
 TIME = "2026-01-01T00:00:00Z"
@@ -32,14 +37,6 @@ def message(sequence: int) -> bytes:
     name, headers, body = b"mars.od.%d" % sequence, b"NATS/1.0\r\nNats-Msg-Id: 1\r\n\r\n", b'{"n":1}'
     fields = (len(name), sequence << 1, sequence, len(headers), len(body))
     return b"".join(map(varint, fields)) + name + headers + body
-
-
-def varint(value: int) -> bytes:
-    out = b""
-    while value >= 0x80:
-        out += bytes((value & 0x7F | 0x80,))
-        value >>= 7
-    return out + bytes((value,))
 
 
 def state(size: int) -> dict[str, object]:
@@ -119,6 +116,75 @@ def test_a_backup_of_an_older_server_that_was_changed_is_read_or_is_a_backup_err
         try:
             with suppress(BackupError):
                 backups.verify(backups.load(place))
+        except Exception as error:
+            raise AssertionError(turns.which) from error
+
+
+@pytest.fixture(params=[False, True], ids=["in the clear", "encrypted"])
+def links(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[list[backups.Backup], Key]:
+    key, made = Key(tmp_path / "key.txt"), list[backups.Backup]()
+    for hours, moment in enumerate(MOMENTS):
+        since = made[-1] if made else None
+        recipients = [key.public] if request.param else []
+        made.append(
+            backed_up(tmp_path, moment, since=since, encrypt_to=recipients, identities=key.identities, hours=hours)
+        )
+    return made, key
+
+
+def spoil_link(link: backups.Backup, chance: random.Random) -> None:
+    """Change one of its files, with a record that knows of no change of the archive where there is one."""
+    meta, packed = (link.directory / META).read_bytes(), link.archive.read_bytes()
+    document = json.loads(meta)
+    match chance.randrange(4):
+        case 0:
+            link.directory.joinpath(META).write_bytes(mutated(meta, chance))
+            return
+        case 1:
+            document = with_another_value(document, chance)
+        case 2:
+            packed = mutated(packed, chance)
+        case _ if not link.encrypted:
+            packed = b"".join(s2.written([mutated(b"".join(s2.decompressed(io.BytesIO(packed))), chance)]))
+    if isinstance(document, dict) and isinstance(document.get("aviso_workers"), dict):
+        document["aviso_workers"]["archive_sha256"] = hashlib.sha256(packed).hexdigest()
+    link.directory.joinpath(META).write_text(json.dumps(document))
+    link.archive.write_bytes(packed)
+
+
+def rejoin(links: list[backups.Backup]) -> None:
+    """Have each name what lies before it as it is now, as somebody would who changes one on purpose."""
+    for before, link in pairwise(links):
+        document = json.loads((link.directory / META).read_bytes())
+        digest = backups.load(before.directory).record
+        assert digest is not None
+        document["aviso_workers"]["previous"]["digest"] = digest.digest
+        (link.directory / META).write_text(json.dumps(document))
+
+
+def test_a_chain_of_which_a_link_was_changed_is_read_or_is_a_backup_error(
+    links: tuple[list[backups.Backup], Key], rounds: Callable[[int], Rounds], tmp_path: Path
+) -> None:
+    made, key = links
+    whole = {path: path.read_bytes() for link in made for path in link.directory.iterdir()}
+    identities = key.identities
+    turns = rounds(60)
+    for chance in turns:
+        for link in made:
+            link.directory.mkdir(exist_ok=True)
+        for path, data in whole.items():
+            path.write_bytes(data)
+        spoil_link(chance.choice(made), chance)
+        try:
+            with suppress(Exception):
+                rejoin(made)
+            for place in backups.places(tmp_path / "MARS"):
+                with suppress(BackupError):
+                    backups.verify(backups.load(place))
+                with suppress(BackupError):
+                    found = backups.load(place)
+                    backups.verify(found, identities=identities)
+                    backups.plan_cleanse(found, backups.of_subject("mars.od.1"), identities=identities)
         except Exception as error:
             raise AssertionError(turns.which) from error
 

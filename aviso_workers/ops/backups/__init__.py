@@ -8,7 +8,7 @@ and `encryption` what only the owner of a key reads. How a server gives and take
 from __future__ import annotations
 
 from aviso_workers.ops.backups.archive import Takes
-from aviso_workers.ops.backups.chains import chain, size
+from aviso_workers.ops.backups.chains import chain, newest, restorable, size
 from aviso_workers.ops.backups.cleansing import Cleansing, cleanse, plan_cleanse
 from aviso_workers.ops.backups.creating import Made, create, create_next, named_streams
 from aviso_workers.ops.backups.encryption import Identities, read_recipients
@@ -17,7 +17,7 @@ from aviso_workers.ops.backups.merging import merge
 from aviso_workers.ops.backups.restoring import Drill, Restored, drill, read_back, restore
 from aviso_workers.ops.backups.retention import Keep, Pruned, prune
 from aviso_workers.ops.backups.scheduling import Schedule, keep_backing_up
-from aviso_workers.ops.backups.storing import Backup, Progress, Record, find, load, newest, places
+from aviso_workers.ops.backups.storing import Backup, Progress, Record, find, load, places
 from aviso_workers.ops.backups.verifying import Contents, verify
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "prune",
     "read_back",
     "read_recipients",
+    "restorable",
     "restore",
     "size",
     "verify",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 from aviso_workers.errors import BackupError
@@ -24,12 +25,14 @@ __all__ = [
     "chain",
     "family",
     "link_to",
+    "newest",
     "opened_archive",
     "opened_entries",
     "opened_own_entries",
     "require_identities",
     "require_whole",
     "required",
+    "restorable",
     "size",
 ]
 
@@ -73,6 +76,18 @@ def family(backup: Backup) -> list[Backup]:
     beside = [each for each in find(place.parent, stream=backup.stream) if each.record]
     chains = [links for each in beside if (links := chain(each))[0].directory.resolve() == place]
     return [links[-1] for links in sorted(chains, key=len)]
+
+
+def restorable(directory: Path, *, stream: str | None = None) -> list[Backup]:
+    """Return the backups in a directory, of all streams or of one, of which no link is missing; the oldest first."""
+    return [found for found in find(directory, stream=stream) if not _links(found)[1]]
+
+
+def newest(directory: Path, *, stream: str | None = None) -> datetime | None:
+    """When the newest backup in a directory was begun, of any stream or of one; None where there is none. One of which
+    a link is missing is none.
+    """
+    return max((found.made for found in restorable(directory, stream=stream)), default=None)
 
 
 def size(backup: Backup) -> int:

@@ -19,7 +19,7 @@ from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import archive, chains, increments, s2
 from aviso_workers.ops.backups.archive import Entry, Takes
 from aviso_workers.ops.backups.encryption import Identities
-from aviso_workers.ops.backups.storing import Backup, Draft, Progress, ignore, load
+from aviso_workers.ops.backups.storing import Backup, Draft, Progress, ignore, load, sweep
 from aviso_workers.ops.backups.verifying import verify
 
 __all__ = ["Cleansing", "cleanse", "plan_cleanse"]
@@ -57,6 +57,7 @@ def plan_cleanse(
     """
     if not backup.of_entries:
         raise BackupError(f"{backup.archive} was made by a nats-server before 2.15, and cannot be cleansed")
+    sweep(backup.directory.resolve().parent)  # of a cleansing that was killed, with what it was to remove
     family = chains.family(backup)
     for each in family:
         chains.require_identities(each, identities)

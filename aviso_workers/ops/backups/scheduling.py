@@ -22,9 +22,10 @@ from msgspec import Struct
 
 from aviso_workers.app import App
 from aviso_workers.errors import BackendError, BackupError
+from aviso_workers.ops.backups.chains import newest
 from aviso_workers.ops.backups.creating import Made, named_streams
 from aviso_workers.ops.backups.retention import Keep, prune
-from aviso_workers.ops.backups.storing import exclusive, newest
+from aviso_workers.ops.backups.storing import exclusive
 
 __all__ = ["Schedule", "keep_backing_up"]
 

@@ -49,11 +49,11 @@ __all__ = [
     "ignore",
     "load",
     "make_directory",
-    "newest",
     "opened",
     "place_of",
     "places",
     "remove",
+    "sweep",
 ]
 
 META = "backup.json"
@@ -236,11 +236,6 @@ def _looks_like_backup(directory: Path) -> bool:
     return named or any(os.path.lexists(directory / file) for file in (META, *ARCHIVES))
 
 
-def newest(directory: Path, *, stream: str | None = None) -> datetime | None:
-    """When the newest backup in a directory was begun, of any stream or of one; None where there is none."""
-    return max((found.made for found in find(directory, stream=stream)), default=None)
-
-
 def place_of(directory: Path, stream: str, made: datetime) -> Path:
     """Where in a directory a backup of ours goes."""
     return directory / stream / f"{made:%Y%m%dT%H%M%S}.{made.microsecond // 1000:03d}Z"
@@ -313,7 +308,7 @@ class Draft:
         with self._explained():
             parent = self._place.parent
             make_directory(parent)
-            _sweep(parent)
+            sweep(parent)
             self._directory = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))  # for nobody else's eyes
             self._lock = _locked(self._directory)
             self._file = create_file(self._directory / OF_ENTRIES)
@@ -421,13 +416,13 @@ def _put_back(directory: Path) -> None:
             replaced.rename(directory)
 
 
-def _sweep(parent: Path) -> None:
-    """Remove what was being written, or was replaced, by processes that are no more."""
+def sweep(parent: Path) -> None:
+    """Remove from a directory what was being written, or was replaced, by processes that are no more."""
     for replaced in parent.glob(f"*{REPLACED}"):
         place = replaced.with_name(replaced.name.removesuffix(REPLACED))
-        _put_back(place)
-        if place.exists() and NAMED_AFTER_TIME.match(place.name):
-            shutil.rmtree(replaced, ignore_errors=True)
+        with suppress(BackupError):  # somebody else's directory
+            if _which(load(place)) == _which(load(replaced)):
+                shutil.rmtree(replaced, ignore_errors=True)
     for left in parent.glob(f"{UNFINISHED}*"):
         with suppress(OSError):  # it is locked, or somebody else was faster
             lock = _locked(left)
@@ -435,6 +430,10 @@ def _sweep(parent: Path) -> None:
                 shutil.rmtree(left)
             finally:
                 os.close(lock)
+
+
+def _which(backup: Backup) -> tuple[str, datetime]:
+    return backup.stream, backup.made
 
 
 @contextmanager

@@ -385,5 +385,5 @@ def _stored(stream: Stream | None) -> Stored:
 
 
 def _backups(directory: Path) -> dict[str, Backup]:
-    """By stream, the newest."""
-    return {backup.stream: backup for backup in backups.find(directory)}
+    """By stream, the newest that can be restored from what is there."""
+    return {backup.stream: backup for backup in backups.restorable(directory)}

@@ -110,6 +110,13 @@ def test_of_a_damaged_link_no_stream_is_read(links: list[Backup]) -> None:
     assert backups.verify(links[0]), "what was made before it is whole"
 
 
+def test_what_needs_a_missing_backup_is_not_the_newest(links: list[Backup], tmp_path: Path) -> None:
+    assert backups.newest(tmp_path) == links[2].made
+    miss(links[1])
+    assert backups.newest(tmp_path) == links[0].made
+    assert backups.restorable(tmp_path) == [links[0]]
+
+
 def test_no_more_is_kept_than_asked_for_and_no_link_less_than_needed(tmp_path: Path) -> None:
     first = chained(tmp_path, MOMENTS)
     second = backed_up(tmp_path, MOMENTS[2], hours=5)
@@ -189,6 +196,14 @@ def test_a_cleansing_that_was_killed_between_two_renames_is_put_back(links: list
     links[1].directory.rename(links[1].directory.with_name(links[1].directory.name + ".replaced"))
     assert bodies(links[2]) == MOMENTS[2]
     assert backups.load(links[1].directory) == links[1]
+
+
+def test_what_a_killed_cleansing_was_to_remove_goes_when_it_is_repeated(links: list[Backup]) -> None:
+    before = shutil.copytree(links[0].directory, links[0].directory.with_name("before"))
+    backups.cleanse(backups.plan_cleanse(links[0], lambda entry: entry.sequence == 1))
+    left = before.rename(links[0].directory.with_name(links[0].directory.name + ".replaced"))
+    plan = backups.plan_cleanse(backups.load(links[0].directory), lambda entry: entry.sequence == 1)
+    assert (plan.removed, left.exists()) == (set(), False)
 
 
 def test_increments_are_made_after_a_chain_that_was_cleansed(links: list[Backup], tmp_path: Path) -> None:
