@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 
 import anyio.from_thread
@@ -16,6 +17,7 @@ from aviso_workers.app import App
 from aviso_workers.errors import BackupError, NotFoundError, StreamReplacedError, UnknownEventTypeError
 from aviso_workers.ops import wiping
 from aviso_workers.ops.backups import archive, chains, completing, increments, s2
+from aviso_workers.ops.backups.archive import Entry
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces
 from aviso_workers.ops.backups.storing import Backup, Draft, Progress, find, ignore, place_of
@@ -50,10 +52,12 @@ async def create(
     """
     made = datetime.now(UTC)
     place = place_of(to, stream, made)
-    if since:
-        await anyio.to_thread.run_sync(lambda: _require_continuable(since, place, encrypt_to, identities))
     server = app.session.backend.administration()
-    async with completing.snapshot(app, stream, beside=to) as snapshot, aclosing(snapshot.chunks) as chunks:
+    async with (
+        _opened_before(app, stream, since, place, encrypt_to, identities) as before,
+        completing.snapshot(app, stream, beside=to) as snapshot,
+        aclosing(snapshot.chunks) as chunks,
+    ):
         if streams.is_unfinished(snapshot.config):
             raise BackupError(f"{stream} is what a restore left that was interrupted: restore it again first")
         if since and snapshot.state["last_seq"] < since.state["last_seq"]:
@@ -64,7 +68,7 @@ async def create(
 
         def write() -> Backup:
             with Draft(place, encrypt_to=encrypt_to) as draft:
-                draft.write_all(_archive(_arriving(chunks, progress), since, identities, encrypted=bool(encrypt_to)))
+                draft.write_all(_archive(stream, _arriving(chunks, progress), before, encrypted=bool(encrypt_to)))
                 return draft.finish(
                     config=snapshot.config,
                     state=snapshot.state,
@@ -74,6 +78,34 @@ async def create(
                 )
 
         return await anyio.to_thread.run_sync(write)
+
+
+@asynccontextmanager
+async def _opened_before(
+    app: App,
+    stream: str,
+    since: Backup | None,
+    place: Path,
+    encrypt_to: Sequence[str],
+    identities: Identities | None,
+) -> AsyncIterator[Iterator[Entry] | None]:
+    """The messages of the backup before, from the stream's first one on; None where there is no backup before.
+
+    A server gives up a snapshot that nobody takes for 5 seconds. So what has left the stream at its beginning, which
+    may be millions of messages, is read before the snapshot is asked for.
+    """
+    if since is None:
+        yield None
+        return
+    first = (await app.session.backend.stream_info(stream)).first_sequence
+    await anyio.to_thread.run_sync(lambda: _require_continuable(since, place, encrypt_to, identities))
+    with chains.opened_entries(since, identities) as entries:
+        yield await anyio.to_thread.run_sync(lambda: _from(first, entries))
+
+
+def _from(first: int, entries: Iterator[Entry]) -> Iterator[Entry]:
+    found = next((entry for entry in entries if entry.sequence >= first), None)
+    return chain([found] if found else [], entries)
 
 
 async def create_next(
@@ -139,23 +171,20 @@ def _require_continuable(since: Backup, place: Path, encrypt_to: Sequence[str], 
 
 
 def _archive(
-    arriving: Iterator[bytes], since: Backup | None, identities: Identities | None, *, encrypted: bool
+    stream: str, arriving: Iterator[bytes], before: Iterator[Entry] | None, *, encrypted: bool
 ) -> Iterator[bytes]:
     """What is stored of a server's archive. Nobody can read an encrypted one to see whether it is whole, so that is
     looked at before.
     """
-    if since:
-        with chains.opened_entries(since, identities) as before:
-            try:
-                yield from s2.written(increments.encode(archive.entries(Pieces(arriving)), before))
-            except StreamReplacedError as error:
-                raise StreamReplacedError(f"{since.stream}: {error}; it needs a full backup") from error
-            except MalformedError as error:
-                raise BackupError(f"the server's archive of {since.stream} cannot be read: {error}") from error
-    elif encrypted:
-        yield from _read_meanwhile(arriving)
-    else:
-        yield from arriving
+    if before is None:
+        yield from _read_meanwhile(arriving) if encrypted else arriving
+        return
+    try:
+        yield from s2.written(increments.encode(archive.entries(Pieces(arriving)), before))
+    except StreamReplacedError as error:
+        raise StreamReplacedError(f"{stream}: {error}; it needs a full backup") from error
+    except MalformedError as error:
+        raise BackupError(f"the server's archive of {stream} cannot be read: {error}") from error
 
 
 def _read_meanwhile(arriving: Iterator[bytes]) -> Iterator[bytes]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
+from aviso_workers.backends.jetstream import snapshots
 from aviso_workers.errors import BackupError, StreamReplacedError
 from aviso_workers.ops import backups
+from aviso_workers.ops.backups import archive
+from aviso_workers.ops.backups.s2 import Readable
 from tests.ops.backups.conftest import Site
 from tests.ops.backups.test_encryption import Key
 from tests.waits import PATIENCE_SECONDS
@@ -93,6 +98,34 @@ async def test_an_increment_does_not_show_what_the_backup_before_encrypts(site: 
     with pytest.raises(BackupError, match="say which keys open it"):
         await backups.create_next(site.app, "MARS", tmp_path, encrypt_to=[key.public])
     assert len(backups.find(tmp_path)) == 1
+
+
+async def test_what_left_at_the_beginning_is_read_before_the_server_waits(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server gives a snapshot up for which nobody asks for 5 seconds, and to read on may take longer."""
+    await site.fill(10)
+    first = await backups.create(site.app, "MARS", tmp_path)
+    await site.server.api("STREAM.PURGE.MARS", {"seq": 8})
+    seen: list[int | str] = []
+    read, snapshot = archive.entries, snapshots.snapshot
+
+    def noted(file: Readable) -> Iterator[archive.Entry]:
+        for entry in read(file):
+            seen.append(entry.sequence)
+            yield entry
+
+    def asked(*arguments: Any) -> Any:
+        seen.append("snapshot")
+        return snapshot(*arguments)
+
+    monkeypatch.setattr(archive, "entries", noted)
+    monkeypatch.setattr(snapshots, "snapshot", asked)
+    made = await backups.create(site.app, "MARS", tmp_path, since=first)
+    assert seen[: seen.index("snapshot")] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    contents = backups.verify(made)
+    assert contents is not None
+    assert (contents.messages, contents.first_sequence) == (3, 8)
 
 
 async def test_what_lies_elsewhere_is_no_backup_before(site: Site, tmp_path: Path) -> None:
