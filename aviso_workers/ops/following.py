@@ -40,6 +40,8 @@ BATCH = 500
 """Messages that are appended at a time."""
 LOOK_SECONDS = 1.0
 """How often is looked whether the original has stored more."""
+TELL_SECONDS = 5.0
+"""How often is told how far it is, while the original stores more and more."""
 PUBLISH_SECONDS = 30.0
 MOST_TRIES = 10
 """How often in a row appending may fail before it is given up."""
@@ -97,17 +99,19 @@ def _require_fit(config: Mapping[str, Any]) -> None:
 async def follow(source: App, target: App, stream: str, *, on_progress: Callable[[int, int], None]) -> Followed:
     """Append what is missing until the original is fenced and nothing is; then let the copy take its place.
 
-    `on_progress` is told how many messages were appended so far, and the last sequence of the copy, whenever this has
-    caught up. Inside of both apps' `async with`. Raises `BackupError` where the two are not the
-    same, and `BackendError`; it can be begun again then.
+    `on_progress` is told now and then how many messages were appended so far, and the last sequence of the copy. Inside
+    of both apps' `async with`. Raises `BackupError` where the two are not the same, and `BackendError`; it can be begun
+    again then.
     """
     original = await copying.info_of(source, stream)
     _require_fit(original["config"])
     following = _Following(source, target, stream)
     await following.open()
+    told = -TELL_SECONDS
     while True:
         last = original["state"]["last_seq"]
-        if await following.catch_up(last):
+        if await following.catch_up(last) and anyio.current_time() >= told + TELL_SECONDS:
+            told = anyio.current_time()
             on_progress(following.appended, last)
         now = await copying.info_of(source, stream)
         # What was on its way when it was fenced may be stored a moment later, so it is asked twice.

@@ -111,8 +111,8 @@ async def compare(server: Administration, mirror: str, origin: str, *, api: str,
     there = _Stream(server, info, api=api)
     if here.last > there.last:
         return Comparison(
-            trouble=f"{origin} was made again or restored from a backup: it ends at {there.last}, and {mirror}, which "
-            f"has what {origin} stored before, at {here.last}"
+            trouble=f"the origin {origin} was made again or restored from a backup: it ends at {there.last}, and its "
+            f"mirror {mirror}, which has what was stored before, at {here.last}"
         )
     pairs = await _pairs(here, there)
     equal = sum(pair == other for pair, other in pairs)
@@ -120,8 +120,8 @@ async def compare(server: Administration, mirror: str, origin: str, *, api: str,
         if ours != theirs:
             return Comparison(
                 equal=equal,
-                trouble=f"{origin} was made again or restored from a backup: message {ours.seq} is of "
-                f"{ours.time} in {mirror} and of {theirs.time} in {origin}",
+                trouble=f"the origin {origin} was made again or restored from a backup: its message {theirs.seq} is of "
+                f"{theirs.time}, and that of its mirror {mirror} of {ours.time}",
             )
     return Comparison(equal=equal, trouble=await _made_later(here, there, equal))
 
@@ -172,13 +172,13 @@ async def _made_later(here: _Stream, there: _Stream, equal: int) -> str:
         oldest = await here.next(here.first)
         if oldest is not None and _time(oldest.time) + CLOCKS < there.created:
             return (
-                f"{there.name} was made again: it was created at {there.created:%Y-%m-%d %H:%M:%S}, {here.name} has "
-                "older messages, and no message that both hold shows that it was restored with these"
+                f"the origin {there.name} was made again: it was created at {there.created:%Y-%m-%d %H:%M:%S}, its "
+                f"mirror {here.name} has older messages, and none that both hold shows that it was restored with these"
             )
     if there.created > here.created + CLOCKS and await _holds_more(here, there):
         return (
-            f"{there.name} was made again: it was created after {here.name}, and holds messages before {here.first}, "
-            f"the first one of {here.name}"
+            f"the origin {there.name} was made again: it was created after its mirror {here.name}, and holds messages "
+            f"before {here.first}, the first one of the mirror"
         )
     return ""
 

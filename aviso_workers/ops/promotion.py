@@ -88,8 +88,8 @@ async def promote(
         return await promoting.without_origin(subjects)
     if comparison.trouble and not origin_was_recreated:
         raise RefusedError(
-            f"{comparison.trouble}. What {promoting.origin} has stored since is not all in {stream}: promote it as it "
-            "is by --origin-was-recreated, and `aviso-workers mirror recover` says then what is missing"
+            f"{comparison.trouble}. What the origin has stored since is not all in the mirror: promote it as it is by "
+            f"--origin-was-recreated, and `aviso-workers mirror recover {stream}` says then what is missing"
         )
     return await promoting.in_place_of_origin(subjects, comparison.equal, recreated=bool(comparison.trouble))
 
