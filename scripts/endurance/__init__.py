@@ -1,6 +1,7 @@
-"""What shows that a worker can be left running: `scripts/chaos`, `outage` and `backlog`; and `replays` of much.
+"""What shows that workers can be left running: `scripts/chaos`, `outage`, `backlog`, `replays` of much; and `kills`.
 
 `agents` is the app that the worker processes run, `deployment` starts them and asks them how they are. `chaos` kills,
-pauses and restarts what runs and then counts; `outage` takes the server away for long and measures. `backlog` and
-`replays` run on the servers or clusters of `clusters`.
+pauses and restarts what runs and then counts; `outage` takes the server away for long and measures; `kills` ends
+operators' commands before they have ended themselves. It, `backlog` and `replays` run on the servers or clusters of
+`clusters`.
 """

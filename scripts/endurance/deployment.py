@@ -17,7 +17,7 @@ from aviso_workers import App, config
 from endurance.agents import APP, router
 from main_job.children import Child, free_port, running
 
-__all__ = ["Deployment", "Worker"]
+__all__ = ["COMMAND", "CONFIG", "Deployment", "Worker", "environment"]
 
 SCRIPTS = Path(__file__).parents[1]
 CONFIG = Path(__file__).with_name("config.yaml")
@@ -101,10 +101,13 @@ class Deployment:
 
     @property
     def _environment(self) -> dict[str, str]:
-        """Nothing that the caller has set for another aviso-workers."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("AVISO", "NATS_"))}
-        return kept | self._over
+        return environment() | self._over
 
     @property
     def _python_path(self) -> str:
         return os.pathsep.join(filter(None, (str(SCRIPTS), os.environ.get("PYTHONPATH", ""))))
+
+
+def environment() -> dict[str, str]:
+    """Return ours without what the caller has set for another aviso-workers."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("AVISO", "NATS_"))}

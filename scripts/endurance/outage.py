@@ -7,7 +7,6 @@ time; afterwards it must become ready by itself, and handle what is published. L
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 import time
@@ -15,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 
 import anyio
 from rich.console import Console
@@ -24,6 +22,7 @@ from aviso_workers.errors import AvisoWorkersError
 from aviso_workers.server import NatsServer
 from endurance.agents import EVENT, Deed, router
 from endurance.deployment import Deployment
+from endurance.interrupts import end_in_order
 from main_job.children import ShortfallError, free_port, wait_until
 
 START_SECONDS = 120.0
@@ -119,8 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/outage", description="Workers without a server.")
     parser.add_argument("--minutes", type=float, default=10.0, help="how long the server is away (default: 10)")
     minutes = parser.parse_args().minutes
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+    end_in_order()
     try:
         with tempfile.TemporaryDirectory(prefix="aviso-workers-outage-") as directory:
             conduct(Path(directory), seconds=minutes * 60)
@@ -156,13 +154,6 @@ def conduct(directory: Path, *, seconds: float) -> None:
             console.print(
                 f"  ready {ready:.1f} s after its server, and done with a notification after {done:.1f} s more"
             )
-
-
-def _leave(number: int, _frame: FrameType | None) -> None:
-    # Once: what has been started is reaped on the way out, and a second Ctrl-C must not keep us from it.
-    for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(other, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -316,6 +316,7 @@ async def test_tables_windows_and_counters_that_may_hold_copies_are_named(place:
         ]
         await place.erase(where={"class": "od"}, keys=["index__sums/od", "index__sums/rd", "index__seen/od"])
         assert await counter.items() == {"rd": 1}
+        assert await counter.add("od") == 1
         assert await sums.keys() == ["other"]
     record = place.record()
     assert record["by_keys_of"] == ["index__seen", "index__sums"]

@@ -135,3 +135,13 @@ def test_replays_of_any_filter_are_complete_on_a_cluster_that_is_behind(start: C
     assert code == 0, output
     assert "as it should be" in output
     assert script.left_behind() == []
+
+
+def test_operators_commands_that_are_killed_and_repeated_lose_and_double_nothing(start: Callable[..., Script]) -> None:
+    script = start("kills", "--seed", "8", "--times", "2", "--count", "500")
+
+    code, output = script.end(within_seconds=3 * PATIENCE_SECONDS)
+
+    assert code == 0, output
+    assert "as it should be: nothing lost, nothing doubled, nothing left" in output
+    assert script.left_behind() == []

@@ -74,7 +74,7 @@ class Forgotten:
             if self._wanted and stream not in self._recorded and _is_renamed(self._wanted.stream, stream, configs)
         ]
         for record in self._broken_off:
-            if not any(_is_of_the_same(record, whole) for whole in self._whole):
+            if not any(_is_repetition(whole, of=record) for whole in self._whole):
                 doubts.append(
                     f"the erasure of {record.event_type} of {record.begun} was broken off, so its record may not have "
                     "all: repeat it, and give the record of that as well"
@@ -174,8 +174,10 @@ def _which(message: Message) -> tuple[int, int]:
     return message.sequence, message.timestamp_ns
 
 
-def _is_of_the_same(record: Record, other: Record) -> bool:
-    return (record.event_type, record.by_fields, record.by_id) == (other.event_type, other.by_fields, other.by_id)
+def _is_repetition(record: Record, *, of: Record) -> bool:
+    """Whether an erasure may be another one's repetition: which values were erased, no record tells."""
+    named = [(each.event_type, each.by_fields, each.by_id) for each in (record, of)]
+    return named[0] == named[1] and record.begun > of.begun
 
 
 def _message(entry: Entry) -> Message:

@@ -22,6 +22,8 @@ from aviso_workers.schema import EventType
 __all__ = ["CARRYING", "Matches", "Wanted", "original_in", "relation"]
 
 SOURCE = "Nats-Stream-Source"
+CLOCKS_DIFFER_NS = 60_000_000_000
+"""By so much, at most, the clocks of two servers."""
 
 Matches = Callable[[Message], bool]
 Original = tuple[str, Message]
@@ -92,8 +94,9 @@ class Wanted:
             stored_ns = known.get(copied.sequence)
             if stored_ns is None:
                 return direct and self.matches(copied)
-            # A mirror keeps the time. A stream that sources has its own, which is later.
-            return message.timestamp_ns == stored_ns if relation == "mirror" else message.timestamp_ns >= stored_ns
+            if relation == "mirror":
+                return message.timestamp_ns == stored_ns  # a mirror keeps it
+            return message.timestamp_ns >= stored_ns - CLOCKS_DIFFER_NS  # a stream that sources has its own, later one
 
         return matches
 

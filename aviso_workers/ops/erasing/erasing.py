@@ -123,6 +123,8 @@ class Eraser:
         conditions = [condition for _, condition in self._wanted.where.conditions]
         self._values = {value for each in conditions if isinstance(each, frozenset) for value in each}
         """What is to be erased has these values, in the fields by which it was named."""
+        self._suspects: tuple[Suspect, ...] | None = None
+        """Looked for once: buckets are read whole for it."""
 
     def erased(self, left: Survey) -> dict[str, int]:
         """By stream, how many of the messages that were found are there no more, where these are left."""
@@ -144,8 +146,9 @@ class Eraser:
         for stream in sorted(concerned | {stream for stream, known in self._known.items() if known}):
             if stream in infos and infos[stream].behind:
                 unreached.append(_lagging(stream, infos[stream].behind))
-        keepers = await suspects(self._backend, infos, self._values)
-        return Survey(findings=findings, unreached=tuple(unreached), suspects=tuple(keepers))
+        if self._suspects is None:
+            self._suspects = tuple(await suspects(self._backend, infos, self._values))
+        return Survey(findings=findings, unreached=tuple(unreached), suspects=self._suspects)
 
     async def erase(self, survey: Survey, *, audit: Path, progress: Progress = ignore) -> Survey:
         """Erase what the survey found, and what comes after it; returns a survey of what is left.

@@ -158,8 +158,8 @@ def _texts(data: bytes) -> Iterator[str]:
 
 def _has_any(text: str, values: set[str]) -> bool:
     """Whether one of the values stands in a text, with no letter or digit right before or behind it."""
-    if text in values:
-        return True
+    if not values or text in values:
+        return bool(values)
     pieces = re.findall(r"[^\W_]+|[\W_]+", text[:LONGEST_TEXT])
     ends = range(1, LONGEST_WORDS + 1)
     return any("".join(pieces[start : start + count]) in values for start in range(len(pieces)) for count in ends)

@@ -173,6 +173,20 @@ async def test_a_backup_of_a_restored_copy_is_cleansed_too(place: Place) -> None
     assert _forget(found, Forgotten(records=[record])) == {"LOOKED_INTO": 2}
 
 
+async def test_all_backups_of_a_chain_are_cleansed_as_one(place: Place) -> None:
+    await place.notify("od", range(2))
+    full = await backups.create(place.app, "MARS", place.backups)
+    await place.notify("od", [2])
+    await place.notify("rd", range(2))
+    increment = await backups.create(place.app, "MARS", place.backups, since=full)
+    record = await place.erase(where={"class": "od"})
+    [chosen] = backups.one_of_each_chain([full, increment])
+    assert _forget([chosen], Forgotten(records=[record])) == {"MARS": 3}
+    after = [backups.load(backup.directory) for backup in (full, increment)]
+    assert [_secrets(backup, "od") for backup in after] == [0, 0]
+    assert [contents.messages for backup in after if (contents := backups.verify(backup))] == [0, 2]
+
+
 async def test_one_event_type_is_meant(place: Place) -> None:
     await place.notify("od", [1])
     [mars] = await place.back_up("MARS")
