@@ -8,7 +8,7 @@ is put together in memory or on disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +17,7 @@ from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import archive, encryption, increments, s2
 from aviso_workers.ops.backups.archive import Entry
 from aviso_workers.ops.backups.encryption import Identities
+from aviso_workers.ops.backups.prefetch import Prefetch, prefetched
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces, Readable
 from aviso_workers.ops.backups.storing import Backup, Counted, Previous, Progress, damage, find, ignore, load, opened
 
@@ -29,6 +30,7 @@ __all__ = [
     "opened_archive",
     "opened_entries",
     "opened_own_entries",
+    "opened_upload",
     "require_identities",
     "require_whole",
     "required",
@@ -39,6 +41,9 @@ __all__ = [
 
 MOST_LINKS = 40
 """Of a chain. The files of all are open while it is read, and every message passes through each."""
+
+
+PADDING_SECONDS = 1.0
 
 
 def chain(backup: Backup) -> list[Backup]:
@@ -136,6 +141,45 @@ def opened_archive(backup: Backup, identities: Identities | None, *, progress: P
         return
     with opened_entries(backup, identities, progress=progress) as entries:
         yield Pieces(s2.written(_raw(entries)))
+
+
+@contextmanager
+def opened_upload(backup: Backup, identities: Identities | None, *, progress: Progress = ignore) -> Iterator[Readable]:
+    """The same for a server that waits for it, with padding while there is nothing else to send.
+
+    A server gives up a restore to which nothing comes for 5 seconds. It may take longer to read to the next message of
+    a chain, over those that are gone.
+    """
+    if backup.previous is None:
+        with _opened_own(backup, identities, progress) as file:
+            yield file
+        return
+    with opened_entries(backup, identities, progress=progress) as entries:
+
+        def make(put: Callable[[bytes], None]) -> None:
+            for chunk in s2.written(_raw(entries)):
+                put(chunk)
+
+        with prefetched(make) as chunks:
+            yield _Padded(chunks)
+
+
+class _Padded:
+    """The chunks of an S2 stream as a file, with padding between two where the next one takes long."""
+
+    def __init__(self, chunks: Prefetch) -> None:
+        self._chunks = chunks
+        self._begun = chunks.next()  # the stream's identifier, before which nothing may stand
+        """What is left of a chunk, into which no padding goes."""
+
+    def read(self, size: int, /) -> bytes:
+        if not self._begun:
+            try:
+                self._begun = self._chunks.next(within_seconds=PADDING_SECONDS)
+            except TimeoutError:
+                return s2.PADDING
+        data, self._begun = self._begun[:size], self._begun[size:]
+        return data
 
 
 def _links(backup: Backup) -> tuple[list[Backup], BackupError | None]:

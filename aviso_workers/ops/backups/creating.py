@@ -14,7 +14,13 @@ from msgspec import Struct
 
 from aviso_workers import streams
 from aviso_workers.app import App
-from aviso_workers.errors import BackupError, NotFoundError, StreamReplacedError, UnknownEventTypeError
+from aviso_workers.errors import (
+    BackupError,
+    NotFoundError,
+    StreamReplacedError,
+    UnavailableError,
+    UnknownEventTypeError,
+)
 from aviso_workers.ops import wiping
 from aviso_workers.ops.backups import archive, chains, completing, increments, s2
 from aviso_workers.ops.backups.archive import Entry
@@ -121,7 +127,8 @@ async def create_next(
     """Make an increment after the newest backup of a stream in `<to>/<stream>`, or a full backup where that cannot be.
 
     A full one is made where there is none, where the last full one is older than `full_every_seconds`, where the newest
-    chain is damaged, and where the stream is not the one that it is of. Raises as `create` does otherwise.
+    chain is damaged, where the stream is not the one that it is of, and where the server gave up while the two were
+    compared. Raises as `create` does otherwise.
     """
     since, why = await anyio.to_thread.run_sync(_newest_to_continue, to, stream, full_every_seconds)
     if since:
@@ -130,7 +137,7 @@ async def create_next(
                 app, stream, to, since=since, encrypt_to=encrypt_to, identities=identities, progress=progress
             )
             return Made(backup=backup)
-        except StreamReplacedError as error:
+        except (StreamReplacedError, UnavailableError) as error:
             why = str(error)
     backup = await create(app, stream, to, encrypt_to=encrypt_to, identities=identities, progress=progress)
     return Made(backup=backup, full_because=why)

@@ -9,22 +9,20 @@ encrypted: whoever has the public key and may write to the directory can put ano
 from __future__ import annotations
 
 import importlib
-import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Thread
 from types import ModuleType
 from typing import IO, Any
 
 from aviso_workers.errors import BackupError, DeclarationError
+from aviso_workers.ops.backups.prefetch import prefetched
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces, Readable
 
 __all__ = ["Identities", "decrypted", "encrypt", "read_recipients"]
 
 PIECE_BYTES = 256 * 1024
 """Of decrypted data, handed from thread to thread at once."""
-PIECES_WAITING = 4
 RECIPIENT, SECRET = "age1", "AGE-SECRET-KEY-"
 """How a public and a secret key begin."""
 
@@ -86,59 +84,36 @@ def encrypt(pieces: Iterable[bytes], write: Callable[[bytes], None], recipients:
 @contextmanager
 def decrypted(file: IO[bytes], identities: Identities) -> Iterator[Readable]:
     """What a file holds, to be read while it is decrypted in a thread. Reading raises as `Identities.decrypt`."""
-    writer = _Writer()
-    thread = Thread(target=writer.run, args=(file, identities), name="decrypting a backup", daemon=True)
-    thread.start()
-    try:
-        yield Pieces(writer.pieces())
-    finally:
-        writer.close()
-        thread.join()
+
+    def decrypt(put: Callable[[bytes], None]) -> None:
+        writer = _Writer(put)
+        identities.decrypt(file, writer)
+        writer.end()
+
+    with prefetched(decrypt) as pieces:
+        yield Pieces(iter(pieces.next, b""))
 
 
 class _Writer:
-    """Takes what is decrypted in one thread, and gives it to another; it is some pieces ahead, and no more."""
+    """Takes what is decrypted, and hands it on in larger pieces."""
 
-    def __init__(self) -> None:
-        self._waiting: queue.Queue[bytes | Exception] = queue.Queue(maxsize=PIECES_WAITING)
+    def __init__(self, put: Callable[[bytes], None]) -> None:
+        self._put = put
         self._buffer = bytearray()
-        self._closed = Event()
-
-    def run(self, file: IO[bytes], identities: Identities) -> None:
-        try:
-            identities.decrypt(file, self)
-            self._put(bytes(self._buffer))
-            self._put(b"")
-        except Exception as error:
-            self._put(error)
 
     def write(self, data: bytes) -> int:
-        if self._closed.is_set():
-            raise MalformedError("nobody reads on")
         self._buffer += data
         if len(self._buffer) >= PIECE_BYTES:
+            self.end()
+        return len(data)
+
+    def end(self) -> None:
+        if self._buffer:
             self._put(bytes(self._buffer))
             self._buffer.clear()
-        return len(data)
 
     def flush(self) -> None:
         pass
-
-    def pieces(self) -> Iterator[bytes]:
-        while piece := self._waiting.get():
-            if isinstance(piece, Exception):
-                raise piece
-            yield piece
-
-    def close(self) -> None:
-        self._closed.set()
-        with suppress(queue.Empty):
-            while True:  # who waits for room, gets it
-                self._waiting.get_nowait()
-
-    def _put(self, item: bytes | Exception) -> None:
-        if not self._closed.is_set() or isinstance(item, Exception):
-            self._waiting.put(item)
 
 
 class _Source:

@@ -182,7 +182,7 @@ async def _upload(
     identities: Identities | None,
     progress: Progress,
 ) -> dict[str, Any]:
-    with chains.opened_archive(backup, identities, progress=progress) as file:
+    with chains.opened_upload(backup, identities, progress=progress) as file:
 
         async def read(size: int) -> bytes:
             return await anyio.to_thread.run_sync(file.read, size)

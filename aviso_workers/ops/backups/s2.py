@@ -14,7 +14,16 @@ from typing import Protocol
 
 import google_crc32c
 
-__all__ = ["MalformedError", "Pieces", "Readable", "compressed_blocks", "decompress", "decompressed", "written"]
+__all__ = [
+    "PADDING",
+    "MalformedError",
+    "Pieces",
+    "Readable",
+    "compressed_blocks",
+    "decompress",
+    "decompressed",
+    "written",
+]
 
 IDENTIFIER = b"\xff\x06\x00\x00S2sTwO"
 COMPRESSED, UNCOMPRESSED = 0x00, 0x01
@@ -27,6 +36,8 @@ SIZE_BITS = 28
 """Where the last byte of a block's size begins, at most."""
 WRITTEN_BLOCK = 64 * 1024
 """The largest that Snappy's readers take as well."""
+PADDING = b"\xfe\x04\x00\x00" + bytes(4)
+"""A chunk that readers pass over. It may stand between any two."""
 
 
 class MalformedError(ValueError):

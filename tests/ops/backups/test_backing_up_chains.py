@@ -10,9 +10,10 @@ import anyio
 import pytest
 
 from aviso_workers.backends.jetstream import snapshots
-from aviso_workers.errors import BackupError, StreamReplacedError
+from aviso_workers.errors import BackupError, StreamReplacedError, UnavailableError
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import archive
+from aviso_workers.ops.backups import archive, increments, prefetch, s2
+from aviso_workers.ops.backups.prefetch import Prefetch
 from aviso_workers.ops.backups.s2 import Readable
 from tests.ops.backups.conftest import Site
 from tests.ops.backups.test_encryption import Key
@@ -89,6 +90,19 @@ async def test_a_full_backup_is_made_where_no_increment_can_be(site: Site, tmp_p
     assert backups.verify(third.backup)
 
 
+async def test_where_the_server_gives_up_meanwhile_a_full_backup_is_tried(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def give_up(*entries: Any) -> Iterator[bytes]:
+        raise UnavailableError("snapshot of MARS: No Flow Response")
+
+    await site.fill(5)
+    await backups.create(site.app, "MARS", tmp_path)
+    monkeypatch.setattr(increments, "encode", give_up)
+    made = await backups.create_next(site.app, "MARS", tmp_path)
+    assert (made.backup.previous, made.full_because) == (None, "snapshot of MARS: No Flow Response")
+
+
 async def test_an_increment_does_not_show_what_the_backup_before_encrypts(site: Site, tmp_path: Path) -> None:
     key = Key(tmp_path / "key.txt")
     await site.fill(5)
@@ -126,6 +140,34 @@ async def test_what_left_at_the_beginning_is_read_before_the_server_waits(
     contents = backups.verify(made)
     assert contents is not None
     assert (contents.messages, contents.first_sequence) == (3, 8)
+
+
+async def test_a_server_that_waits_for_what_takes_long_gets_padding(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives a restore up to which nothing comes for 5 seconds, and to read over what is gone may take longer."""
+    await site.fill(300)
+    full = await backups.create(site.app, "MARS", tmp_path)
+    await site.fill(1)
+    made = await backups.create(site.app, "MARS", tmp_path, since=full)
+    account = await site.account()
+    await site.delete()
+    sent: list[bytes] = []
+
+    class Slow(Prefetch):
+        """Of which nothing is there but every other time."""
+
+        def next(self, *, within_seconds: float | None = None) -> bytes:
+            if within_seconds is not None and sent and sent[-1] != s2.PADDING:
+                sent.append(s2.PADDING)
+                raise TimeoutError
+            sent.append(super().next())
+            return sent[-1]
+
+    monkeypatch.setattr(prefetch, "Prefetch", Slow)
+    await backups.restore(site.app, made)
+    assert sent.count(s2.PADDING) >= 2
+    assert await site.account() == account
 
 
 async def test_what_lies_elsewhere_is_no_backup_before(site: Site, tmp_path: Path) -> None:
