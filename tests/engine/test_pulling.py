@@ -351,7 +351,7 @@ async def test_what_it_asks_for_follows_the_pace_at_which_handling_begins() -> N
     assert run.room() == 2
     await begin(1000, every_seconds=0.001)
     assert 90 <= run.room() <= 110  # a tenth of a second's worth
-    await begin(20_000, every_seconds=0.00001)
+    await begin(4000, every_seconds=0.00005)
     assert run.room() == MOST_PREFETCH
     await begin(200, every_seconds=1.0)
     assert run.room() == 2
