@@ -61,12 +61,20 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._acts: list[Act] = []
+        self._read_bytes = 0
         path.touch()
 
     @property
     def acts(self) -> list[Act]:
-        lines = self.path.read_text().splitlines()
-        return [Act(what, int(number), int(pid), float(when)) for what, number, pid, when in map(str.split, lines)]
+        """All of them. Stories ask again and again, so only what was added since is read."""
+        with self.path.open("rb") as file:
+            file.seek(self._read_bytes)
+            added = file.read()
+        self._read_bytes += len(added)
+        fields = map(str.split, added.decode().splitlines())
+        self._acts += [Act(what, int(number), int(pid), float(when)) for what, number, pid, when in fields]
+        return [*self._acts]
 
     def of(self, what: str, number: int | None = None) -> list[Act]:
         return [act for act in self.acts if act.what == what and number in (None, act.number)]
@@ -139,7 +147,8 @@ class Worker:
 
     def logged(self, event: str) -> list[dict[str, Any]]:
         """The entries of this name in its log."""
-        entries = (json.loads(line) for line in self.log.splitlines() if line.startswith("{") and line.endswith("}"))
+        lines = (line for line in self.log.splitlines() if event in line)
+        entries = (json.loads(line) for line in lines if line.startswith("{") and line.endswith("}"))
         return [entry for entry in entries if entry["event"] == event]
 
     def get(self, path: str, *, token: str = "") -> str:
