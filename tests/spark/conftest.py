@@ -23,8 +23,23 @@ from tests.spark.place import Place
 from tests.waits import PATIENCE_SECONDS
 
 KEYS = ("cluster", "application", "kind", "event", "id")
+DAEMON = """
+import aviso_workers.backends.jetstream
+import aviso_workers.spark.data_source
+import aviso_workers.spark.reading
+import aviso_workers.spark.writing
+import pyspark.worker
+from pyspark.daemon import manager
+
+if __name__ == "__main__":
+    manager()
+"""
+"""What Spark forks its Python workers from, with all loaded that they import. Spark's own daemon loads nothing before
+it forks, because some modules start threads: of these, NumPy does, unless OPENBLAS_NUM_THREADS is 1.
+"""
 QUICK_START = {
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.python.daemon.module": "loaded_daemon",
     "spark.python.authenticate.socketTimeout": f"{PATIENCE_SECONDS:.0f}s",  # for a Python worker to start
     "spark.sql.shuffle.partitions": "2",
     "spark.ui.enabled": "false",
@@ -37,10 +52,14 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What Spark runs as Python, which otherwise is whatever `python3` is on PATH.
 
     Spark puts a zip of PySpark before the one that is installed. Python compiles all that it imports from a zip, in
-    every process anew: 1.3 of the 1.7 seconds that a worker of Spark takes to start.
+    every process anew: 1.3 of the 1.7 seconds that a worker of Spark takes to start. Most of the rest are imports,
+    and a session of tests starts hundreds of workers.
     """
-    python = tmp_path_factory.mktemp("python") / "python"
-    python.write_text(f'#!/bin/sh\nunset PYTHONPATH\nexec "{sys.executable}" "$@"\n')
+    directory = tmp_path_factory.mktemp("python")
+    (directory / "loaded_daemon.py").write_text(DAEMON)
+    python = directory / "python"
+    environment = f'export PYTHONPATH="{directory}" OPENBLAS_NUM_THREADS=1'
+    python.write_text(f'#!/bin/sh\n{environment}\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     return python
 

@@ -21,7 +21,7 @@ def test_a_python_without_the_packages_is_found_before_any_query(
     venv.create(tmp_path / "bare", symlinks=True)
     python = tmp_path / "bare" / "bin" / "python"
     monkeypatch.setenv("PYSPARK_PYTHON", str(python))
-    spark = start_spark(tmp_path / "logs", {})
+    spark = start_spark(tmp_path / "logs", {"spark.python.daemon.module": "pyspark.daemon"})
     try:
         with pytest.raises(ExecutorError, match=f"has no package .* in {python}: install") as refused:
             register(spark)
