@@ -22,6 +22,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
@@ -181,7 +182,9 @@ def find_binary() -> str:
     )
 
 
+@cache
 def _version(binary: str) -> tuple[int, ...]:
+    """Return the version that a nats-server prints, which it is asked for once in a process."""
     try:
         printed = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=20).stdout
         return tuple(int(part) for part in printed.split()[-1].lstrip("v").split("-")[0].split("."))
