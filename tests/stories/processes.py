@@ -153,8 +153,11 @@ class Worker:
 
     def get(self, path: str, *, token: str = "") -> str:
         """What the status port answers to who sends this token; its code first, where that is not 200."""
-        (started, *_) = self.logged("fleet.started") or self.logged("worker.started") or [{"status": "http://unknown"}]
-        request = urllib.request.Request(f"{started['status']}{path}", headers={"Authorization": f"Bearer {token}"})
+        started = self.logged("fleet.started") or self.logged("worker.started")
+        if not started:
+            return "no answer"
+        url = f"{started[0]['status']}{path}"
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
                 return str(answer.read().decode())
