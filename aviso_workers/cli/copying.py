@@ -44,7 +44,12 @@ def copy(
 
     async def run() -> None:
         async with connected_app(config) as source, connected_app(to_config) as target:
-            if not (follow and await following.is_begun(source, target, stream)):
+            is_begun = follow and await following.is_begun(source, target, stream)
+            if follow:
+                typer.echo(
+                    f"{stream}: {'carrying on with the copy there' if is_begun else 'copying it anew'}", err=True
+                )
+            if not is_begun:
                 with bar(stream) as progress:
                     copied = await copying.copy(
                         source,

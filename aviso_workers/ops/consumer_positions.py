@@ -53,10 +53,10 @@ async def carry(source: Place, target: Place) -> list[Carried]:
 
     Raises `BackendError`; a consumer that the server refuses is told of in what is returned.
     """
-    replicas = await _replicas(target)
+    replicas, last = await _replicas_and_last(target)
     present = {consumer["name"]: consumer for consumer in await _consumers(target)}
     return [
-        await _carry_one(consumer, present.get(consumer["name"]), target, replicas=replicas)
+        await _carry_one(consumer, present.get(consumer["name"]), target, replicas=replicas, last=last)
         for consumer in await _consumers(source)
         if consumer["config"].get("durable_name")
     ]
@@ -67,14 +67,14 @@ async def bring_on(source: Place, target: Place) -> int:
 
     One that has the same ack floor stays as it is, with what was acked behind it. Raises `BackendError`.
     """
-    replicas = await _replicas(target)
+    replicas, last = await _replicas_and_last(target)
     floors = {consumer["name"]: consumer["ack_floor"]["stream_seq"] for consumer in await _consumers(target)}
     originals = [consumer for consumer in await _consumers(source) if consumer["config"].get("durable_name")]
     for consumer in originals:
         if floors.get(consumer["name"]) == consumer["ack_floor"]["stream_seq"]:
             continue
         await _delete(target, consumer["name"])
-        await _make(consumer, target, replicas=replicas)
+        await _make(consumer, target, replicas=replicas, last=last)
     return len(originals)
 
 
@@ -86,9 +86,9 @@ async def remove(target: Place, carried: Iterable[Carried]) -> None:
 
 
 async def _carry_one(
-    original: Mapping[str, Any], present: Mapping[str, Any] | None, target: Place, *, replicas: int
+    original: Mapping[str, Any], present: Mapping[str, Any] | None, target: Place, *, replicas: int, last: int
 ) -> Carried:
-    name, next_sequence = original["name"], original["ack_floor"]["stream_seq"] + 1
+    name, next_sequence = original["name"], _next_sequence(original, last=last)
     carried = Carried(
         consumer=name,
         next_sequence=next_sequence,
@@ -100,16 +100,25 @@ async def _carry_one(
             return structs.replace(carried, made=False, next_sequence=present["ack_floor"]["stream_seq"] + 1)
         await _delete(target, name)  # nobody was given anything by it, as where this is repeated
     try:
-        await _make(original, target, replicas=replicas)
+        await _make(original, target, replicas=replicas, last=last)
     except RefusedError as error:
         return structs.replace(carried, made=False, refused=str(error))
     return carried
 
 
-async def _make(original: Mapping[str, Any], target: Place, *, replicas: int) -> None:
+def _next_sequence(original: Mapping[str, Any], *, last: int) -> int:
+    """Return where a consumer goes on in a stream that ends at `last`.
+
+    The original has settled more where the newest messages of its stream were deleted; a mirror has never heard of
+    their sequences, and gives them to other messages.
+    """
+    return min(int(original["ack_floor"]["stream_seq"]), last) + 1
+
+
+async def _make(original: Mapping[str, Any], target: Place, *, replicas: int, last: int) -> None:
     """Make a consumer that begins after the ack floor of the original."""
     config = {key: value for key, value in original["config"].items() if key not in STARTS}
-    config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": original["ack_floor"]["stream_seq"] + 1}
+    config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": _next_sequence(original, last=last)}
     config["num_replicas"] = min(config.get("num_replicas", 0), replicas)
     request = {"stream_name": target.stream, "config": config, "action": "create"}
     await target.server.api(f"CONSUMER.CREATE.{target.stream}.{original['name']}", request, prefix=target.api)
@@ -119,9 +128,10 @@ async def _consumers(place: Place) -> list[dict[str, Any]]:
     return await place.server.pages(f"CONSUMER.LIST.{place.stream}", "consumers", prefix=place.api)
 
 
-async def _replicas(place: Place) -> int:
+async def _replicas_and_last(place: Place) -> tuple[int, int]:
+    """Return how many replicas a stream has, and its last sequence."""
     info = await place.server.api(f"STREAM.INFO.{place.stream}", prefix=place.api)
-    return int(info["config"]["num_replicas"])
+    return info["config"]["num_replicas"], info["state"]["last_seq"]
 
 
 async def _delete(place: Place, consumer: str) -> None:

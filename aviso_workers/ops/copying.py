@@ -17,8 +17,9 @@ from typing import Any
 import anyio
 from msgspec import Struct, structs
 
+from aviso_workers import streams
 from aviso_workers.app import App
-from aviso_workers.errors import BackupError
+from aviso_workers.errors import BackupError, NotFoundError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Drill, Progress, Restored
 from aviso_workers.ops.mirroring import COPY_OF, NOWHERE
@@ -72,6 +73,8 @@ async def copy(
     """
     original = await info_of(source, stream)
     is_moved = name in (None, stream)
+    if is_moved:
+        await _require_no_copy(target, stream)
     with tempfile.TemporaryDirectory(prefix="aviso-workers-copy-") as directory:
         backup = await backups.create(source, stream, Path(directory), progress=progress)
         before = await anyio.to_thread.run_sync(backups.verify, backup)
@@ -145,6 +148,16 @@ def _held_back(config: Mapping[str, Any], *, created: str) -> dict[str, Any]:
 
 def _metadata(config: Mapping[str, Any]) -> Mapping[str, str]:
     return config.get("metadata") or {}
+
+
+async def _require_no_copy(target: App, stream: str) -> None:
+    """Raise `BackupError` where there is a copy that is not whole, and not only part of one that was restored."""
+    try:
+        config = (await info_of(target, stream))["config"]
+    except NotFoundError:
+        return
+    if COPY_OF in _metadata(config) and not streams.is_unfinished(config):
+        raise BackupError(f"{stream} there is a copy that is not whole: --follow carries on from it, or delete it")
 
 
 async def _require_free(target: App, stream: str, subjects: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from msgspec import Struct
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackendError, NotFoundError
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "compare", "next_sequence"]
 
 SPREAD = 16
 """Places between the first and the last sequence that both can have."""
@@ -91,13 +91,13 @@ class _Stream:
         return low
 
     async def _get(self, request: Mapping[str, Any]) -> Found | None:
-        try:
-            answer = await self._server.api(f"STREAM.MSG.GET.{self.name}", request, prefix=self._api)
-        except NotFoundError as error:
-            if error.code != NO_MESSAGE:
-                raise
-            return None
-        return msgspec.convert(answer["message"], Found)
+        return await _message(self._server, self.name, request, api=self._api)
+
+
+async def next_sequence(server: Administration, stream: str, *, after: int, api: str) -> int | None:
+    """Return the sequence of the next message that a stream has; None where there is none. Raises `BackendError`."""
+    found = await _message(server, stream, {"seq": after + 1, "next_by_subj": ">"}, api=api)
+    return found.seq if found else None
 
 
 async def compare(server: Administration, mirror: str, origin: str, *, api: str, timeout_seconds: float) -> Comparison:
@@ -192,6 +192,16 @@ async def _holds_more(here: _Stream, there: _Stream) -> bool:
         return False
     max_age = timedelta(microseconds=_limit(here.config, "max_age") / 1000)
     return there.asked - _time(oldest.time) < max_age - CLOCKS  # else both are about to remove it
+
+
+async def _message(server: Administration, stream: str, request: Mapping[str, Any], *, api: str) -> Found | None:
+    try:
+        answer = await server.api(f"STREAM.MSG.GET.{stream}", request, prefix=api)
+    except NotFoundError as error:
+        if error.code != NO_MESSAGE:
+            raise
+        return None
+    return msgspec.convert(answer["message"], Found)
 
 
 def _limit(config: Mapping[str, Any], name: str) -> int:

@@ -123,7 +123,8 @@ class _Promoting:
         async with self._fence() as fenced:
             gap = await self._catch_up(fenced.last_sequence, recreated=recreated)
             # What was on its way to a stream of several replicas when it was fenced may be stored a moment later.
-            gap += await self._catch_up(await self._last_of_origin(), recreated=recreated)
+            info = await self._server.api(f"STREAM.INFO.{self.origin}", prefix=self._api)
+            gap += await self._catch_up(info["state"]["last_seq"], recreated=recreated)
             consumers = await consumer_positions.carry(there, here)
         subjects = subjects or fenced.subjects
         try:
@@ -154,18 +155,16 @@ class _Promoting:
         if not fenced.before:
             await mirroring.unfence(self._server, self.origin, api=self._api)
 
-    async def _last_of_origin(self) -> int:
-        info = await self._server.api(f"STREAM.INFO.{self.origin}", prefix=self._api)
-        return int(info["state"]["last_seq"])
-
     async def _catch_up(self, until: int, *, recreated: bool) -> int:
         """Return how many messages were missing, when they have come. Raises `RefusedError`."""
         missing: int | None = None
         with anyio.move_on_after(self._patience_seconds):
             while True:
                 last = int((await self._server.api(f"STREAM.INFO.{self._stream}"))["state"]["last_seq"])
-                missing = max(0, until - last) if missing is None else missing
-                if last >= until:
+                is_last = last >= until or not await self._has_more(last)
+                if missing is None:
+                    missing = 0 if is_last else until - last
+                if is_last:
                     return missing
                 await anyio.sleep(ASK_AGAIN_SECONDS)
         if recreated and missing is not None:
@@ -174,6 +173,10 @@ class _Promoting:
             f"{self._stream} did not catch up with {self.origin} within {self._patience_seconds:g} s: "
             f"{'all' if missing is None else missing} messages were missing at first; {self.origin} is as it was"
         )
+
+    async def _has_more(self, last: int) -> bool:
+        """Return whether the origin has a message behind a sequence: its newest ones may have been deleted."""
+        return await histories.next_sequence(self._server, self.origin, after=last, api=self._api) is not None
 
     async def _become(self, subjects: Sequence[str]) -> int:
         """Make a stream of its own of the mirror; returns its last sequence."""

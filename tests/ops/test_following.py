@@ -14,9 +14,11 @@ from aviso_workers import App
 from aviso_workers.backends import Administration, Message
 from aviso_workers.errors import BackupError, UnavailableError
 from aviso_workers.ops import backups, copying, following, mirroring
+from aviso_workers.ops.backups import restoring
 from aviso_workers.ops.copying import Copied
 from aviso_workers.ops.following import Followed
 from aviso_workers.server import NatsServer
+from aviso_workers.streams import UNFINISHED
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -180,6 +182,29 @@ async def test_one_that_was_ended_is_carried_on(move: Move, monkeypatch: pytest.
     followed = await move.follow()
     assert (followed.messages, followed.last_sequence, followed.appended) == (705, 705, 200)
     assert await move.is_the_same()
+
+
+async def test_a_copy_of_which_only_part_was_restored_is_made_anew(move: Move, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process leaves it that was killed while it restored."""
+    monkeypatch.setattr(restoring, "STANDSTILL_SECONDS", 0.0)
+    await move.make(5)
+    await move.copy()
+    config = (await copying.info_of(move.target, "MARS"))["config"]
+    metadata = {**config["metadata"], UNFINISHED: "true"}
+    await move.there.api("STREAM.UPDATE.MARS", {**config, "subjects": ["MARS"], "metadata": metadata})
+    await move.there.request("MARS", b"not as the original has it")
+    assert not await following.is_begun(move.source, move.target, "MARS")
+    await move.copy()
+    await move.fence()
+    assert (await move.follow()).messages == 5
+    assert await move.is_the_same()
+
+
+async def test_a_copy_that_is_not_whole_is_not_made_beside_itself(move: Move) -> None:
+    await move.make(5)
+    await move.copy()
+    with pytest.raises(BackupError, match="MARS there is a copy that is not whole: --follow carries on"):
+        await move.copy()
 
 
 async def test_consumers_of_the_copy_go_on_where_those_of_the_original_have_come_to(move: Move) -> None:

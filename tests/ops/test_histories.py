@@ -181,3 +181,24 @@ async def test_a_fence_of_before_stays_where_a_promotion_is_refused(pair: Pair) 
     with pytest.raises(RefusedError, match="did not catch up with MARS"):
         await promotion.promote(pair.app, "COPY", patience_seconds=0.1)
     assert not await pair.takes_publishes()
+
+
+async def test_an_origin_whose_newest_messages_were_deleted_has_nothing_more_to_come(pair: Pair) -> None:
+    """The mirror never learns of their sequences, and gives them to what it takes next: agents must be given that."""
+    await pair.make_origin(10)
+    request = {"stream_name": "MARS", "config": {"durable_name": "reader", "ack_policy": "none"}}
+    await pair.server.api("CONSUMER.DURABLE.CREATE.MARS.reader", request)
+    inbox = pair.server.new_inbox()
+    async with pair.server.listen(inbox) as heard:
+        pair.server.send("$JS.API.CONSUMER.MSG.NEXT.MARS.reader", b"10", reply=inbox)
+        for _ in range(10):
+            await heard.receive()
+    for sequence in (9, 10):
+        await pair.server.api("STREAM.MSG.DELETE.MARS", {"seq": sequence})
+    await pair.make_mirror()
+    await pair.caught_up(8)
+    promoted = await promotion.promote(pair.app, "COPY", subjects=("copy.>",), patience_seconds=1)
+    assert (promoted.gap, promoted.last_sequence) == (0, 8)
+    assert [each.next_sequence for each in promoted.consumers or ()] == [9]
+    await pair.server.request("copy.1", b"{}")
+    assert (await pair.server.api("CONSUMER.INFO.COPY.reader"))["num_pending"] == 1
