@@ -75,10 +75,9 @@ def encrypt(pieces: Iterable[bytes], write: Callable[[bytes], None], recipients:
     source, target = _Source(pieces), _Target(write)
     try:
         _pyrage().encrypt_io(source, target, [_recipient(key) for key in recipients])
-    except (_pyrage().EncryptError, OSError):
-        if error := source.error or target.error:  # the library keeps the text of it only
-            raise error from None
-        raise
+    finally:
+        if error := source.error or target.error:
+            raise error from None  # the library keeps its text only, and passes over one at the end
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import pytest
 from aviso_workers.backends.jetstream import snapshots
 from aviso_workers.errors import BackupError, StreamReplacedError, UnavailableError
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import archive, increments, prefetch, s2
+from aviso_workers.ops.backups import archive, chains, completing, increments, prefetch, s2
 from aviso_workers.ops.backups.prefetch import Prefetch
 from aviso_workers.ops.backups.s2 import Readable
 from tests.ops.backups.conftest import Site
@@ -168,6 +168,25 @@ async def test_a_server_that_waits_for_what_takes_long_gets_padding(
     await backups.restore(site.app, made)
     assert sent.count(s2.PADDING) >= 2
     assert await site.account() == account
+
+
+async def test_what_was_read_beside_a_snapshot_is_the_same_in_the_next_one(site: Site, tmp_path: Path) -> None:
+    """A backup of a table holds messages that a reader was given; byte by byte as a server's snapshot has them."""
+    config = {"name": "MARS", "subjects": ["mars.>"], "allow_msg_ttl": True, "max_msgs_per_subject": 1}
+    await site.server.api("STREAM.CREATE.MARS", config)
+    for n in range(10):
+        await site.put(f"mars.od.{n}", b"x" * n, ttl="1h" if n % 3 == 0 else "")
+        await site.server.request(f"mars.rd.{n}", b"without headers")
+    first = await backups.create(site.app, "MARS", tmp_path)
+    with chains.opened_own_entries(first, None) as entries:
+        stored = [entry.raw for entry in entries if entry.sequence]
+    for read in (completing._in_bulk, completing._one_by_one):
+        assert [completing._encoded(each) async for each in read(site.app, "MARS", 0, 20)] == stored
+    await site.put("mars.od.3", b"again")
+    made, account = await backups.create_next(site.app, "MARS", tmp_path), await site.account()
+    await site.delete()
+    await backups.restore(site.app, made.backup)
+    assert (made.full_because, await site.account()) == ("", account)
 
 
 async def test_what_lies_elsewhere_is_no_backup_before(site: Site, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyrage
@@ -10,7 +11,7 @@ import pytest
 
 from aviso_workers.errors import BackupError, DeclarationError
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, Identities
+from aviso_workers.ops.backups import Backup, Identities, encryption
 from tests.ops.backups.entries import backed_up
 from tests.ops.backups.test_chains import MOMENTS, bodies, flip_a_bit
 
@@ -94,6 +95,20 @@ def test_it_is_merged_for_others(links: list[Backup], key: Key, tmp_path: Path) 
     other = Key(tmp_path / "other.txt")
     merged = backups.merge(links[2], tmp_path / "full", encrypt_to=[other.public], identities=key.identities)
     assert bodies(merged, other.identities) == MOMENTS[2]
+
+
+def test_what_goes_wrong_meanwhile_is_raised_as_itself(key: Key) -> None:
+    def broken_off() -> Iterator[bytes]:
+        yield b"some"
+        raise BackupError("the server is gone")
+
+    def full(data: bytes) -> None:
+        raise BackupError("the disk is full")
+
+    with pytest.raises(BackupError, match="the server is gone"):
+        encryption.encrypt(broken_off(), lambda data: None, [key.public])
+    with pytest.raises(BackupError, match="the disk is full"):
+        encryption.encrypt([b"some"], full, [key.public])
 
 
 def test_keys_are_said_or_in_a_file(key: Key, tmp_path: Path) -> None:
