@@ -45,7 +45,8 @@ def of_worker(app: App, *, buckets: Iterable[str] = ()) -> Permissions:
 def of_operator(config: Config) -> Permissions:
     """Return what all commands need."""
     api = _Api(config)
-    subjects = (f"{api.prefix}.>", "$JS.SNAPSHOT.>", "$KV.>", "aviso_workers.>", *_bases(config))
+    apis = (f"{api.prefix}.>", *_apis_of_origins(config))
+    subjects = (*apis, "$JS.SNAPSHOT.>", "$KV.>", "aviso_workers.>", *_bases(config))
     return _permissions(subjects, subscribe=(INBOXES, ADVISORIES))
 
 
@@ -171,6 +172,14 @@ def _bases(config: Config) -> Iterator[str]:
     for name, event_type in config.notification_schema.items():
         spec = streams.event_stream(name, event_type, config)
         yield from spec.subjects or ()
+
+
+def _apis_of_origins(config: Config) -> Iterator[str]:
+    """Where the origins of declared mirrors and sources are: `mirror promote` fences one there."""
+    for declared in config.streams.values():
+        for origin in (declared.mirror, *(declared.sources or ())):
+            if origin and origin.external:
+                yield f"{origin.external.api}.>"
 
 
 def _event_streams(config: Config) -> Iterator[str]:

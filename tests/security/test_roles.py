@@ -371,3 +371,10 @@ def test_the_command_prints_what_belongs_below_a_user(
     loaded = settings.load(tmp_path / "server.yaml", environ={})
     assert loaded.server.accounts["DATA"].users[role].permissions == granted(role, config)
     assert not list(Path.cwd().glob("nats-server.conf"))
+
+
+def test_an_operator_reaches_the_origins_of_declared_mirrors(write_config: Callable[..., Path]) -> None:
+    path = write_config("nats://127.0.0.1:4222")
+    mirror = {"name": "MARS", "external": {"api": "$JS.hub.API"}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "streams": {"COPY": {"mirror": mirror}}}))
+    assert "$JS.hub.API.>" in permissions.of_operator(App("any", config=path).config).publish.allow
