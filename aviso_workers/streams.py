@@ -48,6 +48,7 @@ __all__ = [
     "declared",
     "event_stream",
     "filters_of",
+    "is_of_set",
     "is_unfinished",
     "noted_versions",
     "own_stream",
@@ -96,6 +97,8 @@ FENCED = "aviso-workers-fenced"
 """The metadata of a stream that was fenced when its mirror was promoted: which subjects it had."""
 UNFINISHED = "aviso-workers-unfinished"
 """The metadata of a stream that is not whole, because a restore of it is under way or was killed."""
+OF_SET = "of set "
+"""What the metadata's value has where a set of streams is restored as one; the set's id follows."""
 
 LONGEST_NAME = 255
 """Characters that the name of a stream may have."""
@@ -420,6 +423,11 @@ def consumer_plan(stream: str, name: str, wanted: Mapping[str, Any], found: Mapp
 def is_unfinished(stream_config: Mapping[str, Any]) -> bool:
     """Whether a restore of the stream is under way, or was killed."""
     return UNFINISHED in (stream_config.get("metadata") or {})
+
+
+def is_of_set(stream_config: Mapping[str, Any]) -> bool:
+    """Whether it is unfinished because a restore of a set of backups is under way, or was killed."""
+    return OF_SET in (stream_config.get("metadata") or {}).get(UNFINISHED, "")
 
 
 def filters_of(consumer: Mapping[str, Any]) -> list[str]:

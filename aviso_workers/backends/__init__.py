@@ -243,9 +243,16 @@ class Administration(Protocol):
         """Raises `NotFoundError`, and as `api` does."""
 
     async def restore(
-        self, config: Mapping[str, Any], state: Mapping[str, Any], *, read: Callable[[int], Awaitable[bytes]]
+        self,
+        config: Mapping[str, Any],
+        state: Mapping[str, Any],
+        *,
+        read: Callable[[int], Awaitable[bytes]],
+        stays_unfinished: bool = False,
     ) -> dict[str, Any]:
         """Make a stream of this configuration from a snapshot's state and archive; returns JetStream's stream info.
+
+        Where it `stays_unfinished` it is whole, but still has its mark and none of its subjects.
 
         `read` gives at most so many bytes of the archive at a time, none at its end. Where it fails or is cancelled,
         what was made of the stream is removed; where this process is killed, a stream stays that is unfinished (see

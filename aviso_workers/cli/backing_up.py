@@ -6,13 +6,14 @@ import signal
 from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated
 
 import anyio
 import typer
 
 from aviso_workers import logs
 from aviso_workers.app import App
+from aviso_workers.cli import backup_sets
 from aviso_workers.cli.cleansing import cleanse
 from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
 from aviso_workers.cli.identities import IdentityOption, identities_of
@@ -48,7 +49,7 @@ def create(
     ] = None,
     *,
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Each goes to DIR/STREAM/TIME.")],
-    everything: Annotated[bool, typer.Option("--all", help="All streams of the account.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All streams of the account, as a set.")] = False,
     newest: Annotated[
         int | None, typer.Option("--keep", metavar="N", min=1, help="Remove all but a stream's newest N backups.")
     ] = None,
@@ -84,18 +85,24 @@ def create(
         return
 
     async def run(app: App) -> list[AvisoWorkersError]:
+        async def back_up(stream: str, earlier: IO[bytes] | None = None) -> Backup:
+            with bar(stream) as progress:
+                made = await make(app, stream, progress, earlier)
+            if made.full_because:
+                typer.echo(f"{stream}: a full backup, because {made.full_because}", err=True)
+            typer.echo(_described(made.backup))
+            return made.backup
+
+        def prune(stream: str) -> list[AvisoWorkersError]:
+            return backup_sets.prune(to, stream, Keep(newest, days))
+
+        if everything:
+            return await backup_sets.create(app, to, back_up, prune)
         failures: list[AvisoWorkersError] = []
         for stream in await backups.named_streams(app, names or ()):
             try:
-                with bar(stream) as progress:
-                    made = await make(app, stream, progress)
-                if made.full_because:
-                    typer.echo(f"{stream}: a full backup, because {made.full_because}", err=True)
-                typer.echo(_described(made.backup))
-                pruned = backups.prune(to, stream, Keep(newest, days))
-                for gone in pruned.removed:
-                    typer.echo(f"{stream}: removed {gone.directory}")
-                failures += [BackupError(f"{found}; it is kept, and does not count") for found in pruned.damaged]
+                await back_up(stream)
+                failures += prune(stream)
             except AvisoWorkersError as error:  # the others are backed up all the same
                 failures.append(error)
         return failures
@@ -129,6 +136,10 @@ def ls(directory: Below) -> None:
         print_table(("stream", "made", "messages", "bytes", "nats-server", "kind", "directory"), rows)
     elif not failures:
         typer.echo(f"no backups in {directory}")
+    for file in backups.sets_in(directory):
+        typer.echo(f"set: {file}")
+    for sentence in backups.unfinished_sets(directory):
+        typer.echo(sentence, err=True)
     _end(failures)
 
 
@@ -136,22 +147,42 @@ def ls(directory: Below) -> None:
 def verify(directory: Below, *, identity: IdentityOption = None) -> None:
     """Read all of a backup, or of all backups in a directory, and count what is in it; exit 1 if one is damaged."""
     identities = identities_of(identity)
-    _end(_each(backups.places(directory) or [directory], lambda place: _verify(place, identities)))
+    sets = backups.sets_in(directory)
+    failures = _each(
+        backups.places(directory) or ([] if sets else [directory]), lambda place: _verify(place, identities)
+    )
+    failures += _each(sets, _verify_set)
+    failures += [BackupError(sentence) for sentence in backups.unfinished_sets(directory)]
+    _end(failures)
 
 
 @backup.command()
 def restore(
-    directory: Directory,
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A backup, e.g. backups/MARS/20261120T060000.000Z; with --all a set.")
+    ],
     name: Annotated[
         str | None, typer.Option("--as", metavar="NAME", help="As another stream, which has no subjects of the first.")
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="All streams of a set: its file, or a directory with the newest one.")
+    ] = False,
     storage: Annotated[Storage | None, typer.Option(help="Default: as it was.")] = None,
     replicas: Annotated[int | None, typer.Option(min=1, max=5, help="Default: as it was.")] = None,
     identity: IdentityOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Make a stream again from a backup, with its sequences and consumers. It must not exist."""
-    found, identities = backups.load(directory), identities_of(identity)
+    """Make a stream again from a backup, with its sequences and consumers; or all streams of a set. None may exist."""
+    if everything and name:
+        raise DeclarationError("a set is restored under its own names: say --all or --as")
+    identities = identities_of(identity)
+    if everything:
+        run_connected(
+            connected_app(config),
+            lambda app: backup_sets.restore(app, directory, storage=storage, replicas=replicas, identities=identities),
+        )
+        return
+    found = backups.load(directory)
 
     async def run(app: App) -> None:
         with bar(found.stream, backups.size(found)) as progress:
@@ -247,14 +278,14 @@ def _keep_backing_up(schedule: Schedule, config: Config, make: Callable[[App, st
 
 def _maker(
     to: Path, since: str | None, full_every: str | None, encrypt_to: Sequence[str] | None, identity: Path | None
-) -> Callable[[App, str, Progress], Awaitable[Made]]:
+) -> Callable[..., Awaitable[Made]]:
     """Return what makes one backup of a stream, as the options say. Raises `DeclarationError`."""
     if since and full_every:
         raise DeclarationError("say --since or --full-every: the second makes increments as well")
     every = _parsed(full_every) if full_every else None
     keys, identities = backups.read_recipients(encrypt_to or ()), identities_of(identity)
 
-    async def make(app: App, stream: str, progress: Progress) -> Made:
+    async def make(app: App, stream: str, progress: Progress, earlier: IO[bytes] | None = None) -> Made:
         if since == "last" or every is not None:
             return await backups.create_next(
                 app,
@@ -263,11 +294,19 @@ def _maker(
                 full_every_seconds=every,
                 encrypt_to=keys,
                 identities=identities,
+                earlier=earlier,
                 progress=progress,
             )
         before = backups.load(Path(since)) if since else None
         made = await backups.create(
-            app, stream, to, since=before, encrypt_to=keys, identities=identities, progress=progress
+            app,
+            stream,
+            to,
+            since=before,
+            encrypt_to=keys,
+            identities=identities,
+            earlier=earlier,
+            progress=progress,
         )
         return Made(backup=made)
 
@@ -312,6 +351,12 @@ def _verify(directory: Path, identities: Identities | None) -> None:
         f"{directory}: {contents.messages} messages, {contents.bytes} bytes, {len(contents.consumers)} consumers"
         + (f"; {contents.missing} messages were deleted or expired while it was made" if contents.missing else "")
     )
+
+
+def _verify_set(file: Path) -> None:
+    found = backups.load_set(file)
+    backups.members(found)
+    typer.echo(f"{file}: a set of {len(found.written.members)} streams, all of which are there")
 
 
 def _each(directories: Sequence[Path], act: Callable[[Path], None]) -> list[AvisoWorkersError]:

@@ -40,8 +40,9 @@ from aviso_workers.key_value import Entry
 from aviso_workers.timers import Tick, Timer
 from aviso_workers.verdicts import Failure
 
-__all__ = ["LEASE_SECONDS", "Lease", "buckets_of", "drained", "run_timers"]
+__all__ = ["LEASE_SECONDS", "Lease", "buckets_of", "drained", "is_bucket", "run_timers"]
 
+LEASES, CLAIMS = "_leases", "_timers"
 LEASE_SECONDS = 10.0
 RENEW_SECONDS = 2.0
 OVERDUE_SECONDS = LEASE_SECONDS + RENEW_SECONDS
@@ -111,7 +112,12 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
 
 def buckets_of(app: str) -> tuple[str, str]:
     """The buckets of the app's leases, and of the ticks that its timers claimed."""
-    return f"{app}_leases", f"{app}_timers"
+    return f"{app}{LEASES}", f"{app}{CLAIMS}"
+
+
+def is_bucket(bucket: str) -> bool:
+    """Return whether it may be an app's bucket of leases or of claimed ticks: its name looks like one."""
+    return bucket.endswith((LEASES, CLAIMS))
 
 
 class Hindrance:

@@ -42,10 +42,11 @@ from aviso_workers.tables import decode_key, encode_key
 from aviso_workers.verdicts import Ack, Again, DeadLetter, Failure, Verdict
 from aviso_workers.windows import Progress, Settled, State, Window, Windowing
 
-__all__ = ["AsWindows", "bucket_of", "is_window", "put_back", "unfinished"]
+__all__ = ["AsWindows", "bucket_of", "is_bucket", "is_window", "put_back", "unfinished"]
 
 _Change = Callable[[State[Any], Progress], Awaitable[State[Any]]]
 
+OF_WINDOWS = "_windows_"
 LOOK_SECONDS = 1.0
 """How often it is looked whether a window is over."""
 FORGOTTEN_AFTER_SECONDS = 86400.0
@@ -457,4 +458,9 @@ def _spelled(key: str) -> str:
 
 def bucket_of(app: str, agent: str) -> str:
     """The bucket of the agent's windows."""
-    return f"{app}_windows_{agent}"
+    return f"{app}{OF_WINDOWS}{agent}"
+
+
+def is_bucket(bucket: str) -> bool:
+    """Return whether it may be the bucket of some agent's windows: its name looks like one."""
+    return OF_WINDOWS in bucket

@@ -66,6 +66,23 @@ def test_all_streams_are_backed_up_and_old_backups_removed(run: Run, filled: Pat
     assert [found.stream for found in backups.find(Path("kept"))] == ["MARS"]
 
 
+def test_a_set_is_made_listed_verified_and_restored(run: Run, filled: Path) -> None:
+    created = run("backup", "create", "--all", "--to", "kept", "--config", filled)
+    (file,) = Path("kept").glob("set-*.json")
+    assert (created.code, f"1 streams are a set, to be restored as one: {file}" in created.out) == (0, True), created
+    assert f"set: {file}" in run("backup", "ls", "kept").out
+    assert f"{file}: a set of 1 streams, all of which are there" in run("backup", "verify", "kept").out
+    there = run("backup", "restore", "--all", "kept", "--config", filled)
+    assert (there.code, "MARS exist: nothing is restored" in there.err) == (1, True), there
+    assert run("streams", "rm", "MARS", "--yes", "--config", filled).code == 0
+    restored = run("backup", "restore", "--all", file, "--config", filled)
+    (row,) = (line for line in restored.lines if "MARS" in line)
+    assert (restored.code, [cell.strip() for cell in row.split("│")[1:3]]) == (0, ["MARS", "3"]), restored
+    file.rename(file.with_name(f".unfinished-{file.name}"))
+    verified = run("backup", "verify", "kept")
+    assert (verified.code, "this set was not finished, and is none" in verified.err) == (1, True), verified
+
+
 def test_what_to_back_up_must_be_said(run: Run, config: Path) -> None:
     for names in ([], ["mars", "--all"]):
         ran = run("backup", "create", *names, "--to", "kept", "--config", config)

@@ -122,6 +122,11 @@ class Administration:
         return snapshots.snapshot(self, self._connection, stream)
 
     async def restore(
-        self, config: Mapping[str, Any], state: Mapping[str, Any], *, read: Callable[[int], Awaitable[bytes]]
+        self,
+        config: Mapping[str, Any],
+        state: Mapping[str, Any],
+        *,
+        read: Callable[[int], Awaitable[bytes]],
+        stays_unfinished: bool = False,
     ) -> dict[str, Any]:
-        return await snapshots.restore(self, self._connection, config, state, read)
+        return await snapshots.restore(self, self._connection, config, state, read, stays_unfinished=stays_unfinished)

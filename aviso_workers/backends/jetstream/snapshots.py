@@ -57,7 +57,13 @@ async def snapshot(server: Administration, connection: Connection, stream: str) 
 
 
 async def restore(
-    server: Administration, connection: Connection, config: Mapping[str, Any], state: Mapping[str, Any], read: Read
+    server: Administration,
+    connection: Connection,
+    config: Mapping[str, Any],
+    state: Mapping[str, Any],
+    read: Read,
+    *,
+    stays_unfinished: bool,
 ) -> dict[str, Any]:
     """See `Administration.restore`."""
     name = config["name"]
@@ -71,6 +77,8 @@ async def restore(
     except BaseException:
         await _remove(server, connection, name)
         raise
+    if stays_unfinished:
+        return await server.api(f"STREAM.INFO.{name}")
     # From here on somebody may publish into it: unless the server says no, it is not ours to remove any more.
     with anyio.CancelScope(shield=True):
         try:

@@ -7,6 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
+from typing import IO
 
 import anyio.from_thread
 import anyio.to_thread
@@ -46,13 +47,15 @@ async def create(
     since: Backup | None = None,
     encrypt_to: Sequence[str] = (),
     identities: Identities | None = None,
+    earlier: IO[bytes] | None = None,
     progress: Progress = ignore,
 ) -> Backup:
     """Back up a stream with its consumers into `<to>/<stream>/<time>`, while it is in use.
 
     With `since`, a backup in `<to>/<stream>`, only what that one does not have is stored, and the two are restored as
     one; the stream is read whole all the same, and compared. `encrypt_to` are public keys of age; `identities` are
-    needed where `since` is encrypted. Inside of `async with app:`. Raises `StreamReplacedError` where the stream is not
+    needed where `since` is encrypted. `earlier` is an archive of the same stream, see `completing.spooled`: what
+    only it has is stored as well. Inside of `async with app:`. Raises `StreamReplacedError` where the stream is not
     the one that `since` is of, `BackupError` where `since` is damaged or the backup cannot be written, and
     `BackendError`; nothing of it stays then.
     """
@@ -61,7 +64,7 @@ async def create(
     server = app.session.backend.administration()
     async with (
         _opened_before(app, stream, since, place, encrypt_to, identities) as before,
-        completing.snapshot(app, stream, beside=to) as snapshot,
+        completing.snapshot(app, stream, beside=to, earlier=earlier) as snapshot,
         aclosing(snapshot.chunks) as chunks,
     ):
         if streams.is_unfinished(snapshot.config):
@@ -122,6 +125,7 @@ async def create_next(
     full_every_seconds: float | None = None,
     encrypt_to: Sequence[str] = (),
     identities: Identities | None = None,
+    earlier: IO[bytes] | None = None,
     progress: Progress = ignore,
 ) -> Made:
     """Make an increment after the newest backup of a stream in `<to>/<stream>`, or a full backup where that cannot be.
@@ -134,12 +138,21 @@ async def create_next(
     if since:
         try:
             backup = await create(
-                app, stream, to, since=since, encrypt_to=encrypt_to, identities=identities, progress=progress
+                app,
+                stream,
+                to,
+                since=since,
+                encrypt_to=encrypt_to,
+                identities=identities,
+                earlier=earlier,
+                progress=progress,
             )
             return Made(backup=backup)
         except (StreamReplacedError, UnavailableError) as error:
             why = str(error)
-    backup = await create(app, stream, to, encrypt_to=encrypt_to, identities=identities, progress=progress)
+    backup = await create(
+        app, stream, to, encrypt_to=encrypt_to, identities=identities, earlier=earlier, progress=progress
+    )
     return Made(backup=backup, full_because=why)
 
 

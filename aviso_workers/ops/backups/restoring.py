@@ -21,7 +21,18 @@ from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.storing import Backup, Progress, ignore
 from aviso_workers.ops.backups.verifying import Contents, read_contents, verify
 
-__all__ = ["Drill", "Restored", "drill", "read_back", "require_name", "restore"]
+__all__ = [
+    "SCRATCH",
+    "STANDSTILL_SECONDS",
+    "Drill",
+    "Restored",
+    "drill",
+    "read_back",
+    "require_name",
+    "require_restorable",
+    "restore",
+    "upload",
+]
 
 ENTRIES_SINCE = (2, 15)
 AT_WORK = ("mirror", "sources", "republish", "subject_transform")
@@ -90,15 +101,9 @@ async def restore(
     wanted = dict(config or backup.config) if stream == backup.stream else _standing_still(backup.config, stream)
     changes = {"storage": storage, "num_replicas": replicas}
     wanted |= {field: value for field, value in changes.items() if value is not None}
-    if not backup.of_entries and (stream, wanted["storage"]) != (backup.stream, backup.config["storage"]):
-        raise BackupError(
-            f"{backup.archive} was made by a nats-server before 2.15: it restores as it was, and no other"
-        )
-    _require_reader(app, backup)
-    chains.require_identities(backup, identities)
-    await anyio.to_thread.run_sync(_require_whole, backup)
+    await require_restorable(app, backup, wanted, identities)
     await _make_room(app, wanted)
-    info = await _upload(app.session.backend.administration(), backup, wanted, identities, progress)
+    info = await upload(app, backup, wanted, identities, progress)
     return Restored(stream=stream, state=info["state"], messages_before=backup.state["messages"])
 
 
@@ -119,7 +124,7 @@ async def drill(
     scratch = SCRATCH + uuid4().hex[:8].upper()
     config = _standing_still(backup.config, scratch) | {"max_age": 0, "num_replicas": 1, "sealed": False}
     config.pop("placement", None)
-    await _upload(server, backup, config, identities, progress)
+    await upload(app, backup, config, identities, progress)
     try:
         after = await read_back(app, scratch)
     finally:
@@ -135,6 +140,21 @@ def require_name(name: str | None) -> None:
             f"{name!r} is no name of a stream: it has 1 to {streams.LONGEST_NAME} characters, none of them a blank, "
             "a dot, a star, '>', a slash or a backslash"
         )
+
+
+async def require_restorable(
+    app: App, backup: Backup, config: Mapping[str, Any], identities: Identities | None
+) -> None:
+    """Raise `BackupError` where a backup is damaged or cannot be restored with this configuration, `RefusedError` where
+    the server is older than its format needs.
+    """
+    if not backup.of_entries and (config["name"], config["storage"]) != (backup.stream, backup.config["storage"]):
+        raise BackupError(
+            f"{backup.archive} was made by a nats-server before 2.15: it restores as it was, and no other"
+        )
+    _require_reader(app, backup)
+    chains.require_identities(backup, identities)
+    await anyio.to_thread.run_sync(_require_whole, backup)
 
 
 def _require_reader(app: App, backup: Backup) -> None:
@@ -163,6 +183,8 @@ async def _make_room(app: App, config: Mapping[str, Any]) -> None:
                 f"stream {name} exists, with {found.messages} messages: "
                 "restore under another name (--as NAME), or delete that stream first"
             )
+        if streams.is_of_set(found.config):
+            raise BackupError(f"stream {name} is of a set that is not whole yet: do `backup restore --all` again")
         await anyio.sleep(STANDSTILL_SECONDS)
         if (await backend.stream_info(name)).last_sequence != found.last_sequence:
             raise BackupError(f"stream {name} is being restored by somebody else")
@@ -175,19 +197,26 @@ async def _make_room(app: App, config: Mapping[str, Any]) -> None:
             )
 
 
-async def _upload(
-    server: Administration,
+async def upload(
+    app: App,
     backup: Backup,
     config: Mapping[str, Any],
     identities: Identities | None,
     progress: Progress,
+    *,
+    stays_unfinished: bool = False,
 ) -> dict[str, Any]:
+    """Send a backup to a server that has no such stream; return JetStream's info of the stream that it made of it.
+
+    Where it `stays_unfinished`, it keeps its mark and has no subjects. Raises as `Administration.restore` does.
+    """
+    server = app.session.backend.administration()
     with chains.opened_upload(backup, identities, progress=progress) as file:
 
         async def read(size: int) -> bytes:
             return await anyio.to_thread.run_sync(file.read, size)
 
-        await server.restore(config, backup.state, read=read)
+        await server.restore(config, backup.state, read=read, stays_unfinished=stays_unfinished)
     with anyio.move_on_after(CONSUMERS_SECONDS):  # some may have gone with the time
         await _wait_for_consumers(server, config["name"], backup.state["consumer_count"])
     return await server.api(f"STREAM.INFO.{config['name']}")

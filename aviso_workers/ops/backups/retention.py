@@ -1,4 +1,6 @@
-"""How many backups of a stream are kept: never without what an increment that is kept was made after."""
+"""How many backups of a stream are kept: never without what an increment that is kept was made after, nor without the
+newest set that is whole.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from aviso_workers.errors import BackupError
-from aviso_workers.ops.backups import chains
+from aviso_workers.ops.backups import chains, sets
 from aviso_workers.ops.backups.storing import Backup, damage, find, load, remove
 
 __all__ = ["Keep", "Pruned", "prune"]
@@ -60,9 +62,10 @@ def prune(directory: Path, stream: str, keep: Keep, *, now: datetime | None = No
             damaged.append((backup, found))
         else:
             whole.append(backup)
-    required = chains.required([*whole, *(backup for backup, _ in damaged)])
+    required = chains.required([*whole, *(backup for backup, _ in damaged), *sets.needed(directory)])
     removed = [backup for backup in unwanted if backup.directory.resolve() not in required]
     for backup in removed:  # increments before what they were made after
+        sets.remove_those_with(backup, directory)
         remove(backup)
     return Pruned(removed=removed[::-1], damaged=[found for _, found in damaged])
 

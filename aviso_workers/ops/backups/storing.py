@@ -39,6 +39,7 @@ __all__ = [
     "Backup",
     "Counted",
     "Draft",
+    "Moment",
     "Previous",
     "Progress",
     "Record",
@@ -54,6 +55,9 @@ __all__ = [
     "places",
     "remove",
     "sweep",
+    "sync",
+    "sync_directory",
+    "time_of",
 ]
 
 META = "backup.json"
@@ -238,7 +242,12 @@ def _looks_like_backup(directory: Path) -> bool:
 
 def place_of(directory: Path, stream: str, made: datetime) -> Path:
     """Where in a directory a backup of ours goes."""
-    return directory / stream / f"{made:%Y%m%dT%H%M%S}.{made.microsecond // 1000:03d}Z"
+    return directory / stream / time_of(made)
+
+
+def time_of(made: datetime) -> str:
+    """Return a time as it stands in names."""
+    return f"{made:%Y%m%dT%H%M%S}.{made.microsecond // 1000:03d}Z"
 
 
 def damage(backup: Backup) -> str:
@@ -358,7 +367,7 @@ class Draft:
             digests_before=digests_before,
         )
         with self._explained():
-            _sync(self._file)
+            sync(self._file)
             self._file.close()
             name = INCREMENT if previous else OF_ENTRIES
             if not self._encrypt_to:
@@ -367,8 +376,8 @@ class Draft:
             meta = _Meta(config=dict(config), state=dict(state), aviso_workers=record)
             with create_file(self._directory / META) as file:
                 file.write(msgspec.json.format(msgspec.json.encode(meta)) + b"\n")
-                _sync(file)
-            _sync_directory(self._directory)
+                sync(file)
+            sync_directory(self._directory)
             self._put_in_place()
         return load(self._place)
 
@@ -391,7 +400,7 @@ class Draft:
             shutil.rmtree(replaced, ignore_errors=True)  # left by one who was killed before the last line
             self._place.rename(replaced)
         self._directory.rename(self._place)
-        _sync_directory(self._place.parent)
+        sync_directory(self._place.parent)
         if replaced.exists():
             shutil.rmtree(replaced)
 
@@ -463,12 +472,14 @@ def _locked(directory: Path) -> int:
     return lock
 
 
-def _sync(file: IO[bytes]) -> None:
+def sync(file: IO[bytes]) -> None:
+    """Have the disk store what was written. Raises OSError."""
     file.flush()
     os.fsync(file.fileno())
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Have the disk store which files a directory has. Raises OSError."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -1,0 +1,96 @@
+"""In which order the streams of an account are backed up, so that what is restored of them repeats and never skips.
+
+Called by `creating_sets`; pure. Streams are backed up one after the other while all are in use, so each is of another
+moment. Whatever moves from one place to another is stored in the second before it leaves the first. It is lost exactly
+where the first is taken after it has left and the second before it came. So a source is taken before its target:
+
+1. The positions of all consumers, before anything else. What a position says is settled has had its effects by then:
+   tables, counters, windows, outputs, dead letters, what is to be delivered later. What is settled after that is
+   handled again, as after any crash.
+2. The claims of timers and leases, so that a tick whose effects are in a table may be run again and is not skipped.
+3. Windows. A window leaves its bucket when its result is published, or a dead letter.
+4. Tables, counters and all other buckets.
+5. Dead letters, then what is tried again, which is copied from them.
+6. What is to be delivered later, which goes to the streams of events.
+7. The streams of events and all others. They come last so that they hold every sequence that the state before them
+   knows: a stream that is restored with fewer stores other notifications under sequences that tables, windows and
+   failure counts remember as handled.
+
+A mirror, and a stream with sources, is taken before its origin: it goes on after the last sequence that it has, so the
+origin must have at least as many.
+
+Where things move in both directions no order is safe, and the stream is taken on both sides of the others (`twice`): it
+is restored with what it had at either time. Dead letters are, where there are windows: windows become dead letters, and
+`dead-letters retry` puts them back. So are streams that lose what is settled (a work queue, or by interest): they have
+no position that could be taken before the rest.
+
+What is not safe: what an author's code moves between two tables of its own, and a tick that was claimed and not done
+when its effects were backed up, which is run at most once anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from aviso_workers.engine import dead_lettering, deferring, scheduling, tabling, windowing
+from aviso_workers.errors import BackupError
+
+__all__ = ["order", "twice"]
+
+BUCKET = "KV_"
+LIMITS = "limits"
+"""The retention of a stream that keeps what is settled."""
+
+
+def order(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the names of streams as they are to be backed up, by their configurations.
+
+    Raises `BackupError` where streams are sources of one another: none of them may be taken before the other.
+    """
+    found: list[str] = []
+    copies = {name: [copy for copy in sorted(configs) if name in _origins(configs[copy])] for name in configs}
+
+    def take(name: str, on_behalf_of: tuple[str, ...]) -> None:
+        if name in on_behalf_of:
+            raise BackupError(
+                f"{' and '.join(on_behalf_of)} are sources of one another: no order of their backups fits; "
+                "back each of them up by its name"
+            )
+        if name in found:
+            return
+        for copy in copies[name]:
+            take(copy, (*on_behalf_of, name))
+        found.append(name)
+
+    for name in sorted(configs, key=lambda name: (_rank(name, configs[name]), name)):
+        take(name, ())
+    return found
+
+
+def twice(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the names of those streams that are to be taken before all others as well."""
+    losing = [name for name, config in configs.items() if config.get("retention", LIMITS) != LIMITS]
+    windows = any(windowing.is_bucket(name.removeprefix(BUCKET)) for name in configs if name.startswith(BUCKET))
+    letters = [dead_lettering.STREAM] if windows and dead_lettering.STREAM in configs else []
+    return sorted({*losing, *letters})
+
+
+def _rank(name: str, config: Mapping[str, Any]) -> int:
+    if name.startswith(BUCKET):
+        bucket = name.removeprefix(BUCKET)
+        if scheduling.is_bucket(bucket):
+            return 2
+        return 3 if windowing.is_bucket(bucket) else 4
+    ours = {tabling.COUNTERS: 4, dead_lettering.STREAM: 5, dead_lettering.RETRIES: 6, deferring.STREAM: 7}
+    return ours.get(name, 8 if _origins(config) else 9)
+
+
+def _origins(config: Mapping[str, Any]) -> set[str]:
+    """Return the streams of this account that a stream copies."""
+    mirror = config.get("mirror")
+    return {
+        each["name"]
+        for each in (*([mirror] if mirror else ()), *(config.get("sources") or ()))
+        if not each.get("external")
+    }

@@ -1,0 +1,217 @@
+"""Sets of backups on disk: which backups of the streams of an account belong together, and the positions of agents.
+
+Called by `creating_sets` and `restoring_sets`, and by who lists and verifies. The backups of a set lie where all
+backups do. What makes them a set is one file beside the streams' directories, `set-TIME.json`. It is written last and
+gets its name when it is on the disk, so there is none of a set that is not whole. While a set is being made there is
+another file, `.unfinished-set-TIME.json`, with a lock; what a killed process has left is named and never restored.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import msgspec
+from msgspec import Struct
+
+from aviso_workers.codec import UNREADABLE_JSON
+from aviso_workers.errors import BackupError
+from aviso_workers.ops.backups.storing import (
+    Backup,
+    Moment,
+    create_file,
+    load,
+    make_directory,
+    sync,
+    sync_directory,
+    time_of,
+)
+
+__all__ = [
+    "BackupSet",
+    "Draft",
+    "Member",
+    "Written",
+    "find",
+    "load_set",
+    "members",
+    "needed",
+    "remove_those_with",
+    "unfinished",
+]
+
+NAMED = "set-*.json"
+UNFINISHED = ".unfinished-"
+
+
+class Member(Struct, frozen=True, kw_only=True):
+    """A backup of a set."""
+
+    stream: str
+    directory: str
+    """Where it lies, from the set's directory on."""
+    made: Moment
+    """When its snapshot began, UTC."""
+
+
+class Written(Struct, frozen=True, kw_only=True):
+    """What is written of a set."""
+
+    made: Moment
+    """When the first thing was asked for it, UTC."""
+    finished: Moment
+    members: Sequence[Member]
+    """In the order in which they were made."""
+    positions: Mapping[str, Mapping[str, int]]
+    """By stream and consumer, the sequence up to which everything was settled before the first member was made."""
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
+
+
+class BackupSet(Struct, frozen=True, kw_only=True):
+    """Backups that belong together."""
+
+    file: Path
+    written: Written
+
+    @property
+    def id(self) -> str:
+        """What tells it from other sets."""
+        return self.written.digest[:16]
+
+
+class _File(Struct, frozen=True, kw_only=True):
+    set: Written
+    digest: str
+
+
+def find(directory: Path) -> list[Path]:
+    """Return the files of the sets in a directory, the oldest first, whether they can be read or not."""
+    return sorted(directory.glob(NAMED))
+
+
+def unfinished(directory: Path) -> list[str]:
+    """Return a sentence for each set in a directory that was not finished."""
+    return [
+        f"{left}: this set is being made" if _is_locked(left) else f"{left}: this set was not finished, and is none"
+        for left in sorted(directory.glob(UNFINISHED + NAMED))
+    ]
+
+
+def load_set(place: Path) -> BackupSet:
+    """Return the set of a file, or the newest one in a directory. Raises `BackupError`."""
+    file = place
+    if place.is_dir():
+        found = find(place)
+        if not found:
+            left = "".join(f"; {sentence}" for sentence in unfinished(place))
+            raise BackupError(f"{place} holds no finished set of backups, as `backup create --all` makes it{left}")
+        file = found[-1]
+    try:
+        read = msgspec.json.decode(file.read_bytes(), type=_File)
+    except UNREADABLE_JSON as error:
+        raise BackupError(f"{file} is damaged: {error}") from error
+    except OSError as error:
+        raise BackupError(f"cannot read {file}: {error.strerror}") from error
+    if read.set.digest != read.digest:
+        raise BackupError(f"{file} is damaged: it has changed since it was written")
+    return BackupSet(file=file, written=read.set)
+
+
+def members(found: BackupSet) -> list[Backup]:
+    """Return the backups of a set. Raises `BackupError`, which names all that are missing or replaced."""
+    wrong: list[str] = []
+    backups: list[Backup] = []
+    for member in found.written.members:
+        try:
+            backup = load(found.file.parent / member.directory)
+        except BackupError as error:
+            wrong.append(str(error))
+            continue
+        if (backup.stream, backup.made) != (member.stream, member.made):
+            wrong.append(f"{backup.directory} is another backup than the set has: of {backup.stream}, {backup.made}")
+        backups.append(backup)
+    if wrong:
+        raise BackupError(f"the set {found.file} is not whole: {'; '.join(wrong)}")
+    return backups
+
+
+def needed(directory: Path) -> list[Backup]:
+    """Return the backups of the newest set in a directory that is whole: they are never removed as old ones."""
+    for file in reversed(find(directory)):
+        with suppress(BackupError):
+            return members(load_set(file))
+    return []
+
+
+def remove_those_with(backup: Backup, directory: Path) -> None:
+    """Remove the files of the sets in a directory that have a backup, which is about to be removed. Raises OSError."""
+    for file in find(directory):
+        with suppress(BackupError):
+            places = [(directory / member.directory).resolve() for member in load_set(file).written.members]
+            if backup.directory.resolve() in places:
+                file.unlink()
+
+
+class Draft:
+    """A set that is being made. It is one when it is finished, and not before. Raises `BackupError`."""
+
+    def __init__(self, directory: Path, made: datetime) -> None:
+        self._directory = directory
+        self._made = made
+        self._place = directory / f"set-{time_of(made)}.json"
+        self._left = self._place.with_name(UNFINISHED + self._place.name)
+        self._file: IO[bytes]
+
+    def __enter__(self) -> Draft:
+        try:
+            make_directory(self._directory)
+            self._file = create_file(self._left)
+        except OSError as error:
+            raise BackupError(f"cannot write {self._left}: {error.strerror}") from error
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def finish(self, found: Written) -> Path:
+        """Write the set's file, and remove what sets before it have left unfinished. Return its place."""
+        try:
+            self._file.write(msgspec.json.format(msgspec.json.encode(_File(set=found, digest=found.digest))) + b"\n")
+            sync(self._file)
+            self._left.rename(self._place)
+            sync_directory(self._directory)
+        except OSError as error:
+            raise BackupError(f"cannot write {self._place}: {error.strerror}; the set is not finished") from error
+        for left in self._directory.glob(UNFINISHED + NAMED):
+            if not _is_locked(left):
+                with suppress(OSError):  # somebody else was faster
+                    left.unlink()
+        return self._place
+
+
+def _is_locked(left: Path) -> bool:
+    """Return whether the process lives that makes the set of this file."""
+    try:
+        file = os.open(left, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False

@@ -1,0 +1,272 @@
+"""All streams of an account backed up as a set under load, and restored as one, on real servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import App, Notification, Window, Windowing
+from aviso_workers.errors import BackupError, UnavailableError
+from aviso_workers.ops import backups
+from aviso_workers.ops.backups import Backup, restoring_sets, set_order
+from aviso_workers.server import NatsServer
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+PER_SECOND = 150
+BEFORE, MEANWHILE = 300, 1500
+"""Notifications that are published before the set is begun, and at most while it is made."""
+BEGIN = datetime(2026, 11, 20, tzinfo=UTC)
+LAST = -1
+"""The number of the notification that closes all windows."""
+
+
+def happened(notification: Notification[Any]) -> datetime:
+    number = notification.payload["n"]
+    return BEGIN + (timedelta(days=1) if number == LAST else timedelta(seconds=number / 50))
+
+
+def collect(numbers: list[int], notification: Notification[Any]) -> list[int]:
+    return [*numbers, notification.payload["n"]]
+
+
+class Site:
+    """An app whose agents keep a table, a counter and windows, on a server."""
+
+    def __init__(self, config: Path) -> None:
+        self.app = App("field", config=config)
+        self.handled: list[int] = []
+        self.rows = self.app.table("rows", int)
+        self.done = self.app.table("done", list[int])
+        self.count = self.app.counter("count")
+        windowing = Windowing(size="1s", fold=collect, initial=[], time=happened, lateness="1s")
+
+        @self.app.agent("mars", concurrency=8)
+        async def index(notification: Notification[dict[str, int]]) -> None:
+            number = notification.payload["n"]
+            await self.rows.put(f"n{number}", number)
+            await self.count.add("all", 1)
+            self.handled.append(number)
+
+        @self.app.agent("mars", window=windowing)
+        async def volume(window: Window[list[int]]) -> None:
+            await self.done.put(f"w{window.start:%d%H%M%S}", sorted(window.value))
+
+    @asynccontextmanager
+    async def worker(self) -> Any:
+        stop = anyio.Event()
+
+        async def work() -> None:
+            await self.app.session.work(self.app, stop, agents=self.app.agents)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(work)
+            yield
+            stop.set()
+
+    async def publish(self, first: int, count: int) -> None:
+        for number in range(first, first + count):
+            await self.app.notify("mars", {"class": "od", "step": number % 1000}, {"n": number})
+            await anyio.sleep(1 / PER_SECOND)
+
+    async def until(self, holds: Callable[[], Awaitable[bool]]) -> None:
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not await holds():  # noqa: ASYNC110 - a server says nothing when it is so
+                await anyio.sleep(0.05)
+
+    async def settled(self) -> bool:
+        infos = [await self.app.session.consumer_info(agent) for agent in self.app.agents]
+        return all(not info.num_pending and not info.num_ack_pending for info in infos)
+
+    async def counted(self) -> list[int]:
+        """Return the numbers that all windows have, of those that are done."""
+        return sorted([number async for _, numbers in self.done.items() for number in numbers])
+
+    async def create_set(self, to: Path) -> backups.MadeSet:
+        async def back_up(stream: str, earlier: Any) -> Backup:
+            return await backups.create(self.app, stream, to, earlier=earlier)
+
+        return await backups.create_set(self.app, to, back_up)
+
+    async def restore(self, to: Path, watch: Any = lambda backup: nullcontext(lambda size: None)) -> Any:
+        return await backups.restore_set(self.app, backups.load_set(to), watch=watch)
+
+    async def delete_all(self) -> None:
+        for stream in await self.app.session.backend.stream_names():
+            await self.app.session.backend.delete_stream(stream)
+
+
+@pytest.fixture
+def site(nats_server: NatsServer, write_config: Callable[..., Path]) -> Site:
+    return Site(write_config(nats_server.url))
+
+
+async def test_what_is_restored_under_load_repeats_and_never_skips(
+    site: Site, nats_server: NatsServer, write_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    async with site.app:
+        async with site.worker():
+            await site.publish(0, BEFORE)
+            async with anyio.create_task_group() as publishing:
+                publishing.start_soon(site.publish, BEFORE, MEANWHILE)
+                made = await site.create_set(tmp_path)
+                publishing.cancel_scope.cancel()
+        assert made.failures == []
+        await site.delete_all()
+    after = Site(write_config(nats_server.url))
+    async with after.app:
+        restored = await after.restore(tmp_path)
+        goes_on = {each.consumer: each for stream in restored for each in stream.consumers}["field__index"]
+        backend = after.app.session.backend
+        last = (await backend.stream_info("MARS")).last_sequence
+        stored = [message async for message in backend.read("MARS", filter_subjects=(), last_sequence=last)]
+        numbers = [json.loads(message.data)["n"] for message in stored]
+        assert numbers == sorted(numbers)
+        assert len(numbers) > BEFORE, "something was published while the set was made"
+        await backend.purge_stream("KV_field_leases")  # otherwise a worker waits until the one of a dead one is over
+        async with after.worker():
+            await after.app.notify("mars", {"class": "od", "step": 1}, {"n": LAST})
+
+            async def all_closed() -> bool:
+                return set(numbers) <= {*await after.counted()}
+
+            await after.until(after.settled)
+            await after.until(all_closed)
+        rows = [number async for _, number in after.rows.items()]
+        assert sorted(number for number in rows if number != LAST) == numbers, "none is missing, none is more"
+        assert await after.counted() == numbers, "each is in its window once"
+        assert await after.count.get("all") >= len(numbers)
+        assert goes_on.again is not None
+        assert len(after.handled) - 1 == goes_on.again + goes_on.new
+        repeated = len(numbers) - goes_on.new
+        assert await after.count.get("all") <= len(numbers) + 1 + min(repeated, goes_on.again + 8)
+
+
+def config_of(**fields: Any) -> dict[str, Any]:
+    return {"retention": "limits", **fields}
+
+
+def test_sources_are_taken_before_what_they_move_to() -> None:
+    names = (
+        *("MARS", "KV_field_windows_volume", "KV_field__rows", "aviso_workers_dead_letters", "aviso_workers_retries"),
+        *("aviso_workers_schedule", "KV_field_timers", "KV_field_leases"),
+    )
+    configs = {name: config_of() for name in names}
+    configs["COPY"] = config_of(mirror={"name": "MARS"})
+    configs["ROWS_ELSEWHERE"] = config_of(sources=[{"name": "KV_field__rows"}])
+    configs["FAR"] = config_of(mirror={"name": "MARS", "external": {"api": "$JS.far.API"}})
+    assert set_order.order(configs) == [
+        *("KV_field_leases", "KV_field_timers", "KV_field_windows_volume", "ROWS_ELSEWHERE", "KV_field__rows"),
+        *("aviso_workers_dead_letters", "aviso_workers_retries", "aviso_workers_schedule", "COPY", "FAR", "MARS"),
+    ]
+
+
+def test_streams_between_which_things_move_both_ways_are_taken_twice() -> None:
+    configs = {"JOBS": config_of(retention="workqueue"), "aviso_workers_dead_letters": config_of(), "MARS": config_of()}
+    assert set_order.twice(configs) == ["JOBS"]
+    windows = configs | {"KV_field_windows_volume": config_of()}
+    assert set_order.twice(windows) == ["JOBS", "aviso_workers_dead_letters"]
+
+
+def test_streams_that_are_sources_of_one_another_are_refused() -> None:
+    configs = {"A": config_of(sources=[{"name": "B"}]), "B": config_of(sources=[{"name": "A"}])}
+    with pytest.raises(BackupError, match="are sources of one another"):
+        set_order.order(configs)
+
+
+async def make_small_set(site: Site, to: Path) -> dict[str, Any]:
+    """A set of three streams; return how many messages each has."""
+    await site.rows.put("a", 1)
+    await site.count.add("all", 5)
+    for number in range(3):
+        await site.app.notify("mars", {"class": "od", "step": number}, {"n": number})
+    assert (await site.create_set(to)).failures == []
+    return await messages(site)
+
+
+async def messages(site: Site) -> dict[str, Any]:
+    backend = site.app.session.backend
+    return {name: (await backend.stream_info(name)).messages for name in await backend.stream_names()}
+
+
+class StoppedError(Exception):
+    """The process ends here."""
+
+
+async def test_a_set_that_is_not_whole_keeps_workers_out_and_is_gone_on_with(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restoring_sets, "STANDSTILL_SECONDS", 0.1)
+    async with site.app:
+        there = await make_small_set(site, tmp_path)
+        await site.delete_all()
+        begun: list[str] = []
+
+        def interrupt(backup: Backup) -> Any:
+            begun.append(backup.stream)
+            if len(begun) == 3:
+                raise StoppedError
+            return nullcontext(lambda size: None)
+
+        with pytest.raises(StoppedError):
+            await site.restore(tmp_path, watch=interrupt)
+        site.app.session.provisioner.forget("MARS")
+        for use in (site.app.session.replayer("mars", {}), site.app.session.backend.key_value("field__rows")):
+            with pytest.raises(UnavailableError, match="is being restored"):
+                await use
+        with pytest.raises(BackupError, match=r"MARS is of a set that is not whole yet: do `backup restore --all`"):
+            await backups.restore(site.app, backups.find(tmp_path / "MARS")[0])
+        await site.restore(tmp_path)
+        assert await messages(site) == there
+        assert (await site.rows.get("a"), await site.count.get("all")) == (1, 5)
+        with pytest.raises(BackupError, match="MARS exist: nothing is restored"):
+            await site.restore(tmp_path)
+
+
+async def test_a_set_is_refused_before_anything_is_touched(site: Site, tmp_path: Path) -> None:
+    async with site.app:
+        await make_small_set(site, tmp_path)
+        await site.delete_all()
+        archive = backups.find(tmp_path, stream="KV_field__rows")[0].archive
+        data = archive.read_bytes()
+        archive.write_bytes(data[:-1])
+        with pytest.raises(BackupError, match=r"KV_field__rows/.* is damaged"):
+            await site.restore(tmp_path)
+        archive.write_bytes(data)
+        archive.parent.rename(tmp_path / "elsewhere")
+        with pytest.raises(BackupError, match=r"is not whole: .*KV_field__rows"):
+            await site.restore(tmp_path)
+        (tmp_path / "elsewhere").rename(archive.parent)
+        await site.app.session.backend.key_value("field__rows")
+        with pytest.raises(BackupError, match="KV_field__rows exist: nothing is restored"):
+            await site.restore(tmp_path)
+        assert await site.app.session.backend.stream_names() == ["KV_field__rows"]
+
+
+async def test_a_set_that_was_not_finished_is_named_and_none(site: Site, tmp_path: Path) -> None:
+    async with site.app:
+        await site.rows.put("a", 1)
+        (tmp_path / "KV_field__rows").touch()
+        made = await site.create_set(tmp_path)
+        assert (made.file, len(made.failures)) == (None, 1)
+        with pytest.raises(BackupError, match=r"no finished set of backups.*was not finished, and is none"):
+            backups.load_set(tmp_path)
+        assert len(backups.unfinished_sets(tmp_path)) == 1
+        (tmp_path / "KV_field__rows").unlink()
+        first = await site.create_set(tmp_path)
+        assert (backups.unfinished_sets(tmp_path), backups.sets_in(tmp_path)) == ([], [first.file])
+        await backups.create(site.app, "KV_field__rows", tmp_path)
+        assert backups.prune(tmp_path, "KV_field__rows", backups.Keep(newest=1)).removed == [], (
+            "the newest set needs it"
+        )
+        second = await site.create_set(tmp_path)
+        assert len(backups.prune(tmp_path, "KV_field__rows", backups.Keep(newest=1)).removed) == 2
+        assert backups.sets_in(tmp_path) == [second.file]
