@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator, Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aviso_workers.errors import StreamReplacedError
@@ -54,6 +54,7 @@ def test_an_increment_and_what_was_before_give_what_is_now(data: st.DataObject) 
     assert bodies(increments.merge(read(increment(now, before)), stored(before))) == now
 
 
+@settings(max_examples=30)
 @given(st.lists(st.sets(st.integers(1, 20)), min_size=1, max_size=6))
 def test_a_chain_gives_each_of_its_moments(moments: list[set[int]]) -> None:
     def chain(until: int) -> Iterator[Entry]:
