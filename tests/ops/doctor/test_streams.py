@@ -16,7 +16,7 @@ from aviso_workers.engine import dead_lettering
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Lost, Origin
 from aviso_workers.ops.mirroring import PROMOTED
-from aviso_workers.streams import FENCED
+from aviso_workers.streams import FENCED, OF_SET, UNFINISHED
 from tests.ops.doctor.conftest import (
     SECOND,
     Seen,
@@ -48,6 +48,8 @@ async def break_streams(loaded: Config) -> None:
             await publish(server, name, count)
         await add_stream(server, "HEAVY", max_bytes=10_000, discard="new")
         await publish(server, "HEAVY", 1, size=9_700)
+        await add_stream(server, "HALF", metadata={UNFINISHED: "true"})
+        await add_stream(server, "HALF_OF_SET", metadata={UNFINISHED: f"whole, {OF_SET}0123"})
         await add_stream(server, "UNHEARD", retention="interest")
         await add_stream(server, "HEARD", retention="interest")
         await add_consumer(server, "HEARD", "reader")
@@ -216,6 +218,11 @@ def test_an_origin_that_cannot_be_reached(broken: Seen) -> None:
 def test_a_mirror_whose_origin_was_made_again(broken: Seen) -> None:
     assert broken.found("JS068").keys() == {"OLDER"}
     assert broken.found("JS068")["OLDER"].startswith("the origin REPLACED was made again or restored from a")
+
+
+def test_what_a_killed_restore_leaves(broken: Seen) -> None:
+    assert broken.found("JS070").keys() == {"HALF", "HALF_OF_SET"}
+    assert "backup restore --all" in broken.findings("JS070")["HALF_OF_SET"].cure
 
 
 @pytest.mark.covers("001-31")

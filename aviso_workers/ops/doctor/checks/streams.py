@@ -11,7 +11,7 @@ from aviso_workers.ops.doctor.answers import NEVER, Stream
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, check
 from aviso_workers.ops.mirroring import STALE_SECONDS
-from aviso_workers.streams import SECOND, stated
+from aviso_workers.streams import OF_SET, SECOND, UNFINISHED, stated
 
 __all__ = ["CHECKS", "overlap"]
 
@@ -290,6 +290,25 @@ def other_histories(facts: Facts) -> Iterator[Finding]:
     for link in facts.links:
         if link.other_history:
             yield Finding(stream=link.stream, found=link.other_history)
+
+
+@declare(
+    "JS070",
+    "No stream is half-restored",
+    why="it takes no publishes, and whoever uses it waits",
+    cure="do the restore again: `aviso-workers backup restore DIRECTORY`",
+    severity=State.FAIL,
+)
+def half_restored(facts: Facts) -> Iterator[Finding]:
+    for stream in facts.streams.values():
+        mark = stream.config.metadata.get(UNFINISHED, "")
+        if OF_SET in mark:
+            found = (
+                "it is of a set of backups that is not whole yet: its restore is under way, has failed or was killed"
+            )
+            yield Finding(stream=stream.name, found=found, cure="`aviso-workers backup restore --all DIRECTORY` again")
+        elif mark:
+            yield Finding(stream=stream.name, found="its restore is under way or was killed")
 
 
 def overlap(one: str, other: str) -> bool:
