@@ -7,6 +7,7 @@ import math
 import anyio
 import pytest
 
+from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.ops.erasing import deleting
 from aviso_workers.ops.erasing.deleting import MOST_UNDER_WAY, Pace
 
@@ -44,6 +45,25 @@ async def test_a_fast_server_is_asked_for_many_at_once() -> None:
     await deleting.delete(server, "MARS", range(3000), pace=Pace(), progress=told.append)  # type: ignore[arg-type]
     assert (sorted(server.deleted), sum(told)) == (list(range(3000)), 3000)
     assert server.most_waiting > 16
+
+
+async def test_an_election_of_a_leader_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Electing(Server):
+        async def delete_message(self, stream: str, sequence: int) -> None:
+            if (electing := len(told) < 2) or sequence == 3:
+                told.append(sequence)
+                raise UnavailableError("no leader") if electing else NotFoundError("it has gone")
+            await super().delete_message(stream, sequence)
+
+    told: list[int] = []
+    server = Electing(seconds=0.0)
+    await deleting.delete(server, "MARS", range(5), pace=Pace(), progress=lambda _: None)  # type: ignore[arg-type]
+    assert (server.deleted, told) == ([0, 1, 2, 4], [0, 0, 3])
+
+    told.clear()
+    monkeypatch.setattr(deleting, "PATIENCE_SECONDS", -1.0)
+    with pytest.raises(UnavailableError, match="no leader"):
+        await deleting.delete(server, "MARS", [0], pace=Pace(), progress=lambda _: None)  # type: ignore[arg-type]
 
 
 def test_the_pace_grows_by_answers_and_falls_by_half() -> None:

@@ -341,6 +341,25 @@ async def test_a_stream_that_was_restored_under_another_name_is_found(place: Pla
     assert _found(await Eraser(place.app, "mars", sequence=2).survey()) == {"MARS": (2,), "LOOKED_INTO": (2,)}
 
 
+async def test_a_stream_of_several_subjects_keeps_those_that_are_of_no_notification(place: Place) -> None:
+    await place.create("ALL", subjects=["mars.>", "diss.>"])
+    for number, subject in enumerate(("diss.od.1", "mars.od.1", "mars.rd.1", "diss.od.2")):
+        await place.app.session.backend.publish(
+            Message(subject=subject, data=b"here"),
+            message_id=str(number),
+            stream="ALL",
+            timeout_seconds=PATIENCE_SECONDS,
+        )
+    await place.administration.api("STREAM.UPDATE.ALL", {"name": "ALL", "subjects": ["all.>"]})
+    await place.notify("od", range(4))
+    assert _found(await Eraser(place.app, "mars", where={"class": "od"}).survey()) == {
+        "MARS": (1, 2, 3, 4),
+        "ALL": (2,),
+    }
+    await place.app.session.backend.delete_message("MARS", 2)
+    assert _found(await Eraser(place.app, "mars", sequence=2).survey()) == {}, "another one has this id there"
+
+
 async def test_a_mirror_of_a_stream_that_was_made_again_keeps_its_other_messages(place: Place) -> None:
     await place.notify("od", range(2))
     await place.create("MIRROR", mirror={"name": "MARS"})

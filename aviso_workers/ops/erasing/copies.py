@@ -73,7 +73,20 @@ class Wanted:
             message = original[1]
         elif stream in CARRYING:
             return False
-        return message.subject.startswith(self.subjects.removesuffix(">")) and self.matches(message)
+        return self.matches(message)
+
+    def kept_in(self, stream: str, known: Mapping[int, int]) -> Matches:
+        """Whether a message of a stream that copies nothing now is one of those that were found, or would have been.
+
+        `known` has the store time of those that were found by their sequence.
+        """
+
+        def matches(message: Message) -> bool:
+            if self.sequence is None and self.is_copy(stream, message):
+                return True
+            return known.get(message.sequence) == message.timestamp_ns
+
+        return matches
 
     def copied_from(self, origin: str, relation: str, known: Mapping[int, int]) -> Matches:
         """Whether a message is the copy of one that was found in the stream `origin`, or that would have been there.

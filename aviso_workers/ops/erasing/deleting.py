@@ -15,13 +15,14 @@ from contextlib import suppress
 import anyio
 
 from aviso_workers.backends import Backend
-from aviso_workers.errors import BackendError, NotFoundError
+from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 
 __all__ = ["Pace", "delete"]
 
 MOST_UNDER_WAY = 512
 SOON_SECONDS = 0.02
 """A publish may wait for so long because of the deletions before it."""
+PATIENCE_SECONDS, AGAIN_SECONDS = 30.0, 0.2
 AT_A_TIME = 1000
 """Tasks that wait for their turn."""
 
@@ -51,8 +52,7 @@ async def delete(
         try:
             async with pace.limiter:
                 began = anyio.current_time()
-                with suppress(NotFoundError):
-                    await backend.delete_message(stream, sequence)
+                await _delete_steadily(backend, stream, sequence)
                 pace.answered(anyio.current_time() - began)
         except BackendError as error:
             failures.append(error)
@@ -66,3 +66,17 @@ async def delete(
                 deletions.start_soon(delete_one, sequence)
         if failures:
             raise failures[0]
+
+
+async def _delete_steadily(backend: Backend, stream: str, sequence: int) -> None:
+    """Delete a message, also while a leader is elected; one that is not there any more has been deleted."""
+    deadline = anyio.current_time() + PATIENCE_SECONDS
+    while True:
+        try:
+            with suppress(NotFoundError):
+                await backend.delete_message(stream, sequence)
+            return
+        except UnavailableError:
+            if anyio.current_time() > deadline:
+                raise
+            await anyio.sleep(AGAIN_SECONDS)

@@ -169,8 +169,7 @@ class Eraser:
         for _ in range(ROUNDS):
             for finding in reversed(_reachable(found)):  # copies before what they are recognised by
                 await deleting.delete(self._backend, finding.stream, finding.sequences, pace=pace, progress=progress)
-            await self._until_current()
-            left = await self.survey()
+            left = await self._survey_again()
             if not _reachable(found := left):
                 break
         ended = datetime.now(UTC)
@@ -226,12 +225,12 @@ class Eraser:
     async def _look_into_others(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
         """Look into streams that hold messages of the event's subjects, as one that was restored under another name."""
         wanted = self._wanted
-        copied = wanted.copied_from(wanted.stream, "mirror", self._known.get(wanted.stream, {}))
+        known = self._known.get(wanted.stream, {})
         for name in infos.keys() - found.keys():
             if name.startswith(NO_NOTIFICATIONS):
                 continue
             if await self._backend.subject_counts(name, subject=wanted.subjects):
-                await self._add(found, name, f"messages of {wanted.subjects}", copied)
+                await self._add(found, name, f"messages of {wanted.subjects}", wanted.kept_in(name, known))
 
     async def _add_counted(
         self, found: dict[str, Finding], stream: str, what: str, matches: Matches, filters: Sequence[str]
@@ -291,6 +290,18 @@ class Eraser:
             async for chunk in reading:
                 for message in chunk:
                     yield message
+
+    async def _survey_again(self) -> Survey:
+        """Look again when the replicas are current, and for a while also through an election of leaders."""
+        deadline = anyio.current_time() + CATCH_UP_SECONDS
+        while True:
+            try:
+                await self._until_current()
+                return await self.survey()
+            except UnavailableError:
+                if anyio.current_time() > deadline:
+                    raise
+                await anyio.sleep(LOOK_SECONDS)
 
     async def _until_current(self) -> None:
         """Wait until the replicas have done what their leaders did, or for so long as they may take for it."""
