@@ -33,7 +33,13 @@ import structlog
 from msgspec import Meta, Struct
 
 from aviso_workers import App, KeyValue, Router
-from aviso_workers.errors import BackendError, InvalidNotificationError, RefusedError, UnknownEventTypeError
+from aviso_workers.errors import (
+    BackendError,
+    InvalidNotificationError,
+    NotFoundError,
+    RefusedError,
+    UnknownEventTypeError,
+)
 from aviso_workers.spark import event_log, job_events
 from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
 from aviso_workers.spark.job_events import Application, JobEvent
@@ -273,8 +279,11 @@ class _Application:
         """The ids that the stream holds of the application, from a little before `since` on."""
         where = {"cluster": self._settings.cluster, "application": Application.of_log(log.name).id}
         start = datetime.fromtimestamp(max(0, since - SLACK_SECONDS), UTC)
-        async with aclosing(self._app.replay(job_events.EVENT_TYPE, where, from_date=start)) as stored:
-            return {notification.headers.get("Nats-Msg-Id", "") async for notification in stored}
+        try:
+            async with aclosing(self._app.replay(job_events.EVENT_TYPE, where, from_date=start)) as stored:
+                return {notification.headers.get("Nats-Msg-Id", "") async for notification in stored}
+        except NotFoundError:  # nothing was ever published
+            return set()
 
     async def _notify(self, event: JobEvent) -> None:
         message_id = event.message_id(self._settings.cluster)

@@ -272,13 +272,14 @@ class App(Router):
     ) -> AsyncGenerator[Notification[Any], None]:
         """Notifications as they come, without end; first the stored ones from an id or a date on, if one is given.
 
-        Nothing is acknowledged and nothing remembered: for work that must not be lost, declare an agent. Where the
-        stream is deleted and made again, it goes on at the first notification of the new one, with a warning; so it
+        Nothing is acknowledged and nothing remembered: for work that must not be lost, declare an agent. A stream that
+        does not exist is waited for, with a warning, and read from its first notification on. Where the stream is
+        deleted and made again, it goes on at the first notification of the new one, with a warning; so it
         does from an id that the stream has never had. Raises `InvalidPositionError`, `UnknownEventTypeError`,
         `InvalidIdentifierError`.
         """
         start = positions.position(from_id, from_date)
-        replayer = await self.session.replayer(event_type, where or {})
+        replayer = await self.session.replayer(event_type, where or {}, waits=True)
         async with aclosing(replayer.watch(start)) as notifications:
             async for notification in notifications:
                 yield notification
@@ -295,7 +296,7 @@ class App(Router):
     ) -> AsyncGenerator[Notification[Any], None]:
         """Stored notifications from an id or a date (default: the first) to another (default: the last), inclusive.
 
-        Raises as `watch` does, and `NotFoundError` where the stream is deleted meanwhile.
+        Raises as `watch` does, and `NotFoundError` where there is no stream or it is deleted meanwhile.
         """
         start = positions.position(from_id, from_date)
         end = positions.position(to_id, to_date, names=("to_id", "to_date"))

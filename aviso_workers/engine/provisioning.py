@@ -49,12 +49,20 @@ class Provisioner:
                 await self._reconcile(spec)
                 self._known.add(spec.name)
 
-    async def ensure_exists(self, spec: StreamSpec) -> None:
-        """The same for who only reads: a stream that exists is left as it is."""
+    async def require_usable(self, spec: StreamSpec) -> None:
+        """Raise for a reader what `ensure` raises for a stream that cannot be used; nothing is created or changed.
+
+        Raises `NotFoundError` where it does not exist.
+        """
         if spec.name in self._known:
             return
-        async with self._lock:
-            await self._usable(spec)
+        plan = await self.plan(spec)
+        if not plan.exists:
+            raise NotFoundError(
+                f"stream {spec.name} does not exist: nothing was ever published, the server is another one, or it "
+                "cannot read the stream (docs/operations.md#js042)"
+            )
+        _require_usable(plan)
 
     async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
         """Create the durable consumer or bring it in line, and state what of it cannot be.

@@ -65,7 +65,7 @@ class Replayer:
         """What is stored now between the two ends, both inclusive.
 
         A start beyond the stream's end is one of an older stream, and the replay begins at the first message. Raises
-        `NotFoundError` where the stream is deleted meanwhile: what it held cannot be read to its end.
+        `NotFoundError` where there is no stream, or it is deleted meanwhile: what it held cannot be read to its end.
         """
         info = await self._backend.stream_info(self._stream)
         if end.sequence is None:
@@ -84,9 +84,13 @@ class Replayer:
     async def watch(self, start: Position) -> AsyncGenerator[Notification[Any], None]:
         """What is stored from `start` on (a position of neither: from now on), and what comes, without end.
 
-        Where the stream is deleted it waits for it to be made again, and goes on at its first message.
+        Where there is no stream, or it is deleted, it waits for one to be made, and goes on at its first message.
         """
-        info = await self._backend.stream_info(self._stream)
+        try:
+            info = await self._backend.stream_info(self._stream)
+        except NotFoundError:
+            info = await self._found_again()
+            start = Position(time=start.time) if start.time else Position(sequence=1)
         if start == Position():
             start = Position(sequence=info.last_sequence + 1)
         info, begin = await self._within(info, start)

@@ -106,12 +106,20 @@ class Session:
         self._priority = config.workers.priority
         self._events = events
 
-    async def replayer(self, event_type: str, where: Mapping[str, Any]) -> Replayer:
-        """A reader of stored notifications; its stream is made if it is missing. Raises as `parse_where` does."""
+    async def replayer(self, event_type: str, where: Mapping[str, Any], *, waits: bool = False) -> Replayer:
+        """A reader of stored notifications, which makes and changes no stream.
+
+        Raises as `parse_where` does, `RefusedError` for a stream that cannot be used, and `NotFoundError` for one that
+        does not exist, unless the reader `waits` for it.
+        """
         declared = self._event_type(event_type)
         parsed = schema.parse_where(event_type, declared, where)
         spec = streams.event_stream(event_type, declared, self._config)
-        await self.provisioner.ensure_exists(spec)
+        try:
+            await self.provisioner.require_usable(spec)
+        except NotFoundError:
+            if not waits:
+                raise
         return Replayer(
             self.backend,
             name=event_type,

@@ -6,7 +6,7 @@ at about the same time both send has the same message id, which the server store
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,6 +14,7 @@ from anyio.from_thread import start_blocking_portal
 
 from aviso_workers.config import Config
 from aviso_workers.engine.session import Session, open_session
+from aviso_workers.errors import NotFoundError
 from aviso_workers.events import Events
 from aviso_workers.notifications import Notify
 from aviso_workers.positions import Position
@@ -42,13 +43,20 @@ async def _announce(cycles: Sequence[Mapping[str, Any]], event: str, settings: C
 
 
 async def _tell(session: Session, kind: str, event: str, cycles: Iterable[Mapping[str, Any]]) -> int:
-    replayer = await session.replayer(kind, {"event": event})
-    told = {one.identifier["cycle"] async for one in replayer.replay(Position(), Position())}
+    told = await _told(session, kind, event)
     return await session.publisher.notify_many(
         Notify(kind, {"event": event, "cycle": name}, _payload(cycle), f"{kind}/{event}/{name}")
         for cycle in cycles
         if (name := cycle["cycle"]) not in told
     )
+
+
+async def _told(session: Session, kind: str, event: str) -> Set[str]:
+    try:
+        replayer = await session.replayer(kind, {"event": event})
+        return {one.identifier["cycle"] async for one in replayer.replay(Position(), Position())}
+    except NotFoundError:  # nothing was ever published
+        return set()
 
 
 def _payload(cycle: Mapping[str, Any]) -> dict[str, Any]:

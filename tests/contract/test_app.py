@@ -124,8 +124,36 @@ async def test_a_position_that_means_nothing_is_refused(app: App, ends: dict[str
         await steps(app.replay("mars", **ends))
 
 
+async def test_a_stream_that_does_not_exist_is_not_replayed_as_an_empty_one(app: App) -> None:
+    with pytest.raises(NotFoundError, match="stream MARS does not exist: nothing was ever published"):
+        await steps(app.replay("mars", from_id=1))
+    assert await app.session.backend.stream_names() == []
+
+
 async def test_an_empty_stream_replays_nothing(app: App) -> None:
+    await app.notify("mars", mars(step=1), {})
+    await app.session.backend.purge_stream("MARS")
     assert await steps(app.replay("mars", from_id=1)) == []
+
+
+async def test_a_watch_waits_for_a_stream_that_does_not_exist(app: App) -> None:
+    missed = anyio.Event()
+    app.events.listen(lambda _: missed.set(), StreamGone)
+    seen: list[str] = []
+
+    async def watch() -> None:
+        async with aclosing(app.watch("mars")) as notifications:
+            async for notification in notifications:
+                seen.append(notification.identifier["step"])
+                tasks.cancel_scope.cancel()
+
+    with anyio.fail_after(PATIENCE_SECONDS):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            await missed.wait()
+            assert await app.session.backend.stream_names() == []
+            await app.notify("mars", mars(step=1), {})
+    assert seen == ["1"]
 
 
 async def test_a_watch_goes_from_history_to_what_comes(app: App) -> None:

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from aviso_workers import streams
 from aviso_workers.engine.provisioning import Provisioner
-from aviso_workers.errors import UnavailableError
-from aviso_workers.events import Event, Events, StreamProvisioned
+from aviso_workers.errors import NotFoundError, UnavailableError
+from aviso_workers.events import Event, Events
 from aviso_workers.streams import StreamSpec
 
 pytestmark = pytest.mark.anyio
@@ -169,10 +169,12 @@ async def test_two_workers_of_different_configurations_remove_nothing_of_each_ot
     assert (await backend.stream_info("MARS")).messages == 6
 
 
-async def test_readers_make_a_stream_that_is_missing_and_change_none(backend, provisioner, stated) -> None:
-    await provisioner.ensure_exists(replace(WANTED, max_msgs=7))
-    assert stated == [StreamProvisioned(stream="MARS", action="created")]
-    await provisioner.ensure_exists(replace(WANTED, max_msgs=9))
+async def test_readers_make_and_change_no_stream(backend, provisioner, stated) -> None:
+    with pytest.raises(NotFoundError, match="stream MARS does not exist"):
+        await provisioner.require_usable(replace(WANTED, max_msgs=7))
+    assert stated == []
+    await Provisioner(backend, management="reconcile", events=Events()).ensure(replace(WANTED, max_msgs=7))
+    await provisioner.require_usable(replace(WANTED, max_msgs=9))
     assert (await backend.stream_info("MARS")).config["max_msgs"] == 7
 
     await provisioner.ensure(replace(WANTED, max_msgs=9))  # who writes still brings it in line

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Notification
-from aviso_workers.errors import UnreadableStreamError
+from aviso_workers.errors import NotFoundError, UnreadableStreamError
 from aviso_workers.server import NatsServer
 from tests.conftest import write_mars_config
 from tests.waits import PATIENCE_SECONDS
@@ -87,3 +87,17 @@ async def test_a_publisher_that_comes_first_makes_no_second_stream_there(store: 
                 await publish(server, tmp_path)
         with pytest.raises(UnreadableStreamError, match="aviso_workers_unreadable"):
             await work(server, tmp_path)
+
+
+async def test_a_replay_destroys_nothing_there(store: Path, tmp_path: Path) -> None:
+    async def replayed(server: NatsServer) -> int:
+        app, _ = app_on(server, tmp_path)
+        async with app:
+            return len([each async for each in app.replay("mars", from_id=1)])
+
+    with encrypted(store, "wrong") as server:
+        for _ in range(3):
+            with pytest.raises(NotFoundError, match="cannot read the stream"):
+                await replayed(server)
+    with encrypted(store, "right") as server:
+        assert await replayed(server) == COUNT
