@@ -144,9 +144,12 @@ class _Restoring:
         strange = [stream for stream, info in infos.items() if info and not streams.is_unfinished(info.config)]
         unmade = [stream for stream, info in infos.items() if not info or self._mark(info) not in ("", self._whole)]
         if strange and (unmade or not whole):
+            all_are = (
+                "which are all streams of the set, as where it was restored before; " if strange == [*infos] else ""
+            )
             raise BackupError(
-                f"{', '.join(strange)} exist: nothing is restored; delete these streams first, or restore single ones "
-                "under another name (--as NAME)"
+                f"{', '.join(strange)} exist: nothing is restored; {all_are}delete these streams first, or restore "
+                "single ones under another name (--as NAME)"
             )
         for stream, config in self._configs.items():
             for subject in config.get("subjects") or ():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
@@ -12,7 +14,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Notification, Window, Windowing
+from aviso_workers import App, Notification, Window, Windowing, streams
 from aviso_workers.errors import BackupError, UnavailableError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, restoring_sets, set_order
@@ -228,6 +230,55 @@ async def test_a_set_that_is_not_whole_keeps_workers_out_and_is_gone_on_with(
         assert await messages(site) == there
         assert (await site.rows.get("a"), await site.count.get("all")) == (1, 5)
         with pytest.raises(BackupError, match="MARS exist: nothing is restored"):
+            await site.restore(tmp_path)
+
+
+KILLED = """
+import os, signal, sys
+from contextlib import nullcontext
+from pathlib import Path
+import anyio
+from aviso_workers import App
+from aviso_workers.ops import backups
+
+begun = []
+
+
+def watch(backup):
+    begun.append(backup)
+    if len(begun) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return nullcontext(lambda size: None)
+
+
+async def restore():
+    async with App("killed", config=sys.argv[1]) as app:
+        await backups.restore_set(app, backups.load_set(Path(sys.argv[2])), watch=watch)
+
+
+anyio.run(restore)
+"""
+
+
+async def test_a_set_is_gone_on_with_after_a_kill(
+    site: Site,
+    nats_server: NatsServer,
+    write_config: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(restoring_sets, "STANDSTILL_SECONDS", 0.1)
+    async with site.app:
+        there = await make_small_set(site, tmp_path)
+        await site.delete_all()
+        config = write_config(nats_server.url, name="killed.yaml")
+        killed = await anyio.run_process([sys.executable, "-c", KILLED, str(config), str(tmp_path)], check=False)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        infos = [await site.app.session.backend.stream_info(name) for name in there]
+        assert all(streams.is_unfinished(info.config) for info in infos), "no worker can use any of them"
+        await site.restore(tmp_path)
+        assert await messages(site) == there
+        with pytest.raises(BackupError, match=r"exist: nothing is restored; which are all streams of the set"):
             await site.restore(tmp_path)
 
 
