@@ -32,6 +32,7 @@
     └── SparkError                  what concerns Spark
         ├── InvalidOptionError      an option of the data source is unknown, cannot be read, or contradicts another
         ├── DataLossError           messages that a query was to read are gone from their stream
+        ├── DuplicateIdError        a row was not stored, because other content has its message id
         ├── ExecutorError           Spark's executors lack something that the data source needs
         ├── PipelineError           a pipeline cannot do what it was asked for
         └── SparkRestError          Spark's REST API could not be asked, or did not answer as it should
@@ -50,6 +51,7 @@ __all__ = [
     "DataLossError",
     "DeclarationError",
     "DeliveriesExhaustedError",
+    "DuplicateIdError",
     "ExecutorError",
     "FullError",
     "InvalidIdentifierError",
@@ -238,6 +240,15 @@ class InvalidOptionError(SparkError):
 
 class DataLossError(SparkError):
     """Messages that a query was to read are gone from their stream, or the stream is not the one that it knew."""
+
+
+class DuplicateIdError(SparkError):
+    """A row was not stored, because the stream knows its message id, and it is not shown that it has the row."""
+
+    def __init__(self, message: str, *, place: int = 0) -> None:
+        super().__init__(message)
+        self.place = place
+        """The row's, among those that were stored together."""
 
 
 class ExecutorError(SparkError):

@@ -501,11 +501,11 @@ class _Recorder:
         return ack
 
     async def publish_many(
-        self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
+        self, outgoing: Sequence[Outgoing], *, timeout_seconds: float, answered: bool = False
     ) -> list[PubAck | BackendError]:
         if self.cut_off:
             return [UnavailableError("the worker was ended")] * len(outgoing)
-        results = await self._backend.publish_many(outgoing, timeout_seconds=timeout_seconds)
+        results = await self._backend.publish_many(outgoing, timeout_seconds=timeout_seconds, answered=answered)
         for each, result in zip(outgoing, results, strict=True):
             if isinstance(result, PubAck):
                 self._note(each.message, result)

@@ -498,11 +498,12 @@ class Backend(Protocol):
         """
 
     async def publish_many(
-        self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
+        self, outgoing: Sequence[Outgoing], *, timeout_seconds: float, answered: bool = False
     ) -> list[PubAck | BackendError]:
         """Store messages in this order, all under way at once; what became of each. One timeout is for all of them.
 
-        One alone is answered as `publish` does; of more, an acknowledgement may leave the sequence out.
+        One alone is answered as `publish` does. Of more, an acknowledgement may leave out the sequence and whether the
+        message was stored before, unless `answered` asks for an answer to each.
         """
 
     async def publish_chunk(self, stream: str, chunk: OutgoingChunk, *, timeout_seconds: float) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -37,7 +37,7 @@ from aviso_workers.events import Events, Published, PublishOutcome
 from aviso_workers.notifications import Notify, Receipt
 from aviso_workers.streams import StreamSpec
 
-__all__ = ["Publisher", "encode"]
+__all__ = ["Publisher", "encode", "size_of", "too_large"]
 
 C = TypeVar("C")
 
@@ -65,6 +65,18 @@ def encode(config: Config, wanted: Notify) -> Message:
     if deferring.is_later(wanted):
         deferring.due_of(wanted, now=datetime.now(UTC))
     return NotificationWriter(wanted.event_type, declared).message(wanted.identifier, wanted.payload)
+
+
+def size_of(data: bytes, headers: Mapping[str, str] | None) -> int:
+    """Return how many bytes the payload and the headers of a message have."""
+    return len(data) + sum(len(key) + len(value) for key, value in headers.items()) if headers else len(data)
+
+
+def too_large(event_type: str, size: int, *, most: int) -> InvalidPayloadError:
+    """Return the error of a notification that has more bytes than its server takes."""
+    return InvalidPayloadError(
+        f"{event_type}: the notification has {size} bytes, the server takes {most} and its headers"
+    )
 
 
 class _Prepared(Struct, frozen=True, gc=False):
@@ -136,10 +148,25 @@ class Publisher:
         _, spec = self._writers.get(event_type) or self._writer(event_type)
         return await self._store_all(_parts(chunk), partial(self._store_part, event_type, spec))
 
+    async def store_answered(self, event_type: str, chunk: OutgoingChunk) -> list[PubAck]:
+        """Store as `store_chunk` does, and return the acknowledgement of each, with its sequence and whether the stream
+        had stored a message of its id before."""
+        _, spec = self._writers.get(event_type) or self._writer(event_type)
+        acks: dict[int, list[PubAck]] = {}
+
+        async def store(numbered: tuple[int, OutgoingChunk]) -> int:
+            number, part = numbered
+            prepared = [self._ready(event_type, spec, each.message, each.message_id) for each in part.each(spec.name)]
+            acks[number] = await self._store(prepared, answered=True)
+            return len(part)
+
+        await self._store_all(enumerate(_parts(chunk)), store)
+        return [ack for number in sorted(acks) for ack in acks[number]]
+
     async def _store_part(self, event_type: str, spec: StreamSpec, part: OutgoingChunk) -> int:
         """As many as possible without an answer for each, the others as any notifications."""
         stored = 0
-        if max(map(len, part.data)) <= self._most_bytes:
+        if max(map(len, part.data)) <= self.most_bytes:
             with suppress(BackendError):  # `_store` meets it too, and decides
                 await self._provisioner.ensure(spec)
                 stored = await self._backend.publish_chunk(spec.name, part, timeout_seconds=ACK_TIMEOUT_SECONDS)
@@ -221,17 +248,13 @@ class Publisher:
         return spec, structs.replace(message, headers=headers)
 
     def _ready(self, event_type: str, spec: StreamSpec, message: Message, message_id: str) -> _Prepared:
-        size = len(message.data)
-        if message.headers:
-            size += sum(len(key) + len(value) for key, value in message.headers.items())
-        if size > self._most_bytes:
-            raise InvalidPayloadError(
-                f"{event_type}: the notification has {size} bytes, the server takes {self._most_bytes} and its headers"
-            )
+        size = size_of(message.data, message.headers)
+        if size > self.most_bytes:
+            raise too_large(event_type, size, most=self.most_bytes)
         return _Prepared(event_type, spec, Outgoing(message, message_id, spec.name))
 
     @property
-    def _most_bytes(self) -> int:
+    def most_bytes(self) -> int:
         """What payload and headers of a notification may take."""
         max_payload = self._backend.max_payload
         return max_payload - min(HEADER_ALLOWANCE, max_payload // 2)
@@ -271,22 +294,25 @@ class Publisher:
         self._writers[event_type] = made
         return made
 
-    async def _store(self, chunk: Sequence[_Prepared], *, together: bool = False) -> list[PubAck]:
+    async def _store(
+        self, chunk: Sequence[_Prepared], *, together: bool = False, answered: bool = False
+    ) -> list[PubAck]:
         """Try until all are acknowledged, or too much time is over."""
         clock = self._backend.clock
         deadline = clock.monotonic() + self._settings.publish_deadline_seconds
-        acks: dict[str, PubAck] = {}
-        attempt, left = 1, chunk
+        acks: dict[int, PubAck] = {}
+        attempt, left = 1, list(enumerate(chunk))
         failure: type[BackendError] = UnavailableError
         while True:
             stored: Counter[tuple[str, PublishOutcome]] = Counter()
             tried, left = left, []
-            for prepared, result in zip(tried, await self._attempt(tried, together=together), strict=True):
+            results = await self._attempt([each for _, each in tried], together=together, answered=answered)
+            for (place, prepared), result in zip(tried, results, strict=True):
                 if isinstance(result, PubAck):
-                    acks[prepared.outgoing.message_id] = result
+                    acks[place] = result
                     stored[prepared.event_type, _outcome(prepared, result)] += 1
                 elif isinstance(result, MAY_PASS):
-                    left.append(prepared)
+                    left.append((place, prepared))
                     error = result
                     if failure is not OutcomeUnknownError:
                         failure = type(result)
@@ -296,17 +322,19 @@ class Publisher:
             for (event_type, outcome), count in stored.items():
                 self._emit(event_type, outcome, attempt, count=count)
             if not left:
-                return [acks[prepared.outgoing.message_id] for prepared in chunk]
+                return [acks[place] for place in range(len(chunk))]
             delay = self._delay_seconds(attempt)
             in_time = clock.monotonic() + delay < deadline
             if not in_time and attempt >= self._settings.publish_retry_attempts:
-                for prepared in left:
+                for _, prepared in left:
                     self._emit(prepared.event_type, "failed", attempt)
                 raise failure(f"{error}; given up after {attempt} attempts", code=error.code) from error
             await clock.sleep(delay)
             attempt += 1
 
-    async def _attempt(self, chunk: Sequence[_Prepared], *, together: bool) -> Sequence[PubAck | BackendError]:
+    async def _attempt(
+        self, chunk: Sequence[_Prepared], *, together: bool, answered: bool
+    ) -> Sequence[PubAck | BackendError]:
         specs = {prepared.event_type: prepared.spec for prepared in chunk}
         try:
             for spec in specs.values():
@@ -319,7 +347,7 @@ class Publisher:
         if together:
             results = await self._publish_together(outgoing)
         else:
-            results = await self._backend.publish_many(outgoing, timeout_seconds=ACK_TIMEOUT_SECONDS)
+            results = await self._backend.publish_many(outgoing, timeout_seconds=ACK_TIMEOUT_SECONDS, answered=answered)
         for prepared, result in zip(chunk, results, strict=True):
             if isinstance(result, UnavailableError):
                 self._provisioner.forget(prepared.spec.name)

@@ -41,19 +41,19 @@ class AvisoDataSource(DataSource):
     def writer(self, schema: StructType, overwrite: bool) -> writing.BatchWriter:
         if overwrite:
             raise InvalidOptionError('a stream cannot be overwritten: write with mode("append")')
-        return writing.BatchWriter(self._writing(schema))
+        return writing.BatchWriter(self._writing(schema, streaming=False))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> writing.StreamWriter:  # noqa: N802
         if overwrite:
             raise InvalidOptionError('a stream cannot be overwritten: write with outputMode("append")')
-        return writing.StreamWriter(self._writing(schema))
+        return writing.StreamWriter(self._writing(schema, streaming=True))
 
     def _plan(self, streaming: bool | None) -> Any:
         wanted = options.parse_reading(self.options, streaming=streaming)
         return reading.plan(wanted, load_config(wanted.config))
 
-    def _writing(self, schema: StructType) -> options.Writing:
-        wanted = options.parse_writing(self.options)
+    def _writing(self, schema: StructType, *, streaming: bool) -> options.Writing:
+        wanted = options.parse_writing(self.options, streaming=streaming)
         known = load_config(wanted.config).notification_schema
         if wanted.event not in known:
             raise UnknownEventTypeError(wanted.event, known)

@@ -37,13 +37,16 @@ READING = (
 )
 BATCH = ("endingOffsets", "endingTimestamp")
 STREAMING = ("maxMessagesPerTrigger", "minMessagesPerTrigger", "maxTriggerDelay")
-WRITING = ("msgIdColumn",)
+WRITING = ("msgIdColumn", "onDuplicate", "deadLetters")
+OF_BATCH = ("queryId", "batchId")
+"""What a batch write says of the streaming query that calls it."""
 SPARKS_OWN = ("checkpointlocation", "queryname")
 """What Spark passes on to a sink though it is for itself."""
 SECRETIVE = re.compile(r"pass|token|secret|cred|nkey|seed|user|jwt|auth|url|server", re.IGNORECASE)
 
 Edge = Literal["earliest", "latest"]
 Mode = Literal["PERMISSIVE", "FAILFAST"]
+OnDuplicate = Literal["count", "fail"]
 
 
 class Reading(Struct, frozen=True, kw_only=True):
@@ -78,14 +81,21 @@ class Writing(Struct, frozen=True, kw_only=True):
     event: str
     config: str | None = None
     id_column: str | None = None
+    on_duplicate: OnDuplicate = "count"
+    """What becomes of a write whose stream has the message id of a row already, with the same content."""
+    dead_letters: str | None = None
+    """Directory or URL for rows that are no notifications; None: the first of them ends the write."""
+    query_id: str | None = None
+    """Together with `batch_id`: of which batch of `foreachBatch` this is the write."""
+    batch_id: int | None = None
 
 
 def parse_reading(options: Mapping[str, str], *, streaming: bool | None = None) -> Reading:
     """Raises `InvalidOptionError`. `streaming` None: not known yet, so the options of both kinds may stand there."""
     where = {name[len(WHERE) :]: _wanted(name, value) for name, value in options.items() if name.startswith(WHERE)}
     kinds = {True: STREAMING, False: BATCH, None: (*BATCH, *STREAMING)}
-    foreign = {True: BATCH, False: STREAMING, None: ()}[streaming]
-    given = _named(options, known=(*SHARED, *READING, *kinds[streaming]), foreign=foreign, streaming=bool(streaming))
+    foreign = {True: dict.fromkeys(BATCH, "read"), False: dict.fromkeys(STREAMING, "readStream"), None: {}}[streaming]
+    given = _named(options, known=(*SHARED, *READING, *kinds[streaming]), foreign=foreign)
     _refuse_contradictions(given, where)
     start = _offset(given, "startingOffsets", edges=("earliest", "latest"))
     end = _offset(given, "endingOffsets", edges=("latest",))
@@ -112,17 +122,26 @@ def parse_reading(options: Mapping[str, str], *, streaming: bool | None = None) 
     )
 
 
-def parse_writing(options: Mapping[str, str]) -> Writing:
+def parse_writing(options: Mapping[str, str], *, streaming: bool = False) -> Writing:
     """Raises `InvalidOptionError`."""
-    given = _named(options, known=(*SHARED, *WRITING))
+    known = (*SHARED, *WRITING) if streaming else (*SHARED, *WRITING, *OF_BATCH)
+    given = _named(options, known=known, foreign=dict.fromkeys(OF_BATCH, "write") if streaming else {})
     if "event" not in given:
         raise InvalidOptionError("writing needs the option event: the event type whose notifications the rows are")
-    return Writing(event=given["event"], config=given.get("config"), id_column=given.get("msgIdColumn"))
+    if ("queryId" in given) != ("batchId" in given):
+        raise InvalidOptionError("options queryId and batchId say together which batch is written: give both")
+    return Writing(
+        event=given["event"],
+        config=given.get("config"),
+        id_column=given.get("msgIdColumn"),
+        on_duplicate=_on_duplicate(given),
+        dead_letters=_directory(given, "deadLetters"),
+        query_id=given.get("queryId"),
+        batch_id=_number(given, "batchId"),
+    )
 
 
-def _named(
-    options: Mapping[str, str], *, known: tuple[str, ...], foreign: tuple[str, ...] = (), streaming: bool = False
-) -> dict[str, str]:
+def _named(options: Mapping[str, str], *, known: tuple[str, ...], foreign: Mapping[str, str]) -> dict[str, str]:
     """The options by the spelling that the documentation has."""
     names = {name.lower(): name for name in known}
     found = {}
@@ -135,9 +154,9 @@ def _named(
                 raise InvalidOptionError(f"option {names[folded]} must not be empty")
             found[names[folded]] = value
             continue
-        for other in foreign:
+        for other, kind in foreign.items():
             if other.lower() == folded:
-                raise InvalidOptionError(f"option {other} is for {'read' if streaming else 'readStream'} only")
+                raise InvalidOptionError(f"option {other} is for {kind} only")
         raise InvalidOptionError(f"unknown option {name!r}; {_cure(folded, names)}")
     return found
 
@@ -192,12 +211,10 @@ def _time(given: Mapping[str, str], name: str) -> datetime | None:
 
 
 def _count(given: Mapping[str, str], name: str) -> int | None:
-    value = given.get(name)
-    if value is None:
-        return None
-    if not value.isascii() or not value.isdigit() or int(value) == 0:
-        raise InvalidOptionError(f"option {name} must be a whole number above 0, not {value!r}")
-    return int(value)
+    count = _number(given, name)
+    if count == 0:
+        raise InvalidOptionError(f"option {name} must be a whole number above 0, not {given[name]!r}")
+    return count
 
 
 def _duration(given: Mapping[str, str], name: str, *, otherwise: int) -> int:
@@ -212,6 +229,33 @@ def _flag(given: Mapping[str, str], name: str, *, otherwise: bool) -> bool:
     if value not in ("true", "false"):
         raise InvalidOptionError(f"option {name} must be true or false, not {given[name]!r}")
     return value == "true"
+
+
+def _number(given: Mapping[str, str], name: str) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if not value.isascii() or not value.isdigit():
+        raise InvalidOptionError(f"option {name} must be a whole number, not {value!r}")
+    return int(value)
+
+
+def _directory(given: Mapping[str, str], name: str) -> str | None:
+    value = given.get(name)
+    if value is not None and "://" not in value and not value.startswith("/"):
+        raise InvalidOptionError(f"option {name} must be a whole path or a URL, because executors work elsewhere")
+    return value
+
+
+def _on_duplicate(given: Mapping[str, str]) -> Any:
+    value = given.get("onDuplicate", "count").lower()
+    if value not in ("count", "fail"):
+        raise InvalidOptionError(f"option onDuplicate must be count or fail, not {given['onDuplicate']!r}")
+    if "onDuplicate" in given and "msgIdColumn" not in given:
+        raise InvalidOptionError(
+            "option onDuplicate needs msgIdColumn: without it only the same row of the same write is a duplicate"
+        )
+    return value
 
 
 def _mode(given: Mapping[str, str]) -> Any:

@@ -18,6 +18,7 @@ from pyspark.sql.types import StructType
 
 from aviso_workers import codec, schema, topics
 from aviso_workers.backends import OutgoingChunk
+from aviso_workers.engine import publishing
 from aviso_workers.errors import (
     InvalidIdentifierError,
     InvalidNotificationError,
@@ -26,6 +27,7 @@ from aviso_workers.errors import (
     UndecodableError,
 )
 from aviso_workers.schema import EventType, Topic
+from aviso_workers.spark.message_ids import MessageIds
 from aviso_workers.spark.options import Writing
 
 __all__ = ["Rows", "check_columns"]
@@ -65,8 +67,10 @@ def check_columns(columns: StructType, writing: Writing, event_type: EventType) 
 class Rows:
     """Makes messages of the rows of one event type. Made once in a task."""
 
-    def __init__(self, event: str, event_type: EventType) -> None:
+    def __init__(self, event: str, event_type: EventType, *, most_bytes: int) -> None:
+        """`most_bytes` is what the payload and the headers of a message may have."""
         self._event = event
+        self._most_bytes = most_bytes
         self._event_type = event_type
         self._topic = schema.topic_of(event, event_type)
         self._all_routed = set(self._topic.key_order) == set(event_type.identifier)
@@ -74,29 +78,36 @@ class Rows:
         self._alone = {field: self._only(field) for field in event_type.identifier}
         self._known = lru_cache(MOST_KNOWN, typed=True)(self._canonical)
 
-    def chunk(self, batch: pa.RecordBatch, ids: Sequence[str]) -> OutgoingChunk:
-        """The messages of rows, under these ids. Raises `InvalidNotificationError`."""
+    def chunk(self, batch: pa.RecordBatch, ids: MessageIds) -> OutgoingChunk:
+        """Return the messages of rows. Raises `InvalidNotificationError`; no id is taken of `ids` then."""
         identifier = {field: self._spelled(field, values) for field, values in self._identifier(batch).items()}
-        subjects = self._subjects(identifier) if self._all_routed else None
+        found = self._subjects(identifier) if self._all_routed else None
         data = self._bodies(batch)
-        if subjects is None:
-            return self._one_by_one(identifier, data, ids)
-        return OutgoingChunk(subjects=subjects.to_pylist(), data=data, headers=[None] * len(data), message_ids=ids)
+        if found is None:
+            subjects, headers = self._one_by_one(identifier, data)
+        else:
+            subjects, headers = found.to_pylist(), [None] * len(data)
+        self._check_sizes(data, headers)
+        message_ids = ids.of(batch, subjects=subjects, data=data, headers=headers)
+        return OutgoingChunk(subjects=subjects, data=data, headers=headers, message_ids=message_ids)
 
     def _one_by_one(
-        self, identifier: Mapping[str, pa.DictionaryArray], data: Sequence[bytes], ids: Sequence[str]
-    ) -> OutgoingChunk:
+        self, identifier: Mapping[str, pa.DictionaryArray], data: Sequence[bytes]
+    ) -> tuple[list[str], list[Mapping[str, str] | None]]:
+        """The subjects and the headers."""
         rows = zip(*(_values(column) for column in identifier.values()), strict=True)
         messages = [
             codec.addressed(self._event, self._event_type, dict(zip(identifier, row, strict=True)), body)
             for row, body in zip(rows, data, strict=True)
         ]
-        return OutgoingChunk(
-            subjects=[message.subject for message in messages],
-            data=data,
-            headers=[message.headers for message in messages],
-            message_ids=ids,
-        )
+        return [message.subject for message in messages], [message.headers for message in messages]
+
+    def _check_sizes(self, data: Sequence[bytes], headers: Sequence[Mapping[str, str] | None]) -> None:
+        size = max(map(len, data), default=0)
+        if any(headers):
+            size = max(map(publishing.size_of, data, headers))
+        if size > self._most_bytes:
+            raise publishing.too_large(self._event, size, most=self._most_bytes)
 
     def _only(self, field: str) -> EventType:
         """The event type without its other fields, to check a value of this one."""

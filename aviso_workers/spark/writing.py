@@ -1,15 +1,17 @@
-"""Rows to a stream: acknowledged, and stored once.
+"""Rows to a stream: every one acknowledged, and none discarded in place of another.
 
-Spark makes the writers by `data_source`, pickles them, and runs `write` in a task. A row's message id is either of a
-column, or made of what Spark repeats when it runs a task again: the query, the batch, the partition and the row.
-`rows` makes the messages, and the engine's publisher does the rest, as for any other notification: stream, headers,
-waiting and trying again.
+Spark makes the writers by `data_source`, pickles them, runs `write` in tasks, and hands what these return to `commit`
+on the driver. `rows` makes the messages and `message_ids` their ids; the engine's publisher does the rest, as for any
+other notification: stream, headers, waiting and trying again. Ids that are made of the content need no look at what
+the stream discards, since it can only be the same row. With ids of a column each row is answered by itself, and
+`duplicates` compares.
 """
 
 from __future__ import annotations
 
+import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,61 +23,82 @@ from pyspark.sql.datasource import (
     WriterCommitMessage,
 )
 
+from aviso_workers import streams
+from aviso_workers.backends import OutgoingChunk
 from aviso_workers.config import Config
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publishing import Publisher
-from aviso_workers.errors import InvalidNotificationError
+from aviso_workers.errors import DuplicateIdError, InvalidNotificationError
 from aviso_workers.events import Events
-from aviso_workers.spark.connecting import connected, load_config
+from aviso_workers.spark import dead_letters, duplicates
+from aviso_workers.spark.connecting import Connection, connected, load_config
+from aviso_workers.spark.dead_letters import DeadLetters
+from aviso_workers.spark.message_ids import ColumnIds, ContentIds
 from aviso_workers.spark.options import Writing
 from aviso_workers.spark.rows import Rows
 
-__all__ = ["BatchWriter", "StreamWriter"]
+__all__ = ["BatchWriter", "StreamWriter", "Written"]
 
 QUERY, BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Written(WriterCommitMessage):
-    rows: int
+    """What one task did with its rows."""
+
+    rows: int = 0
+    duplicates: int = 0
+    """Rows that the stream discarded, because it had their message id; counted with `msgIdColumn` only."""
+    replaced: int = 0
+    """Those of them that could not be compared, because a newer message of their topic had replaced theirs."""
+    refused: int = 0
+    """Rows that are no notifications, in the dead letters."""
+    dead_letters: str = ""
+    """The file that has them."""
 
 
 class _Writer:
-    """What both writers do in a task."""
+    """What both writers do in a task, and on the driver when all tasks are done."""
 
     def __init__(self, writing: Writing) -> None:
         self._writing = writing
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
-        writing = self._writing
-        settings = load_config(writing.config)
-        prefix = self._prefix()
-        rows = 0
-        with connected(settings) as connection:
-            publisher = _publisher(connection.backend, settings)
-            made = Rows(writing.event, settings.notification_schema[writing.event])
-            for batch in iterator:
-                ids = _ids(batch, writing.id_column, prefix=prefix, first=rows)
-                connection.call(publisher.store_chunk, writing.event, made.chunk(batch, ids))
-                rows += len(batch)
-        return Written(rows)
-
-    def _prefix(self) -> str:
-        """The same for every attempt at a task, and different for all others."""
+        settings = load_config(self._writing.config)
         context = TaskContext.get()
         assert context is not None
-        return f"{self._run(context)}/{context.partitionId()}"
+        with connected(settings) as connection:
+            task = _Task(self._writing, settings, connection, run=self._run(context), partition=context.partitionId())
+            for batch in iterator:
+                task.write(batch)
+            return task.end()
 
     def _run(self, context: TaskContext) -> str:
+        """The same for every attempt at the write, and different for all others."""
         raise NotImplementedError
+
+    def _report(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """Raises `PipelineError` where dead letters went to a place that the driver does not see."""
+        tasks = [message for message in messages if isinstance(message, Written)]
+        if files := [task.dead_letters for task in tasks if task.dead_letters]:
+            dead_letters.check_present(str(self._writing.dead_letters), files)
+        told = _told(self._writing, tasks)
+        logger.log(logging.WARNING if any(task.duplicates or task.refused for task in tasks) else logging.INFO, told)
 
 
 class BatchWriter(_Writer, DataSourceArrowWriter):
-    """A write of its own, also where `foreachBatch` of a streaming query calls for several."""
+    """A write of its own, also where `foreachBatch` of a streaming query calls for several, unless its options say
+    which batch of which query it is."""
 
     def __init__(self, writing: Writing) -> None:
         super().__init__(writing)
-        self._job = uuid.uuid4().hex
+        of_batch = f"{writing.query_id}/{writing.batch_id}" if writing.query_id else ""
+        self._job = of_batch or uuid.uuid4().hex
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        self._report(messages)
 
     def _run(self, context: TaskContext) -> str:
         return self._job
@@ -84,8 +107,94 @@ class BatchWriter(_Writer, DataSourceArrowWriter):
 class StreamWriter(_Writer, DataSourceStreamArrowWriter):
     """A batch of a streaming query, which after a crash is written again under the same number."""
 
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        self._report(messages)
+
     def _run(self, context: TaskContext) -> str:
         return f"{context.getLocalProperty(QUERY)}/{context.getLocalProperty(BATCH)}"
+
+
+class _Task:
+    """The rows of one partition on their way."""
+
+    def __init__(self, writing: Writing, settings: Config, connection: Connection, *, run: str, partition: int) -> None:
+        event, event_type = writing.event, settings.notification_schema[writing.event]
+        self._writing = writing
+        self._connection = connection
+        self._partition = partition
+        self._stream = streams.event_stream(event, event_type, settings).name
+        self._publisher = _publisher(connection.backend, settings)
+        self._made = Rows(event, event_type, most_bytes=self._publisher.most_bytes)
+        column = writing.id_column
+        self._ids = ContentIds(run, partition=partition) if column is None else ColumnIds(column)
+        directory = writing.dead_letters
+        self._refused = DeadLetters(directory, task=f"{run}/{partition}") if directory else None
+        self._written = Written()
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Raises `InvalidNotificationError` and `DuplicateIdError`, which name the row."""
+        parts = list(dead_letters.divided(batch, self._messages))
+        for place, made in parts:  # before any row is sent
+            if isinstance(made, InvalidNotificationError):
+                self._refuse(batch, place, made)
+        for place, made in parts:
+            if isinstance(made, OutgoingChunk):
+                self._store(made, batch, place)
+        self._written.rows += len(batch)
+
+    def end(self) -> Written:
+        """What was done, when the dead letters are on their disk."""
+        if self._refused is not None:
+            self._written.refused, self._written.dead_letters = len(self._refused), self._refused.save()
+        return self._written
+
+    def _messages(self, batch: pa.RecordBatch) -> OutgoingChunk:
+        return self._made.chunk(batch, self._ids)
+
+    def _refuse(self, batch: pa.RecordBatch, place: int, error: InvalidNotificationError) -> None:
+        if self._refused is None:
+            raise InvalidNotificationError(f"{self._row(batch, place)}: {error}") from error
+        self._refused.add(batch.slice(place, 1), str(error))
+
+    def _store(self, chunk: OutgoingChunk, batch: pa.RecordBatch, first: int) -> None:
+        """Store rows. Where their ids are of a column, those that the stream discarded are held against what it has."""
+        if self._writing.id_column is None:
+            self._connection.call(self._publisher.store_chunk, self._writing.event, chunk)
+            return
+        acks = self._connection.call(self._publisher.store_answered, self._writing.event, chunk)
+        discarded = {place: ack.sequence for place, ack in enumerate(acks) if ack.duplicate}
+        if not discarded:
+            return
+        try:
+            replaced = self._connection.call(duplicates.check, self._connection.backend, self._stream, chunk, discarded)
+        except DuplicateIdError as error:
+            raise DuplicateIdError(f"{self._row(batch, first + error.place)}: {error}") from error
+        if self._writing.on_duplicate == "fail":
+            place = min(discarded)
+            raise DuplicateIdError(
+                f"{self._row(batch, first + place)}: id {chunk.message_ids[place]!r}: the stream has it already, and "
+                "onDuplicate is fail"
+            )
+        self._written.duplicates += len(discarded)
+        self._written.replaced += replaced
+
+    def _row(self, batch: pa.RecordBatch, place: int) -> str:
+        number = self._written.rows + place
+        return f"row {number} of partition {self._partition} {dead_letters.excerpt(batch.slice(place, 1))}"
+
+
+def _told(writing: Writing, tasks: Sequence[Written]) -> str:
+    """What became of the rows of all tasks."""
+    rows, refused = sum(task.rows for task in tasks), sum(task.refused for task in tasks)
+    found = sum(task.duplicates for task in tasks)
+    told = f"{writing.event}: {rows} rows"
+    if writing.id_column is not None:
+        told += f", {rows - refused - found} stored, {found} discarded because the stream had them already"
+    if replaced := sum(task.replaced for task in tasks):
+        told += f" (of which {replaced} were not compared: newer notifications have replaced them)"
+    if writing.dead_letters is not None:
+        told += f", {refused} refused, in {writing.dead_letters}"
+    return told
 
 
 def _publisher(backend: Any, settings: Config) -> Publisher:
@@ -94,13 +203,3 @@ def _publisher(backend: Any, settings: Config) -> Publisher:
     provisioner = Provisioner(backend, management=management, events=events)
     own_streams = Provisioner(backend, management="reconcile", events=events, removes_replicas=False)
     return Publisher(backend, config=settings, provisioner=provisioner, own_streams=own_streams, events=events)
-
-
-def _ids(batch: pa.RecordBatch, column: str | None, *, prefix: str, first: int) -> list[str]:
-    """The message ids of rows, of which the first is that one of its partition."""
-    if column is None:
-        return [f"{prefix}/{row}" for row in range(first, first + len(batch))]
-    values = batch.column(batch.schema.names.index(column)).to_pylist()
-    if None in values or "" in values:
-        raise InvalidNotificationError(f"msgIdColumn {column!r} is null or empty in a row")
-    return [str(value) for value in values]

@@ -149,12 +149,12 @@ def publish_many(backend: Backend) -> Callable[..., Awaitable[list[PubAck | Back
     """`await publish_many(["mars.od", "mars.rd"])`: messages whose ids are their subjects, each to its base's stream,
     or all to a given one."""
 
-    async def publish_many(subjects: list[str], *, stream: str = "") -> list[PubAck | BackendError]:
+    async def publish_many(subjects: list[str], *, stream: str = "", **stated: Any) -> list[PubAck | BackendError]:
         outgoing = [
             Outgoing(Message(subject=subject, data=b"null"), subject, stream or subject.partition(".")[0].upper())
             for subject in subjects
         ]
-        return await backend.publish_many(outgoing, timeout_seconds=PATIENCE_SECONDS)
+        return await backend.publish_many(outgoing, timeout_seconds=PATIENCE_SECONDS, **stated)
 
     return publish_many
 

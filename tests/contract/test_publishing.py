@@ -366,6 +366,20 @@ async def test_of_many_a_full_stream_takes_as_many_as_it_has_room_for(create, pu
     assert len(await stored()) == 20
 
 
+async def test_each_of_many_is_answered_where_that_is_asked_for(create, publish_many):
+    await create()
+    subjects = [f"mars.{number}" for number in range(20)]
+    await publish_many(subjects)
+
+    results = await publish_many([*subjects, "mars.20", "mars.20"], answered=True)
+
+    assert [(ack.sequence, ack.duplicate) for ack in results] == [
+        *((number, True) for number in range(1, 21)),
+        (21, False),
+        (21, True),
+    ]
+
+
 async def test_many_that_no_stream_takes_may_be_taken_later(create, publish_many, stored, backend):
     await create()
     await backend.delete_stream("MARS")

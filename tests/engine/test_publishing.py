@@ -317,6 +317,22 @@ class TestAChunk:
             "duplicate": 2,
         }
 
+    async def test_is_answered_for_each_message_where_that_is_asked_for(self, facts: Facts) -> None:
+        async with FlakyBackend("", "unavailable") as backend:
+            publisher = session_on(backend, facts).publisher
+            await publisher.store_answered("mars", chunk(600))
+
+            acks = await publisher.store_answered("mars", chunk(700))
+
+        assert [ack.duplicate for ack in acks] == [True] * 600 + [False] * 100
+        assert len({ack.sequence for ack in acks}) == 700
+
+    async def test_tells_which_of_two_under_one_id_was_stored(self, facts: Facts) -> None:
+        twice = structs.replace(chunk(4), message_ids=["a", "b", "a", "b"])
+        async with FlakyBackend() as backend:
+            acks = await session_on(backend, facts).publisher.store_answered("mars", twice)
+        assert [(ack.sequence, ack.duplicate) for ack in acks] == [(1, False), (2, False), (1, True), (2, True)]
+
     async def test_is_refused_before_it_is_sent_where_a_message_is_too_large(self, facts: Facts) -> None:
         async with FlakyBackend() as backend:
             with pytest.raises(InvalidPayloadError, match="mars: the notification has 2000000 bytes"):

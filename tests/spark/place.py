@@ -66,6 +66,11 @@ class Place:
         wanted = [Notify(event, {**IDENTIFIER, **identifier, "step": step}, payload) for step in steps]
         self._with_app(lambda app: app.notify_many(wanted))
 
+    def publish_numbered(self, count: int) -> None:
+        """Notifications of the steps from 0 on, whose payloads say the number."""
+        wanted = [Notify("mars", {**IDENTIFIER, "step": number}, {"number": number}) for number in range(count)]
+        self._with_app(lambda app: app.notify_many(wanted))
+
     def publish_raw(self, subject: str, *, headers: dict[str, str] | None = None) -> None:
         """A message that no schema has seen."""
         message = Message(subject=subject, data=b"", headers=headers)

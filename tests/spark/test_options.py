@@ -91,3 +91,25 @@ def test_writing_needs_an_event_type_and_passes_over_what_is_for_spark():
     assert parse_writing({"event": "mars", "checkpointlocation": "/tmp/x"}).event == "mars"
     with pytest.raises(InvalidOptionError, match="writing needs the option event"):
         parse_writing({})
+
+
+@pytest.mark.parametrize(
+    ("options", "streaming", "said"),
+    [
+        ({"queryid": "copy"}, False, "options queryId and batchId say together which batch is written"),
+        ({"queryid": "copy", "batchid": "one"}, False, "option batchId must be a whole number, not 'one'"),
+        ({"queryid": "copy", "batchid": "1"}, True, "option queryId is for write only"),
+        ({"onduplicate": "drop", "msgidcolumn": "id"}, False, "option onDuplicate must be count or fail, not 'drop'"),
+        ({"onduplicate": "fail"}, False, "option onDuplicate needs msgIdColumn"),
+        ({"deadletters": "bad"}, False, "option deadLetters must be a whole path or a URL"),
+    ],
+)
+def test_what_a_write_cannot_mean_is_refused_too(options: dict[str, str], streaming: bool, said: str):
+    with pytest.raises(InvalidOptionError, match=said):
+        parse_writing({"event": "mars", **options}, streaming=streaming)
+
+
+def test_a_write_may_be_of_a_batch_of_a_query():
+    writing = parse_writing({"event": "mars", "queryid": "copy", "batchid": "0", "deadletters": "/bad"})
+
+    assert (writing.query_id, writing.batch_id, writing.dead_letters) == ("copy", 0, "/bad")

@@ -252,7 +252,7 @@ class InMemoryBackend:
         return self._account.publish(Outgoing(message, message_id, stream))
 
     async def publish_many(
-        self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
+        self, outgoing: Sequence[Outgoing], *, timeout_seconds: float, answered: bool = False
     ) -> list[PubAck | BackendError]:
         results: list[PubAck | BackendError] = []
         for each in outgoing:

@@ -327,8 +327,10 @@ class JetStreamBackend:
         return result
 
     async def publish_many(
-        self, outgoing: Sequence[Outgoing], *, timeout_seconds: float
+        self, outgoing: Sequence[Outgoing], *, timeout_seconds: float, answered: bool = False
     ) -> list[PubAck | BackendError]:
+        if answered:
+            return await self._publisher.publish(outgoing, timeout_seconds=timeout_seconds)
         return await self._ingester.publish(outgoing, timeout_seconds=timeout_seconds)
 
     async def publish_chunk(self, stream: str, chunk: OutgoingChunk, *, timeout_seconds: float) -> int:
