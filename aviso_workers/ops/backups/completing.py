@@ -198,10 +198,13 @@ class _Place(Struct, frozen=True, gc=False):
 
 
 class _Merging:
-    """Archives of one stream as one, the oldest first. Of a message that several have, the first is taken."""
+    """Archives of one stream as one, the oldest first. Of a message that several have, the first is taken. The last but
+    one is what the server sent, and has the consumers.
+    """
 
     def __init__(self, files: Sequence[IO[bytes]], sent: Snapshot, *, last_sequence: int) -> None:
         self._files = files
+        self._sent_file = files[-2]
         self._sent = sent
         self._last_sequence = last_sequence
         self._most = max(0, sent.config.get("max_msgs_per_subject", -1))
@@ -221,8 +224,10 @@ class _Merging:
                 if len(newest[entry.name]) > self._most:
                     self._replaced.add(newest[entry.name].popleft())
         kept = [place for sequence, place in places.items() if sequence not in self._replaced]
+        # That of the archive: a reader of the stream may have come or gone since the server said what it would send.
+        before = msgspec.json.decode(next(self._entries(self._sent_file)).body)
         self._state = archive.state_of(
-            self._sent.state,
+            before,
             messages=len(kept),
             size=sum(place.size for place in kept),
             first=(kept[0].sequence, kept[0].timestamp_ns) if kept else None,
@@ -236,7 +241,7 @@ class _Merging:
 
     def _raw(self) -> Iterator[bytes]:
         yield archive.MAGIC
-        sent = self._entries(self._files[-2])
+        sent = self._entries(self._sent_file)
         head = next(sent)
         yield archive.encode(head.name, msgspec.json.encode(self._state), timestamp_ns=head.timestamp_ns)
         for entry in sent:
