@@ -43,6 +43,7 @@ APP, EVENT, STREAM, MIRROR = "kills", "deed", "DEED", "DEED_MIRROR"
 LANES = 20
 REMOVED = 3
 """The lane whose notifications erasing and cleansing remove."""
+KEYS = 100
 EARLIEST_SECONDS, FIRST_SECONDS = 0.2, 1.0
 """A command loads its modules before the first; the first time it is killed before the second. Then it is killed before
 it would end, by the time that the longest run has taken.
@@ -188,6 +189,30 @@ async def restoring(site: Site, count: int) -> Attempt:
     return Attempt(command=command, repeated=command, count=counted)
 
 
+async def restoring_set(site: Site, count: int) -> Attempt:
+    """Restore all streams of an account that has none: notifications and a table."""
+    published, to = await site.fill(count), site.fresh("backups")
+    backend = site.client.session.backend
+    await (await backend.key_value(f"{APP}__table")).put_many({f"{number}": b"1" for number in range(KEYS)})
+    code, said = await site.run("backup", "create", "--all", "--to", to, "--config", site.config)
+    if code:
+        raise ShortfallError(f"backup create --all ended with {code}: {said}")
+    for stream in await backend.stream_names():
+        await backend.delete_stream(stream)
+    command = ("backup", "restore", "--all", to, "--config", site.config)
+
+    async def counted() -> Counts:
+        try:
+            found = _compared(await _numbers_of(site.client, STREAM), published)
+            await backend.stream_info(f"KV_{APP}__table")  # who opens a bucket that is missing makes it
+        except NotFoundError:
+            return Counts(lost=count + KEYS)
+        keys = await (await backend.key_value(f"{APP}__table")).keys()
+        return Counts(lost=found.lost + KEYS - len(keys), doubled=found.doubled, left=found.left)
+
+    return Attempt(command=command, repeated=command, count=counted)
+
+
 async def promoting(site: Site, count: int) -> Attempt:
     """Put a mirror in its origin's place."""
     published = await site.fill(count)
@@ -304,6 +329,7 @@ SCENARIOS: dict[str, Callable[[Site, int], Awaitable[Attempt]]] = {
     "backup create": creating,
     "backup create --since": creating_increments,
     "backup restore": restoring,
+    "backup restore --all": restoring_set,
     "backup cleanse": cleansing,
     "erase": erasing,
     "mirror promote": promoting,

@@ -214,8 +214,8 @@ def test_the_command_cleanses_all_backups_below_a_directory(
     config = write_config(nats_server.url)
     for step in (1, 2):
         assert run("notify", "mars", "class=od", f"step={step}", "--payload", '"here"', "-c", config).code == 0
-    for _ in range(2):
-        assert run("backup", "create", "mars", "--to", "backups", "-c", config).code == 0
+    for what in ("mars", "--all"):
+        assert run("backup", "create", what, "--to", "backups", "-c", config).code == 0
     assert run("erase", "mars", "step=1", "--yes", "--audit", "erased.json", "-c", config).code == 0
     asked = run("backup", "cleanse", "backups", "--erasure", "erased.json", "-c", config)
     assert (asked.code, [line.partition(": ")[2] for line in asked.lines]) == (2, ["1 messages match, 1 stay"] * 2)
@@ -223,6 +223,7 @@ def test_the_command_cleanses_all_backups_below_a_directory(
     assert (done.code, [line.partition(": ")[2] for line in done.lines[2:]]) == (0, ["1 messages removed"] * 2)
     again = run("backup", "cleanse", "backups", "step=1", "--erasure", "erased.json", "--yes", "-c", config)
     assert (again.code, [line.partition(": ")[2] for line in again.lines]) == (0, ["0 messages match, 1 stay"] * 2)
+    assert run("backup", "verify", "backups").code == 0, "also the set"
 
     record = records.read(tmp_path / "erased.json")
     records.replace(tmp_path / "erased.json", msgspec.structs.replace(record, state="begun"))
