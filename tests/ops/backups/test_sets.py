@@ -152,6 +152,37 @@ async def test_what_is_restored_under_load_repeats_and_never_skips(
         assert await after.count.get("all") <= len(numbers) + 1 + min(repeated, goes_on.again + 8)
 
 
+TWO_ACCOUNTS = """
+accounts {
+    A: {jetstream: enabled, users: [{user: a, password: x}]}
+    B: {jetstream: enabled, users: [{user: b, password: x}]}
+}
+"""
+
+
+async def test_what_waits_to_be_delivered_is_delivered_in_another_account(
+    write_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    with NatsServer.start(store_dir=tmp_path / "jetstream", config=TWO_ACCOUNTS) as server:
+        here = Site(write_config(server.url, user="a", password="x"))
+        async with here.app:
+            await here.app.notify("mars", {"class": "od", "step": 1}, {"n": 1}, deliver_after=2.0)
+            assert (await here.create_set(tmp_path / "kept")).failures == []
+        there = Site(write_config(server.url, user="b", password="x", name="there.yaml"))
+        async with there.app:
+            await there.restore(tmp_path / "kept")
+            assert await messages(there) == {"MARS": 0, "aviso_workers_schedule": 1}
+
+            async def delivered() -> bool:
+                return there.handled == [1]
+
+            async with there.worker():
+                await there.until(delivered)
+                await there.until(there.settled)
+            found = await messages(there)
+            assert (found["MARS"], found["aviso_workers_schedule"]) == (1, 0)
+
+
 def config_of(**fields: Any) -> dict[str, Any]:
     return {"retention": "limits", **fields}
 
