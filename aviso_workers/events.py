@@ -298,7 +298,7 @@ class Unreadable(Struct, frozen=True, kw_only=True):
 
 
 class StreamGone(Struct, frozen=True, kw_only=True):
-    """The stream that a watch reads was deleted. The watch waits for it to be made again."""
+    """The stream that a watch reads does not exist, or was deleted. The watch waits for it to be made."""
 
     stream: str
 
