@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import anyio
 import pytest
 
-from aviso_workers import Agent, Notify, Receipt, Router, config
+from aviso_workers import Agent, Notify, Receipt, Router, config, streams
 from aviso_workers.backends import Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.config import Config, NotificationBackend
@@ -139,11 +139,18 @@ def notify(session: Session) -> Callable[..., Awaitable[Receipt]]:
 
 
 @pytest.fixture
-def store(session: Session, backend: InMemoryBackend) -> Callable[..., Awaitable[None]]:
+def make_stream(session: Session, settings: Config) -> Callable[[], Awaitable[None]]:
+    """`await make_stream()`: the stream of the event type mars, as whoever publishes makes it."""
+    spec = streams.event_stream("mars", settings.notification_schema["mars"], settings)
+    return lambda: session.provisioner.ensure(spec)
+
+
+@pytest.fixture
+def store(make_stream: Callable[[], Awaitable[None]], backend: InMemoryBackend) -> Callable[..., Awaitable[None]]:
     """`await store("mars.od.6", b"...")`: a message that somebody else has published."""
 
     async def store(subject: str, data: bytes, headers: dict[str, str] | None = None) -> None:
-        await session.replayer("mars", {})  # makes the stream
+        await make_stream()
         message = Message(subject=subject, data=data, headers=headers)
         await backend.publish(message, message_id=f"{subject} {hash(data)}", stream="MARS", timeout_seconds=1.0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
 from typing import Any, NoReturn
@@ -62,7 +62,8 @@ async def backend() -> AsyncGenerator[MortalBackend, None]:
 
 
 @pytest.fixture
-async def replayer(session: Session) -> Replayer:
+async def replayer(session: Session, make_stream: Callable[[], Awaitable[None]]) -> Replayer:
+    await make_stream()
     return await session.replayer("mars", {})
 
 
