@@ -76,14 +76,15 @@ class LoopClock:
 
     @cached_property
     def monotonic(self) -> Callable[[], float]:
-        return asyncio.get_running_loop().time
+        loop = asyncio.get_running_loop()
+        # That is what asyncio's own loops call, and the time is asked for several times for each notification.
+        return time.monotonic if type(loop).time is asyncio.BaseEventLoop.time else loop.time
 
     @cached_property
     def call_at(self) -> Callable[[float, Callable[[], None]], Timer]:
         return asyncio.get_running_loop().call_at
 
-    def time_ns(self) -> int:
-        return time.time_ns()
+    time_ns = staticmethod(time.time_ns)
 
     async def sleep(self, seconds: float) -> None:
         await anyio.sleep(seconds)

@@ -193,8 +193,10 @@ class Line:
         self._held[message.sequence] = _Place(delivery, self._clock.monotonic())
         if self._gathered is not None:
             self._gather(delivery)
-        else:
+        elif self.ordered:
             self._enter(delivery)
+        else:
+            self._offer(delivery)
 
     async def take(self) -> Delivery | None:
         """The next delivery; None when the line is closed."""

@@ -76,6 +76,8 @@ class AgentRun:
         self._workers = workers
         self._least = self._prefetch = prefetch
         self._most = most_prefetch
+        self._check_after = max(1, prefetch // CHECKS)
+        """The room is looked at when so many have begun."""
         self._fills_budget = False
         """Whether there was room for more, but for their size."""
         self._begun = 0
@@ -194,12 +196,13 @@ class AgentRun:
 
     def _refill(self) -> None:
         self._begun += 1
-        if self._begun % max(1, self._prefetch // CHECKS) and not self._fills_budget and not self.line.surplus:
+        if self._begun % self._check_after and not self._fills_budget and not self.line.surplus:
             return
         seconds = self._clock.monotonic() - self._begun_since
         if seconds >= PREFETCH_SECONDS:
             pace = int(self._begun * PREFETCH_SECONDS / seconds)
             self._prefetch = max(self._least, min(pace, self._most))
+            self._check_after = max(1, self._prefetch // CHECKS)
             self._begun, self._begun_since = 0, self._begun_since + seconds
         self._ask()
 
