@@ -111,13 +111,14 @@ class Bucket:
         return await self._store(key, b"", self._deletion, revision, message_id)
 
     async def put_many(self, values: Mapping[str, bytes | None]) -> None:
+        request = secrets.token_hex(12)
         outgoing = [
             Outgoing(
                 Message(subject=self._subject(key), data=value or b"", headers=self._deletion if value is None else {}),
-                message_id=secrets.token_hex(12),
+                message_id=f"{request}.{number}",
                 stream=self._stream,
             )
-            for key, value in values.items()
+            for number, (key, value) in enumerate(values.items())
         ]
         for result in await self._backend.publish_many(outgoing, timeout_seconds=TIMEOUT_SECONDS):
             if not isinstance(result, PubAck):

@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 from aviso_workers.backends import Backend, BulkKeyValue, Delivery, Entry
 from aviso_workers.codec import read_number
 from aviso_workers.engine.grouped_writes import GroupedWrites
+from aviso_workers.engine.shielding import Shield
 from aviso_workers.errors import BackendError, UndecodableError
 from aviso_workers.events import Events, FailuresNotStored, Unreadable
 from aviso_workers.verdicts import RECORDED_FROM, Record
@@ -23,6 +24,8 @@ from aviso_workers.verdicts import RECORDED_FROM, Record
 __all__ = ["ALONE", "BEGAN_SUBJECT", "BUCKET_SUFFIX", "Failures", "app_of", "parse_began"]
 
 T = TypeVar("T")
+Key = tuple[int, int]
+"""Sequence and store time of a notification: a stream that is made anew counts from 1 again."""
 
 FORGOTTEN_AFTER_SECONDS = 7 * 86400.0
 SLOW_SECONDS = 1.0
@@ -42,22 +45,23 @@ MOST_GIVEN_BACK = 20_000
 class Failures:
     """The failure counts of one agent."""
 
-    def __init__(self, backend: Backend, *, app: str, agent: str, stream: str, events: Events) -> None:
+    def __init__(self, backend: Backend, *, app: str, agent: str, stream: str, shield: Shield, events: Events) -> None:
         self._backend = backend
+        self._shield = shield
         self._agent = agent
         self._bucket = f"{app}{BUCKET_SUFFIX}"
         self._prefix = f"{agent}.{stream}"
         self._events = events
         self._values: BulkKeyValue | None = None
-        self._counted = GroupedWrites(self._write_counts)
-        self._counts: dict[str, int] = {}
+        self._counted = GroupedWrites(self._write_counts, shield=shield)
+        self._counts: dict[Key, int] = {}
         """By key: of what is held here and has failed, and of what could not be stored."""
-        self._given_back: dict[str, tuple[int, int]] = {}
+        self._given_back: dict[Key, tuple[int, int]] = {}
         """By key, of what has failed here, is stored and was given back: how often it failed, and which delivery that
         was. When the next delivery comes here as well, nobody else can have counted or run anything in between."""
-        self._begun: set[str] = set()
+        self._begun: set[Key] = set()
         """Keys of which the bucket says that a handler has begun."""
-        self._begun_here: set[str] = set()
+        self._begun_here: set[Key] = set()
         """Those whose handler has begun in this process."""
         self._silent_until = -math.inf
         """Before this time the bucket is not asked."""
@@ -66,7 +70,7 @@ class Failures:
 
     def recall(self, delivery: Delivery) -> Record | None:
         """What is known without a request: of what failed here the last time that it was delivered. Else None."""
-        key = self._key(delivery)
+        key = _key(delivery)
         failures, last_delivered = self._given_back.pop(key, (0, 0))
         if not failures or delivery.num_delivered != last_delivered + 1:
             return None
@@ -77,14 +81,14 @@ class Failures:
         """What is known of a notification that was delivered before. `count` says the same from then on."""
         if (record := self.recall(delivery)) is not None:
             return record
-        key = self._key(delivery)
-        entry = await self._try(lambda values: values.get(key))
+        key = _key(delivery)
+        entry = await self._try(lambda values: values.get(self._name(key)))
         failures = max(self._counts.get(key, 0), self._number(entry) if entry else 0)
         if failures:
             self._remember(key, failures)
         began = None
         if delivery.num_delivered > RECORDED_FROM:  # before, nobody makes that record
-            began = await self._try(lambda values: values.get(_began(key)))
+            began = await self._try(lambda values: values.get(self._began(key)))
         if began is None:
             return Record(failures=failures, stored=self._stored)
         self._begun.add(key)
@@ -93,60 +97,67 @@ class Failures:
 
     def count(self, delivery: Delivery) -> int:
         """How often one that is held here failed before."""
-        return self._counts.get(self._key(delivery), 0)
+        return self._counts.get(_key(delivery), 0)
 
     async def begin(self, delivery: Delivery, *, alone: bool) -> None:
         """Record that its handler begins, so that it is known which notification may have ended this process."""
-        key = self._key(delivery)
+        key = _key(delivery)
         self._begun.add(key)
         self._begun_here.add(key)
-        await self._write(lambda values: values.put(_began(key), ALONE if alone else BESIDE_OTHERS))
+        await self._write(lambda values: values.put(self._began(key), ALONE if alone else BESIDE_OTHERS))
 
     async def clear(self, delivery: Delivery) -> None:
         """Its handler does not run, and this process lives: remove the record that it began."""
-        key = self._key(delivery)
+        key = _key(delivery)
         self._begun_here.discard(key)
         if key in self._begun:
             self._begun.discard(key)
-            await self._write(lambda values: values.delete(_began(key)))
+            async with self._shield.hold():
+                await self._write(lambda values: values.delete(self._began(key)))
 
     async def clear_all(self) -> None:
         """The same for all whose handler has begun here and was cancelled."""
         begun, self._begun_here = self._begun_here, set()
         for key in begun:
             self._begun.discard(key)
-            if not await self._write(partial(_delete, _began(key))):
+            if not await self._write(partial(_delete, self._began(key))):
                 return  # the others would wait for the server as well
 
-    async def add(self, delivery: Delivery, *, before: int, kept: bool, worker_died: bool) -> None:
-        """Remember one more failure. `kept`: it stays here, and is not given back to the server.
+    async def add(
+        self, delivery: Delivery, *, before: int, kept: bool, worker_died: bool, then: Callable[[], None]
+    ) -> None:
+        """Remember one more failure, and call `then` when it is counted, which may be after this has returned.
 
-        What has ended its worker is to be run alone the next time as well.
+        `kept`: the notification stays here, and is not given back to the server. What has ended its worker is to be run
+        alone the next time as well.
         """
-        key, failures = self._key(delivery), before + 1
+        key, failures = _key(delivery), before + 1
+
+        def counted(stored: bool) -> None:
+            if kept or not stored:
+                self._remember(key, failures)
+            else:
+                self._counts.pop(key, None)
+                if not worker_died:
+                    self._note_given_back(key, failures, delivery.num_delivered)
+            then()
+
         if worker_died:
             self._begun.discard(key)
-            await self._write(lambda values: values.put(_began(key), BESIDE_OTHERS))
+            async with self._shield.hold():
+                await self._write(lambda values: values.put(self._began(key), BESIDE_OTHERS))
         else:
             await self.clear(delivery)
-        stored = await self._counted.write(key, str(failures).encode())
-        if kept or not stored:
-            self._remember(key, failures)
-            return
-        self._counts.pop(key, None)
-        if not worker_died:
-            self._given_back[key] = failures, delivery.num_delivered
-            if len(self._given_back) > MOST_GIVEN_BACK:
-                del self._given_back[next(iter(self._given_back))]
+        await self._counted.write(self._name(key), str(failures).encode(), then=counted)
 
     async def forget(self, delivery: Delivery) -> None:
         """It is settled."""
         if delivery.num_delivered == 1 and not self._counts:
             return
-        key = self._key(delivery)
         await self.clear(delivery)
+        key = _key(delivery)
         if self._counts.pop(key, 0):
-            await self._counted.write(key, None)
+            await self._counted.write(self._name(key), None, then=_nothing)
 
     def _number(self, entry: Entry) -> int:
         """Return how many failures were counted; 0 where that is no number."""
@@ -156,7 +167,12 @@ class Failures:
             self._events.emit(Unreadable(stream=f"KV_{self._bucket}", sequence=entry.revision, error=error))
             return 0
 
-    def _remember(self, key: str, failures: int) -> None:
+    def _note_given_back(self, key: Key, failures: int, num_delivered: int) -> None:
+        self._given_back[key] = failures, num_delivered
+        if len(self._given_back) > MOST_GIVEN_BACK:
+            del self._given_back[next(iter(self._given_back))]
+
+    def _remember(self, key: Key, failures: int) -> None:
         self._counts[key] = failures
         if len(self._counts) > MOST_REMEMBERED:
             del self._counts[next(iter(self._counts))]
@@ -189,9 +205,14 @@ class Failures:
                 self._events.emit(FailuresNotStored(agent=self._agent, bucket=self._bucket, error=error))
             return None
 
-    def _key(self, delivery: Delivery) -> str:
-        # With its time, because a stream that is made anew counts from 1 again.
-        return f"{self._prefix}.{delivery.message.sequence}.{delivery.message.timestamp_ns}"
+    def _name(self, key: Key) -> str:
+        """The key of the count in the bucket."""
+        sequence, timestamp_ns = key
+        return f"{self._prefix}.{sequence}.{timestamp_ns}"
+
+    def _began(self, key: Key) -> str:
+        """The key of the record that a handler began, which is not the count: older versions read that too."""
+        return f"{self._name(key)}.began"
 
 
 def app_of(stream: str) -> str:
@@ -218,6 +239,9 @@ async def _delete(key: str, values: BulkKeyValue) -> int:
     return await values.delete(key)
 
 
-def _began(key: str) -> str:
-    """The key of the record that a handler began. Apart from the count, which workers of older versions read too."""
-    return f"{key}.began"
+def _key(delivery: Delivery) -> Key:
+    return delivery.message.sequence, delivery.message.timestamp_ns
+
+
+def _nothing(_: bool) -> None:
+    pass

@@ -1,55 +1,69 @@
-"""Writes that many callers ask for at once, made as one request.
+"""Writes that many callers ask for at once, made as few requests.
 
 `failing` uses it: a tenth of all notifications may fail, and a request for each failure would cost more than all the
-rest of the handling. Who asks while a request is under way waits for the next one, which takes all that came meanwhile.
+rest of the handling. The first caller writes, for itself and for all that ask meanwhile. The others go on at once, and
+what they wanted to do after their write is done for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
 
 import anyio
-from anyio.lowlevel import checkpoint
 
-__all__ = ["GroupedWrites"]
+from aviso_workers.engine.shielding import Shield
+
+__all__ = ["MOST_WAITING", "GroupedWrites"]
+
+MOST_WAITING = 1000
+"""Writes that wait for the next request. Who asks for one more waits with them."""
 
 
-class _Group:
-    """What is written together."""
+class _Write(NamedTuple):
+    """One value, None where it is to be removed, and what is called with whether that was done."""
 
-    def __init__(self) -> None:
-        self.values: dict[str, bytes | None] = {}
-        self.over = anyio.Event()
-        self.stored = False
+    key: str
+    value: bytes | None
+    then: Callable[[bool], None]
 
 
 class GroupedWrites:
-    """Values by key, written by `write_all`, which says whether all of them are stored."""
+    """Values by key, written by `write_all`, which returns whether all of them are stored."""
 
-    def __init__(self, write_all: Callable[[Mapping[str, bytes | None]], Awaitable[bool]]) -> None:
+    def __init__(self, write_all: Callable[[Mapping[str, bytes | None]], Awaitable[bool]], *, shield: Shield) -> None:
         self._write_all = write_all
-        self._group = _Group()
-        """The one that is still joined."""
+        self._shield = shield
+        self._waiting: list[_Write] = []
         self._turn = anyio.Lock()
 
-    async def write(self, key: str, value: bytes | None) -> bool:
-        """Return whether the value is stored, or removed where it is None. The last one of a key in a group counts."""
-        group = self._group
-        group.values[key] = value
-        if len(group.values) == 1:
-            await self._lead(group)
-        else:
-            await group.over.wait()
-        return group.stored
+    async def write(self, key: str, value: bytes | None, *, then: Callable[[bool], None]) -> None:
+        """Have the value stored, or removed where it is None, and then call `then` with whether it was.
 
-    async def _lead(self, group: _Group) -> None:
-        """Write a group when the one before it is written, and whoever runs now has joined it."""
+        Where another caller writes at the moment, this returns before that. Of several values of a key that are written
+        together the last one counts. `then` is also called when whoever writes is cancelled; it must not raise.
+        """
+        self._waiting.append(_Write(key, value, then))
+        if self._turn.locked() and len(self._waiting) < MOST_WAITING:
+            return
         try:
-            async with self._turn:
-                await checkpoint()
-                self._group = _Group()
-                group.stored = await self._write_all(group.values)
-        finally:  # also where the leader is cancelled
-            if self._group is group:
-                self._group = _Group()
-            group.over.set()
+            async with self._shield.hold(), self._turn:  # to take it lets whoever runs now join
+                while self._waiting:
+                    await self._write_waiting()
+        finally:
+            if not self._turn.locked():  # else the next one writes what waits
+                unwritten, self._waiting = self._waiting, []
+                _tell(unwritten, stored=False)
+
+    async def _write_waiting(self) -> None:
+        writes, self._waiting = self._waiting, []
+        stored = False
+        try:
+            stored = await self._write_all({write.key: write.value for write in writes})
+        finally:
+            _tell(writes, stored=stored)
+
+
+def _tell(writes: list[_Write], *, stored: bool) -> None:
+    for write in writes:
+        write.then(stored)

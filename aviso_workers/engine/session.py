@@ -225,8 +225,10 @@ class Session:
             key=topics.key_of(where.topic, policy.order_by) if policy.order_by else None,
             isolation=self._isolation,
         )
-        failures = Failures(self.backend, app=self._app, agent=agent.name, stream=stream.name, events=self._events)
         shield = Shield(clock)
+        failures = Failures(
+            self.backend, app=self._app, agent=agent.name, stream=stream.name, shield=shield, events=self._events
+        )
         durable = agent.durable_name(self._app)
         repeats = Repeats(self.backend, stream=stream.name, consumer=durable)
         settler = Settler(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from aviso_workers import verdicts
@@ -58,7 +59,7 @@ class Settler:
         events: Events,
     ) -> None:
         self._agent = agent
-        self._stream = stream
+        self._attempts = agent.policy.retry.attempts
         self._line = line
         self._repeats = repeats
         self._failures = failures
@@ -78,68 +79,76 @@ class Settler:
     async def settle(self, delivery: Delivery, failure: Failure | None, *, started: float) -> None:
         """End a delivery whose handling succeeded (None) or failed, and state what became of it.
 
+        One that is to be tried again is given back when its failure is counted, which may be after this has returned.
         `started` is when the handling began, on the agent's clock.
         """
         waited = self._line.waited_seconds(delivery)
         if waited is None:
             self._line.done(delivery)
             return
-        ended = self._clock.monotonic()
-        end = ACKED
+        seconds = self._clock.monotonic() - started
         if not delivery.held:
-            end = TAKEN_OVER
             self._line.done(delivery)
+            self._state(delivery, TAKEN_OVER, seconds, waited)
         elif failure is not None:
-            async with self._shield.hold():
-                end = await self._end_failed(delivery, failure)
+            await self._settle_failed(delivery, failure, state=lambda end: self._state(delivery, end, seconds, waited))
         else:
             self._ack(delivery)
+            self._state(delivery, ACKED, seconds, waited)
+            await self._failures.forget(delivery)
+
+    async def _settle_failed(self, delivery: Delivery, failure: Failure, *, state: Callable[[_End], None]) -> None:
+        classified = verdicts.classify(failure, self._agent.classifiers)
+        if isinstance(classified, Ack):
+            self._ack(delivery)
+            state(_End("acked", ON_ERROR, failure.error))
+            await self._failures.forget(delivery)
+            return
+        failures, error = self._failures.count(delivery), classified.error
+        attempt = failures + 1
+        verdict = verdicts.decide(classified, failures=failures, retry=self._agent.policy.retry)
+        if isinstance(verdict, Again):
+            end = _End("retried", verdict.reason, error, attempt, verdict.after_seconds)
+        else:
+            async with self._shield.hold():
+                refused = await self._storing.store(delivery, verdict, attempts=attempt, error=error)
+            if refused is None:
+                delivery.term(verdict.reason)
+                self._end(delivery)
+                state(_End("dead_lettered", verdict.reason, error, attempt))
+                await self._failures.forget(delivery)
+                return
+            # It was run, and failed: else it would look like what ends its worker, which leaves no failure.
+            end = _End("retried", "dead_letter_failed", refused.error, attempt, refused.again_in_seconds)
+
+        def give_back() -> None:
+            self._give_back(delivery, end.again_in_seconds)
+            state(end)
+
+        await self._failures.add(
+            delivery, before=failures, kept=self._line.ordered, worker_died=failure.worker_died, then=give_back
+        )
+
+    def _state(self, delivery: Delivery, end: _End, seconds: float, waited: float) -> None:
+        """State what became of a delivery that waited and was handled for so many seconds."""
+        message = delivery.message
         self._events.emit(
             Settled(
                 agent=self._agent.name,
                 event_type=self._agent.event_type,
-                sequence=delivery.message.sequence,
+                sequence=message.sequence,
                 outcome=end.outcome,
                 reason=end.reason,
-                seconds=ended - started,
+                seconds=seconds,
                 waited_seconds=waited,
-                stored_to_settled_seconds=(self._clock.time_ns() - delivery.message.timestamp_ns) / 1e9,
+                stored_to_settled_seconds=(self._clock.time_ns() - message.timestamp_ns) / 1e9,
                 num_delivered=delivery.num_delivered,
                 error=end.error,
                 attempt=end.attempt,
-                attempts=self._agent.policy.retry.attempts,
+                attempts=self._attempts,
                 again_in_seconds=end.again_in_seconds,
             )
         )
-        if end.outcome != "retried":
-            await self._failures.forget(delivery)
-
-    async def _end_failed(self, delivery: Delivery, failure: Failure) -> _End:
-        classified = verdicts.classify(failure, self._agent.classifiers)
-        if isinstance(classified, Ack):
-            self._ack(delivery)
-            return _End("acked", ON_ERROR, failure.error)
-        failures = self._failures.count(delivery)
-        attempt = failures + 1
-        verdict = verdicts.decide(classified, failures=failures, retry=self._agent.policy.retry)
-        error = classified.error
-        if isinstance(verdict, Again):
-            await self._failures.add(
-                delivery, before=failures, kept=self._line.ordered, worker_died=failure.worker_died
-            )
-            self._give_back(delivery, verdict.after_seconds)
-            return _End("retried", verdict.reason, error, attempt, verdict.after_seconds)
-        refused = await self._storing.store(delivery, verdict, attempts=attempt, error=error)
-        if refused is not None:
-            # It was run, and failed: else it would look like what ends its worker, which leaves no failure.
-            await self._failures.add(
-                delivery, before=failures, kept=self._line.ordered, worker_died=failure.worker_died
-            )
-            self._give_back(delivery, refused.again_in_seconds)
-            return _End("retried", "dead_letter_failed", refused.error, attempt, refused.again_in_seconds)
-        delivery.term(verdict.reason)
-        self._end(delivery)
-        return _End("dead_lettered", verdict.reason, error, attempt)
 
     def _ack(self, delivery: Delivery) -> None:
         delivery.ack()

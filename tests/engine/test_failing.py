@@ -14,6 +14,7 @@ from aviso_workers import config
 from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.engine.failing import Failures
+from aviso_workers.engine.shielding import Shield
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import FailuresNotStored, Unreadable
 from tests.engine.conftest import Facts
@@ -60,13 +61,22 @@ async def backend() -> AsyncGenerator[Guard, None]:
 @pytest.fixture
 def worker(backend: Guard, facts: Facts) -> Callable[[], Any]:
     """`worker()`: what another worker makes of the same failures."""
-    return lambda: Failures(backend, app="tests", agent="index", stream="MARS", events=facts.events)
+    return lambda: Failures(
+        backend, app="tests", agent="index", stream="MARS", shield=Shield(backend.clock), events=facts.events
+    )
+
+
+async def add(failures: Failures, delivery: Any, *, before: int, worker_died: bool = False) -> None:
+    """Return when one more failure is counted."""
+    counted = anyio.Event()
+    await failures.add(delivery, before=before, kept=False, worker_died=worker_died, then=counted.set)
+    await counted.wait()
 
 
 ENDS: dict[str, Callable[[Failures, Any], Awaitable[None]]] = {
     "it was not run": lambda failures, delivery: failures.clear(delivery),
     "it was cancelled": lambda failures, delivery: failures.clear_all(),
-    "it failed": lambda failures, delivery: failures.add(delivery, before=0, kept=False, worker_died=False),
+    "it failed": lambda failures, delivery: add(failures, delivery, before=0),
     "it is settled": lambda failures, delivery: failures.forget(delivery),
 }
 
@@ -96,7 +106,7 @@ async def test_what_ended_its_worker_is_run_alone_the_next_time_as_well(worker: 
     here = worker()
     await worker().begin(Redelivered(), alone=True)
     await here.look(Redelivered())
-    await here.add(Redelivered(), before=0, kept=False, worker_died=True)
+    await add(here, Redelivered(), before=0, worker_died=True)
     await here.clear_all()
     record = await worker().look(Redelivered())
     assert (record.failures, record.began) == (1, "beside_others")
@@ -106,9 +116,9 @@ async def test_a_failure_that_could_not_be_stored_counts_here_although_fewer_are
     backend: Guard, worker: Callable[[], Any]
 ) -> None:
     here = worker()
-    await here.add(Redelivered(), before=0, kept=False, worker_died=False)
+    await add(here, Redelivered(), before=0)
     backend.closed = True
-    await here.add(Redelivered(), before=1, kept=False, worker_died=False)
+    await add(here, Redelivered(), before=1)
     backend.closed = False
     assert (await here.look(Redelivered())).failures == 2
     assert (await worker().look(Redelivered())).failures == 1
@@ -118,7 +128,7 @@ async def test_a_failure_that_could_not_be_stored_counts_here_although_fewer_are
 async def test_what_somebody_else_wrote_as_a_count_counts_as_none(
     backend: Guard, worker: Callable[[], Any], facts: Facts, garbage: bytes
 ) -> None:
-    await worker().add(Redelivered(), before=0, kept=False, worker_died=False)
+    await add(worker(), Redelivered(), before=0)
     bucket = await backend.key_value(BUCKET)
     [key] = await bucket.keys()
     await bucket.put(key, garbage)
@@ -133,7 +143,7 @@ async def test_each_time_that_failures_cannot_be_stored_any_more_is_told(
     here = worker()
     for closed in (True, True, False, True):
         backend.closed = closed
-        await here.add(Redelivered(), before=0, kept=False, worker_died=False)
+        await add(here, Redelivered(), before=0)
         assert (await here.look(Redelivered())).stored != closed
     assert len(facts.of(FailuresNotStored)) == 2
 
@@ -142,10 +152,10 @@ async def test_failures_are_stored_again_after_their_bucket_was_deleted(
     backend: Guard, worker: Callable[[], Any]
 ) -> None:
     here = worker()
-    await here.add(Redelivered(), before=0, kept=False, worker_died=False)
+    await add(here, Redelivered(), before=0)
     await backend.delete_stream(f"KV_{BUCKET}")
     for before in (1, 2):  # the first of them finds that the bucket is gone
-        await here.add(Redelivered(), before=before, kept=False, worker_died=False)
+        await add(here, Redelivered(), before=before)
     assert (await worker().look(Redelivered())).failures == 3
 
 
@@ -153,7 +163,7 @@ async def test_what_comes_back_to_the_worker_where_it_failed_is_not_asked_for(
     backend: Guard, worker: Callable[[], Any]
 ) -> None:
     here = worker()
-    await here.add(delivered(1), before=0, kept=False, worker_died=False)
+    await add(here, delivered(1), before=0)
     assert (await here.look(delivered(2))).failures == 1
     assert here.count(delivered(2)) == 1
     assert backend.asked == 0
@@ -161,9 +171,9 @@ async def test_what_comes_back_to_the_worker_where_it_failed_is_not_asked_for(
 
 async def test_what_comes_back_after_another_worker_had_it_is_asked_for(worker: Callable[[], Any]) -> None:
     here, other = worker(), worker()
-    await here.add(delivered(1), before=0, kept=False, worker_died=False)
+    await add(here, delivered(1), before=0)
     await other.look(delivered(2))
-    await other.add(delivered(2), before=1, kept=False, worker_died=False)
+    await add(other, delivered(2), before=1)
     assert (await here.look(delivered(3))).failures == 2
     await other.begin(delivered(3), alone=False)
     assert (await here.look(delivered(4))).began == "beside_others"
@@ -185,7 +195,7 @@ async def test_the_failures_of_many_are_stored_with_few_requests(backend: Guard,
 
     async with anyio.create_task_group() as tasks:
         for delivery in deliveries:
-            tasks.start_soon(partial(here.add, delivery, before=0, kept=False, worker_died=False))
+            tasks.start_soon(partial(add, here, delivery, before=0))
 
     assert requests == [64]
     delivery = SimpleNamespace(message=deliveries[-1].message, num_delivered=2)

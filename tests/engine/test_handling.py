@@ -19,6 +19,7 @@ from aviso_workers.engine import parts, sweeping
 from aviso_workers.engine.dead_lettering import LONGEST_ERROR, RETRIES, STREAM, DeadLetter, retry_of
 from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.session import Session
+from aviso_workers.engine.shielding import Shield
 from aviso_workers.engine.supervising import LONGEST_WAIT_SECONDS
 from aviso_workers.errors import BackendError, OutcomeUnknownError, RefusedError, UnavailableError, UndecodableError
 from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, FailuresNotStored, Settled
@@ -608,11 +609,12 @@ async def test_what_a_stream_has_no_time_left_for_at_its_rate_comes_in_the_next_
 @pytest.mark.parametrize("kept", [True, False])
 async def test_failures_are_those_of_one_notification_and_one_agent(backend: GraveyardGuard, kept: bool) -> None:
     def counts(**stated: str) -> Failures:
-        return Failures(backend, **{"app": "tests", "agent": "index", "stream": "MARS", **stated}, events=Events())
+        names = {"app": "tests", "agent": "index", "stream": "MARS", **stated}
+        return Failures(backend, **names, shield=Shield(backend.clock), events=Events())
 
     index = counts()
     for failures in range(2):
-        await index.add(Failed(), before=failures, kept=kept, worker_died=False)
+        await index.add(Failed(), before=failures, kept=kept, worker_died=False, then=lambda: None)
     for anew in (index, counts()):
         assert (await anew.look(Failed())).failures == 2
         assert (await anew.look(Failed(sequence=2))).failures == 0, "of another notification"

@@ -114,7 +114,9 @@ class Worker:
 
     @staticmethod
     def failures_of_another(backend: InMemoryBackend, facts: Facts) -> Failures:
-        return Failures(backend, app="tests", agent="index", stream="MARS", events=facts.events)
+        return Failures(
+            backend, app="tests", agent="index", stream="MARS", shield=Shield(backend.clock), events=facts.events
+        )
 
     @asynccontextmanager
     async def deciding(self) -> AsyncIterator[None]:

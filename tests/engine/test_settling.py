@@ -129,3 +129,40 @@ async def test_a_worker_whose_drain_timeout_is_over_settles_for_seconds_and_no_l
         stopped_at = anyio.current_time()
         stop.set()
     assert anyio.current_time() - stopped_at == pytest.approx(DRAIN_SECONDS + shielding.SHIELDED_SECONDS)
+
+
+async def test_what_succeeds_does_not_wait_until_failures_are_counted(
+    backend: Silent, session: Session, router: Router, notify, working, facts: Facts
+) -> None:
+    """Of two slots one waits for the bucket, for all that fails meanwhile."""
+
+    @router.agent("mars", concurrency=2, retry=LATER)
+    async def index(notification: Notification[Any]) -> None:
+        if int(notification.identifier["step"]) < 3:
+            raise ConnectionError
+
+    for step in range(6):
+        await notify(step)
+    async with working(index):
+        with anyio.move_on_after(ANSWER_SECONDS / 2):
+            await facts.wait_for(Settled, 3)
+        assert [event.outcome for event in facts.of(Settled)] == ["acked"] * 3, "after half the time of an answer"
+        settled = await facts.wait_for(Settled, 6)
+        assert [event.outcome for event in settled[3:]] == ["retried"] * 3
+
+
+async def test_failures_that_nobody_counts_keep_a_cancelled_worker_for_seconds_and_no_longer(
+    backend: Silent, session: Session, router: Router, notify
+) -> None:
+    @router.agent("mars", concurrency=2, retry=LATER)
+    async def index(notification: Notification[Any]) -> None:
+        raise ConnectionError
+
+    for step in range(COUNT):
+        await notify(step)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(session.run_agent, index, anyio.Event())
+        await anyio.sleep(1.0)
+        cancelled_at = anyio.current_time()
+        tasks.cancel_scope.cancel()
+    assert anyio.current_time() - cancelled_at == pytest.approx(shielding.SHIELDED_SECONDS)
