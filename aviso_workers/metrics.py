@@ -146,7 +146,8 @@ class _Agent:
 
     def settled(self, event: Settled) -> None:
         self.outcomes[event.outcome] += 1
-        self.redelivered += event.num_delivered > 1
+        if event.num_delivered > 1:
+            self.redelivered += 1
         self.settled_at = time.time()
         self.waited.add(event.waited_seconds)
         self.handler.add(event.seconds)

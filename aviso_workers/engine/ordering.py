@@ -208,7 +208,7 @@ class Line:
                 await checkpoint()  # who asks again and again must not stop the loop
                 return None
             await self._turn()
-        if self._ready:
+        if self._ready and not self._waking:
             self._wake()  # one calls the next, so that who never waits does not wake all of them in vain
         now = self._taken_at = self._clock.monotonic()
         place.waited = now - place.since
@@ -241,7 +241,8 @@ class Line:
             self._ready.appendleft(delivery)
         else:
             self._ready.append(delivery)
-        self._wake()
+        if not self._waking:
+            self._wake()
 
     def alone(self, delivery: Delivery) -> bool:
         """Whether it is to be handled by itself, and not together with others."""
@@ -249,7 +250,7 @@ class Line:
 
     def wake(self) -> None:
         """Handlers may begin again."""
-        if self._ready:
+        if self._ready and not self._waking:
             self._wake()
 
     def done(self, delivery: Delivery) -> None:
@@ -475,7 +476,7 @@ class Line:
         delivery.message = structs.replace(delivery.message, data=b"", headers=None)
 
     def _wake(self) -> None:
-        if self._idle and not self._waking:
+        if self._idle:
             self._waking = True
             self._idle.popleft().set()
 

@@ -58,11 +58,7 @@ class Repeats:
 
     def includes(self, delivery: Delivery) -> bool:
         """Whether it was settled here. What comes as for the first time was not: its consumer was taken back."""
-        message = delivery.message
-        sequence = message.sequence
-        if sequence not in self._newer and sequence not in self._older:
-            return False
-        time = message.timestamp_ns
+        sequence, time = delivery.message.sequence, delivery.message.timestamp_ns
         if self._newer.get(sequence) != time and self._older.get(sequence) != time:
             return False
         if delivery.num_delivered == 1:
