@@ -14,7 +14,7 @@ publishes. Appended messages have the time at which they were appended: only a r
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import anyio
@@ -48,7 +48,8 @@ MOST_TRIES = 10
 """How often in a row appending may fail before it is given up."""
 FILLER = "aviso_workers_filler"
 """The last part of the subject of what is stored for a sequence that the original does not have."""
-EXPECTED = "Nats-Expected-"
+HOW_TO_STORE = ("Nats-Expected-", "Nats-Batch-")
+"""What the headers begin with that said how a message was to be stored."""
 MESSAGE_ID = "Nats-Msg-Id"
 LAST_SEQUENCE = "Nats-Expected-Last-Sequence"
 SCHEDULE = "allow_msg_schedules"
@@ -138,7 +139,7 @@ class _Following:
 
     async def open(self) -> None:
         """Let the copy take what is appended."""
-        config = (await copying.info_of(self._target, self._stream))["config"]
+        config = await self._unfinished()
         subject = f"{NOWHERE}.{self._stream}.>"
         transform = {"src": subject, "dest": ">"}
         await self._server.api(
@@ -161,7 +162,7 @@ class _Following:
                 if failures == MOST_TRIES:
                     raise
                 await anyio.sleep(LOOK_SECONDS)
-        if at > last:
+        if at > last and at > (await copying.info_of(self._source, self._stream))["state"]["last_seq"]:
             raise BackupError(f"{self._stream} ends at {last}, and its copy at {at}: it is a copy of something else")
         return before < last
 
@@ -169,6 +170,7 @@ class _Following:
         """Compare, and let the copy take publishes."""
         await self._remove_fillers()
         messages, deleted = await self._compare(last)
+        await self._unfinished()
         source = Place(server=self._source.session.backend.administration(), stream=self._stream)
         consumers = await consumer_positions.bring_on(source, Place(server=self._server, stream=self._stream))
         subjects = await copying.release(self._target, self._stream, original)
@@ -181,6 +183,14 @@ class _Following:
             subjects=subjects,
             consumers=consumers,
         )
+
+    async def _unfinished(self) -> dict[str, Any]:
+        """Return the configuration of the copy. Raises `BackupError` where it takes publishes, as when two commands
+        follow and the other one has ended: its consumers are at work then."""
+        config: dict[str, Any] = (await copying.info_of(self._target, self._stream))["config"]
+        if COPY_OF not in (config.get("metadata") or {}):
+            raise BackupError(f"{self._stream}: the copy has taken its place already, by another command")
+        return config
 
     async def _append_after(self, at: int, last: int) -> None:
         first = (await copying.info_of(self._source, self._stream))["state"]["first_seq"]
@@ -252,7 +262,8 @@ class _Following:
         async with aclosing(ours), aclosing(theirs):
             async for original, found in stream_pairs.side_by_side(ours, theirs):
                 if original is None and found is not None:
-                    await self._target.session.backend.delete_message(self._stream, found.sequence)
+                    with suppress(NotFoundError):  # another command that follows was faster
+                        await self._target.session.backend.delete_message(self._stream, found.sequence)
                     deleted += 1
                 elif original is not None and await self._differs(original, found):
                     raise BackupError(
@@ -275,7 +286,8 @@ def _content(message: Message) -> tuple[str, bytes, dict[str, str]]:
 
 def _own_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
     """Return the headers without those that say how a message was to be stored."""
-    return {key: value for key, value in (headers or {}).items() if not key.startswith(EXPECTED) and key != MESSAGE_ID}
+    own = (headers or {}).items()
+    return {key: value for key, value in own if not key.startswith(HOW_TO_STORE) and key != MESSAGE_ID}
 
 
 def _is_filler(outgoing: Outgoing) -> bool:

@@ -130,7 +130,7 @@ class Mirrors:
 
     async def _promoted(self, link: Link) -> Link:
         info = await self._server.api(f"STREAM.INFO.{link.origin}", prefix=link.api, timeout_seconds=ORIGIN_SECONDS)
-        if FENCED in (info["config"].get("metadata") or {}):
+        if FENCED in (info["config"].get("metadata") or {}) or info["config"].get("mirror"):
             return link
         fence = f"`aviso-workers mirror fence {link.origin} --api '{link.api}'`"
         return structs.replace(link, trouble=f"{link.origin} is back and takes publishes: {fence}")
@@ -183,7 +183,8 @@ def _links(stream: Mapping[str, Any]) -> Iterator[Link]:
         yield structs.replace(_link(config["name"], "mirror", mirror), whole=whole)
     for source in stream.get("sources") or ():
         yield _link(config["name"], "source", source)
-    if promoted := (config.get("metadata") or {}).get(PROMOTED):
+    metadata = config.get("metadata") or {}
+    if (promoted := metadata.get(PROMOTED)) and FENCED not in metadata:  # else another stream has taken its place
         api, origin, *_ = promoted.split(" ")
         yield Link(stream=config["name"], origin=origin, relation="promoted", api=api)
 

@@ -22,6 +22,7 @@ from aviso_workers.errors import BackendError, NotFoundError, RefusedError, Unav
 from aviso_workers.ops import consumer_positions, histories, mirroring
 from aviso_workers.ops.consumer_positions import Carried, Place
 from aviso_workers.ops.mirroring import ORIGIN_SECONDS, PROMOTED, Fenced
+from aviso_workers.streams import FENCED
 
 __all__ = ["Promotion", "promote"]
 
@@ -128,6 +129,7 @@ class _Promoting:
             consumers = await consumer_positions.carry(there, here)
         subjects = subjects or fenced.subjects
         try:
+            await self._require_fence()
             last = await self._become(subjects)
         except RefusedError:
             await consumer_positions.remove(here, consumers)
@@ -152,8 +154,24 @@ class _Promoting:
             raise
 
     async def _unfence(self, fenced: Fenced) -> None:
-        if not fenced.before:
+        """Take down a fence that was not there before, unless another promotion of this mirror relies on it by now."""
+        if fenced.before or not await self._is_fenced():
+            return
+        info = await self._server.api(f"STREAM.INFO.{self._stream}")
+        if info["config"].get("mirror"):
             await mirroring.unfence(self._server, self.origin, api=self._api)
+
+    async def _require_fence(self) -> None:
+        """Raise `RefusedError` where somebody has taken the fence down meanwhile, as a promotion does that gives up."""
+        if not await self._is_fenced():
+            raise RefusedError(
+                f"{self.origin} takes publishes again: somebody has unfenced it meanwhile, as another promotion that "
+                f"gave up. {self._stream} is a mirror still"
+            )
+
+    async def _is_fenced(self) -> bool:
+        info = await self._server.api(f"STREAM.INFO.{self.origin}", prefix=self._api)
+        return FENCED in (info["config"].get("metadata") or {})
 
     async def _catch_up(self, until: int, *, recreated: bool) -> int:
         """Return how many messages were missing, when they have come. Raises `RefusedError`."""

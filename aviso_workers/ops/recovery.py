@@ -28,7 +28,7 @@ __all__ = ["Recovered", "Recovery", "opened"]
 
 RECOVERED = "Aviso-Workers-Recovered"
 """The header of what was published again: when its stream was created, and its sequence there."""
-LEFT_OUT = ("Nats-Expected-", "Nats-Rollup", RECOVERED)
+LEFT_OUT = ("Nats-Expected-", "Nats-Batch-", "Nats-Rollup", RECOVERED)
 """What the headers begin with that said how a message was to be stored where it comes from."""
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
@@ -138,6 +138,9 @@ class _Publishing:
         """Whether the stream keeps some messages for each subject, and forgets the older ones."""
         self._recovered: set[int] = set()
         self._ids: set[str] = set()
+        """What publishers have stored since the promotion."""
+        self._used_ids: set[str] = set()
+        """What was recovered under: the origin stores an id again when its duplicate window is over."""
         self._newest: dict[str, tuple[int, int | None]] = {}
         """By subject, the newest message that was stored since the promotion: its sequence, and its sequence at the
         origin where it comes from there."""
@@ -155,7 +158,7 @@ class _Publishing:
                 if recovered is not None:
                     self._recovered.add(recovered)
                 if message_id := headers.get(MESSAGE_ID):
-                    self._ids.add(message_id)
+                    (self._ids if recovered is None else self._used_ids).add(message_id)
                 self._newest[message.subject] = message.sequence, recovered
 
     async def take(self, message: Message) -> None:
@@ -210,7 +213,11 @@ class _Publishing:
         kept = {key: value for key, value in theirs.items() if not key.startswith(LEFT_OUT) and key != MESSAGE_ID}
         mark = f"{self._created} {message.sequence}"
         again = Message(subject=message.subject, data=message.data, headers=kept | headers | {RECOVERED: mark})
-        return Outgoing(again, theirs.get(MESSAGE_ID) or f"recovered {mark}", self._stream)
+        message_id = theirs.get(MESSAGE_ID, "")
+        if not message_id or message_id in self._used_ids:
+            message_id = f"recovered {mark}"
+        self._used_ids.add(message_id)
+        return Outgoing(again, message_id, self._stream)
 
     def _sequence_of(self, mark: str) -> int | None:
         created, _, sequence = mark.rpartition(" ")

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from aviso_workers import App
-from aviso_workers.backends import Administration, Message
+from aviso_workers.backends import Administration, Message, Outgoing
 from aviso_workers.errors import BackupError, UnavailableError
 from aviso_workers.ops import backups, copying, following, mirroring
 from aviso_workers.ops.backups import restoring
@@ -160,6 +160,51 @@ async def test_messages_of_one_id_are_all_appended(move: Move) -> None:
     await move.fence()
     await move.follow()
     assert await move.is_the_same()
+
+
+async def test_what_was_published_together_is_appended(move: Move) -> None:
+    """A server keeps the headers of an atomic batch, and a copy that is not whole takes none."""
+    await move.make(5, allow_atomic=True)
+    await move.copy()
+    together = [Outgoing(Message(subject=f"mars.rd.{step}", data=b"{}"), "", "MARS") for step in range(3)]
+    await move.source.session.backend.publish_together(together, timeout_seconds=PATIENCE_SECONDS)
+    await move.fence()
+    assert (await move.follow()).appended == 3
+    assert await move.is_the_same()
+
+
+async def test_two_that_follow_side_by_side_disturb_nothing(move: Move, monkeypatch: pytest.MonkeyPatch) -> None:
+    await move.make(5)
+    await move.copy()
+    await move.publish(3)
+    await move.here.api("STREAM.MSG.DELETE.MARS", {"seq": 2})
+    late = following._Following(move.source, move.target, "MARS")
+    await late.open()
+    await move.fence()
+    compare = following._Following._compare
+
+    async def compare_late(self: Any, last: int) -> tuple[int, int]:
+        compared = await compare(self, last)
+        monkeypatch.undo()
+        assert (await move.follow()).messages == 7
+        return compared
+
+    monkeypatch.setattr(following._Following, "_compare", compare_late)
+    with pytest.raises(BackupError, match="has taken its place already, by another command"):
+        await move.follow()
+    with pytest.raises(BackupError, match="has taken its place already, by another command"):
+        await late.open()
+    await move.publish(1, app=move.target)
+
+
+async def test_a_copy_that_another_command_has_brought_further_is_no_other_stream(move: Move) -> None:
+    await move.make(5)
+    await move.copy()
+    await move.publish(3)
+    late, other = [following._Following(move.source, move.target, "MARS") for _ in range(2)]
+    await late.open()
+    await other.catch_up(8)
+    assert not await late.catch_up(6)
 
 
 async def test_one_that_was_ended_is_carried_on(move: Move, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from aviso_workers import App
 from aviso_workers.backends import Administration, Message
-from aviso_workers.errors import RefusedError
-from aviso_workers.ops import backups, histories, mirroring, promotion
+from aviso_workers.errors import RefusedError, UnavailableError
+from aviso_workers.ops import backups, consumer_positions, histories, mirroring, promotion
 from aviso_workers.ops.mirroring import Link, Mirrors
 from aviso_workers.server import NatsServer
 from tests.waits import PATIENCE_SECONDS
@@ -181,6 +181,58 @@ async def test_a_fence_of_before_stays_where_a_promotion_is_refused(pair: Pair) 
     with pytest.raises(RefusedError, match="did not catch up with MARS"):
         await promotion.promote(pair.app, "COPY", patience_seconds=0.1)
     assert not await pair.takes_publishes()
+
+
+async def test_a_promotion_needs_its_fence_until_its_end(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another promotion that runs side by side takes the fence down when it gives up."""
+    await pair.make_origin(5)
+    await pair.make_mirror()
+    await pair.caught_up(5)
+    carry = consumer_positions.carry
+
+    async def give_up_beside(*places: Any) -> list[consumer_positions.Carried]:
+        await mirroring.unfence(pair.server, "MARS")
+        return await carry(*places)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(consumer_positions, "carry", give_up_beside)
+        with pytest.raises(RefusedError, match="MARS takes publishes again"):
+            await promotion.promote(pair.app, "COPY")
+    assert (await pair.link()).relation == "mirror"
+    assert (await promotion.promote(pair.app, "COPY")).proven
+
+
+async def test_a_promotion_that_gives_up_leaves_the_fence_to_one_that_was_done(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pair.make_origin(5)
+    await pair.make_mirror()
+    await pair.caught_up(5)
+
+    async def be_late(*places: Any) -> list[consumer_positions.Carried]:
+        monkeypatch.undo()
+        await promotion.promote(pair.app, "COPY", subjects=("copy.>",))
+        raise UnavailableError("no answer in time")
+
+    monkeypatch.setattr(consumer_positions, "carry", be_late)
+    with pytest.raises(UnavailableError):
+        await promotion.promote(pair.app, "COPY")
+    assert not await pair.takes_publishes()
+
+
+async def test_an_origin_that_follows_or_has_its_place_again_is_no_trouble(pair: Pair) -> None:
+    """As on the way back: told to fence it, an operator would stop all publishing."""
+    await pair.make_origin(5)
+    await pair.make_mirror()
+    await pair.caught_up(5)
+    await promotion.promote(pair.app, "COPY", subjects=("copy.>",))
+    await pair.server.api("STREAM.DELETE.MARS")
+    await pair.server.api("STREAM.CREATE.MARS", {"name": "MARS", "mirror": {"name": "COPY"}})
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while any(link.trouble for link in await pair.mirrors.links()):  # noqa: ASYNC110
+            await anyio.sleep(0.02)
+    await promotion.promote(pair.app, "MARS", subjects=("mars.>",))
+    assert [(link.stream, link.trouble) for link in await pair.mirrors.links()] == [("MARS", "")]
 
 
 async def test_an_origin_whose_newest_messages_were_deleted_has_nothing_more_to_come(pair: Pair) -> None:

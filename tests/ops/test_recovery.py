@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from aviso_workers import App
-from aviso_workers.backends import Message
+from aviso_workers.backends import Message, Outgoing
 from aviso_workers.errors import RefusedError
 from aviso_workers.ops import mirroring, promotion, recovery
 from aviso_workers.ops.recovery import Recovered
@@ -104,6 +104,55 @@ async def test_what_its_publisher_has_repeated_is_there(pair: Pair) -> None:
     await take_the_same_subjects(pair)
     await backend.publish(message, message_id="unknown", stream="COPY", timeout_seconds=5)
     assert await publish(pair) == Recovered(published=3, present=1, superseded=0, undecided=0)
+
+
+async def test_messages_that_share_an_id_are_all_published(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The origin had forgotten the id when it came again, after its duplicate window."""
+    await promoted_without_the_newest(pair)
+    await mirroring.unfence(pair.server, "MARS")
+    config = (await pair.server.api("STREAM.INFO.MARS"))["config"]
+    await pair.server.api("STREAM.UPDATE.MARS", {**config, "duplicate_window": 100_000_000})
+    for data in (b"1", b"2", b"3"):
+        message = Message(subject="mars.od.9", data=data)
+        await pair.app.session.backend.publish(message, message_id="same", stream="MARS", timeout_seconds=5)
+        await anyio.sleep(0.3)
+    await mirroring.fence(pair.server, "MARS")
+    await take_the_same_subjects(pair)
+    monkeypatch.setattr(recovery, "BATCH", 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(recovery._Publishing, "flush", _flush_once(recovery._Publishing.flush))
+        with pytest.raises(RefusedError):  # ended after the first of the three
+            await publish(pair)
+    assert await publish(pair) == Recovered(published=2, present=4, superseded=0, undecided=0)
+    assert await publish(pair) == Recovered(published=0, present=6, superseded=0, undecided=0)
+    backend = pair.app.session.backend
+    stored = [each.data async for each in backend.read("COPY", filter_subjects=(), last_sequence=11)]
+    assert stored[8:] == [b"1", b"2", b"3"]
+
+
+def _flush_once(flush: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    async def flush_and_end(publishing: Any) -> None:
+        await flush(publishing)
+        raise RefusedError("ended")
+
+    return flush_and_end
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+async def test_what_was_published_together_is_published_one_by_one(pair: Pair, *, atomic: bool) -> None:
+    """A server keeps the headers of an atomic batch, by which it would wait for the rest of it."""
+    await promoted_without_the_newest(pair)
+    config = (await pair.server.api("STREAM.INFO.MARS"))["config"]
+    await pair.server.api("STREAM.UPDATE.MARS", {**config, "allow_atomic": True})
+    await mirroring.unfence(pair.server, "MARS")
+    together = [Outgoing(Message(subject=f"mars.rd.{step}", data=b"{}"), "", "MARS") for step in range(3)]
+    await pair.app.session.backend.publish_together(together, timeout_seconds=5)
+    await mirroring.fence(pair.server, "MARS")
+    await take_the_same_subjects(pair)
+    config = (await pair.server.api("STREAM.INFO.COPY"))["config"]
+    await pair.server.api("STREAM.UPDATE.COPY", {**config, "allow_atomic": atomic})
+    with anyio.fail_after(10):
+        assert await publish(pair) == Recovered(published=6, present=0, superseded=0, undecided=0)
 
 
 async def test_nothing_takes_the_place_of_a_newer_one_of_its_subject(pair: Pair) -> None:
