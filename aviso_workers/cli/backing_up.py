@@ -6,7 +6,7 @@ import signal
 from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import IO, Annotated
+from typing import Annotated
 
 import anyio
 import typer
@@ -23,7 +23,7 @@ from aviso_workers.config import Config
 from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationError
 from aviso_workers.literals import Duration
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, Identities, Keep, Made, Progress, Schedule
+from aviso_workers.ops.backups import Backup, Identities, Keep, Made, Progress, Schedule, Spool
 
 __all__ = ["Storage", "backup", "bar"]
 
@@ -67,7 +67,8 @@ def create(
         typer.Option(metavar="7d", help="As --since last, but a full backup where the last full one is older."),
     ] = None,
     every: Annotated[
-        str | None, typer.Option(metavar="6h", help="Stay, and back up each stream as often, until SIGTERM or Ctrl-C.")
+        str | None,
+        typer.Option(metavar="6h", help="Stay, and back up as often, until SIGTERM or Ctrl-C; with --all a set."),
     ] = None,
     encrypt_to: EncryptTo = None,
     identity: IdentityOption = None,
@@ -80,12 +81,18 @@ def create(
     if every:
         if encrypt_to and (since or full_every) and not identity:
             raise DeclarationError("increments after encrypted backups need --identity, to compare with them")
-        schedule = Schedule(names=names or (), to=to, every_seconds=_parsed(every), keep=Keep(newest, days))
+        schedule = Schedule(
+            names=names or (),
+            to=to,
+            every_seconds=_parsed(every),
+            keep=Keep(newest, days),
+            encrypted=bool(encrypt_to),
+        )
         _keep_backing_up(schedule, connected_app(config).config, make)
         return
 
     async def run(app: App) -> list[AvisoWorkersError]:
-        async def back_up(stream: str, earlier: IO[bytes] | None = None) -> Backup:
+        async def back_up(stream: str, earlier: Spool | None = None) -> Backup:
             with bar(stream) as progress:
                 made = await make(app, stream, progress, earlier)
             if made.full_because:
@@ -97,7 +104,7 @@ def create(
             return backup_sets.prune(to, stream, Keep(newest, days))
 
         if everything:
-            return await backup_sets.create(app, to, back_up, prune)
+            return await backup_sets.create(app, to, back_up, prune, encrypted=bool(encrypt_to))
         failures: list[AvisoWorkersError] = []
         for stream in await backups.named_streams(app, names or ()):
             try:
@@ -249,11 +256,11 @@ def merge(
     typer.echo(_described(made))
 
 
-def _keep_backing_up(schedule: Schedule, config: Config, make: Callable[[App, str, Progress], Awaitable[Made]]) -> None:
+def _keep_backing_up(schedule: Schedule, config: Config, make: Callable[..., Awaitable[Made]]) -> None:
     logs.configure(config.workers.logging)
 
-    async def make_silently(app: App, stream: str) -> Made:
-        return await make(app, stream, lambda size: None)
+    async def make_silently(app: App, stream: str, earlier: Spool | None) -> Made:
+        return await make(app, stream, lambda size: None, earlier)
 
     async def until_signal() -> None:
         errors: list[AvisoWorkersError] = []
@@ -285,7 +292,7 @@ def _maker(
     every = _parsed(full_every) if full_every else None
     keys, identities = backups.read_recipients(encrypt_to or ()), identities_of(identity)
 
-    async def make(app: App, stream: str, progress: Progress, earlier: IO[bytes] | None = None) -> Made:
+    async def make(app: App, stream: str, progress: Progress, earlier: Spool | None = None) -> Made:
         if since == "last" or every is not None:
             return await backups.create_next(
                 app,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import IO
 
 import typer
 
@@ -13,7 +12,7 @@ from aviso_workers.cli.printing import print_table
 from aviso_workers.cli.progress import bar
 from aviso_workers.errors import AvisoWorkersError, BackupError
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, Identities, Keep, RestoredStream
+from aviso_workers.ops.backups import Backup, Identities, Keep, RestoredStream, Spool
 
 __all__ = ["create", "prune", "restore"]
 
@@ -21,11 +20,13 @@ __all__ = ["create", "prune", "restore"]
 async def create(
     app: App,
     to: Path,
-    back_up: Callable[[str, IO[bytes] | None], Awaitable[Backup]],
+    back_up: Callable[[str, Spool | None], Awaitable[Backup]],
     prune: Callable[[str], list[AvisoWorkersError]],
+    *,
+    encrypted: bool,
 ) -> list[AvisoWorkersError]:
     """Back up all streams, and say whether the backups are a set; then remove old ones. Return what failed."""
-    made = await backups.create_set(app, to, back_up)
+    made = await backups.create_set(app, to, back_up, encrypted=encrypted)
     if made.file:
         typer.echo(f"{len(made.backups)} streams are a set, to be restored as one: {made.file}")
     failures = list(made.failures)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from aviso_workers.ops import backups
+from tests.ops.backups.test_encryption import Key
 from tests.stories.processes import MAIN, Server, until
 from tests.waits import PATIENCE_SECONDS
 
@@ -41,8 +42,9 @@ class Scheduled:
 
 
 @contextmanager
-def scheduled(config: Path, directory: Path, name: str) -> Iterator[Scheduled]:
-    command = ["backup", "create", "mars", "--to", directory, "--every", "1s", "--full-every", "1h", "--keep", "2"]
+def scheduled(config: Path, directory: Path, name: str, *what: str | Path) -> Iterator[Scheduled]:
+    every = ("--every", "1s", "--full-every", "1h", "--keep", "2")
+    command = ["backup", "create", *(what or ("mars",)), "--to", directory, *every]
     log_file = directory.with_name(f"{name}.log")
     with log_file.open("wb") as log:
         process = subprocess.Popen(
@@ -87,3 +89,24 @@ async def test_backups_are_made_through_an_outage_until_sigterm(
     assert contents is not None
     assert contents.messages == 5
     assert not [path.name for path in (kept / "MARS").iterdir() if path.name.startswith(".")], "nothing unfinished"
+
+
+async def test_all_streams_are_an_encrypted_set_each_time(
+    server: Server, publish: Callable[..., Any], write_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    config, kept, key = write_config(server.url), tmp_path / "kept", Key(tmp_path / "key.txt")
+    await publish(range(3))
+    encrypted = ("--encrypt-to", key.public, "--identity", key.file)
+    with scheduled(config, kept, "sets", "--all", *encrypted) as sets:
+        await sets.until_logged("backup.set_made", times=1)
+        await publish(range(3, 5))
+        made = await sets.until_logged("backup.set_made", times=len(sets.logged("backup.set_made")) + 2)
+        sets.process.send_signal(signal.SIGTERM)
+        assert sets.process.wait(PATIENCE_SECONDS) == 0, sets.log
+    assert sets.logged("backup.failed") == []
+    assert Path(made["file"]) in backups.sets_in(kept)
+    for member in backups.members(backups.load_set(Path(made["file"]))):
+        assert member.encrypted
+        contents = backups.verify(member, identities=key.identities)
+        assert contents is not None
+        assert contents.messages == (5 if member.stream == "MARS" else 0)

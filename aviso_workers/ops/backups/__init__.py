@@ -23,6 +23,7 @@ from aviso_workers.ops.backups.scheduling import Schedule, keep_backing_up
 from aviso_workers.ops.backups.sets import BackupSet, load_set, members
 from aviso_workers.ops.backups.sets import find as sets_in
 from aviso_workers.ops.backups.sets import unfinished as unfinished_sets
+from aviso_workers.ops.backups.spools import Spool
 from aviso_workers.ops.backups.storing import Backup, Progress, Record, find, load, places
 from aviso_workers.ops.backups.verifying import Contents, verify
 
@@ -44,6 +45,7 @@ __all__ = [
     "Restored",
     "RestoredStream",
     "Schedule",
+    "Spool",
     "Takes",
     "chain",
     "cleanse",

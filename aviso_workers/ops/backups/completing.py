@@ -14,17 +14,17 @@ are left out again.
 from __future__ import annotations
 
 import heapq
-import tempfile
 from base64 import b64decode
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager, closing
 from datetime import datetime
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import anyio
+import anyio.from_thread
 import anyio.to_thread
 import msgspec
 from msgspec import Struct, structs
@@ -37,9 +37,9 @@ from aviso_workers.errors import BackupError, NotFoundError
 from aviso_workers.ops.backups import archive, s2
 from aviso_workers.ops.backups.archive import Entry
 from aviso_workers.ops.backups.s2 import MalformedError
-from aviso_workers.ops.backups.storing import make_directory
+from aviso_workers.ops.backups.spools import Spool, spool
 
-__all__ = ["may_lack", "snapshot", "spooled"]
+__all__ = ["arriving", "may_lack", "snapshot", "spooled"]
 
 NO_MESSAGE = 10037
 """JetStream: the stream has no such message."""
@@ -59,8 +59,11 @@ def may_lack(config: Mapping[str, Any]) -> bool:
 
 
 @asynccontextmanager
-async def snapshot(app: App, stream: str, *, beside: Path, earlier: IO[bytes] | None = None) -> AsyncIterator[Snapshot]:
-    """As `Administration.snapshot`, and whole. What is spooled meanwhile takes room in the directory `beside`.
+async def snapshot(
+    app: App, stream: str, *, beside: Path, encrypted: bool, earlier: Spool | None = None
+) -> AsyncIterator[Snapshot]:
+    """As `Administration.snapshot`, and whole. What is spooled meanwhile takes room in the directory `beside`; where it
+    is for an encrypted backup, it is encrypted.
 
     With `earlier`, an archive that `spooled` has made, it also has the messages that only that one has. Raises
     `BackupError` where the directory cannot be written to, or the archive of a server before 2.15 would lack messages.
@@ -71,28 +74,38 @@ async def snapshot(app: App, stream: str, *, beside: Path, earlier: IO[bytes] | 
             yield sent
             return
         with ExitStack() as stack:
-            file = stack.enter_context(_temporary_file(beside))
-            await _receive(sent, file)
+            received = stack.enter_context(spool(beside, encrypted=encrypted))
+            await _receive(sent, received)
             before = sent.state
             after = (await server.api(f"STREAM.INFO.{stream}"))["state"]
             if earlier is None and _removed(before, after) == 0:
-                yield structs.replace(sent, chunks=_read(file))
+                yield structs.replace(sent, chunks=_following(_pieces(received)))
                 return
-            since = stack.enter_context(_temporary_file(beside))
+            since = stack.enter_context(spool(beside, encrypted=encrypted))
             in_bulk = sent.config.get("retention", "limits") == "limits"
             last = await _store_since(app, stream, before["last_seq"], since, in_bulk=in_bulk)
-            merging = _Merging([*([earlier] if earlier else []), file, since], sent, last_sequence=last)
+            merging = _Merging([*([earlier] if earlier else []), received, since], sent, last_sequence=last)
             state = await anyio.to_thread.run_sync(merging.count)
-            yield structs.replace(sent, state=state, chunks=_following(merging.pieces))
+            yield structs.replace(sent, state=state, chunks=_following(merging.pieces()))
 
 
 @asynccontextmanager
-async def spooled(app: App, stream: str, *, beside: Path) -> AsyncIterator[IO[bytes]]:
-    """A whole snapshot of a stream as a file, to be given to `snapshot` as the earlier one. Raises as that does."""
-    with _temporary_file(beside) as file:
-        async with snapshot(app, stream, beside=beside) as found:
-            await _receive(found, file)
-        yield file
+async def spooled(app: App, stream: str, *, beside: Path, encrypted: bool) -> AsyncIterator[Spool]:
+    """A whole snapshot of a stream, to be given to `snapshot` as the earlier one. Raises as that does."""
+    with spool(beside, encrypted=encrypted) as received:
+        async with snapshot(app, stream, beside=beside, encrypted=encrypted) as found:
+            await _receive(found, received)
+        yield received
+
+
+def arriving(chunks: AsyncGenerator[bytes, None]) -> Iterator[bytes]:
+    """The chunks of a snapshot, in a thread of the event loop that they come to."""
+
+    async def following() -> bytes:
+        return await anext(chunks, b"")
+
+    while chunk := anyio.from_thread.run(following):
+        yield chunk
 
 
 def _removed(before: Mapping[str, Any], after: Mapping[str, Any]) -> int:
@@ -102,22 +115,11 @@ def _removed(before: Mapping[str, Any], after: Mapping[str, Any]) -> int:
     return stored - more
 
 
-@contextmanager
-def _temporary_file(beside: Path) -> Iterator[IO[bytes]]:
-    try:
-        make_directory(beside)
-        with tempfile.TemporaryFile(dir=beside) as file:
-            yield file
-    except OSError as error:
-        raise BackupError(f"cannot write to {beside}: {error.strerror}") from error
+async def _receive(sent: Snapshot, received: Spool) -> None:
+    await anyio.to_thread.run_sync(lambda: received.write(arriving(sent.chunks)))
 
 
-async def _receive(sent: Snapshot, file: IO[bytes]) -> None:
-    async for chunk in sent.chunks:
-        await anyio.to_thread.run_sync(file.write, chunk)
-
-
-async def _store_since(app: App, stream: str, sequence: int, file: IO[bytes], *, in_bulk: bool) -> int:
+async def _store_since(app: App, stream: str, sequence: int, since: Spool, *, in_bulk: bool) -> int:
     """Write an archive of the messages after a sequence up to a moment of which none is missing; return the last
     sequence of the stream then. `in_bulk`: readers may be made beside its consumers.
     """
@@ -139,7 +141,7 @@ async def _store_since(app: App, stream: str, sequence: int, file: IO[bytes], *,
             "nothing is missing; back it up while less is written"
         ) from error
     entries.append(archive.END)
-    await anyio.to_thread.run_sync(file.writelines, s2.written(entries))
+    await anyio.to_thread.run_sync(lambda: since.write(s2.written(entries)))
     return sequence
 
 
@@ -202,9 +204,9 @@ class _Merging:
     one is what the server sent, and has the consumers.
     """
 
-    def __init__(self, files: Sequence[IO[bytes]], sent: Snapshot, *, last_sequence: int) -> None:
-        self._files = files
-        self._sent_file = files[-2]
+    def __init__(self, archives: Sequence[Spool], sent: Snapshot, *, last_sequence: int) -> None:
+        self._archives = archives
+        self._received = archives[-2]
         self._sent = sent
         self._last_sequence = last_sequence
         self._most = max(0, sent.config.get("max_msgs_per_subject", -1))
@@ -225,7 +227,8 @@ class _Merging:
                     self._replaced.add(newest[entry.name].popleft())
         kept = [place for sequence, place in places.items() if sequence not in self._replaced]
         # That of the archive: a reader of the stream may have come or gone since the server said what it would send.
-        before = msgspec.json.decode(next(self._entries(self._sent_file)).body)
+        with closing(self._entries(self._received)) as sent:
+            before = msgspec.json.decode(next(sent).body)
         self._state = archive.state_of(
             before,
             messages=len(kept),
@@ -241,13 +244,13 @@ class _Merging:
 
     def _raw(self) -> Iterator[bytes]:
         yield archive.MAGIC
-        sent = self._entries(self._sent_file)
-        head = next(sent)
-        yield archive.encode(head.name, msgspec.json.encode(self._state), timestamp_ns=head.timestamp_ns)
-        for entry in sent:
-            if entry.sequence:
-                break
-            yield entry.raw
+        with closing(self._entries(self._received)) as sent:
+            head = next(sent)
+            yield archive.encode(head.name, msgspec.json.encode(self._state), timestamp_ns=head.timestamp_ns)
+            for entry in sent:
+                if entry.sequence:
+                    break
+                yield entry.raw
         for entry in self._messages():
             if entry.sequence not in self._replaced:
                 yield entry.raw
@@ -255,27 +258,18 @@ class _Merging:
 
     def _messages(self) -> Iterator[Entry]:
         last = 0
-        each = [(entry for entry in self._entries(file) if entry.sequence) for file in self._files]
-        for entry in heapq.merge(*each, key=attrgetter("sequence")):
-            if entry.sequence > last:
-                last = entry.sequence
-                yield entry
+        with ExitStack() as stack:
+            opened = [stack.enter_context(closing(self._entries(each))) for each in self._archives]
+            each = [(entry for entry in entries if entry.sequence) for entries in opened]
+            for entry in heapq.merge(*each, key=attrgetter("sequence")):
+                if entry.sequence > last:
+                    last = entry.sequence
+                    yield entry
 
-    def _entries(self, file: IO[bytes]) -> Iterator[Entry]:
-        at = 0
-
-        class Reading:
-            """The file, which others read at another place."""
-
-            def read(self, size: int, /) -> bytes:
-                nonlocal at
-                file.seek(at)
-                data = file.read(size)
-                at = file.tell()
-                return data
-
+    def _entries(self, of: Spool) -> Generator[Entry]:
         try:
-            yield from archive.entries(Reading())
+            with of.opened() as plain:
+                yield from archive.entries(plain)
         except MalformedError as error:
             raise BackupError(
                 f"{self._sent.config['name']} was written to while the server read it, and its archive cannot be "
@@ -283,13 +277,11 @@ class _Merging:
             ) from error
 
 
-async def _read(file: IO[bytes]) -> AsyncGenerator[bytes, None]:
-    file.seek(0)
-    while piece := await anyio.to_thread.run_sync(file.read, PIECE_BYTES):
-        yield piece
+def _pieces(of: Spool) -> Iterator[bytes]:
+    with of.opened() as plain:
+        yield from iter(lambda: plain.read(PIECE_BYTES), b"")
 
 
-async def _following(pieces: Callable[[], Iterator[bytes]]) -> AsyncGenerator[bytes, None]:
-    left = pieces()
-    while piece := await anyio.to_thread.run_sync(next, left, b""):
+async def _following(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
+    while piece := await anyio.to_thread.run_sync(next, pieces, b""):
         yield piece

@@ -7,9 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
-from typing import IO
 
-import anyio.from_thread
 import anyio.to_thread
 from msgspec import Struct
 
@@ -27,6 +25,7 @@ from aviso_workers.ops.backups import archive, chains, completing, increments, s
 from aviso_workers.ops.backups.archive import Entry
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces
+from aviso_workers.ops.backups.spools import Spool
 from aviso_workers.ops.backups.storing import Backup, Draft, Progress, find, ignore, place_of
 
 __all__ = ["Made", "create", "create_next", "named_streams"]
@@ -47,7 +46,7 @@ async def create(
     since: Backup | None = None,
     encrypt_to: Sequence[str] = (),
     identities: Identities | None = None,
-    earlier: IO[bytes] | None = None,
+    earlier: Spool | None = None,
     progress: Progress = ignore,
 ) -> Backup:
     """Back up a stream with its consumers into `<to>/<stream>/<time>`, while it is in use.
@@ -64,7 +63,7 @@ async def create(
     server = app.session.backend.administration()
     async with (
         _opened_before(app, stream, since, place, encrypt_to, identities) as before,
-        completing.snapshot(app, stream, beside=to, earlier=earlier) as snapshot,
+        completing.snapshot(app, stream, beside=to, encrypted=bool(encrypt_to), earlier=earlier) as snapshot,
         aclosing(snapshot.chunks) as chunks,
     ):
         if streams.is_unfinished(snapshot.config):
@@ -125,7 +124,7 @@ async def create_next(
     full_every_seconds: float | None = None,
     encrypt_to: Sequence[str] = (),
     identities: Identities | None = None,
-    earlier: IO[bytes] | None = None,
+    earlier: Spool | None = None,
     progress: Progress = ignore,
 ) -> Made:
     """Make an increment after the newest backup of a stream in `<to>/<stream>`, or a full backup where that cannot be.
@@ -225,12 +224,7 @@ def _read_meanwhile(arriving: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _arriving(chunks: AsyncGenerator[bytes, None], progress: Progress) -> Iterator[bytes]:
-    """The chunks of a snapshot, in a thread of the event loop that they come to."""
-
-    async def following() -> bytes:
-        return await anext(chunks, b"")
-
-    while chunk := anyio.from_thread.run(following):
+    for chunk in completing.arriving(chunks):
         progress(len(chunk))
         yield chunk
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from msgspec import Struct
 
@@ -19,11 +19,12 @@ from aviso_workers.errors import AvisoWorkersError, BackupError, NotFoundError
 from aviso_workers.ops.backups import completing, set_order, sets
 from aviso_workers.ops.backups.restoring import SCRATCH
 from aviso_workers.ops.backups.sets import Member, Written
+from aviso_workers.ops.backups.spools import Spool
 from aviso_workers.ops.backups.storing import Backup
 
 __all__ = ["MadeSet", "create_set"]
 
-BackUp = Callable[[str, IO[bytes] | None], Awaitable[Backup]]
+BackUp = Callable[[str, Spool | None], Awaitable[Backup]]
 """Makes the backup of a stream, with what an earlier snapshot of it had."""
 
 
@@ -37,15 +38,18 @@ class MadeSet(Struct, frozen=True, kw_only=True):
     """Those that were made."""
 
 
-async def create_set(app: App, to: Path, back_up: BackUp) -> MadeSet:
+async def create_set(app: App, to: Path, back_up: BackUp, *, encrypted: bool) -> MadeSet:
     """Back up all streams of the account, in an order that fits, and write down that they belong together.
 
-    Where one fails the others are backed up all the same, and there is no set. Inside of `async with app:`. Raises
-    `BackupError` where there is no such order or `to` cannot be written, and `BackendError`.
+    Where one fails the others are backed up all the same, and there is no set. `encrypted`: what `back_up` makes is, so
+    nothing may lie on the disk in the clear. Inside of `async with app:`. Raises `BackupError` where there are no
+    streams, there is no such order or `to` cannot be written, and `BackendError`.
     """
     backend, made = app.session.backend, datetime.now(UTC)
     with sets.Draft(to, made) as draft:
         before = await _streams(app)
+        if not before:
+            raise BackupError("the account has no streams that could be backed up as a set")
         positions = {
             stream: {consumer.name: consumer.ack_floor for consumer in await backend.consumers(stream)}
             for stream in before
@@ -55,7 +59,7 @@ async def create_set(app: App, to: Path, back_up: BackUp) -> MadeSet:
         backups: list[Backup] = []
         async with AsyncExitStack() as stack:
             earlier = {
-                stream: await stack.enter_async_context(completing.spooled(app, stream, beside=to))
+                stream: await stack.enter_async_context(completing.spooled(app, stream, beside=to, encrypted=encrypted))
                 for stream in set_order.twice(configs)
             }
             for stream in set_order.order(configs):

@@ -1,9 +1,9 @@
 """Archives encrypted to public keys, in the format of age, so that a backup may lie anywhere.
 
-Called by `storing` and `chains`. Followed: age-encryption.org/v1, by the library pyrage; the programs age and rage read
-what is written here, and `age-keygen` makes keys. Whoever makes backups needs the recipients' public keys only. What is
-read is authenticated piece by piece, and a file that breaks off is an error at its end. The format does not say who
-encrypted: whoever has the public key and may write to the directory can put another backup there.
+Called by `storing`, `chains` and `spools`. Followed: age-encryption.org/v1, by the library pyrage; the programs age and
+rage read what is written here, and `age-keygen` makes keys. Whoever makes backups needs the recipients' public keys
+only. What is read is authenticated piece by piece, and a file that breaks off is an error at its end. The format does
+not say who encrypted: whoever has the public key and may write to the directory can put another backup there.
 """
 
 from __future__ import annotations
@@ -13,18 +13,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import Any, Protocol
 
 from aviso_workers.errors import BackupError, DeclarationError
 from aviso_workers.ops.backups.prefetch import prefetched
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces, Readable
 
-__all__ = ["Identities", "decrypted", "encrypt", "read_recipients"]
+__all__ = ["Identities", "OwnKey", "decrypted", "encrypt", "read_recipients"]
 
 PIECE_BYTES = 256 * 1024
 """Of decrypted data, handed from thread to thread at once."""
 RECIPIENT, SECRET = "age1", "AGE-SECRET-KEY-"
 """How a public and a secret key begin."""
+
+
+class Encrypted(Readable, Protocol):
+    """A file that is read from where it is on."""
+
+    @property
+    def name(self) -> str: ...
 
 
 class Identities:
@@ -48,7 +55,7 @@ class Identities:
             raise DeclarationError(f"{file} has no secret key of age")
         return cls(keys)
 
-    def decrypt(self, file: IO[bytes], write: _Writer) -> None:
+    def decrypt(self, file: Encrypted, write: _Writer) -> None:
         """Raises `BackupError` where none of the keys opens the file, `MalformedError` where it is damaged."""
         try:
             _pyrage().decrypt_io(file, write, self._keys)
@@ -62,6 +69,15 @@ class Identities:
             raise MalformedError("it cannot be decrypted to its end: it has changed, or breaks off") from error
 
 
+class OwnKey:
+    """A key that exists in the memory of this process only. Raises `DeclarationError` where pyrage is missing."""
+
+    def __init__(self) -> None:
+        secret = _pyrage().x25519.Identity.generate()
+        self.public = str(secret.to_public())
+        self.identities = Identities([secret])
+
+
 def read_recipients(said: Iterable[str]) -> tuple[str, ...]:
     """Return public keys: each is one, or names a file that has one on each line. Raises `DeclarationError`."""
     found = [key for each in said for key in _keys_of(each)]
@@ -70,7 +86,7 @@ def read_recipients(said: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def encrypt(pieces: Iterable[bytes], write: Callable[[bytes], None], recipients: Sequence[str]) -> None:
+def encrypt(pieces: Iterable[bytes], write: Callable[[bytes], object], recipients: Sequence[str]) -> None:
     """Write the pieces encrypted to public keys. Raises what the pieces and `write` raise."""
     source, target = _Source(pieces), _Target(write)
     try:
@@ -81,7 +97,7 @@ def encrypt(pieces: Iterable[bytes], write: Callable[[bytes], None], recipients:
 
 
 @contextmanager
-def decrypted(file: IO[bytes], identities: Identities) -> Iterator[Readable]:
+def decrypted(file: Encrypted, identities: Identities) -> Iterator[Readable]:
     """What a file holds, to be read while it is decrypted in a thread. Reading raises as `Identities.decrypt`."""
 
     def decrypt(put: Callable[[bytes], None]) -> None:
@@ -133,7 +149,7 @@ class _Source:
 class _Target:
     """Where what is encrypted goes, as a file; it keeps the error that ended it."""
 
-    def __init__(self, write: Callable[[bytes], None]) -> None:
+    def __init__(self, write: Callable[[bytes], object]) -> None:
         self._write = write
         self.error: Exception | None = None
 

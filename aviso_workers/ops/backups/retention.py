@@ -62,7 +62,9 @@ def prune(directory: Path, stream: str, keep: Keep, *, now: datetime | None = No
             damaged.append((backup, found))
         else:
             whole.append(backup)
-    required = chains.required([*whole, *(backup for backup, _ in damaged), *sets.needed(directory)])
+    last_set = sets.newest(directory)
+    needed = sets.members(last_set) if last_set else []
+    required = chains.required([*whole, *(backup for backup, _ in damaged), *needed])
     removed = [backup for backup in unwanted if backup.directory.resolve() not in required]
     for backup in removed:  # increments before what they were made after
         sets.remove_those_with(backup, directory)

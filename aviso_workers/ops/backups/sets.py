@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from aviso_workers.codec import UNREADABLE_JSON
 from aviso_workers.errors import BackupError
+from aviso_workers.ops.backups import chains
 from aviso_workers.ops.backups.storing import (
     Backup,
     Moment,
@@ -42,7 +43,7 @@ __all__ = [
     "find",
     "load_set",
     "members",
-    "needed",
+    "newest",
     "remove_those_with",
     "unfinished",
 ]
@@ -128,12 +129,15 @@ def load_set(place: Path) -> BackupSet:
 
 
 def members(found: BackupSet) -> list[Backup]:
-    """Return the backups of a set. Raises `BackupError`, which names all that are missing or replaced."""
+    """Return the backups of a set. Raises `BackupError`, which names all that are missing or replaced, or need one that
+    is.
+    """
     wrong: list[str] = []
     backups: list[Backup] = []
     for member in found.written.members:
         try:
             backup = load(found.file.parent / member.directory)
+            chains.chain(backup)
         except BackupError as error:
             wrong.append(str(error))
             continue
@@ -145,12 +149,14 @@ def members(found: BackupSet) -> list[Backup]:
     return backups
 
 
-def needed(directory: Path) -> list[Backup]:
-    """Return the backups of the newest set in a directory that is whole: they are never removed as old ones."""
+def newest(directory: Path) -> BackupSet | None:
+    """Return the newest set in a directory that is whole, as far as is known without reading archives."""
     for file in reversed(find(directory)):
         with suppress(BackupError):
-            return members(load_set(file))
-    return []
+            found = load_set(file)
+            members(found)
+            return found
+    return None
 
 
 def remove_those_with(backup: Backup, directory: Path) -> None:
@@ -163,7 +169,9 @@ def remove_those_with(backup: Backup, directory: Path) -> None:
 
 
 class Draft:
-    """A set that is being made. It is one when it is finished, and not before. Raises `BackupError`."""
+    """A set that is being made. It is one when it is finished, and not before. What an earlier one has left
+    unfinished is removed. Raises `BackupError`.
+    """
 
     def __init__(self, directory: Path, made: datetime) -> None:
         self._directory = directory
@@ -179,6 +187,10 @@ class Draft:
         except OSError as error:
             raise BackupError(f"cannot write {self._left}: {error.strerror}") from error
         fcntl.flock(self._file, fcntl.LOCK_EX)
+        for left in self._directory.glob(UNFINISHED + NAMED):
+            if not _is_locked(left):
+                with suppress(OSError):  # somebody else was faster
+                    left.unlink()
         return self
 
     def __exit__(
@@ -187,7 +199,7 @@ class Draft:
         self._file.close()
 
     def finish(self, found: Written) -> Path:
-        """Write the set's file, and remove what sets before it have left unfinished. Return its place."""
+        """Write the set's file. Return its place."""
         try:
             self._file.write(msgspec.json.format(msgspec.json.encode(_File(set=found, digest=found.digest))) + b"\n")
             sync(self._file)
@@ -195,10 +207,6 @@ class Draft:
             sync_directory(self._directory)
         except OSError as error:
             raise BackupError(f"cannot write {self._place}: {error.strerror}; the set is not finished") from error
-        for left in self._directory.glob(UNFINISHED + NAMED):
-            if not _is_locked(left):
-                with suppress(OSError):  # somebody else was faster
-                    left.unlink()
         return self._place
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -16,6 +19,7 @@ from aviso_workers.backends.jetstream.administering import Administration
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import completing
 from tests.ops.backups.conftest import Site
+from tests.ops.backups.test_encryption import Key
 
 pytestmark = pytest.mark.anyio
 
@@ -66,7 +70,7 @@ async def test_what_only_an_earlier_snapshot_has_is_there_whoever_reads_meanwhil
             yield structs.replace(sent, state={**sent.state, "consumer_count": sent.state["consumer_count"] + 1})
 
     monkeypatch.setattr(Administration, "snapshot", with_a_reader_that_goes)
-    async with completing.spooled(site.app, "KV_table", beside=tmp_path) as earlier:
+    async with completing.spooled(site.app, "KV_table", beside=tmp_path, encrypted=False) as earlier:
         await site.app.session.backend.delete_message("KV_table", 1)
         await bucket.put("second", b"2")
         backup = await backups.create(site.app, "KV_table", tmp_path, earlier=earlier)
@@ -75,3 +79,37 @@ async def test_what_only_an_earlier_snapshot_has_is_there_whoever_reads_meanwhil
     await site.delete("KV_table")
     await backups.restore(site.app, backup)
     assert {entry.key: entry.value for entry in await bucket.entries()} == {"first": b"1", "second": b"2"}
+
+
+@pytest.mark.parametrize("written_meanwhile", [False, True])
+async def test_nothing_of_an_encrypted_backup_lies_on_the_disk_in_the_clear(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written_meanwhile: bool
+) -> None:
+    """Also not in files without a name, whose blocks the disk may keep."""
+    key, marker = Key(tmp_path / "key.txt"), os.urandom(20).hex().encode()
+    bucket = await site.app.session.backend.key_value("table")
+    await bucket.put_many({"first": marker, "second": marker})
+    make_file, kept = tempfile.TemporaryFile, list[int]()
+
+    def noted(**arguments: Any) -> Any:
+        file = make_file(**arguments)
+        kept.append(os.dup(file.fileno()))
+        return file
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", noted)
+    async with AsyncExitStack() as stack:
+        earlier = None
+        if written_meanwhile:
+            spooled = completing.spooled(site.app, "KV_table", beside=tmp_path, encrypted=True)
+            earlier = await stack.enter_async_context(spooled)
+            await site.app.session.backend.delete_message("KV_table", 1)
+        backup = await backups.create(site.app, "KV_table", tmp_path, encrypt_to=[key.public], earlier=earlier)
+    found = [os.pread(each, 1_000_000, 0) for each in kept]
+    for each in kept:
+        os.close(each)
+    assert len(found) == (4 if written_meanwhile else 1)
+    assert [each[:21] for each in found] == [b"age-encryption.org/v1"] * len(found)
+    assert not any(marker in each for each in found)
+    contents = backups.verify(backup, identities=key.identities)
+    assert contents is not None
+    assert contents.messages == 2

@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import pytest
+from structlog.testing import capture_logs
 
 from aviso_workers import App, Notification, Window, Windowing, streams
 from aviso_workers.errors import BackupError, UnavailableError
@@ -96,7 +97,7 @@ class Site:
         async def back_up(stream: str, earlier: Any) -> Backup:
             return await backups.create(self.app, stream, to, earlier=earlier)
 
-        return await backups.create_set(self.app, to, back_up)
+        return await backups.create_set(self.app, to, back_up, encrypted=False)
 
     async def restore(self, to: Path, watch: Any = lambda backup: nullcontext(lambda size: None)) -> Any:
         return await backups.restore_set(self.app, backups.load_set(to), watch=watch)
@@ -311,6 +312,79 @@ async def test_a_set_is_gone_on_with_after_a_kill(
         assert await messages(site) == there
         with pytest.raises(BackupError, match=r"exist: nothing is restored; which are all streams of the set"):
             await site.restore(tmp_path)
+
+
+@asynccontextmanager
+async def scheduled(config: Path, to: Path, failing: set[str]) -> Any:
+    """Back up all streams again and again, but for those that fail; give the events."""
+
+    async def make(app: App, stream: str, earlier: Any) -> backups.Made:
+        if stream in failing:
+            raise BackupError(f"{stream} cannot be read")
+        return await backups.create_next(app, stream, to, full_every_seconds=3600.0, earlier=earlier)
+
+    schedule = backups.Schedule(names=(), to=to, every_seconds=0.2, keep=backups.Keep(2), encrypted=False)
+    with capture_logs() as events:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(backups.keep_backing_up, schedule, lambda: App("schedule", config=config), make)
+            yield events
+            tasks.cancel_scope.cancel()
+
+
+async def logged(events: list[Any], event: str, times: int) -> list[Any]:
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while len(found := [each for each in events if each["event"] == event]) < times:  # noqa: ASYNC110 - nothing tells of a new entry
+            await anyio.sleep(0.02)
+    return found
+
+
+async def test_a_schedule_of_all_streams_makes_sets(
+    site: Site, nats_server: NatsServer, write_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    config, to = write_config(nats_server.url, name="schedule.yaml"), tmp_path / "kept"
+    async with site.app:
+        await site.rows.put("a", 1)
+        for number in range(3):
+            await site.app.notify("mars", {"class": "od", "step": number}, {"n": number})
+        async with scheduled(config, to, failing=set()) as events:
+            made = await logged(events, "backup.set_made", times=4)
+        assert {each["streams"] for each in made} == {2}
+        newest = backups.load_set(to)
+        assert [each.previous is not None for each in backups.members(newest)] == [True, True], "they are increments"
+        await site.delete_all()
+        await site.restore(to)
+        assert await messages(site) == {"KV_field__rows": 1, "MARS": 3}
+
+
+async def test_a_schedule_says_why_there_is_no_set_and_removes_nothing(
+    site: Site, nats_server: NatsServer, write_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    config, to = write_config(nats_server.url, name="schedule.yaml"), tmp_path / "kept"
+    async with site.app:
+        await site.rows.put("a", 1)
+        await site.app.notify("mars", {"class": "od", "step": 1}, {"n": 1})
+        failing: set[str] = set()
+        async with scheduled(config, to, failing) as events:
+            await logged(events, "backup.set_made", times=1)
+            failing.add("MARS")
+            failed = await logged(events, "backup.failed", times=4)
+            removed = [each["directory"] for each in events if each["event"] == "backup.removed"]
+            failing.clear()
+            at = len([each for each in events if each["event"] == "backup.set_made"])
+            await logged(events, "backup.set_made", times=at + 1)
+        assert {each["error"] for each in failed} == {"no set was made: MARS cannot be read"}
+        assert failed[0]["newest"] is not None, "a set, also where a stream has a newer backup"
+        ages = [each["newest_age_seconds"] for each in failed]
+        assert ages == sorted(ages), "of the set"
+        assert removed == []
+        assert len(backups.unfinished_sets(to)) <= 1, "the schedule may have been ended while one was made"
+
+
+async def test_an_account_without_streams_is_no_set(site: Site, tmp_path: Path) -> None:
+    async with site.app:
+        with pytest.raises(BackupError, match="has no streams"):
+            await site.create_set(tmp_path)
+        assert backups.sets_in(tmp_path) == []
 
 
 async def test_a_set_is_refused_before_anything_is_touched(site: Site, tmp_path: Path) -> None:
