@@ -149,6 +149,30 @@ async def test_a_copy_is_found_when_its_original_is_gone(place: Place) -> None:
     assert _found(await Eraser(place.app, "mars", sequence=3).survey()) == {"SOURCED": (3,)}
 
 
+async def test_copies_of_copies_are_found_when_all_originals_are_gone(place: Place) -> None:
+    await place.notify("od", range(3))
+    transforms = [{"src": "mars.*.*", "dest": "turned.{{wildcard(2)}}.{{wildcard(1)}}"}]
+    await place.create("MIRROR", mirror={"name": "MARS"})
+    await place.create("TURNED", sources=[{"name": "MARS", "subject_transforms": transforms}])
+    await place.create("MIRROR_OF_MIRROR", mirror={"name": "MIRROR"})
+    await place.create("SOURCED", sources=[{"name": "MIRROR"}])
+    await place.create("TURNED_LATER", sources=[{"name": "MIRROR", "subject_transforms": transforms}])
+    await place.create("MIRROR_OF_TURNED", mirror={"name": "TURNED"})
+    copies = ["MIRROR_OF_MIRROR", "SOURCED", "TURNED_LATER", "MIRROR_OF_TURNED"]
+    for stream in copies:
+        await place.until_stored(stream, 3)
+    for stream in ("MIRROR", "TURNED"):
+        await place.app.session.backend.purge_stream(stream)
+    copies_by_id = copies[:3]  # what mirrors TURNED has other sequences
+    assert _found(await Eraser(place.app, "mars", sequence=2).survey()) == dict.fromkeys(["MARS", *copies_by_id], (2,))
+    await place.app.session.backend.purge_stream("MARS")
+    assert _found(await Eraser(place.app, "mars", sequence=2).survey()) == dict.fromkeys(copies_by_id, (2,))
+    assert _found(await Eraser(place.app, "mars", where={"step": 1}).survey()) == dict.fromkeys(copies, (2,))
+    await place.administration.api("STREAM.DELETE.MARS")
+    left = await place.erase(where={"step": 1})
+    assert (left.findings, place.on_disk("secret-of-od-1.")) == ((), 0)
+
+
 async def test_dead_letters_are_erased_too(place: Place) -> None:
     async with anyio.create_task_group() as working:
         stop = anyio.Event()

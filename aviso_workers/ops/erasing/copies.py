@@ -88,12 +88,14 @@ class Wanted:
 
         return matches
 
-    def copied_from(self, origin: str, relation: str, known: Mapping[int, int]) -> Matches:
-        """Whether a message is the copy of one that was found in the stream `origin`, or that would have been there.
+    def copied_from(
+        self, origin: str, stream: str, relation: str, known: Mapping[int, int], *, same_sequences: bool
+    ) -> Matches:
+        """Whether a message of a stream is the copy of one that was found in `origin`, or that would have been there.
 
-        `relation` is that of the message's stream to `origin`; `known` has the store time of each by its sequence.
+        `relation` is that of the stream to `origin`; `known` has the store time of each by its sequence, and
+        `same_sequences` says that these are those of the event's own stream.
         """
-        direct = origin == self.stream
 
         def matches(message: Message) -> bool:
             copied = message
@@ -102,11 +104,11 @@ class Wanted:
                 if sourced is None or sourced[0] != origin:
                     return False
                 copied = sourced[1]
-            if direct and self.sequence is None and self.matches(copied):
+            if self.sequence is None and (self.matches(copied) or self.is_copy(stream, message)):
                 return True
             stored_ns = known.get(copied.sequence)
             if stored_ns is None:
-                return direct and self.matches(copied)
+                return same_sequences and self.matches(copied)
             if relation == "mirror":
                 return message.timestamp_ns == stored_ns  # a mirror keeps it
             return message.timestamp_ns >= stored_ns - CLOCKS_DIFFER_NS  # a stream that sources has its own, later one

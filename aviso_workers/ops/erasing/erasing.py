@@ -210,8 +210,10 @@ class Eraser:
         return given
 
     async def _look_into_copies(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
-        """Look into what mirrors or sources a stream that has been looked into."""
-        waiting = list(found)
+        """Look into what mirrors or sources a stream that has been looked into, or the event's own that is gone."""
+        own = self._wanted.stream
+        waiting = list({own: None, **found})
+        mirrors = {own}
         seen: set[tuple[str, str]] = set()
         while waiting:
             origin = waiting.pop()
@@ -219,8 +221,17 @@ class Eraser:
                 if (origin, name) not in seen and (relation := copies.relation(info.config, origin)):
                     seen.add((origin, name))
                     waiting.append(name)
-                    copied = self._wanted.copied_from(origin, relation, self._known[origin])
+                    if relation == "mirror" and origin in mirrors:
+                        mirrors.add(name)
+                    copied = self._copied_from(origin, name, relation, same_sequences=origin in mirrors)
                     await self._add(found, name, f"{relation} of {origin}", copied)
+
+    def _copied_from(self, origin: str, name: str, relation: str, *, same_sequences: bool) -> Matches:
+        """Whether a message of a stream is a copy, also where `origin` has lost what it is a copy of."""
+        known = self._known.get(origin, {})
+        if same_sequences:
+            known = {**self._known.get(self._wanted.stream, {}), **known}
+        return self._wanted.copied_from(origin, name, relation, known, same_sequences=same_sequences)
 
     async def _look_into_others(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
         """Look into streams that hold messages of the event's subjects, as one that was restored under another name."""
