@@ -102,7 +102,7 @@ async def missing(
 def why_none(record: ConsumerRecord | None) -> str:
     """Return why an agent has no consumer, where that is as it should be: it is none of `missing`."""
     if record is None:
-        return "no worker has ever been here"
+        return "no worker has ever made its consumer"
     time, settled = record.time.isoformat(timespec="seconds"), f"sequence {record.ack_floor}"
     if record.removed:
         return f"its consumer was removed by an operator at {time}, when everything up to {settled} was settled"

@@ -141,7 +141,7 @@ def test_what_cannot_be_done_is_told(
 
 def test_agents_tells_what_is_in_effect_and_how_far_each_has_come(run: Run, config: Path, worked, agents: str) -> None:
     before = run("agents", agents, "--config", config)
-    assert "no worker has ever been here" in before.out
+    assert "no worker has ever made its consumer" in before.out
     worked(1)
     run("notify", "mars", "class=od", "step=2", "--config", config)
     ran = run("agents", agents, "--config", config)

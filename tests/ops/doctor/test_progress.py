@@ -15,11 +15,14 @@ from aviso_workers import App, Notification
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.engine.consumer_records import ConsumerRecord
+from aviso_workers.errors import RefusedError
+from aviso_workers.events import AgentDisturbed
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Advisory
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.observing import RunAlone
 from tests.ops.doctor.conftest import (
+    MONITORED,
     SECOND,
     Seen,
     add_consumer,
@@ -227,7 +230,56 @@ def declaring_index(working: Seen) -> Facts:
 def test_an_agent_that_no_worker_has_ever_run(working: Seen) -> None:
     (finding,) = judged(declaring_index(working)).findings("JS065").values()
     assert (finding.where, finding.state) == ("MARS > field__index", State.WARN)
-    assert finding.found == "no worker has ever been here; nothing waits for the agent"
+    assert finding.found == "no worker has ever made its consumer; nothing waits for the agent"
+
+
+USERS = """
+accounts {
+  FIELD: {jetstream: enabled, users: [
+    {user: operator, password: x}
+    {user: worker, password: x, permissions: {publish: {deny: "$JS.API.CONSUMER.CREATE.MARS.>"}}}
+  ]}
+}
+"""
+
+
+@pytest.mark.parametrize("retention", ["limits", "workqueue"])
+def test_a_worker_that_cannot_make_its_consumer(tmp_path: Path, retention: str) -> None:
+    """It runs, and may not make it, or the stream is a work queue that another consumer takes everything from."""
+
+    async def work_and_gather() -> tuple[Seen, Exception]:
+        app, stop, refused = App("field", config=workers), anyio.Event(), list[Exception]()
+
+        @app.agent("mars")
+        async def index(notification: Notification) -> None: ...
+
+        def note(event: AgentDisturbed) -> None:
+            refused.append(event.error)
+            stop.set()
+
+        async with App("operator", config=operator) as operating:
+            server = operating.session.backend.administration()
+            await add_stream(server, "MARS", subjects=["mars.>"], retention=retention)
+            if retention == "workqueue":
+                await add_consumer(server, "MARS", "another")
+        with anyio.fail_after(PATIENCE_SECONDS):
+            async with app:
+                app.events.listen(note, AgentDisturbed)
+                await app.session.work(app, stop, agents=app.agents)
+        found = await gathered(operator, agents=tuple(app.agents), app="field")
+        return judged(found), refused[0]
+
+    with served(tmp_path / "server", MONITORED + USERS) as (server, _):
+        operator = write(tmp_path / "operator.yaml", server.url, user="operator", password="x")
+        who = {"user": "operator"} if retention == "workqueue" else {"user": "worker"}
+        workers = write(tmp_path / "workers.yaml", server.url, **who, password="x")
+        seen, refused = anyio.run(work_and_gather)
+    assert isinstance(refused, RefusedError)
+    finding = seen.findings("JS065")["MARS > field__index"]
+    assert finding.state is State.WARN
+    assert finding.found.startswith("no worker has ever made its consumer; "), "it is not known whether one tried"
+    assert ("MARS is a work queue" in finding.found) == (retention == "workqueue")
+    assert "`agent.disturbed`" in finding.cure
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from functools import partial
 from aviso_workers import agents, schema, topics
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.ops import observing, stuck
-from aviso_workers.ops.doctor.answers import Consumer
+from aviso_workers.ops.doctor.answers import Consumer, Stream
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
 from aviso_workers.streams import SECOND
@@ -28,8 +28,15 @@ SLOW_SHARE, SLOW_PERCENTILE = 0.5, 0.99
 NEARLY_ALL_WAITING = 0.9
 MOST_SHOWN = 5
 NO_WORKER = (
-    "start a worker (`aviso-workers worker MODULE:APP`); `aviso-workers lag --all` shows who has what left to do"
+    "start a worker (`aviso-workers worker MODULE:APP`), or see why one that runs does not ask (`agent.disturbed` in "
+    "its log); `aviso-workers lag --all` shows who has what left to do"
 )
+
+CANNOT_MAKE = (
+    "Where one runs, it cannot make the consumer, and its log says why (`agent.disturbed`): its user may not, the "
+    "stream is a work queue with another consumer, or the server has one that it cannot read (JS069)."
+)
+"""The doctor does not see whether workers run that try in vain."""
 
 
 @declare(
@@ -166,8 +173,9 @@ def unfinished(facts: Facts) -> Iterator[Finding]:
     "JS065",
     "Every agent has its consumer",
     why="without it nothing is delivered to the agent, nothing waits for it, and no lag shows what comes meanwhile",
-    cure="start a worker of {app}: it makes the consumer anew, and begins after what was settled. If nobody needs the "
-    "agent any more: `aviso-workers retire {app} --agent {agent}`",
+    cure="start a worker of {app}: it makes the consumer anew, and begins after what was settled. "
+    + CANNOT_MAKE
+    + " If nobody needs the agent any more: `aviso-workers retire {app} --agent {agent}`",
     severity=State.FAIL,
     needs=("consumers", "records", "streams"),
 )
@@ -178,7 +186,7 @@ def without_consumer(facts: Facts) -> Iterator[Finding]:
             continue
         found = (
             f"its consumer is gone; it had settled everything up to sequence {record.ack_floor}, "
-            f"and the stream has come to {stream.state.last_seq}"
+            f"and the stream has come to {stream.state.last_seq}{_of_work_queue(stream)}"
         )
         yield Finding(stream=name, consumer=consumer, found=found)
     for agent in facts.scope.agents or ():
@@ -187,9 +195,10 @@ def without_consumer(facts: Facts) -> Iterator[Finding]:
         if key in facts.consumers or key[0] not in facts.streams:
             continue
         known = facts.records.get(key)
-        if known is None or not known.holds_for(facts.streams[key[0]].created):
-            found = f"{observing.why_none(known)}; nothing waits for the agent"
-            cure = "start a worker of {app}, if one is meant to run here"
+        stream = facts.streams[key[0]]
+        if known is None or not known.holds_for(stream.created):
+            found = f"{observing.why_none(known)}; nothing waits for the agent{_of_work_queue(stream)}"
+            cure = "start a worker of {app}, if one is meant to run here. " + CANNOT_MAKE
             yield Finding(stream=key[0], consumer=key[1], found=found, state=State.WARN, cure=cure)
 
 
@@ -211,6 +220,15 @@ def ends_workers(facts: Facts) -> Iterator[Finding]:
         shown = ", ".join(map(str, sorted(sequences)[:MOST_SHOWN]))
         found = f"a worker ended while it handled sequence {shown}; each is run alone now ({len(sequences)} in all)"
         yield Finding(stream=stream, consumer=consumer, found=found)
+
+
+def _of_work_queue(stream: Stream) -> str:
+    """Return what keeps a consumer from being made on a work queue; empty for another stream."""
+    if stream.config.retention != "workqueue":
+        return ""
+    return (
+        f"; {stream.name} is a work queue, and takes one consumer for each subject, which begins with its first message"
+    )
 
 
 def _info(consumer: Consumer, now: datetime) -> ConsumerInfo:
