@@ -93,6 +93,8 @@ async def copy(
         )
     compared = Drill(backup=before, restored=await backups.read_back(target, restored.stream))
     now = await info_of(source, stream)
+    if now["created"] != original["created"]:
+        raise BackupError(f"{stream} was deleted and made again while it was copied: the copy is of what it was before")
     copied = Copied(
         restored=restored,
         compared=compared,

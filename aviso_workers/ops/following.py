@@ -105,23 +105,23 @@ async def follow(source: App, target: App, stream: str, *, on_progress: Callable
     of both apps' `async with`. Raises `BackupError` where the two are not the same, and `BackendError`; it can be begun
     again then.
     """
-    original = await copying.info_of(source, stream)
-    _require_fit(original["config"])
     following = _Following(source, target, stream)
     await following.open()
+    original = await following.original()
+    _require_fit(original["config"])
     told = -TELL_SECONDS
     while True:
         last = original["state"]["last_seq"]
         if await following.catch_up(last) and anyio.current_time() >= told + TELL_SECONDS:
             told = anyio.current_time()
             on_progress(following.appended, last)
-        now = await copying.info_of(source, stream)
+        now = await following.original()
         # What was on its way when it was fenced may be stored a moment later, so it is asked twice.
         if copying.is_fenced(original["config"]) and now["state"]["last_seq"] == last:
             return await following.finish(now["config"], last)
         if now["state"]["last_seq"] == last:
             await anyio.sleep(LOOK_SECONDS)
-            now = await copying.info_of(source, stream)
+            now = await following.original()
         original = now
 
 
@@ -134,17 +134,29 @@ class _Following:
         self._target = target
         self._stream = stream
         self._server = target.session.backend.administration()
+        self._copy_of = ""
         self._without_id: set[int] = set()
         """Sequences of messages whose id the copy has seen under another sequence."""
 
     async def open(self) -> None:
         """Let the copy take what is appended."""
         config = await self._unfinished()
+        self._copy_of = config["metadata"][COPY_OF]
         subject = f"{NOWHERE}.{self._stream}.>"
         transform = {"src": subject, "dest": ">"}
         await self._server.api(
             f"STREAM.UPDATE.{self._stream}", config | {"subjects": [subject], "subject_transform": transform}
         )
+
+    async def original(self) -> dict[str, Any]:
+        """Return the info of the original. Raises `BackupError` where that was deleted and made again."""
+        info = await copying.info_of(self._source, self._stream)
+        if info["created"] != self._copy_of:
+            raise BackupError(
+                f"{self._stream} was deleted and made again at {info['created']}: the copy there is of the one of "
+                f"{self._copy_of} and stays as it is"
+            )
+        return info
 
     async def catch_up(self, last: int) -> bool:
         """Append up to this sequence of the original's; returns whether anything was missing."""
@@ -162,7 +174,7 @@ class _Following:
                 if failures == MOST_TRIES:
                     raise
                 await anyio.sleep(LOOK_SECONDS)
-        if at > last and at > (await copying.info_of(self._source, self._stream))["state"]["last_seq"]:
+        if at > last and at > (await self.original())["state"]["last_seq"]:
             raise BackupError(f"{self._stream} ends at {last}, and its copy at {at}: it is a copy of something else")
         return before < last
 
@@ -193,7 +205,7 @@ class _Following:
         return config
 
     async def _append_after(self, at: int, last: int) -> None:
-        first = (await copying.info_of(self._source, self._stream))["state"]["first_seq"]
+        first = (await self.original())["state"]["first_seq"]
         if first > at + 1:  # nothing of what the copy has is there any more
             await self._server.api(f"STREAM.PURGE.{self._stream}", {"seq": first})
             return

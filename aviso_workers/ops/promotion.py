@@ -10,7 +10,7 @@ the agents of the second site go on where those of the first had come to.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -148,10 +148,21 @@ class _Promoting:
         fenced = await mirroring.fence(self._server, self.origin, api=self._api)
         try:
             yield fenced
-        except BaseException:
-            with anyio.move_on_after(UNFENCE_SECONDS, shield=True):
-                await self._unfence(fenced)
+        except BaseException as failure:
+            if not await self._is_unfenced_in_time(fenced) and isinstance(failure, BackendError):
+                raise UnavailableError(
+                    f"{failure}; nothing was promoted, and {self.origin} may be fenced still and take no publishes: "
+                    f"when it answers, repeat this, or `aviso-workers mirror unfence {self.origin}`"
+                    + (f" --api '{self._api}'" if self._api else "")
+                ) from failure
             raise
+
+    async def _is_unfenced_in_time(self, fenced: Fenced) -> bool:
+        """Take the fence down, also where this is being cancelled; returns whether that was done."""
+        with anyio.move_on_after(UNFENCE_SECONDS, shield=True), suppress(BackendError):
+            await self._unfence(fenced)
+            return True
+        return False
 
     async def _unfence(self, fenced: Fenced) -> None:
         """Take down a fence that was not there before, unless another promotion of this mirror relies on it by now."""

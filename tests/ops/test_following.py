@@ -173,6 +173,27 @@ async def test_what_was_published_together_is_appended(move: Move) -> None:
     assert await move.is_the_same()
 
 
+async def test_an_original_that_is_made_again_while_it_is_followed_changes_nothing(
+    move: Move, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has sequences behind those of the copy and none before, and what the copy has is nowhere else."""
+    await move.make(5)
+    await move.copy()
+    opened = following._Following.open
+
+    async def make_again(self: Any) -> None:
+        await opened(self)
+        await move.here.api("STREAM.DELETE.MARS")
+        await move.make(10)
+        await move.here.api("STREAM.PURGE.MARS", {"seq": 8})
+        await move.fence()
+
+    monkeypatch.setattr(following._Following, "open", make_again)
+    with pytest.raises(BackupError, match="MARS was deleted and made again at"):
+        await move.follow()
+    assert [sequence for sequence, _, _ in await move.contents(move.target)] == [1, 2, 3, 4, 5]
+
+
 async def test_two_that_follow_side_by_side_disturb_nothing(move: Move, monkeypatch: pytest.MonkeyPatch) -> None:
     await move.make(5)
     await move.copy()
@@ -203,6 +224,7 @@ async def test_a_copy_that_another_command_has_brought_further_is_no_other_strea
     await move.publish(3)
     late, other = [following._Following(move.source, move.target, "MARS") for _ in range(2)]
     await late.open()
+    await other.open()
     await other.catch_up(8)
     assert not await late.catch_up(6)
 

@@ -220,6 +220,20 @@ async def test_a_promotion_that_gives_up_leaves_the_fence_to_one_that_was_done(
     assert not await pair.takes_publishes()
 
 
+async def test_a_fence_that_cannot_be_taken_down_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    await pair.make_origin(5)
+    await pair.make_mirror()
+    await pair.caught_up(5)
+
+    async def fail(*places: Any, **options: Any) -> None:
+        raise UnavailableError("no answer in time")
+
+    monkeypatch.setattr(consumer_positions, "carry", fail)
+    monkeypatch.setattr(mirroring, "unfence", fail)
+    with pytest.raises(UnavailableError, match="nothing was promoted, and MARS may be fenced still"):
+        await promotion.promote(pair.app, "COPY")
+
+
 async def test_an_origin_that_follows_or_has_its_place_again_is_no_trouble(pair: Pair) -> None:
     """As on the way back: told to fence it, an operator would stop all publishing."""
     await pair.make_origin(5)
