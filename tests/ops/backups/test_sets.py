@@ -15,7 +15,7 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from aviso_workers import App, Notification, Window, Windowing, streams
+from aviso_workers import App, Notification, Tick, Window, Windowing, streams
 from aviso_workers.errors import BackupError, UnavailableError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, restoring_sets, set_order
@@ -182,6 +182,63 @@ async def test_what_waits_to_be_delivered_is_delivered_in_another_account(
                 await there.until(there.settled)
             found = await messages(there)
             assert (found["MARS"], found["aviso_workers_schedule"]) == (1, 0)
+
+
+def ticking(config: Path) -> tuple[App, list[datetime]]:
+    """An app whose leader runs a tick every second, and makes up for those that were missed."""
+    app, ran = App("field", config=config), list[datetime]()
+
+    @app.every("1s", leader=True, catch_up=True)
+    async def note(tick: Tick) -> None:
+        ran.append(tick.time)
+
+    return app, ran
+
+
+@asynccontextmanager
+async def working(app: App) -> Any:
+    stop = anyio.Event()
+
+    async def work() -> None:
+        await app.session.work(app, stop, agents=())
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(work)
+        yield
+        stop.set()
+
+
+async def until_ran(ran: list[datetime], count: int) -> None:
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while len(ran) < count:  # noqa: ASYNC110 - a timer says nothing when it has run
+            await anyio.sleep(0.02)
+
+
+async def test_no_tick_that_the_set_knows_is_run_again_and_none_is_skipped(
+    site: Site, nats_server: NatsServer, write_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = write_config(nats_server.url, name="ticking.yaml")
+    first, before = ticking(config)
+    async with site.app, first:
+        async with working(first):
+            await until_ran(before, 2)
+            known = [*before]
+            assert (await site.create_set(tmp_path)).failures == []
+            meanwhile = len(before)
+            await until_ran(before, meanwhile + 1)
+        await site.delete_all()
+        await site.restore(tmp_path)
+        await site.app.session.backend.purge_stream(
+            "KV_field_leases"
+        )  # otherwise the next leader waits until it is over
+    second, after = ticking(config)
+    async with second, working(second):
+        await until_ran(after, 4)
+    assert not {*known} & {*after}, "they were claimed when the set was made"
+    assert {*after} & {*before[meanwhile:]}, "these were not, and are run again"
+    every = sorted({*before, *after})
+    assert every == [every[0] + timedelta(seconds=number) for number in range(len(every))], "none is skipped"
+    assert after == sorted({*after}), "each once, in order"
 
 
 def config_of(**fields: Any) -> dict[str, Any]:
