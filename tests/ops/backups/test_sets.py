@@ -16,9 +16,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from aviso_workers import App, Notification, Tick, Window, Windowing, streams
-from aviso_workers.errors import BackupError, UnavailableError
+from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationError, UnavailableError
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, restoring_sets, set_order
+from aviso_workers.ops.backups import Backup, restoring_sets, scheduling, set_order
 from aviso_workers.server import NatsServer
 from tests.waits import PATIENCE_SECONDS
 
@@ -372,15 +372,22 @@ async def test_a_set_is_gone_on_with_after_a_kill(
 
 
 @asynccontextmanager
-async def scheduled(config: Path, to: Path, failing: set[str]) -> Any:
+async def scheduled(
+    config: Path,
+    to: Path,
+    failing: set[str],
+    *,
+    every_seconds: float = 0.2,
+    error: type[AvisoWorkersError] = BackupError,
+) -> Any:
     """Back up all streams again and again, but for those that fail; give the events."""
 
     async def make(app: App, stream: str, earlier: Any) -> backups.Made:
         if stream in failing:
-            raise BackupError(f"{stream} cannot be read")
+            raise error(f"{stream} cannot be read")
         return await backups.create_next(app, stream, to, full_every_seconds=3600.0, earlier=earlier)
 
-    schedule = backups.Schedule(names=(), to=to, every_seconds=0.2, keep=backups.Keep(2), encrypted=False)
+    schedule = backups.Schedule(names=(), to=to, every_seconds=every_seconds, keep=backups.Keep(2), encrypted=False)
     with capture_logs() as events:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(backups.keep_backing_up, schedule, lambda: App("schedule", config=config), make)
@@ -435,6 +442,39 @@ async def test_a_schedule_says_why_there_is_no_set_and_removes_nothing(
         assert ages == sorted(ages), "of the set"
         assert removed == []
         assert len(backups.unfinished_sets(to)) <= 1, "the schedule may have been ended while one was made"
+
+
+async def test_attempts_that_leave_backups_and_no_set_are_made_less_and_less_often(
+    site: Site,
+    nats_server: NatsServer,
+    write_config: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduling, "AGAIN_SECONDS", 0.05)
+    config = write_config(nats_server.url, name="schedule.yaml")
+    async with site.app:
+        await site.rows.put("a", 1)
+        await site.app.notify("mars", {"class": "od", "step": 1}, {"n": 1})
+        async with scheduled(config, tmp_path, {"MARS"}, every_seconds=0.3) as events:
+            failed = await logged(events, "backup.failed", times=5)
+        assert [each["again_in_seconds"] for each in failed[:5]] == [0.05, 0.1, 0.2, 0.3, 0.3]
+        none_made = {"MARS", "KV_field__rows"}
+        async with scheduled(config, tmp_path, none_made, every_seconds=0.3) as events:
+            failed = await logged(events, "backup.failed", times=3)
+        assert {each["again_in_seconds"] for each in failed} == {0.05}, "they take no room"
+
+
+async def test_a_schedule_of_sets_ends_where_another_attempt_cannot_help(
+    site: Site, nats_server: NatsServer, write_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = write_config(nats_server.url, name="schedule.yaml")
+    async with site.app:
+        await site.rows.put("a", 1)
+        with pytest.raises(BaseExceptionGroup) as raised, anyio.fail_after(PATIENCE_SECONDS):
+            async with scheduled(config, tmp_path, {"KV_field__rows"}, error=DeclarationError):
+                await anyio.sleep_forever()
+        assert raised.group_contains(DeclarationError, match="cannot be read")
 
 
 async def test_an_account_without_streams_is_no_set(site: Site, tmp_path: Path) -> None:
