@@ -186,6 +186,25 @@ async def test_dead_letters_are_erased_too(place: Place) -> None:
     assert place.on_disk("secret-of-xx-1.") == 2
 
 
+async def test_copies_of_dead_letters_that_are_gone_are_found(place: Place) -> None:
+    await place.create("ARCHIVE", sources=[{"name": "aviso_workers_dead_letters"}])
+    async with anyio.create_task_group() as working:
+        stop = anyio.Event()
+        working.start_soon(partial(place.app.session.work, place.app, stop, agents=place.app.agents))
+        await place.notify("xx", range(2))
+        await place.until_stored("ARCHIVE", 2)
+        stop.set()
+    await place.create("MIRROR", mirror={"name": "ARCHIVE"})
+    await place.until_stored("MIRROR", 2)
+    for stream in ("aviso_workers_dead_letters", "ARCHIVE"):
+        await place.app.session.backend.purge_stream(stream)
+    found = _found(await Eraser(place.app, "mars", where={"class": "xx", "step": 0}).survey())
+    assert found.keys() == {"MARS", "MIRROR"}
+    left = await place.erase(where={"class": "xx", "step": 0})
+    assert (left.findings, place.on_disk("secret-of-xx-0.")) == ((), 0)
+    assert place.on_disk("secret-of-xx-1.") == 2
+
+
 async def test_the_key_of_a_table_goes_with_its_history(place: Place) -> None:
     await place.notify("od", [1])
     bucket = await place.app.session.backend.key_value("index__sums", history=5)

@@ -53,16 +53,22 @@ class Forgotten:
     def takes(self, backup: Backup) -> Takes:
         """Return whether a message of the backup is to go."""
 
+        carrier = copies.carrier(backup.stream, {backup.stream: backup.config})
+
         def takes(entry: Entry) -> bool:
             if (entry.sequence, entry.timestamp_ns) in self._erased or entry.name.decode() in self._keys:
                 return True
             message = _message(entry)
-            if self._wanted and self._wanted.is_copy(backup.stream, message):
-                return True
-            original = copies.original_in(backup.stream, message)
-            return original is not None and (original[0], _which(original[1])) in self._originals
+            return any(self._is_copy(stream, message) for stream in {backup.stream, carrier or backup.stream})
 
         return takes
+
+    def _is_copy(self, stream: str, message: Message) -> bool:
+        """Whether a message is a copy by what it says of itself, as one of that stream."""
+        if self._wanted and self._wanted.is_copy(stream, message):
+            return True
+        original = copies.original_in(stream, message)
+        return original is not None and (original[0], _which(original[1])) in self._originals
 
     def doubts(self, backups: Iterable[Backup]) -> list[str]:
         """Return what cannot be told of these backups by what is known: a sentence each."""

@@ -19,7 +19,7 @@ from aviso_workers.engine.dead_lettering import DeadLetter
 from aviso_workers.errors import UndecodableError
 from aviso_workers.schema import EventType
 
-__all__ = ["CARRYING", "Matches", "Wanted", "original_in", "relation"]
+__all__ = ["CARRYING", "Matches", "Wanted", "carrier", "original_in", "relation"]
 
 SOURCE = "Nats-Stream-Source"
 CLOCKS_DIFFER_NS = 60_000_000_000
@@ -58,7 +58,7 @@ class Wanted:
         return self._reader.matches(original)
 
     def carried_by(self, stream: str) -> Matches:
-        """Whether a message of one of the streams in `CARRYING` carries one of them."""
+        """Whether a message of one of the streams in `CARRYING`, or a copy of it, carries one of them."""
 
         def matches(message: Message) -> bool:
             found = CARRYING[stream](message)
@@ -121,6 +121,20 @@ def relation(config: Mapping[str, Any], origin: str) -> str:
     if (config.get("mirror") or {}).get("name") == origin:
         return "mirror"
     return "source" if any(source.get("name") == origin for source in config.get("sources") or ()) else ""
+
+
+def carrier(stream: str, configs: Mapping[str, Mapping[str, Any]], *, seen: frozenset[str] = frozenset()) -> str:
+    """Return which of the streams in `CARRYING` a stream is, mirrors or sources, also by way of others; empty for none.
+
+    `configs` are those of the streams that are known.
+    """
+    if stream in CARRYING:
+        return stream
+    if stream in seen or stream not in configs:
+        return ""
+    links = [configs[stream].get("mirror"), *(configs[stream].get("sources") or ())]
+    found = (carrier(link["name"], configs, seen=seen | {stream}) for link in links if link)
+    return next(filter(None, found), "")
 
 
 def original_in(stream: str, message: Message) -> Original | None:

@@ -32,7 +32,7 @@ from aviso_workers.errors import (
     UndecodableError,
 )
 from aviso_workers.ops.erasing import copies, deleting, records
-from aviso_workers.ops.erasing.copies import CARRYING, Matches, Wanted
+from aviso_workers.ops.erasing.copies import Matches, Wanted
 from aviso_workers.ops.erasing.records import Finding, Record
 from aviso_workers.ops.erasing.suspects import Suspect, parse_key, subject_of_key, suspects
 from aviso_workers.ops.wiping import event_type_of
@@ -194,9 +194,10 @@ class Eraser:
             filters = topics.filter_subjects(wanted.where)
             what = f"notifications of {wanted.event_type}"
             await self._add_counted(found, wanted.stream, what, wanted.matches, filters)
-        for stream in CARRYING:
-            if stream in infos:
-                await self._add(found, stream, f"copies of {wanted.stream}", wanted.carried_by(stream))
+        configs = {name: info.config for name, info in infos.items()}
+        for stream in infos:
+            if carrier := copies.carrier(stream, configs):
+                await self._add(found, stream, f"copies of {wanted.stream}", wanted.carried_by(carrier))
         for stream, subjects in self._given_keys(infos).items():
             is_one = partial(_is_one_of, frozenset(subjects))
             await self._add_counted(found, stream, "keys that were given", is_one, subjects)

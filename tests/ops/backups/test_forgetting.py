@@ -162,6 +162,16 @@ async def test_a_dead_letter_that_was_dropped_before_the_erasure_goes_from_its_b
     assert _forget(found, Forgotten(records=[record])) == {"aviso_workers_dead_letters": 2}
 
 
+async def test_a_dead_letter_goes_from_a_backup_of_what_mirrors_dead_letters(place: Place) -> None:
+    await place.fill()
+    await place.create("ARCHIVE", mirror={"name": "aviso_workers_dead_letters"})
+    await place.until_stored("ARCHIVE", 4)
+    [backup] = await place.back_up("ARCHIVE")
+    wanted = backups.of_identifier(place.app.config, [backup], {"class": "od"}, event_type="mars")
+    assert _forget([backup], Forgotten(wanted)) == {"ARCHIVE": 2}
+    assert _secrets(backups.load(backup.directory), "od") == 0
+
+
 async def test_a_backup_of_a_restored_copy_is_cleansed_too(place: Place) -> None:
     await place.notify("od", range(2))
     await place.notify("rd", range(2))
