@@ -78,10 +78,14 @@ def archive(notifications: DataFrame, to: str, *, every_seconds: float | None = 
 
 
 def read(spark: SparkSession, path: str) -> DataFrame:
-    """What an archive, or another directory of Parquet, holds now. Raises `PipelineError` where there is none."""
+    """Return what an archive, or another directory of Parquet, holds now, with the columns and fields of all its files.
+
+    Spark by itself takes those of the first file. Where a file lacks one, it is null. Raises `PipelineError` where
+    there is no archive.
+    """
     if not Files(spark, path).exists(""):
         raise PipelineError(f"there is no archive in {path}: `aviso-workers spark archive` makes one")
-    return spark.read.parquet(path)
+    return spark.read.option("mergeSchema", True).parquet(path)
 
 
 class _Archive:
@@ -108,7 +112,8 @@ class _Archive:
         if number <= newest:
             return
         merged = _small(known)
-        rows = batch.unionByName(self._merge(merged, batch)) if merged else batch
+        # Either may have fields that the other lacks, when the event type or the options of the read have changed.
+        rows = batch.unionByName(self._merge(merged, batch), allowMissingColumns=True) if merged else batch
         rows.write.mode("overwrite").partitionBy("date").parquet(f"{self.root}/{STAGING}")
         added = self._take_in(number)
         left = [entry for entry in known if entry not in merged]
@@ -117,7 +122,7 @@ class _Archive:
         self._tidy()
 
     def _merge(self, merged: list[Entry], batch: DataFrame) -> DataFrame:
-        reader = batch.sparkSession.read.schema(batch.schema).option("basePath", self.root)
+        reader = batch.sparkSession.read.options(mergeSchema=True, basePath=self.root)
         files = reader.parquet(*(f"{self.root}/{self._files.name(entry.path)}" for entry in merged))
         partitions = math.ceil(sum(entry.size for entry in merged) / WHOLE_BYTES)
         return files.coalesce(partitions).sortWithinPartitions("date", "sequence")

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from msgspec import Struct
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StringType, StructField, StructType
 
 from aviso_workers import codec, schema
@@ -58,7 +59,8 @@ def backfill(rows: DataFrame, event: str, *, dead_letters: str | None = None, co
             raise _refusal(bad, refused, event)
         if refused:
             _bury(bad, str(dead_letters))
-        published = once.publish(once.without_stored(good, event, config=config), event, config=config)
+        absent = once.without_stored(_with_fields_of(good, _event_type(event, config)), event, config=config)
+        published = once.publish(absent, event, config=config)
         return Backfilled(published=published, present=good.count() - published, refused=refused)
     finally:
         checked.unpersist()
@@ -93,6 +95,16 @@ def _event_type(event: str, config: str | None) -> EventType:
     if event not in known:
         raise UnknownEventTypeError(event, known)
     return known[event]
+
+
+def _with_fields_of(checked: DataFrame, event_type: EventType) -> DataFrame:
+    """Return rows that passed the check, with no identifier fields but those of the event type."""
+    kind = checked.schema["identifier"].dataType
+    if not isinstance(kind, StructType):
+        return checked
+    absent = F.lit(None).cast("string")
+    found = {field: F.col("identifier")[field] if field in kind.names else absent for field in event_type.identifier}
+    return checked.withColumn("identifier", F.struct(*(column.alias(field) for field, column in found.items())))
 
 
 def _checking(event: str, event_type: EventType, names: Sequence[str]) -> Step:

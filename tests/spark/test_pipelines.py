@@ -188,6 +188,29 @@ class TestArchive:
         assert self.archived(place) == [0, 1, 2, 3, 4]
         assert self.files(place) == ["3-0.parquet", "3-1.parquet", "4-0.parquet"]
 
+    def test_fields_and_headers_that_come_later_are_read_also_after_files_were_merged(
+        self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr(archiving, "MANY", 2)
+        common = "event_type STRING, sequence BIGINT, time TIMESTAMP, payload STRING, date DATE"
+        fields = "class: STRING, date: DATE, time: STRING"
+        old = f"{common}, identifier STRUCT<{fields}>"
+        new = f"{common}, identifier STRUCT<{fields}, step: BIGINT>, headers MAP<STRING, STRING>"
+        day, of_day = date(2026, 11, 20), ("od", date(2026, 11, 20), "0600")
+        written = [(old, (of_day,)), (new, ((*of_day, 5), {"place": "here"})), (old, (of_day,))]
+        known = archiving._Archive(Files(place.spark, self.path(place)))
+
+        for number, (columns, values) in enumerate(written):
+            row = ("mars", number, datetime(2026, 11, 20, tzinfo=UTC), "null", day, *values)
+            known.add(place.spark.createDataFrame([row], columns), number)
+
+        kept = archiving.read(place.spark, self.path(place)).orderBy("sequence")
+        found = kept.select("sequence", "identifier.step", "headers.place").collect()
+        assert [tuple(row) for row in found] == [(0, None, None), (1, 5, "here"), (2, None, None)]
+        done = backfilling.backfill(kept, "copy", dead_letters=f"{place.directory}/bad", config=str(place.config))
+        assert done == Backfilled(published=1, present=0, refused=2), "two have no step"
+        assert place.steps("copy") == [5]
+
     @pytest.mark.parametrize(
         ("name", "said"),
         [
@@ -216,6 +239,16 @@ class TestBackfill:
         assert second == Backfilled(published=1, present=4, refused=0)
         assert sorted(place.steps("copy")) == [0, 1, 2, 3, 4]
         assert place.stored("copy")[0].payload == {"location": "/a"}
+
+    def test_a_field_that_the_event_type_does_not_have_is_left_out_where_it_is_null(self, place: Pipelines):
+        place.publish(1)
+        rows = place.read().withColumn(
+            "identifier", F.col("identifier").withField("domain", F.lit(None).cast("string"))
+        )
+
+        done = backfilling.backfill(rows, "copy", config=str(place.config))
+
+        assert done == Backfilled(published=1, present=0, refused=0)
 
     def test_the_stream_tells_what_is_there_when_the_server_has_forgotten_the_ids(self, place: Pipelines):
         place.publish(0, 1)
