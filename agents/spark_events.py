@@ -8,6 +8,8 @@ the stream's duplicate window. So: from the log on, each event is stored once. T
 published one after the other, in the order of its log; applications do not wait for each other, and what goes wrong
 with the log of one is told and stops no other.
 
+A log that Spark has closed is still looked at now and then: a program that copies it may not have come to its end.
+
 A driver that is killed leaves its log open. Where that has not grown for `lost_after_seconds`, the application is
 published as lost, which Spark has no event for.
 
@@ -103,8 +105,10 @@ class _Tail:
         self._new = partial(_Application, app=app, settings=settings, checkpoints=checkpoints)
         self._slots = anyio.CapacityLimiter(AT_ONCE)
         self._followed: dict[str, _Application] = {}
-        self._finished: set[str] = set()
-        """Paths of logs that are complete and published."""
+        self._finished: dict[str, EventLog] = {}
+        """By path, logs that are complete and published and were not written to for a while."""
+        self._finished_at = -math.inf
+        """When these were last looked at."""
         self._missing: set[str] = set()
 
     async def run(self) -> None:
@@ -135,11 +139,22 @@ class _Tail:
         for directory in sorted(self._missing - missing):
             log.info("spark_events.directory_found", directory=directory)
         self._missing = missing
-        self._finished &= paths
+        self._finished = {path: known for path, known in self._finished.items() if path in paths}
+        await self._take_up_finished()
         for path in [path for path, known in self._followed.items() if path not in paths and not known.busy]:
             self._followed.pop(path).close()
-        for path in paths - self._finished - self._followed.keys():
+        for path in paths - self._finished.keys() - self._followed.keys():
             self._followed[path] = self._new(path)
+
+    async def _take_up_finished(self) -> None:
+        """Follow those again that have changed: a copy may have been interrupted, and goes on."""
+        if anyio.current_time() - self._finished_at < REST_SECONDS:
+            return
+        self._finished_at = anyio.current_time()
+        asked: list[tuple[str, EventLog | None]] = [(path, None) for path in self._finished]
+        for (path, _), found in zip(asked, await anyio.to_thread.run_sync(_look_at_all, asked), strict=True):
+            if found != self._finished[path]:
+                del self._finished[path]
 
     async def _grown(self, *, thoroughly: bool) -> list[tuple[_Application, EventLog]]:
         """The applications whose log is not as it was published; unless thoroughly, of those that are awake."""
@@ -152,6 +167,9 @@ class _Tail:
         for application, found in zip(asked, await anyio.to_thread.run_sync(_look_at_all, known), strict=True):
             if isinstance(found, OSError):
                 application.report(str(found))
+            elif found is not None and found == application.published and _finished(found):
+                self._finished[found.path] = found
+                self._followed.pop(found.path).close()
             elif found is not None and (found != application.published or application.overdue(found)):
                 grown.append((application, found))
         return grown
@@ -162,9 +180,6 @@ class _Tail:
                 await application.publish(grown)
         finally:
             application.busy = False
-        if grown.complete and application.published == grown:
-            self._finished.add(grown.path)
-            self._followed.pop(grown.path).close()
         self._limit_open()
 
     def _limit_open(self) -> None:
@@ -308,6 +323,11 @@ def _find_all(directories: tuple[str, ...]) -> tuple[set[str], set[str]]:
         except OSError:
             missing.add(directory)
     return paths, missing
+
+
+def _finished(published: EventLog) -> bool:
+    """Whether nothing more is expected. Spark has closed it, but a program that copies logs may still be writing."""
+    return published.complete and time.time() - published.modified > REST_SECONDS
 
 
 def _look_at_all(known: list[tuple[str, EventLog | None]]) -> list[EventLog | OSError | None]:

@@ -15,6 +15,9 @@ A history server may compact the older files of a rolling log: `events_<n>_<name
 the n-th and leaves out jobs that have ended. Who had not read as far as that reads it from its beginning, and meets
 events again.
 
+A log may also be copied here by a program that writes it under its final name. So a file that ends in the middle of an
+event is read on when it grows, and one that has become smaller is another copy, which is read from its beginning.
+
 Not done here: what an event means (`job_events`), and who has published it.
 """
 
@@ -25,7 +28,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.errors import UndecodableError
 
@@ -106,8 +109,14 @@ class EventLog(Struct, frozen=True, kw_only=True):
         return None
 
     def repeats(self, position: Position) -> bool:
-        """Whether reading on from there begins with a compacted file, which holds what was read before."""
-        return any(file.compacted and file.place > position.place for file in self.files)
+        """Whether reading on from there may give events again: those of a compacted file, or of a replaced one."""
+        if position.size < position.replaced_size:
+            return True
+        return any(
+            (file.compacted and file.place > position.place)
+            or (file.place == position.place and file.size < position.size)
+            for file in self.files
+        )
 
 
 class Position(Struct, frozen=True, kw_only=True):
@@ -119,6 +128,8 @@ class Position(Struct, frozen=True, kw_only=True):
     size: int = 0
     """Bytes of that file that were read. It holds nothing new before it has more."""
     compacted: bool = False
+    replaced_size: int = 0
+    """Bytes that were read of the file that this one has replaced; 0 where none was."""
 
     @property
     def place(self) -> tuple[int, bool]:
@@ -128,7 +139,7 @@ class Position(Struct, frozen=True, kw_only=True):
 class Batch(Struct, Generic[T], frozen=True, kw_only=True):
     events: list[T]
     problems: list[str]
-    """What could not be read and is left out for good: a sentence each."""
+    """What cannot be read, or what may have been lost: a sentence each."""
     more: bool
     """The log holds more."""
 
@@ -198,8 +209,9 @@ def _look_at_single(path: str) -> EventLog:
 class EventLogReader(Generic[T]):
     """Reads the log of one application, file after file, from a position on.
 
-    `decode` turns a line into what is wanted of it, None to leave it out; it raises `UndecodableError`. A file that
-    cannot be read to its end is left out from there on, and reading goes on with the next one.
+    `decode` turns a line into what is wanted of it, None to leave it out; it raises `UndecodableError`. A file that is
+    damaged is left out from there on, and reading goes on with the next one. The newest file, where it ends in the
+    middle of an event, is read on when it has grown.
     """
 
     def __init__(self, decode: Callable[[bytes], T | None], position: Position) -> None:
@@ -208,7 +220,8 @@ class EventLogReader(Generic[T]):
         self._decode = decode
         self._reached = position
         self._lines: _Lines | None = None
-        self._given_up: tuple[int, bool] | None = None
+        self._damaged: tuple[int, bool] | None = None
+        self._truncated: LogFile | None = None
 
     @property
     def open(self) -> bool:
@@ -237,7 +250,7 @@ class EventLogReader(Generic[T]):
     def _read_files(self, log: EventLog, events: list[T], problems: list[str]) -> bool:
         left = READ_BYTES
         for file in log.files:
-            if file.place < self._reached.place or file.place == self._given_up:
+            if file.place < self._reached.place or file.place == self._damaged or file == self._truncated:
                 continue
             if file.place > self._reached.place:
                 problems += self._missing(log, file)
@@ -249,9 +262,12 @@ class EventLogReader(Generic[T]):
                     return True
                 if self._lines is not None and (log.complete or file is not log.files[-1]):
                     self._lines.check_end()
+            except _TruncatedError as error:
+                problems.append(f"{file.path}: {error}")
+                self._truncated = file
             except UndecodableError as error:
                 problems.append(f"{file.path}: {error}")
-                self._given_up = file.place
+                self._damaged = file.place
                 self.close()
         return False
 
@@ -264,7 +280,7 @@ class EventLogReader(Generic[T]):
     def _read_file(self, file: LogFile, limit: int, events: list[T], problems: list[str]) -> int:
         """Take what is new in one file, and return how many bytes that was, decompressed."""
         if file.size < self._reached.size:
-            raise UndecodableError(f"has shrunk from {self._reached.size} to {file.size} bytes")
+            problems.append(self._begin_again(file))
         if self._lines is None:
             if file.size == self._reached.size:
                 return 0
@@ -282,15 +298,29 @@ class EventLogReader(Generic[T]):
                         events += [] if event is None else [event]
         finally:
             offset = max(lines.offset, self._reached.offset)
-            self._reached = Position(index=file.index, offset=offset, size=lines.size, compacted=file.compacted)
+            self._reached = structs.replace(self._reached, offset=offset, size=lines.size)
             if bad:
                 problems.append(f"{file.path}: left out {bad} lines, the first {reason}")
         return lines.decompressed - begin
+
+    def _begin_again(self, file: LogFile) -> str:
+        """Go back to the beginning of a file that was replaced, and return what to tell of it."""
+        before = self._reached
+        self.close()
+        self._reached = Position(
+            index=file.index, compacted=file.compacted, replaced_size=max(before.size, before.replaced_size)
+        )
+        sizes = f"from {before.size} to {file.size} bytes"
+        return f"{file.path}: was replaced, since it has shrunk {sizes}: read from its beginning"
 
     def _event(self, line: bytes) -> T | None:
         if not line.startswith(EVENT):
             raise UndecodableError("not an event of Spark's")
         return self._decode(line)
+
+
+class _TruncatedError(UndecodableError):
+    """A file ends in the middle of an event, and may still be growing."""
 
 
 class _Lines:
@@ -317,18 +347,21 @@ class _Lines:
         return self.decompressed - self._rest_bytes
 
     def step(self, limit: int) -> Iterator[bytes]:
-        """The lines that the next bytes of the file complete. Raises `UndecodableError` after the last good one."""
+        """The lines that the next bytes of the file complete.
+
+        Raises `UndecodableError` after the last good one, and `OSError` where the file has become smaller.
+        """
         data = self._file.read(min(limit, PLAIN_CHUNK if self._frames is None else ZSTD_CHUNK))
         if not data:
-            raise UndecodableError("shrinks while it is read")
+            raise OSError(f"{self._file.name} shrank while it was read: it is read again")
         self.size += len(data)
         for piece in [data] if self._frames is None else self._frames.decompress(data):
             yield from self._split(piece)
 
     def check_end(self) -> None:
-        """Raises `UndecodableError` where the file cannot end here."""
+        """Raises `_TruncatedError` where the file cannot end here."""
         if self._rest_bytes or (self._frames is not None and self._frames.open):
-            raise UndecodableError(f"truncated in the middle of an event, at byte {self.offset}")
+            raise _TruncatedError(f"truncated in the middle of an event, at byte {self.offset}")
 
     def close(self) -> None:
         self._file.close()

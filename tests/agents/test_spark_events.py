@@ -587,6 +587,52 @@ async def test_files_that_cannot_be_read_are_told_once_and_stop_nobody(story: St
     assert "spark.eventLog.compression.codec=zstd" in problems["local-8.lz4"]
 
 
+@pytest.mark.parametrize("rests_after", [0.0, 60.0], ids=["when it rested", "at once"])
+async def test_a_log_that_is_copied_under_its_final_name_is_published_to_its_end(
+    story: Story, told: Told, monkeypatch: pytest.MonkeyPatch, rests_after: float
+) -> None:
+    monkeypatch.setattr(spark_events, "REST_SECONDS", rests_after)
+    log = SparkLog(story.directory.parent / "elsewhere", "local-1")
+    log.jobs(10)
+    log.end()
+    original = (story.directory.parent / "elsewhere" / "local-1.zstd").read_bytes()
+    story.directory.mkdir()
+    copied = story.directory / "local-1.zstd"
+    copied.write_bytes(original[: len(original) // 2])
+
+    async with story.following():
+        await told.signal.until(lambda: told.entries != [])
+        with copied.open("ab") as out:
+            out.write(original[len(original) // 2 :])
+        await story.arrived(22)
+
+    assert await story.stored() == log.facts
+    assert story.outcomes == {"stored": 22}
+    assert ["truncated in the middle of an event" in entry["problem"] for entry in told.entries] == [True]
+
+
+async def test_a_log_that_is_rewritten_in_place_is_read_again_and_nothing_of_it_stored_twice(
+    story: Story, told: Told
+) -> None:
+    log = story.log()
+    log.jobs(10)
+    path = story.directory / "local-1.zstd.inprogress"
+    original = path.read_bytes()
+    async with story.following():
+        await story.arrived(21)
+        path.write_bytes(original[: len(original) // 2])
+        await told.signal.until(lambda: told.entries != [])
+    async with story.following():
+        with path.open("ab") as out:
+            out.write(original[len(original) // 2 :])
+        log.jobs(5)
+        await story.arrived(31)
+
+    assert await story.stored() == log.facts
+    assert story.outcomes == {"stored": 31}, "what the stream holds is not even sent again"
+    assert ["was replaced" in entry["problem"] for entry in told.entries] == [True]
+
+
 async def test_a_log_that_is_removed_is_forgotten(story: Story) -> None:
     story.log()
     async with story.following():

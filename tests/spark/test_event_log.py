@@ -401,14 +401,59 @@ def test_an_endless_line_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(endless) < 1200
 
 
-def test_a_file_that_shrinks_is_given_up(rolling: RollingLog) -> None:
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_log_that_is_copied_under_its_final_name_is_read_on_as_it_grows(tmp_path: Path, codec: str) -> None:
+    file = tmp_path / f"app-1{codec}"
+    data = on_disk([line(1), line(2), line(3)], codec)
+    reader = EventLogReader(take, Position())
+    found, told = [], []
+    for end in (len(data) // 2, len(data) // 2 + 3, len(data)):
+        file.write_bytes(data[:end])
+        log = event_log.look(str(file))
+        assert log is not None
+        for _ in range(2):
+            events, problems = read_all(reader, log)
+            found += events
+            told += problems
+        reader = EventLogReader(take, reader.position) if end == len(data) // 2 + 3 else reader
+    assert found == [line(1), line(2), line(3)]
+    assert all("truncated in the middle of an event" in problem for problem in told)
+    assert len(told) == 2, "once at each size that it cannot end at"
+
+
+def test_a_file_that_was_replaced_is_read_from_its_beginning_until_it_has_more_than_before(rolling: RollingLog) -> None:
     file = rolling.write(1, line(1), line(2))
     reader = EventLogReader(take, Position())
     read_all(reader, rolling.look())
     size = file.stat().st_size
-    os.truncate(file, 10)
-    assert read_all(reader, rolling.look()) == ([], [f"{file}: has shrunk from {size} to 10 bytes"])
-    assert read_all(reader, rolling.look()) == ([], [])
+    file.write_bytes(b"")
+    rolling.write(1, line(1))
+
+    smaller = rolling.look()
+    assert smaller.repeats(reader.position)
+    assert read_all(reader, smaller) == (
+        [line(1)],
+        [
+            f"{file}: was replaced, since it has shrunk from {size} to {file.stat().st_size} bytes: "
+            "read from its beginning"
+        ],
+    )
+    again = EventLogReader(take, reader.position)
+    assert rolling.look().repeats(again.position), "also after a restart, since more of the same may come"
+    rolling.write(1, line(2), line(3))
+    assert read_all(again, rolling.look()) == ([line(2), line(3)], [])
+    assert not rolling.look().repeats(again.position)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_read_again(rolling: RollingLog) -> None:
+    file = rolling.write(1, line(1))
+    before = rolling.look()
+    os.truncate(file, 0)
+    reader = EventLogReader(take, Position())
+    with pytest.raises(OSError, match="shrank while it was read"):
+        reader.read(before)
+    rolling.write(1, line(1), line(2))
+    assert read_all(reader, rolling.look()) == ([line(1), line(2)], [])
 
 
 def test_files_that_went_before_they_were_read_are_missed(rolling: RollingLog) -> None:
