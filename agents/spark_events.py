@@ -6,7 +6,8 @@ it holds, and does so whenever it was not level with a log for a while, as where
 the driver's own listener (`aviso_workers.spark.listen`) may have published them long ago. For what is younger there is
 the stream's duplicate window. So: from the log on, each event is stored once. The events of one application are
 published one after the other, in the order of its log; applications do not wait for each other, and what goes wrong
-with the log of one is told and stops no other.
+with the log of one is told and stops no other. While the server is gone, or its stream is full, the router waits for
+it, however long that takes, and then goes on from the positions that are stored.
 
 A log that Spark has closed is still looked at now and then: a program that copies it may not have come to its end.
 
@@ -37,9 +38,12 @@ from msgspec import Meta, Struct
 from aviso_workers import App, KeyValue, Router
 from aviso_workers.errors import (
     BackendError,
+    FullError,
     InvalidNotificationError,
     NotFoundError,
+    OutcomeUnknownError,
     RefusedError,
+    UnavailableError,
     UnknownEventTypeError,
 )
 from aviso_workers.spark import event_log, job_events
@@ -59,6 +63,10 @@ OPEN_LOGS = 64
 """Logs kept open. When another one grows it is opened again, and where it is compressed, decompressed again."""
 RECALL_SECONDS = 60.0
 """Not level with a log for so long, the agent asks what the stream holds: half of the usual duplicate window."""
+RETRY_SECONDS = 1.0
+"""The wait after the server did not answer, or had no room."""
+PASSING = (UnavailableError, OutcomeUnknownError, FullError)
+"""What a server answers, or does not, until it is back or somebody has made room."""
 SLACK_SECONDS = 600.0
 """How much later than a file says an event of it may have been stored: two clocks, and Spark's own queues."""
 
@@ -92,16 +100,47 @@ router = Router("spark-events", settings=SparkEvents)
 
 @router.task
 async def tail(app: App) -> None:
-    """Follow all applications in the directories until cancelled. Raises `ConfigError`, `BackendError`."""
+    """Follow all applications in the directories until cancelled.
+
+    Raises `ConfigError`, and `RefusedError` where waiting does not help.
+    """
     settings: SparkEvents = app.settings(router)
-    await _Tail(app, settings, await app.key_value(BUCKET)).run()
+    server = _Server()
+    await _Tail(app, settings, await _open_checkpoints(app, server), server).run()
+
+
+class _Server:
+    """Whether the server takes what it is given. It is told once when that changes."""
+
+    def __init__(self) -> None:
+        self._answers = True
+
+    def failed(self, error: BackendError) -> None:
+        if self._answers:
+            log.warning("spark_events.waiting", problem=str(error), then="trying again until it succeeds")
+        self._answers = False
+
+    def succeeded(self) -> None:
+        if not self._answers:
+            log.info("spark_events.server_back")
+        self._answers = True
+
+
+async def _open_checkpoints(app: App, server: _Server) -> KeyValue:
+    while True:
+        try:
+            return await app.key_value(BUCKET)
+        except PASSING as error:
+            server.failed(error)
+            await anyio.sleep(RETRY_SECONDS)
 
 
 class _Tail:
     """Looks at all logs by turns, and has those that grew published, each in a task of its own."""
 
-    def __init__(self, app: App, settings: SparkEvents, checkpoints: KeyValue) -> None:
+    def __init__(self, app: App, settings: SparkEvents, checkpoints: KeyValue, server: _Server) -> None:
         self._settings = settings
+        self._server = server
         self._new = partial(_Application, app=app, settings=settings, checkpoints=checkpoints)
         self._slots = anyio.CapacityLimiter(AT_ONCE)
         self._followed: dict[str, _Application] = {}
@@ -178,6 +217,11 @@ class _Tail:
         try:
             async with self._slots:
                 await application.publish(grown)
+            self._server.succeeded()
+        except PASSING as error:
+            self._server.failed(error)
+            application.start_over()
+            await anyio.sleep(RETRY_SECONDS)
         finally:
             application.busy = False
         self._limit_open()
@@ -216,6 +260,11 @@ class _Application:
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
+
+    def start_over(self) -> None:
+        """Read again from the position that is stored: what was read after it may be published in part."""
+        self.close()
+        self._reader, self._known_at = None, -math.inf
 
     def report(self, problem: str) -> None:
         """Say it, but not twice in a row."""
@@ -307,8 +356,8 @@ class _Application:
         identifier = event.identifier(self._settings.cluster)
         try:
             await self._app.notify(job_events.EVENT_TYPE, identifier, event.payload, message_id=message_id)
-        except UnknownEventTypeError:
-            raise  # No event can be published: nothing of the log must count as read.
+        except (UnknownEventTypeError, FullError):
+            raise  # No event can be published now: nothing of the log must count as read.
         except (InvalidNotificationError, RefusedError) as error:
             log.error("spark_events.refused", event_id=message_id, path=self.path, problem=str(error))
 

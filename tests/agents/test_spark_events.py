@@ -19,10 +19,11 @@ import zstandard
 
 from aviso_agents import spark_events
 from aviso_workers import App, KeyValue, Receipt
-from aviso_workers.errors import UnavailableError, UnknownEventTypeError
+from aviso_workers.errors import FullError, OutcomeUnknownError, UnavailableError, UnknownEventTypeError
 from aviso_workers.events import Event, Published
 from aviso_workers.spark import job_events
 from aviso_workers.spark.job_events import Application
+from tests.stories.processes import Server
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -212,6 +213,7 @@ def fact(identifier: Any) -> str:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spark_events, "SEARCH_SECONDS", 0.05)
+    monkeypatch.setattr(spark_events, "RETRY_SECONDS", 0.05, raising=False)
 
 
 @pytest.fixture
@@ -306,27 +308,77 @@ async def test_killed_after_publishing_and_before_storing_its_position_it_publis
     assert story.outcomes == {"stored": 53}, "the first log is not read again"
 
 
-async def test_without_the_server_it_fails_and_comes_back_to_where_it_was(
-    story: Story, monkeypatch: pytest.MonkeyPatch
+async def test_what_cannot_be_stored_now_is_tried_until_it_is(
+    story: Story, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = story.log()
     log.jobs(10)
     log.end()
     notify = story.app.notify
+    refusals: list[Exception] = [UnavailableError("no server"), OutcomeUnknownError("no answer"), FullError("full")]
 
-    async def notify_five_times(*args: Any, **keywords: Any) -> Receipt:
-        if story.outcomes["stored"] == 5:
-            raise UnavailableError("no server")
+    async def notify_with_interruptions(*args: Any, **keywords: Any) -> Receipt:
+        if story.outcomes["stored"] == 5 and refusals:
+            raise refusals.pop(0)
         return await notify(*args, **keywords)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(story.app, "notify", notify_five_times)
-        with pytest.raises(UnavailableError, match="no server"):
-            await spark_events.tail(story.app)
+    monkeypatch.setattr(story.app, "notify", notify_with_interruptions)
     async with story.following():
         await story.arrived(22)
+        await told.signal.until(lambda: told.entries[-1]["event"] == "spark_events.server_back")
     assert await story.stored() == log.facts
     assert story.outcomes == {"stored": 22}
+    assert [entry["event"] for entry in told.entries] == ["spark_events.waiting", "spark_events.server_back"]
+    assert told.entries[0]["problem"] == "no server"
+
+
+async def test_a_real_server_that_is_gone_for_longer_than_publishing_waits_ends_nothing(
+    tmp_path: Path, directory: Path, told: Told
+) -> None:
+    spark = SparkLog(directory, "local-1")
+    with Server(tmp_path / "jetstream") as server:
+        file = config_file(tmp_path, directory, server.url)
+        async with app_of(file) as app, anyio.create_task_group() as tasks:
+            story = Story(app, directory, Positions(await app.key_value(spark_events.BUCKET)))
+            tasks.start_soon(spark_events.tail, app)
+            await story.arrived(1)
+            server.kill()
+            spark.jobs(10)
+            await told.signal.until(lambda: bool(told.entries))  # publishing was given up once
+            spark.jobs(10)
+            spark.end()
+            server.start()
+            await told.signal.until(lambda: told.entries[-1]["event"] == "spark_events.server_back")
+            await story.arrived(42)
+            tasks.cancel_scope.cancel()
+        async with app_of(file) as app:
+            assert await Story(app, directory, story.positions).stored() == spark.facts
+    assert {entry["event"] for entry in told.entries} <= {"spark_events.waiting", "spark_events.server_back"}
+
+
+def config_file(tmp_path: Path, directory: Path, url: str) -> Path:
+    """Of an app that waits for its server without end, and half a second for each notification."""
+    connection = {"nats_url": url, "max_reconnect_attempts": 0, "reconnect_delay_ms": 50}
+    document = {
+        "notification_backend": {"kind": "jetstream", "jetstream": {**connection, "publish_deadline_seconds": 0.5}},
+        "notification_schema": {
+            "spark_job": {
+                "topic": {"base": "spark", "key_order": list(KEYS)},
+                "identifier": {key: {"type": "StringHandler", "required": True} for key in KEYS},
+                "storage_policy": {"allow_duplicates": True},
+            }
+        },
+        "workers": {"agents": {"spark-events": {"event_log_dirs": [str(directory)], "poll_seconds": 0.01}}},
+    }
+    file = tmp_path / "outage.yaml"
+    file.write_text(yaml.safe_dump(document))
+    return file
+
+
+def app_of(file: Path) -> App:
+    app = App("spark", config=file)
+    app.include(spark_events.router)
+    return app
 
 
 def write_stray(directory: Path, name: str) -> Path:
