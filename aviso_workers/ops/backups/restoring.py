@@ -16,7 +16,7 @@ from aviso_workers import streams
 from aviso_workers.app import App
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackupError, NotFoundError
-from aviso_workers.ops.backups import archive, chains
+from aviso_workers.ops.backups import archive, chains, consumer_entries
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.storing import Backup, Progress, ignore
 from aviso_workers.ops.backups.verifying import Contents, read_contents, verify
@@ -38,7 +38,7 @@ ENTRIES_SINCE = (2, 15)
 AT_WORK = ("mirror", "sources", "republish", "subject_transform")
 """What a copy of a stream does not have, so that nothing changes it, and it changes nothing."""
 SCRATCH = "AVISO_DRILL_"
-CONSUMERS_SECONDS = 5.0
+CONSUMERS_SECONDS = 30.0
 """A cluster makes a stream's consumers, and elects their leaders, a moment after the stream."""
 LOOK_SECONDS = 0.1
 STANDSTILL_SECONDS = 6.0
@@ -217,16 +217,27 @@ async def upload(
             return await anyio.to_thread.run_sync(file.read, size)
 
         await server.restore(config, backup.state, read=read, stays_unfinished=stays_unfinished)
-    with anyio.move_on_after(CONSUMERS_SECONDS):  # some may have gone with the time
-        await _wait_for_consumers(server, config["name"], backup.state["consumer_count"])
+    await _wait_for_consumers(server, config["name"], backup, identities)
     return await server.api(f"STREAM.INFO.{config['name']}")
 
 
-async def _wait_for_consumers(server: Administration, stream: str, count: int) -> None:
-    while True:
-        present = await server.pages(f"CONSUMER.LIST.{stream}", "consumers")
-        if len(present) >= count:
-            return
+async def _wait_for_consumers(
+    server: Administration, stream: str, backup: Backup, identities: Identities | None
+) -> None:
+    """Return when the server tells of all consumers that the backup holds and that do not end by themselves.
+
+    Raises `BackupError` where it does not: nobody knows then whether they are there.
+    """
+    stored = await anyio.to_thread.run_sync(consumer_entries.read, backup, identities)
+    lasting = {name for name, each in stored.items() if each.lasts}
+    deadline = anyio.current_time() + CONSUMERS_SECONDS
+    while missing := lasting - {each["name"] for each in await server.pages(f"CONSUMER.LIST.{stream}", "consumers")}:
+        if anyio.current_time() > deadline:
+            raise BackupError(
+                f"stream {stream} is restored, but not proven to have its consumers {', '.join(sorted(missing))}: the "
+                f"servers have told nothing of them for {CONSUMERS_SECONDS:.0f} s. Look with `aviso-workers streams "
+                "show` before workers start; where they are missing, delete the stream and restore it again"
+            )
         await anyio.sleep(LOOK_SECONDS)
 
 

@@ -21,14 +21,14 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-import msgspec
 from msgspec import Struct
 
 from aviso_workers import streams
 from aviso_workers.app import App
 from aviso_workers.backends import ConsumerInfo, StreamInfo
 from aviso_workers.errors import BackendError, BackupError, NotFoundError, UnavailableError
-from aviso_workers.ops.backups import archive, chains, sets
+from aviso_workers.ops.backups import consumer_entries, sets
+from aviso_workers.ops.backups.consumer_entries import StoredConsumer
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.restoring import STANDSTILL_SECONDS, require_restorable, upload
 from aviso_workers.ops.backups.sets import BackupSet
@@ -36,7 +36,7 @@ from aviso_workers.ops.backups.storing import Backup, Progress
 
 __all__ = ["GoesOn", "RestoredStream", "restore_set"]
 
-CONSUMER_SECONDS = 20.0
+CONSUMER_SECONDS = 30.0
 """A cluster elects a leader for each consumer a moment after it is made."""
 LOOK_SECONDS = 0.2
 Watch = Callable[[Backup], AbstractContextManager[Progress]]
@@ -96,36 +96,6 @@ async def restore_set(
     return told
 
 
-class _Delivered(Struct, frozen=True):
-    stream_seq: int
-
-
-class _ConsumerState(Struct, frozen=True):
-    """JetStream's state of a consumer, as far as it is needed here."""
-
-    delivered: _Delivered
-    pending: dict[str, Any] | None = None
-
-
-class _ConsumerEntry(Struct, frozen=True):
-    state: _ConsumerState
-
-
-def _consumer_states(backup: Backup, identities: Identities | None) -> dict[str, _ConsumerState]:
-    """Return the states of the consumers in a backup, by name; of a server before 2.15, none. Raises `BackupError`."""
-    found: dict[str, _ConsumerState] = {}
-    if not backup.of_entries:
-        return found
-    with chains.opened_entries(backup, identities) as entries:
-        for entry in entries:
-            if entry.sequence:
-                break
-            if entry.name.startswith(archive.CONSUMERS):
-                name = entry.name.removeprefix(archive.CONSUMERS).decode()
-                found[name] = msgspec.json.decode(entry.body, type=_ConsumerEntry).state
-    return found
-
-
 class _Restoring:
     """The streams of one set on a server, and how far each of them is."""
 
@@ -173,8 +143,8 @@ class _Restoring:
         try:
             await upload(self._app, backup, self._configs[stream], identities, progress, stays_unfinished=True)
             positions = self._set.written.positions.get(stream, {})
-            for consumer in await self._consumers(stream):
-                await self._take_back(stream, consumer.name, positions.get(consumer.name, 0) + 1)
+            for consumer in await self._durables(backup, identities):
+                await self._take_back(stream, consumer, positions.get(consumer, 0) + 1)
             info = await self._backend.stream_info(stream)
             metadata = {**info.config["metadata"], streams.UNFINISHED: self._whole}
             await self._backend.update_stream({**info.config, "metadata": metadata})
@@ -188,28 +158,28 @@ class _Restoring:
         """Return what there is of a stream, and where its consumers go on."""
         info = await self._backend.stream_info(backup.stream)
         consumers = await self._consumers(backup.stream)
-        states = await anyio.to_thread.run_sync(_consumer_states, backup, identities)
+        stored = await anyio.to_thread.run_sync(consumer_entries.read, backup, identities)
         return RestoredStream(
             stream=backup.stream,
             messages=info.messages,
             messages_before=backup.state["messages"],
-            consumers=[await self._goes_on(backup.stream, each, states.get(each.name)) for each in consumers],
+            consumers=[await self._goes_on(backup.stream, each, stored.get(each.name)) for each in consumers],
         )
 
     async def _consumers(self, stream: str) -> list[ConsumerInfo]:
         """Return those that outlive their readers."""
         return [each for each in await self._backend.consumers(stream) if each.config.get("durable_name")]
 
-    async def _goes_on(self, stream: str, consumer: ConsumerInfo, state: _ConsumerState | None) -> GoesOn:
+    async def _goes_on(self, stream: str, consumer: ConsumerInfo, stored: StoredConsumer | None) -> GoesOn:
         ahead = consumer.num_pending + consumer.num_ack_pending
         new: int | None = None
-        if state is not None:
+        if stored is not None:
             filters = streams.filters_of(consumer.config)
             with suppress(BackendError):  # a work queue has no further reader
                 undelivered = await self._backend.count(
-                    stream, filter_subjects=filters, start_sequence=state.delivered.stream_seq + 1
+                    stream, filter_subjects=filters, start_sequence=stored.state.delivered.stream_seq + 1
                 )
-                new = undelivered + len(state.pending or {})
+                new = undelivered + len(stored.state.pending or {})
         again = None if new is None else max(0, ahead - new)
         return GoesOn(consumer=consumer.name, sequence=consumer.ack_floor + 1, again=again, new=ahead - (again or 0))
 
@@ -219,13 +189,29 @@ class _Restoring:
         if info is not None and streams.is_unfinished(info.config):
             await self._server.api(f"STREAM.UPDATE.{stream}", self._configs[stream])
 
-    async def _take_back(self, stream: str, consumer: str, sequence: int) -> ConsumerInfo:
-        with anyio.fail_after(CONSUMER_SECONDS):
-            while True:
-                try:
-                    return await self._backend.reset_consumer(stream, consumer, sequence=sequence)
-                except UnavailableError:
-                    await anyio.sleep(LOOK_SECONDS)
+    async def _durables(self, backup: Backup, identities: Identities | None) -> list[str]:
+        """Return the names of the consumers that are to be taken back. A list of the server lacks those of which it
+        has not heard yet, and each of these would go on behind what it has to be given again.
+        """
+        if not backup.of_entries:
+            return [each.name for each in await self._consumers(backup.stream)]
+        stored = await anyio.to_thread.run_sync(consumer_entries.read, backup, identities)
+        listed = {each.name for each in await self._consumers(backup.stream)}
+        return [name for name, each in stored.items() if each.lasts or (each.is_durable and name in listed)]
+
+    async def _take_back(self, stream: str, consumer: str, sequence: int) -> None:
+        deadline = anyio.current_time() + CONSUMER_SECONDS
+        while True:
+            try:
+                await self._backend.reset_consumer(stream, consumer, sequence=sequence)
+                return
+            except (UnavailableError, NotFoundError) as error:  # it is about to be made, or to elect its leader
+                if anyio.current_time() > deadline:
+                    raise BackupError(
+                        f"consumer {consumer} of {stream} cannot be taken back to {sequence}: {error}; the set is not "
+                        "whole, so restore it again"
+                    ) from error
+                await anyio.sleep(LOOK_SECONDS)
 
     async def _hold(self, stream: str) -> None:
         """Make a stream that only holds the name. Raises `BackupError` where somebody else was faster."""

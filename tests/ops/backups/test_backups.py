@@ -22,6 +22,7 @@ import anyio.from_thread
 import pytest
 
 from aviso_workers import App, streams
+from aviso_workers.backends import Administration
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.errors import BackupError, InvalidIdentifierError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.ops import backups, stream_policy
@@ -162,6 +163,21 @@ async def test_a_copy_stands_beside_the_original(site: Site, original: Original)
     state = original.account["state"]
     assert {**copy["state"], "bytes": state["bytes"]} == state, "in memory a message takes less"
     assert copy["index"]["ack_floor"] == original.account["index"]["ack_floor"]
+
+
+async def test_a_consumer_of_which_the_server_tells_nothing_is_an_error(
+    site: Site, original: Original, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restoring, "CONSUMERS_SECONDS", 0.2)
+    pages = type(site.server).pages
+
+    async def all_but_one(self: Administration, subject: str, found: str, **options: Any) -> list[Any]:
+        listed = await pages(self, subject, found, **options)
+        return [each for each in listed if each.get("name") != "idle"]
+
+    monkeypatch.setattr(type(site.server), "pages", all_but_one)
+    with pytest.raises(BackupError, match="MARS is restored, but not proven to have its consumers idle"):
+        await backups.restore(site.app, original.backup)
 
 
 async def test_a_stream_that_exists_is_not_restored_over(site: Site, original: Original) -> None:

@@ -16,7 +16,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from aviso_workers import App, Notification, Tick, Window, Windowing, streams
-from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationError, UnavailableError
+from aviso_workers.backends import ConsumerInfo
+from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationError, NotFoundError, UnavailableError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, restoring_sets, scheduling, set_order
 from aviso_workers.server import NatsServer
@@ -482,6 +483,61 @@ async def test_an_account_without_streams_is_no_set(site: Site, tmp_path: Path) 
         with pytest.raises(BackupError, match="has no streams"):
             await site.create_set(tmp_path)
         assert backups.sets_in(tmp_path) == []
+
+
+async def test_a_consumer_that_the_server_does_not_list_yet_is_taken_back(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with site.app:
+        backend = site.app.session.backend
+        await make_small_set(site, tmp_path / "before")
+        config = {"durable_name": "slow", "ack_policy": "all"}
+        await backend.administration().api("CONSUMER.CREATE.MARS.slow", {"stream_name": "MARS", "config": config})
+
+        async def back_up(stream: str, earlier: Any) -> Backup:
+            if stream == "MARS":
+                await backend.reset_consumer("MARS", "slow", sequence=4)
+            return await backups.create(site.app, stream, tmp_path, earlier=earlier)
+
+        assert (await backups.create_set(site.app, tmp_path, back_up, encrypted=False)).failures == []
+        await site.delete_all()
+        reset, asked = type(backend).reset_consumer, list[str]()
+
+        async def none_listed(self: Any, stream: str) -> list[ConsumerInfo]:
+            return []
+
+        async def soon(self: Any, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
+            asked.append(consumer)
+            if len(asked) == 1:
+                raise NotFoundError("consumer not found")
+            return await reset(self, stream, consumer, sequence=sequence)
+
+        monkeypatch.setattr(type(backend), "consumers", none_listed)
+        monkeypatch.setattr(type(backend), "reset_consumer", soon)
+        await site.restore(tmp_path)
+        assert asked == ["slow", "slow"]
+        assert (await backend.consumer_info("MARS", "slow")).ack_floor == 0, "it had settled nothing before the set"
+
+
+async def test_a_consumer_that_cannot_be_taken_back_ends_the_restore(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restoring_sets, "CONSUMER_SECONDS", 0.2)
+    async with site.app:
+        backend = site.app.session.backend
+        await make_small_set(site, tmp_path / "before")
+        config = {"durable_name": "slow", "ack_policy": "explicit"}
+        await backend.administration().api("CONSUMER.CREATE.MARS.slow", {"stream_name": "MARS", "config": config})
+        assert (await site.create_set(tmp_path)).failures == []
+        await site.delete_all()
+
+        async def never(self: Any, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
+            raise UnavailableError("no answer in time")
+
+        monkeypatch.setattr(type(backend), "reset_consumer", never)
+        with pytest.raises(BackupError, match="consumer slow of MARS cannot be taken back to 1: no answer in time"):
+            await site.restore(tmp_path)
+        assert streams.is_unfinished((await backend.stream_info("MARS")).config), "no worker uses it"
 
 
 async def test_a_set_is_refused_before_anything_is_touched(site: Site, tmp_path: Path) -> None:
