@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from aviso_workers.errors import BackupError
@@ -90,9 +90,10 @@ def restorable(directory: Path, *, stream: str | None = None) -> list[Backup]:
 
 def newest(directory: Path, *, stream: str | None = None) -> datetime | None:
     """When the newest backup in a directory was begun, of any stream or of one; None where there is none. One of which
-    a link is missing is none.
+    a link is missing is none, and neither is one of a time to come: a clock was wrong, so nobody knows how old it is.
     """
-    return max((found.made for found in restorable(directory, stream=stream)), default=None)
+    now = datetime.now(UTC)
+    return max((found.made for found in restorable(directory, stream=stream) if found.made <= now), default=None)
 
 
 def size(backup: Backup) -> int:

@@ -125,8 +125,8 @@ class _Set:
         """After an attempt that makes no set."""
 
     def newest(self) -> datetime | None:
-        """Return when the newest set that is whole was begun."""
-        found = sets.newest(self._schedule.to)
+        """Return when the newest set that is whole was begun. One of a time to come counts for nothing."""
+        found = sets.newest(self._schedule.to, until=datetime.now(UTC))
         return found.written.made if found else None
 
     async def back_up(self, app: App) -> float:
@@ -170,10 +170,9 @@ class _Set:
 
 
 def _due_in(made: datetime | None, every_seconds: float) -> float:
-    now = datetime.now(UTC)
-    if made is None or made > now:  # a clock that went back keeps no backup from being made
+    if made is None:
         return 0.0
-    return (made + timedelta(seconds=every_seconds) - now).total_seconds()
+    return (made + timedelta(seconds=every_seconds) - datetime.now(UTC)).total_seconds()
 
 
 async def _prune(schedule: Schedule, stream: str) -> None:

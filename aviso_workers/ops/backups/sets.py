@@ -149,11 +149,15 @@ def members(found: BackupSet) -> list[Backup]:
     return backups
 
 
-def newest(directory: Path) -> BackupSet | None:
-    """Return the newest set in a directory that is whole, as far as is known without reading archives."""
+def newest(directory: Path, *, until: datetime | None = None) -> BackupSet | None:
+    """Return the newest set in a directory that is whole, as far as is known without reading archives; with `until`,
+    of those that were begun by then.
+    """
     for file in reversed(find(directory)):
         with suppress(BackupError):
             found = load_set(file)
+            if until and found.written.made > until:
+                continue
             members(found)
             return found
     return None

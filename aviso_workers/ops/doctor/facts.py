@@ -385,5 +385,6 @@ def _stored(stream: Stream | None) -> Stored:
 
 
 def _backups(directory: Path) -> dict[str, Backup]:
-    """By stream, the newest that can be restored from what is there."""
-    return {backup.stream: backup for backup in backups.restorable(directory)}
+    """By stream, the newest that can be restored from what is there. One of a time to come tells nothing of its age."""
+    now = datetime.now(UTC)
+    return {backup.stream: backup for backup in backups.restorable(directory) if backup.made <= now}

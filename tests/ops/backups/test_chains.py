@@ -117,6 +117,15 @@ def test_what_needs_a_missing_backup_is_not_the_newest(links: list[Backup], tmp_
     assert backups.restorable(tmp_path) == [links[0]]
 
 
+def test_a_backup_of_a_time_to_come_is_not_the_newest(tmp_path: Path) -> None:
+    now = backed_up(tmp_path, MOMENTS[0], since=None, hours=0)
+    ahead = backed_up(tmp_path, MOMENTS[0], since=None, hours=1)
+    meta = ahead.directory / "backup.json"
+    meta.write_text(meta.read_text().replace('"made": "2026-', '"made": "2999-'))
+    assert backups.find(tmp_path)[-1].made.year == 2999
+    assert backups.newest(tmp_path) == now.made, "or a schedule makes one after the other, and old ones go"
+
+
 def test_no_more_is_kept_than_asked_for_and_no_link_less_than_needed(tmp_path: Path) -> None:
     first = chained(tmp_path, MOMENTS)
     second = backed_up(tmp_path, MOMENTS[2], hours=5)
