@@ -136,7 +136,9 @@ class Site:
     def _running(self, command: Sequence[str | Path]) -> Any:
         log_dir = self.fresh("logs")
         log_dir.mkdir()
-        return running("command", [COMMAND, *command], log_dir=log_dir, environment=environment())
+        # A copy that is killed leaves what it had read in the directory for temporary files.
+        changed = environment() | {"TMPDIR": str(self._directory)}
+        return running("command", [COMMAND, *command], log_dir=log_dir, environment=changed)
 
 
 async def publish(config: Path, first: int, end: int) -> set[int]:

@@ -134,12 +134,13 @@ class TestAFile:
         self, run: Run, config: Path, write_lines, payloads
     ) -> None:
         """The progress bar counts what was begun, which is more than what is stored."""
+        assert run("notify", "mars", "class=od", "step=0", "--config", config).code == 0
         path = write_lines(self.line(0), self.line(6), self.line(12, payload="x" * (2 << 20)), self.line(18))
         ran = run("notify", "--file", path, "--config", config)
         assert (ran.code, ran.out) == (2, "")
         told = re.search("of 4 notifications the first (.) were begun, and any of these may be stored", ran.err)
         assert told, ran.err
-        assert len(payloads()) < int(told[1])
+        assert len(payloads()) - 1 < int(told[1])
 
     @pytest.mark.parametrize(
         ("bad", "complaint"),

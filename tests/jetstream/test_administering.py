@@ -93,7 +93,7 @@ class ListingConnection:
         self._answers = list(answers)
         self.offsets: list[int] = []
 
-    async def api(self, subject: str, request: dict[str, Any]) -> dict[str, Any]:
+    async def api(self, subject: str, request: dict[str, Any], *, prefix: str) -> dict[str, Any]:
         self.offsets.append(request["offset"])
         total, names = self._answers.pop(0)
         return {"total": total, "limit": 2, "streams": names, "state": {"subjects": dict.fromkeys(names, 1)}}

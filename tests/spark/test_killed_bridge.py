@@ -17,7 +17,7 @@ import anyio.to_thread
 import pytest
 from pyspark.sql import SparkSession
 
-from aviso_workers import App
+from aviso_workers import App, streams
 from aviso_workers.streams import SECOND
 from tests.commands import Command
 from tests.spark.logs import ids_in, logs_in
@@ -126,7 +126,7 @@ async def stored(app: App) -> int:
 
 async def shorten_duplicate_window(app: App) -> None:
     """To a tenth of a second, the least that a server takes."""
-    async for _ in app.replay("spark_job", from_id=1):
-        raise AssertionError("the stream is new")
+    spec = streams.event_stream("spark_job", app.config.notification_schema["spark_job"], app.config)
+    await app.session.provisioner.ensure(spec)
     info = await app.session.backend.stream_info("SPARK")
     await app.session.backend.update_stream({**info.config, "duplicate_window": SECOND // 10})

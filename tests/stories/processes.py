@@ -67,10 +67,11 @@ class Record:
 
     @property
     def acts(self) -> list[Act]:
-        """All of them. Stories ask again and again, so only what was added since is read."""
+        """All of them. Stories ask again and again, so only the lines that were added since are read."""
         with self.path.open("rb") as file:
             file.seek(self._read_bytes)
             added = file.read()
+        added = added[: added.rfind(b"\n") + 1]  # the last line may be on its way
         self._read_bytes += len(added)
         fields = map(str.split, added.decode().splitlines())
         self._acts += [Act(what, int(number), int(pid), float(when)) for what, number, pid, when in fields]
