@@ -150,7 +150,7 @@ def _start(
     stored = {node.name: store.on_disk(store.within(places[node.name])) for node in missing}
     with ExitStack() as undo:
         for node in missing:
-            _spawn(node, detached=detached)
+            _spawn(node, place=places[node.name], detached=detached)
             undo.callback(_end_in_order, node)
         is_ready = starting.wait(
             lambda: all(tuple(map(_is_healthy, planned))),  # all are asked: one may have ended
@@ -390,7 +390,15 @@ def _write(
     rendering.write(rendered, node.directory / "nats-server.conf", origins=config.origins)
 
 
-def _spawn(node: Node, *, detached: bool) -> None:
+def _spawn(node: Node, *, place: Path, detached: bool) -> None:
+    store_lock = _locked_store(node, place)
+    try:
+        _spawn_with(node, store_lock, detached=detached)
+    finally:
+        os.close(store_lock)
+
+
+def _spawn_with(node: Node, store_lock: int, *, detached: bool) -> None:
     record = _locked_record(node)
     (node.directory / "nats-server.pid").unlink(missing_ok=True)  # of one that was killed
     with record, (node.directory / "nats-server.log").open("wb") as log:
@@ -400,10 +408,32 @@ def _spawn(node: Node, *, detached: bool) -> None:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=[record.fileno()],  # the lock is the node's from here on
+            pass_fds=[record.fileno(), store_lock],  # the locks are the node's from here on
             preexec_fn=None if detached else die_with_parent(),
         )
     _CHILDREN[process.pid] = process
+
+
+def _locked_store(node: Node, place: Path) -> int:
+    """Raise ServerProcessError where another server of ours has the store: nats-server does not look."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return os.open(os.devnull, os.O_RDONLY)  # the server cannot use it either, and says why
+
+    def locked() -> bool:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    if not eventually(locked, RACE_SECONDS):
+        os.close(lock)
+        raise ServerProcessError(
+            f"{node.name}: a server that was started in another directory uses the store {place}: stop it there"
+        )
+    return lock
 
 
 def _locked_record(node: Node) -> IO[bytes]:

@@ -40,6 +40,20 @@ def ports(node: Node) -> list[int]:
     return [node.port, node.monitoring_port, node.cluster_port, node.leaf_port]
 
 
+def test_a_store_that_a_server_of_another_directory_uses_is_refused(load: Load) -> None:
+    config = load(f"server_name: n\n{ANYWHERE}\njetstream: {{store_dir: shared}}")
+    first, second = Path("first"), Path("second")
+    try:
+        running.start(config, directory=first)
+        with pytest.raises(ServerProcessError, match=r"started in another directory uses the store .*shared"):
+            running.start(config, directory=second)
+        running.stop(first)
+        running.start(config, directory=second)
+    finally:
+        for directory in (first, second):
+            running.stop(directory)
+
+
 @pytest.mark.covers("001-44", "002-41", "003-09", "004-01", "004-02", "004-18", "004-45", "004-46")
 def test_three_nodes_outlive_the_command_that_starts_them_and_stop_leaves_nothing(load: Load) -> None:
     load(f"server_name: n\n{ANYWHERE}\nleafnodes: {{port: 0}}")
