@@ -206,6 +206,8 @@ def _print_promotion(found: Promotion) -> None:
 
 
 def _consumer(found: Carried) -> str:
+    if found.refused and not found.next_sequence:
+        return f"consumer {found.consumer}: not made: {found.refused}"
     if found.refused:
         return f"consumer {found.consumer}: not made, and was to go on at {found.next_sequence}: {found.refused}"
     if not found.made:

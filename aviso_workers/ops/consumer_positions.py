@@ -12,13 +12,17 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import anyio
 from msgspec import Struct, structs
 
 from aviso_workers.backends import Administration
-from aviso_workers.errors import NotFoundError, RefusedError
+from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 
-__all__ = ["Carried", "Place", "carry", "remove"]
+__all__ = ["Carried", "Place", "bring_on", "carry", "consumers", "remove"]
 
+UNKNOWN = "no server answers for it, so where it had come to is not known"
+ELECTION_SECONDS = 10.0
+LOOK_SECONDS = 0.2
 STARTS = ("opt_start_seq", "opt_start_time")
 
 
@@ -36,7 +40,7 @@ class Carried(Struct, frozen=True, kw_only=True):
 
     consumer: str
     next_sequence: int
-    """Where it goes on: everything before is settled."""
+    """Where it goes on: everything before is settled. 0 where that is not known."""
     delivered: int
     """Up to here the original had delivered, so that at most what lies between is handled again."""
     made: bool = True
@@ -54,11 +58,16 @@ async def carry(source: Place, target: Place) -> list[Carried]:
     Raises `BackendError`; a consumer that the server refuses is told of in what is returned.
     """
     replicas, last = await _replicas_and_last(target)
-    present = {consumer["name"]: consumer for consumer in await _consumers(target)}
-    return [
+    listed, _ = await consumers(target)
+    present = {consumer["name"]: consumer for consumer in listed}
+    originals, silent = await consumers(source)
+    carried = [
         await _carry_one(consumer, present.get(consumer["name"]), target, replicas=replicas, last=last)
-        for consumer in await _consumers(source)
+        for consumer in originals
         if consumer["config"].get("durable_name")
+    ]
+    return carried + [
+        Carried(consumer=name, next_sequence=0, delivered=0, made=False, refused=UNKNOWN) for name in silent
     ]
 
 
@@ -68,8 +77,12 @@ async def bring_on(source: Place, target: Place) -> int:
     One that has the same ack floor stays as it is, with what was acked behind it. Raises `BackendError`.
     """
     replicas, last = await _replicas_and_last(target)
-    floors = {consumer["name"]: consumer["ack_floor"]["stream_seq"] for consumer in await _consumers(target)}
-    originals = [consumer for consumer in await _consumers(source) if consumer["config"].get("durable_name")]
+    there, _ = await consumers(target)
+    floors = {consumer["name"]: consumer["ack_floor"]["stream_seq"] for consumer in there}
+    listed, silent = await consumers(source)
+    if silent:
+        raise UnavailableError(f"{source.stream}: consumer {silent[0]}: {UNKNOWN}")
+    originals = [consumer for consumer in listed if consumer["config"].get("durable_name")]
     for consumer in originals:
         if floors.get(consumer["name"]) == consumer["ack_floor"]["stream_seq"]:
             continue
@@ -124,8 +137,20 @@ async def _make(original: Mapping[str, Any], target: Place, *, replicas: int, la
     await target.server.api(f"CONSUMER.CREATE.{target.stream}.{original['name']}", request, prefix=target.api)
 
 
-async def _consumers(place: Place) -> list[dict[str, Any]]:
-    return await place.server.pages(f"CONSUMER.LIST.{place.stream}", "consumers", prefix=place.api)
+async def consumers(place: Place) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the consumers of a stream as JetStream tells of them, and the names of those that no server answers for.
+
+    The list of a cluster leaves out, without a word, a consumer that has no leader. Elections are waited for. Raises
+    `BackendError`.
+    """
+    until = anyio.current_time() + ELECTION_SECONDS
+    while True:
+        names = await place.server.pages(f"CONSUMER.NAMES.{place.stream}", "consumers", prefix=place.api)
+        listed = await place.server.pages(f"CONSUMER.LIST.{place.stream}", "consumers", prefix=place.api)
+        silent = sorted(set(names) - {each["name"] for each in listed})
+        if not silent or anyio.current_time() > until:
+            return listed, silent
+        await anyio.sleep(LOOK_SECONDS)
 
 
 async def _replicas_and_last(place: Place) -> tuple[int, int]:

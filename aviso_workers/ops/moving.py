@@ -25,9 +25,11 @@ from msgspec import Struct, structs
 from aviso_workers import streams
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackupError
+from aviso_workers.ops import consumer_positions
 from aviso_workers.ops.backups import Contents, Drill, archive
 from aviso_workers.ops.backups.s2 import MalformedError
 from aviso_workers.ops.backups.verifying import read_contents
+from aviso_workers.ops.consumer_positions import Place
 
 __all__ = ["Moved", "move_all"]
 
@@ -213,8 +215,10 @@ def _with_consumers(contents: Contents, names: Mapping[str, Any]) -> Contents:
 
 
 async def _consumers(server: Administration, stream: str) -> dict[str, Mapping[str, Any]]:
-    """The configurations of the consumers that do not end by themselves."""
-    listed = await server.pages(f"CONSUMER.LIST.{stream}", "consumers")
+    """The configurations of the consumers that do not end by themselves. Raises `BackupError` where one is not told."""
+    listed, silent = await consumer_positions.consumers(Place(server=server, stream=stream))
+    if silent:
+        raise BackupError(f"{stream}: no server answers for its consumers {', '.join(silent)}")
     configs = {each["name"]: each["config"] for each in listed}
     return {name: _comparable(config) for name, config in configs.items() if not config.get("inactive_threshold")}
 

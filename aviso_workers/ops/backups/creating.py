@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,7 @@ from aviso_workers.ops.backups.archive import Entry
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces
 from aviso_workers.ops.backups.spools import Spool
-from aviso_workers.ops.backups.storing import Backup, Draft, Progress, find, ignore, place_of
+from aviso_workers.ops.backups.storing import Backup, Draft, Progress, find, ignore, locked_backups, place_of
 
 __all__ = ["Made", "create", "create_next", "named_streams"]
 
@@ -106,8 +106,11 @@ async def _opened_before(
         yield None
         return
     first = (await app.session.backend.stream_info(stream)).first_sequence
-    await anyio.to_thread.run_sync(lambda: _require_continuable(since, place, encrypt_to, identities))
-    with chains.opened_entries(since, identities) as entries:
+    with ExitStack() as stack:
+        beside = locked_backups(since.directory.resolve().parent, alone=False)
+        await anyio.to_thread.run_sync(stack.enter_context, beside)
+        await anyio.to_thread.run_sync(lambda: _require_continuable(since, place, encrypt_to, identities))
+        entries = stack.enter_context(chains.opened_entries(since, identities))
         yield await anyio.to_thread.run_sync(lambda: _from(first, entries))
 
 

@@ -20,7 +20,7 @@ from aviso_workers.ops.backups import chains
 from aviso_workers.ops.backups.archive import Entry, Takes
 from aviso_workers.ops.backups.cleansing import cleanse, plan_cleanse
 from aviso_workers.ops.backups.encryption import Identities
-from aviso_workers.ops.backups.storing import Backup, Progress, ignore
+from aviso_workers.ops.backups.storing import Backup, Progress, ignore, locked_backups
 from aviso_workers.ops.erasing import copies, suspects
 from aviso_workers.ops.erasing.copies import Wanted
 from aviso_workers.ops.erasing.records import Record
@@ -106,6 +106,11 @@ def forget(backup: Backup, takes: Takes, *, identities: Identities | None = None
 
     Raises `BackupError`, also where any of them is there afterwards.
     """
+    with locked_backups(backup.directory.resolve().parent, alone=True):
+        return _forget(backup, takes, identities, progress)
+
+
+def _forget(backup: Backup, takes: Takes, identities: Identities | None, progress: Progress) -> int:
     plan = plan_cleanse(backup, takes, identities=identities, progress=progress)
     if not plan.removed:
         return 0

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import chains, sets
-from aviso_workers.ops.backups.storing import Backup, damage, find, load, remove
+from aviso_workers.ops.backups.storing import Backup, damage, find, load, locked_backups, remove
 
 __all__ = ["Keep", "Pruned", "prune"]
 
@@ -44,10 +44,15 @@ def prune(directory: Path, stream: str, keep: Keep, *, now: datetime | None = No
     A backup counts as kept only where its digests are right, and those of all that it was made after: one that is
     damaged stays, and an older one beside it. Nothing is read where nothing is to be removed. Raises `BackupError`.
     """
-    if keep == Keep():
+    if keep == Keep() or not (directory / stream).is_dir():
         return Pruned()
+    with locked_backups(directory / stream, alone=True):  # or an increment may be under way after one of them
+        return _prune(directory, stream, keep, now or datetime.now(UTC))
+
+
+def _prune(directory: Path, stream: str, keep: Keep, now: datetime) -> Pruned:
     ours = [found for found in find(directory / stream, stream=stream) if found.record]
-    since = (now or datetime.now(UTC)) - timedelta(days=keep.days or 0)
+    since = now - timedelta(days=keep.days or 0)
     most = max(1, keep.newest or 1)
     if not any(keep.days is None or backup.made < since for backup in ours[:-most]):
         return Pruned()

@@ -49,6 +49,7 @@ __all__ = [
     "find",
     "ignore",
     "load",
+    "locked_backups",
     "make_directory",
     "opened",
     "place_of",
@@ -456,6 +457,24 @@ def exclusive(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise BackupError(f"cannot write to {directory}: {error.strerror}") from error
     try:
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def locked_backups(directory: Path, *, alone: bool) -> Iterator[None]:
+    """Wait until nobody removes or rewrites the backups in a stream's directory, and keep it so within the block.
+
+    Whoever makes an increment after one of them holds the lock together with others, and whoever removes or rewrites
+    one holds it alone. It blocks. Raises `BackupError`.
+    """
+    try:
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise BackupError(f"cannot read {directory}: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
     finally:
         os.close(lock)

@@ -12,7 +12,7 @@ import pytest
 from aviso_workers.backends.jetstream import snapshots
 from aviso_workers.errors import BackupError, StreamReplacedError, UnavailableError
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import archive, chains, completing, increments, prefetch, s2
+from aviso_workers.ops.backups import archive, chains, completing, increments, prefetch, s2, storing
 from aviso_workers.ops.backups.prefetch import Prefetch
 from aviso_workers.ops.backups.s2 import Readable
 from tests.ops.backups.conftest import Site
@@ -194,3 +194,20 @@ async def test_what_lies_elsewhere_is_no_backup_before(site: Site, tmp_path: Pat
     elsewhere = await backups.create(site.app, "MARS", tmp_path / "elsewhere")
     with pytest.raises(BackupError, match=r"does not lie in .*here/MARS"):
         await backups.create(site.app, "MARS", tmp_path / "here", since=elsewhere)
+
+
+async def test_the_backups_before_an_increment_stay_while_it_is_made(site: Site, tmp_path: Path) -> None:
+    await site.fill(5)
+    first = await backups.create(site.app, "MARS", tmp_path)
+    held: list[bool] = []
+
+    def look(_: int) -> None:
+        try:
+            with storing.exclusive(first.directory.parent):
+                held.append(False)
+        except BlockingIOError:
+            held.append(True)
+
+    await backups.create(site.app, "MARS", tmp_path, since=first, progress=look)
+    assert held
+    assert all(held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from aviso_workers.errors import BackupError
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, Identities, Keep, chains, cleansing
+from aviso_workers.ops.backups import Backup, Identities, Keep, chains, cleansing, storing
 from tests.ops.backups.entries import BEGAN, backed_up
 
 MOMENTS: tuple[Mapping[int, bytes], ...] = (
@@ -245,3 +246,26 @@ def test_a_chain_ends_somewhere(tmp_path: Path) -> None:
     assert bodies(made[-2]) == {1: b"one"}
     with pytest.raises(BackupError, match="a chain of more than 40"):
         chains.chain(made[-1])
+
+
+@pytest.mark.parametrize("act", ["prune", "cleanse"])
+def test_nothing_is_removed_or_rewritten_while_an_increment_is_made_after_it(
+    links: list[Backup], act: str, tmp_path: Path
+) -> None:
+    newest = links[-1]
+
+    def remove() -> None:
+        if act == "prune":
+            backups.prune(tmp_path, newest.stream, Keep(newest=1))
+        else:
+            backups.forget(newest, backups.of_subject(">"))
+
+    added: list[Backup] = []
+    with storing.locked_backups(newest.directory.parent, alone=False):
+        removing = threading.Thread(target=remove)
+        removing.start()
+        added.append(backed_up(tmp_path, MOMENTS[2], since=newest, hours=5))
+    removing.join()
+    increment = backups.load(added[0].directory)
+    backups.verify(increment)
+    assert bodies(increment) == (MOMENTS[2] if act == "prune" else {})

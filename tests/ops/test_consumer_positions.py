@@ -1,0 +1,40 @@
+"""Consumers that are carried to a copy of their stream: what a cluster does not tell of is not passed over."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from aviso_workers.backends import Administration
+from aviso_workers.errors import UnavailableError
+from aviso_workers.ops import consumer_positions
+from aviso_workers.ops.consumer_positions import Place
+
+pytestmark = pytest.mark.anyio
+
+
+class Cluster:
+    """A cluster in which a consumer has no leader, so that it is among the names and not in the list."""
+
+    async def api(self, subject: str, *_: object, **__: object) -> dict[str, Any]:
+        return {"config": {"num_replicas": 3}, "state": {"last_seq": 7}}
+
+    async def pages(self, subject: str, found: str, *, prefix: str = "") -> list[Any]:
+        return ["leaderless"] if "NAMES" in subject else []
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setattr(consumer_positions, "ELECTION_SECONDS", 0.0)
+    return Place(server=cast(Administration, Cluster()), stream="MARS")
+
+
+async def test_a_consumer_that_no_server_answers_for_is_told_of_and_not_proven(place: Place) -> None:
+    (carried,) = await consumer_positions.carry(place, place)
+    assert (carried.consumer, carried.made, "not known" in carried.refused) == ("leaderless", False, True)
+
+
+async def test_a_copy_is_not_whole_while_a_consumer_of_its_original_is_not_told(place: Place) -> None:
+    with pytest.raises(UnavailableError, match="MARS: consumer leaderless: no server answers for it"):
+        await consumer_positions.bring_on(place, place)
