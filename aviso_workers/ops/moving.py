@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from queue import Queue
 from types import TracebackType
 from typing import Any
@@ -24,7 +24,7 @@ from msgspec import Struct, structs
 
 from aviso_workers import streams
 from aviso_workers.backends import Administration
-from aviso_workers.errors import BackupError
+from aviso_workers.errors import BackendError, BackupError, NotFoundError
 from aviso_workers.ops import consumer_positions
 from aviso_workers.ops.backups import Contents, Drill, archive
 from aviso_workers.ops.backups.s2 import MalformedError
@@ -37,6 +37,7 @@ TRIES = 3
 CHUNKS_AHEAD = 16
 CHUNK_BYTES = 2**19
 LEADERS_SECONDS = 60.0
+ELECTION_SECONDS = 4.0
 CONSUMERS_SECONDS = 10.0
 """A cluster makes a stream's consumers, and elects their leaders, a moment after the stream."""
 REPLICAS_SECONDS = 600.0
@@ -105,7 +106,15 @@ def _origin(config: Mapping[str, Any]) -> str:
 
 async def _move(source: Administration, target: Administration, stream: str) -> Moved:
     for left in reversed(range(TRIES)):
-        config, sent = await _transfer(source, target, stream)
+        try:
+            config, sent = await _transfer(source, target, stream)
+        except BackendError:  # as where a consumer has no leader yet, which no snapshot can be taken of
+            if not left:
+                raise
+            await anyio.sleep(ELECTION_SECONDS)
+            with suppress(NotFoundError):
+                await target.api(f"STREAM.DELETE.{stream}")
+            continue
         differences = await _differences(source, target, stream, sent)
         if not differences:
             break

@@ -129,7 +129,7 @@ def _move(
         _clear(work, new_stores)
         raise
     shutil.rmtree(work)
-    stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"  # two of one second must not meet
     return [
         Replacement(place=store.within(place), new=store.within(place / NEW), previous=place / f"{PREVIOUS}-{stamp}")
         for place in stores.values()

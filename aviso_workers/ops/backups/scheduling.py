@@ -66,7 +66,7 @@ async def keep_backing_up(schedule: Schedule, connect: Connect, make: Make) -> N
     scheduled = _Streams(schedule, make) if schedule.names else _Set(schedule, make)
     while True:
         wait_seconds = await _round(schedule, connect, scheduled)
-        await anyio.sleep(wait_seconds)
+        await anyio.sleep(max(0.0, wait_seconds))  # one that took longer than the interval is due again at once
 
 
 async def _round(schedule: Schedule, connect: Connect, scheduled: _Streams | _Set) -> float:

@@ -411,7 +411,7 @@ async def test_a_schedule_of_all_streams_makes_sets(
         await site.rows.put("a", 1)
         for number in range(3):
             await site.app.notify("mars", {"class": "od", "step": number}, {"n": number})
-        async with scheduled(config, to, failing=set()) as events:
+        async with scheduled(config, to, failing=set(), every_seconds=0.01) as events:  # each takes longer
             made = await logged(events, "backup.set_made", times=4)
         assert {each["streams"] for each in made} == {2}
         newest = backups.load_set(to)
