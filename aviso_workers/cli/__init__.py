@@ -1,6 +1,7 @@
 """The command `aviso-workers`. A command parses, calls and prints; what it knows is elsewhere.
 
-Exit codes: 0 done, 1 failed, 2 refused before anything was done (usage, configuration, bad input).
+Exit codes: 0 done, 1 failed, 2 refused before anything was done (usage, configuration, bad input), 3 done and not
+proven to be whole.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from aviso_workers.errors import (
 )
 from aviso_workers.literals import printable_lines
 
-__all__ = ["main"]
+__all__ = ["NOT_PROVEN", "main"]
+
+NOT_PROVEN = 3
+"""The exit code of what was done and may lack something."""
 
 REFUSED = (
     ConfigError,

@@ -8,6 +8,7 @@ from typing import Annotated
 import anyio
 import typer
 
+from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.administering import streams
 from aviso_workers.cli.backing_up import Storage, bar
 from aviso_workers.cli.finding import ConfigOption, connected_app
@@ -17,9 +18,6 @@ from aviso_workers.ops.copying import Copied
 from aviso_workers.ops.following import Followed
 
 __all__ = ["copy"]
-
-NOT_WHOLE = 3
-"""The exit code of a copy that was made, and lacks something."""
 
 
 @streams.command()
@@ -91,7 +89,7 @@ def _end(stream: str, copied: Copied) -> None:
         )
     if copied.meanwhile:
         typer.echo(_moved_on(stream, copied), err=True)
-        raise typer.Exit(NOT_WHOLE)
+        raise typer.Exit(NOT_PROVEN)
 
 
 def _print_progress(appended: int, last: int) -> None:

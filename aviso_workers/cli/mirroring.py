@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from aviso_workers.app import App
+from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.confirming import Yes, confirm
 from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
 from aviso_workers.cli.printing import print_table
@@ -24,8 +25,6 @@ __all__ = ["drill", "mirror"]
 mirror = typer.Typer(help="Streams that follow others, and what to do when those are lost.", no_args_is_help=True)
 drill = typer.Typer(help="Rehearsals on streams of their own.", no_args_is_help=True)
 
-NOT_PROVEN = 3
-"""The exit code of what was done and may lack something."""
 MOST_LISTED = 20
 """Messages that are listed one by one."""
 StreamArgument = Annotated[str, typer.Argument(metavar="STREAM")]

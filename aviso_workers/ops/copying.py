@@ -10,7 +10,7 @@ when the original stores no more, or has stored nothing since.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from msgspec import Struct, structs
 
 from aviso_workers import streams
 from aviso_workers.app import App
+from aviso_workers.backends import Administration
 from aviso_workers.errors import BackupError, NotFoundError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Drill, Progress, Restored
+from aviso_workers.ops.backups.restoring import taken
 from aviso_workers.ops.mirroring import COPY_OF, NOWHERE
 from aviso_workers.streams import FENCED
 
@@ -80,8 +82,8 @@ async def copy(
         before = await anyio.to_thread.run_sync(backups.verify, backup)
         if before is None:
             raise BackupError(f"{stream} is on a nats-server before 2.15, whose archive cannot be read to compare")
-        if is_moved:
-            await _require_free(target, stream, subjects_of(backup.config))
+        if is_moved and (found := await taken(_server(target), subjects_of(backup.config), besides=(stream,))):
+            raise BackupError(f"{found} of {stream}: delete that stream first")
         restored = await backups.restore(
             target,
             backup,
@@ -91,7 +93,7 @@ async def copy(
             replicas=replicas,
             progress=progress,
         )
-    compared = Drill(backup=before, restored=await backups.read_back(target, restored.stream))
+    compared = Drill(backup=before, restored=await backups.read_back(_server(target), restored.stream))
     now = await info_of(source, stream)
     if now["created"] != original["created"]:
         raise BackupError(f"{stream} was deleted and made again while it was copied: the copy is of what it was before")
@@ -119,7 +121,7 @@ async def release(target: App, stream: str, original: Mapping[str, Any]) -> tupl
     config["metadata"] = {key: value for key, value in _metadata(original).items() if key not in (FENCED, COPY_OF)}
     if subjects:
         config["subjects"] = list(subjects)
-    await target.session.backend.administration().api(f"STREAM.UPDATE.{stream}", config)
+    await _server(target).api(f"STREAM.UPDATE.{stream}", config)
     return subjects
 
 
@@ -134,7 +136,11 @@ def is_fenced(config: Mapping[str, Any]) -> bool:
 
 async def info_of(app: App, stream: str) -> dict[str, Any]:
     """Return JetStream's info of a stream. Raises `NotFoundError`."""
-    return await app.session.backend.administration().api(f"STREAM.INFO.{stream}")
+    return await _server(app).api(f"STREAM.INFO.{stream}")
+
+
+def _server(app: App) -> Administration:
+    return app.session.backend.administration()
 
 
 def _held_back(config: Mapping[str, Any], *, created: str) -> dict[str, Any]:
@@ -160,12 +166,3 @@ async def _require_no_copy(target: App, stream: str) -> None:
         return
     if COPY_OF in _metadata(config) and not streams.is_unfinished(config):
         raise BackupError(f"{stream} there is a copy that is not whole: --follow carries on from it, or delete it")
-
-
-async def _require_free(target: App, stream: str, subjects: Sequence[str]) -> None:
-    """Raise `BackupError` where another stream has one of these subjects."""
-    server = target.session.backend.administration()
-    for subject in subjects:
-        taken = (await server.api("STREAM.NAMES", {"subject": subject}))["streams"] or ()
-        if others := [name for name in taken if name != stream]:
-            raise BackupError(f"stream {others[0]} has the subjects {subject} of {stream}: delete that stream first")

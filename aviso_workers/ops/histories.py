@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackendError, NotFoundError
+from aviso_workers.ops.inspecting import NO_MESSAGE
 
 __all__ = ["Comparison", "compare", "next_sequence"]
 
@@ -34,7 +35,6 @@ AT_ONCE = 8
 """Places that are looked at side by side."""
 CLOCKS = timedelta(seconds=60)
 """How far the clocks of the servers of one cluster may differ, and how late they may remove what is too old."""
-NO_MESSAGE = 10037
 LIMITS = ("max_msgs", "max_bytes", "max_age", "max_msgs_per_subject")
 
 

@@ -26,7 +26,7 @@ from aviso_workers import streams
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackendError, BackupError, NotFoundError
 from aviso_workers.ops import consumer_positions
-from aviso_workers.ops.backups import Contents, Drill, archive
+from aviso_workers.ops.backups import Contents, Drill, archive, read_back
 from aviso_workers.ops.backups.s2 import MalformedError
 from aviso_workers.ops.backups.verifying import read_contents
 from aviso_workers.ops.consumer_positions import Place
@@ -169,16 +169,13 @@ async def _has_consumers(server: Administration, stream: str, names: Set[str]) -
 
 
 async def _are_current(server: Administration, stream: str) -> bool:
-    return all(map(_is_current, await _groups(server, stream)))
-
-
-async def _groups(server: Administration, stream: str) -> list[Mapping[str, Any]]:
-    """The servers of a stream and of each of its consumers, as JetStream tells them; of one server, nothing."""
-    listed = await server.pages(f"CONSUMER.LIST.{stream}", "consumers")
-    return [each.get("cluster") or {} for each in (await server.api(f"STREAM.INFO.{stream}"), *listed)]
+    listed, silent = await consumer_positions.consumers(Place(server=server, stream=stream))
+    infos = (await server.api(f"STREAM.INFO.{stream}"), *listed)
+    return not silent and all(_is_current(each.get("cluster") or {}) for each in infos)
 
 
 def _is_current(group: Mapping[str, Any]) -> bool:
+    """Whether all servers of a stream or a consumer are, as JetStream tells them; of one server, it tells nothing."""
     return all(replica.get("current") and not replica.get("lag") for replica in group.get("replicas") or ())
 
 
@@ -209,7 +206,9 @@ async def _differences(source: Administration, target: Administration, stream: s
     lasting = await _consumers(source, stream)
     await _until(lambda: _has_consumers(target, stream, lasting.keys()), seconds=CONSUMERS_SECONDS)
     there = await _consumers(target, stream)
-    drill = Drill(backup=_with_consumers(sent, lasting), restored=_with_consumers(await _read(target, stream), there))
+    drill = Drill(
+        backup=_with_consumers(sent, lasting), restored=_with_consumers(await read_back(target, stream), there)
+    )
     found = drill.differences
     if sent.state["last_seq"] != drill.restored.state["last_seq"]:
         found.append(f"its last sequence is {drill.restored.state['last_seq']}, and was {sent.state['last_seq']}")
@@ -240,17 +239,6 @@ async def _config(server: Administration, stream: str) -> Mapping[str, Any]:
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     metadata = {key: value for key, value in (config.get("metadata") or {}).items() if not key.startswith(OF_SERVERS)}
     return {**config, "metadata": metadata}
-
-
-async def _read(server: Administration, stream: str) -> Contents:
-    async with (
-        server.snapshot(stream) as snapshot,
-        aclosing(snapshot.chunks) as chunks,
-        _Reading(in_memory=snapshot.config.get("storage") == "memory") as reading,
-    ):
-        async for chunk in chunks:
-            await reading.add(chunk)
-        return await reading.contents()
 
 
 class _Pieces:

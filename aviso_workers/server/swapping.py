@@ -7,12 +7,13 @@ that is replaced is renamed, and nobody of ours removes it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+
+from aviso_workers import files
 
 __all__ = ["Replacement", "begin", "finish"]
 
@@ -34,10 +35,9 @@ def begin(directory: Path, replacements: Sequence[Replacement]) -> None:
     draft = directory / f"{BEGUN}.draft"
     with draft.open("wb") as file:
         file.write(msgspec.json.encode(replacements, enc_hook=str))
-        file.flush()
-        os.fsync(file.fileno())
+        files.sync(file)
     draft.rename(directory / BEGUN)
-    _sync(directory)
+    files.sync_directory(directory)
 
 
 def finish(directory: Path) -> Sequence[Replacement]:
@@ -51,7 +51,7 @@ def finish(directory: Path) -> Sequence[Replacement]:
     for each in replacements:
         _replace(each)
     begun.unlink()
-    _sync(directory)
+    files.sync_directory(directory)
     return replacements
 
 
@@ -62,12 +62,4 @@ def _replace(each: Replacement) -> None:
         each.place.rename(each.previous)
     each.new.rename(each.place)
     each.new.parent.rmdir()
-    _sync(each.place.parent)
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    files.sync_directory(each.place.parent)

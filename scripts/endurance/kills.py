@@ -30,7 +30,7 @@ from rich.table import Table
 
 from aviso_workers import App, Notify
 from aviso_workers.backends import Message
-from aviso_workers.errors import AvisoWorkersError, BackendError, NotFoundError
+from aviso_workers.errors import AvisoWorkersError, BackendError, NotFoundError, UnavailableError
 from aviso_workers.ops import backups, mirroring
 from aviso_workers.ops.backups import Backup, chains
 from aviso_workers.server import running as servers
@@ -364,12 +364,24 @@ async def _repeated(site: Site, attempt: Attempt, *, in_time: bool) -> tuple[Res
         began = time.monotonic()
         code, said = await site.run(*attempt.repeated)
         took = time.monotonic() - began
-        result = Result(in_time=in_time, succeeded=not code, counts=await attempt.count())
+        result = Result(in_time=in_time, succeeded=not code, counts=await _counted(attempt))
         if result.succeeded or result.counts.right:
             break
         await anyio.sleep(PAUSE_SECONDS)
     assert result is not None
     return result, took, said
+
+
+async def _counted(attempt: Attempt) -> Counts:
+    """Count, and count again where a reading is interrupted, as while a cluster elects leaders.
+
+    Raises `UnavailableError` where that goes on.
+    """
+    for _ in range(REPEATS - 1):
+        with suppress(UnavailableError):
+            return await attempt.count()
+        await anyio.sleep(PAUSE_SECONDS)
+    return await attempt.count()
 
 
 async def _numbers_of(client: App, stream: str) -> Counter[int]:

@@ -28,6 +28,7 @@ __all__ = [
     "Takes",
     "encode",
     "entries",
+    "framed",
     "has_end",
     "has_entries",
     "state_of",
@@ -138,6 +139,14 @@ def encode(name: bytes, data: bytes, *, timestamp_ns: int, sequence: int = 0, he
     time = timestamp_ns << 1 if timestamp_ns >= 0 else ~(timestamp_ns << 1)
     fields = (len(name), time, sequence, len(headers), len(data))
     return b"".join(map(_varint, fields)) + name + headers + data
+
+
+def framed(entries: Iterator[Entry]) -> Iterator[bytes]:
+    """Yield an archive of these entries, from its magic to its end."""
+    yield MAGIC
+    for entry in entries:
+        yield entry.raw
+    yield END
 
 
 def state_of(

@@ -141,7 +141,7 @@ def opened_archive(backup: Backup, identities: Identities | None, *, progress: P
             yield file
         return
     with opened_entries(backup, identities, progress=progress) as entries:
-        yield Pieces(s2.written(_raw(entries)))
+        yield Pieces(s2.written(archive.framed(entries)))
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def opened_upload(backup: Backup, identities: Identities | None, *, progress: Pr
     with opened_entries(backup, identities, progress=progress) as entries:
 
         def make(put: Callable[[bytes], None]) -> None:
-            for chunk in s2.written(_raw(entries)):
+            for chunk in s2.written(archive.framed(entries)):
                 put(chunk)
 
         with prefetched(make) as chunks:
@@ -233,10 +233,3 @@ def _explained(backup: Backup, entries: Iterator[Entry]) -> Iterator[Entry]:
         raise BackupError(f"{backup.archive} is damaged: {error}") from error
     except OSError as error:
         raise BackupError(f"cannot read {backup.archive}: {error.strerror}") from error
-
-
-def _raw(entries: Iterator[Entry]) -> Iterator[bytes]:
-    yield archive.MAGIC
-    for entry in entries:
-        yield entry.raw
-    yield archive.END

@@ -24,8 +24,6 @@ from aviso_workers.ops.backups.verifying import verify
 
 __all__ = ["Cleansing", "cleanse", "plan_cleanse"]
 
-SECOND = 1_000_000_000
-
 
 class Cleansed(Struct, frozen=True):
     """A backup that changes, and the stream's state without the messages that go."""
@@ -97,7 +95,7 @@ def _replace(change: Cleansed, plan: Cleansing, progress: Progress) -> None:
             earlier = stack.enter_context(chains.opened_entries(before, plan.identities))
             draft.write_all(s2.written(increments.encode(kept, earlier)))
         else:
-            draft.write_all(s2.written(_archived(kept)))
+            draft.write_all(s2.written(archive.framed(kept)))
         draft.finish(
             config=backup.config,
             state=change.state,
@@ -118,13 +116,6 @@ def _kept(entries: Iterator[Entry], state: Mapping[str, Any], removed: Set[tuple
             yield entry
 
 
-def _archived(entries: Iterator[Entry]) -> Iterator[bytes]:
-    yield archive.MAGIC
-    for entry in entries:
-        yield entry.raw
-    yield archive.END
-
-
 def _which(entry: Entry) -> tuple[int, int]:
     return entry.sequence, entry.timestamp_ns
 
@@ -135,7 +126,7 @@ def _state_without(
     """The stream's state without these messages, and whether it had any of them."""
     in_memory = backup.config.get("storage") == "memory"
     kept = size = 0
-    first: Entry | None = None
+    first: tuple[int, int] | None = None
     changed = False
     with chains.opened_entries(backup, identities) as entries:
         state: dict[str, Any] = msgspec.json.decode(next(entries).body)
@@ -145,28 +136,7 @@ def _state_without(
             if _which(entry) in removed:
                 changed = True
                 continue
-            first = first or entry
+            first = first or _which(entry)
             kept += 1
             size += archive.stored_bytes(entry, in_memory=in_memory)
-    return _state(state, first, kept, size), changed
-
-
-def _state(state: Mapping[str, Any], first: Entry | None, kept: int, size: int) -> dict[str, Any]:
-    """A server checks that an empty stream begins after its end."""
-    last_sequence = int(state["last_seq"])
-    first_sequence = first.sequence if first else last_sequence + 1
-    counted = {
-        "messages": kept,
-        "bytes": size,
-        "first_seq": first_sequence,
-        "last_seq": last_sequence,
-        "num_deleted": last_sequence + 1 - first_sequence - kept,
-        "consumer_count": state["consumer_count"],
-    }
-    times = {"last_ts": state["last_ts"]} | ({"first_ts": _rfc3339(first.timestamp_ns)} if first else {})
-    return counted | times
-
-
-def _rfc3339(timestamp_ns: int) -> str:
-    seconds, nanoseconds = divmod(timestamp_ns, SECOND)
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{nanoseconds:09d}Z"
+    return archive.state_of(state, messages=kept, size=size, first=first), changed

@@ -34,15 +34,15 @@ from aviso_workers.backends import Snapshot
 from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackupError, NotFoundError
+from aviso_workers.ops import stream_pairs
 from aviso_workers.ops.backups import archive, s2
 from aviso_workers.ops.backups.archive import Entry
 from aviso_workers.ops.backups.s2 import MalformedError
 from aviso_workers.ops.backups.spools import Spool, spool
+from aviso_workers.ops.inspecting import NO_MESSAGE
 
 __all__ = ["arriving", "may_lack", "snapshot", "spooled"]
 
-NO_MESSAGE = 10037
-"""JetStream: the stream has no such message."""
 PIECE_BYTES = 512 * 1024
 FEW = 20
 """So many messages are asked for one by one; more are read by a consumer, which has to be made and removed."""
@@ -129,8 +129,8 @@ async def _store_since(app: App, stream: str, sequence: int, since: Spool, *, in
             complete = False
             while not complete:
                 last = (await app.session.backend.stream_info(stream)).last_sequence
-                read = _in_bulk if in_bulk and last - sequence > FEW else _one_by_one
-                found = [_encoded(each) async for each in read(app, stream, sequence, last)]
+                read = stream_pairs.read if in_bulk and last - sequence > FEW else _one_by_one
+                found = [_encoded(each) async for each in read(app, stream, after=sequence, last=last)]
                 entries += found
                 # Where one is missing, its place was taken before it was read, perhaps by one after the last.
                 complete = len(found) == last - sequence
@@ -145,14 +145,7 @@ async def _store_since(app: App, stream: str, sequence: int, since: Spool, *, in
     return sequence
 
 
-async def _in_bulk(app: App, stream: str, after: int, last: int) -> AsyncGenerator[Message, None]:
-    reading = app.session.backend.read(stream, filter_subjects=(), start_sequence=after + 1, last_sequence=last)
-    async with aclosing(reading):
-        async for message in reading:
-            yield message
-
-
-async def _one_by_one(app: App, stream: str, after: int, last: int) -> AsyncGenerator[Message, None]:
+async def _one_by_one(app: App, stream: str, *, after: int, last: int) -> AsyncGenerator[Message, None]:
     server = app.session.backend.administration()
     while after < last:
         try:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
@@ -16,8 +15,9 @@ from aviso_workers import streams
 from aviso_workers.app import App
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackupError, NotFoundError
-from aviso_workers.ops.backups import archive, chains, consumer_entries
+from aviso_workers.ops.backups import archive, chains, completing, consumer_entries
 from aviso_workers.ops.backups.encryption import Identities
+from aviso_workers.ops.backups.s2 import MalformedError, Pieces
 from aviso_workers.ops.backups.storing import Backup, Progress, ignore
 from aviso_workers.ops.backups.verifying import Contents, read_contents, verify
 
@@ -31,6 +31,7 @@ __all__ = [
     "require_name",
     "require_restorable",
     "restore",
+    "taken",
     "upload",
 ]
 
@@ -126,7 +127,7 @@ async def drill(
     config.pop("placement", None)
     await upload(app, backup, config, identities, progress)
     try:
-        after = await read_back(app, scratch)
+        after = await read_back(server, scratch)
     finally:
         with anyio.CancelScope(shield=True):
             await server.api(f"STREAM.DELETE.{scratch}")
@@ -189,12 +190,22 @@ async def _make_room(app: App, config: Mapping[str, Any]) -> None:
         if (await backend.stream_info(name)).last_sequence != found.last_sequence:
             raise BackupError(f"stream {name} is being restored by somebody else")
         await backend.delete_stream(name)
-    for subject in config.get("subjects") or ():
-        if taken := (await server.api("STREAM.NAMES", {"subject": subject}))["streams"]:
-            raise BackupError(
-                f"stream {taken[0]} has the subjects {subject} of {name}: "
-                "restore under another name (--as NAME), which takes none, or delete that stream first"
-            )
+    if other := await taken(server, config.get("subjects") or ()):
+        raise BackupError(
+            f"{other} of {name}: restore under another name (--as NAME), which takes none, or delete that stream first"
+        )
+
+
+async def taken(server: Administration, subjects: Iterable[str], *, besides: Container[str] = ()) -> str:
+    """Return the first part of a sentence on a stream, besides these, that has one of the subjects; empty for none.
+
+    Raises `BackendError`.
+    """
+    for subject in subjects:
+        names = (await server.api("STREAM.NAMES", {"subject": subject}))["streams"] or ()
+        if others := [name for name in names if name not in besides]:
+            return f"stream {others[0]} has the subjects {subject}"
+    return ""
 
 
 async def upload(
@@ -241,16 +252,18 @@ async def _wait_for_consumers(
         await anyio.sleep(LOOK_SECONDS)
 
 
-async def read_back(app: App, stream: str) -> Contents:
-    """What is in a stream now, as a backup of it would have it; none is kept. Raises `BackendError`."""
-    server = app.session.backend.administration()
-    with tempfile.TemporaryFile() as file:
-        async with server.snapshot(stream) as snapshot, aclosing(snapshot.chunks) as chunks:
-            in_memory = snapshot.config.get("storage") == "memory"
-            async for chunk in chunks:
-                await anyio.to_thread.run_sync(file.write, chunk)
-        file.seek(0)
-        return await anyio.to_thread.run_sync(lambda: read_contents(archive.entries(file), in_memory=in_memory))
+async def read_back(server: Administration, stream: str) -> Contents:
+    """Return what is in a stream now, as a backup of it would have it. None is made, and nothing goes to a disk.
+
+    Raises `BackendError`, and `BackupError` where what the server sends cannot be read.
+    """
+    async with server.snapshot(stream) as snapshot, aclosing(snapshot.chunks) as chunks:
+        in_memory = snapshot.config.get("storage") == "memory"
+        entries = archive.entries(Pieces(completing.arriving(chunks)))
+        try:
+            return await anyio.to_thread.run_sync(lambda: read_contents(entries, in_memory=in_memory))
+        except MalformedError as error:
+            raise BackupError(f"the server's archive of {stream} cannot be read: {error}") from error
 
 
 def _standing_still(config: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from aviso_workers.errors import BackendError, BackupError, NotFoundError, Unava
 from aviso_workers.ops.backups import consumer_entries, sets
 from aviso_workers.ops.backups.consumer_entries import StoredConsumer
 from aviso_workers.ops.backups.encryption import Identities
-from aviso_workers.ops.backups.restoring import STANDSTILL_SECONDS, require_restorable, upload
+from aviso_workers.ops.backups.restoring import STANDSTILL_SECONDS, require_restorable, taken, upload
 from aviso_workers.ops.backups.sets import BackupSet
 from aviso_workers.ops.backups.storing import Backup, Progress
 
@@ -122,10 +122,8 @@ class _Restoring:
                 "single ones under another name (--as NAME)"
             )
         for stream, config in self._configs.items():
-            for subject in config.get("subjects") or ():
-                taken = (await self._server.api("STREAM.NAMES", {"subject": subject}))["streams"] or ()
-                if others := [name for name in taken if name not in self._configs]:
-                    raise BackupError(f"stream {others[0]} has the subjects {subject} of {stream}: delete it first")
+            if found := await taken(self._server, config.get("subjects") or (), besides=self._configs):
+                raise BackupError(f"{found} of {stream}: delete it first")
         await self._require_standstill([info for info in infos.values() if info and streams.is_unfinished(info.config)])
         for stream, info in infos.items():
             if info is None:

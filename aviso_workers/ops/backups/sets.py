@@ -21,17 +21,15 @@ from typing import IO
 import msgspec
 from msgspec import Struct
 
+from aviso_workers import files
 from aviso_workers.codec import UNREADABLE_JSON
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import chains
 from aviso_workers.ops.backups.storing import (
     Backup,
     Moment,
-    create_file,
     load,
     make_directory,
-    sync,
-    sync_directory,
     time_of,
 )
 
@@ -187,7 +185,7 @@ class Draft:
     def __enter__(self) -> Draft:
         try:
             make_directory(self._directory)
-            self._file = create_file(self._left)
+            self._file = files.create_file(self._left)
         except OSError as error:
             raise BackupError(f"cannot write {self._left}: {error.strerror}") from error
         fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -206,9 +204,9 @@ class Draft:
         """Write the set's file. Return its place."""
         try:
             self._file.write(msgspec.json.format(msgspec.json.encode(_File(set=found, digest=found.digest))) + b"\n")
-            sync(self._file)
+            files.sync(self._file)
             self._left.rename(self._place)
-            sync_directory(self._directory)
+            files.sync_directory(self._directory)
         except OSError as error:
             raise BackupError(f"cannot write {self._place}: {error.strerror}; the set is not finished") from error
         return self._place

@@ -29,7 +29,7 @@ from typing import IO, Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from aviso_workers import streams
+from aviso_workers import files, streams
 from aviso_workers.codec import UNREADABLE_JSON
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import archive, encryption
@@ -43,7 +43,6 @@ __all__ = [
     "Previous",
     "Progress",
     "Record",
-    "create_file",
     "damage",
     "exclusive",
     "find",
@@ -56,8 +55,6 @@ __all__ = [
     "places",
     "remove",
     "sweep",
-    "sync",
-    "sync_directory",
     "time_of",
 ]
 
@@ -284,11 +281,6 @@ def make_directory(directory: Path) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
 
 
-def create_file(path: Path) -> IO[bytes]:
-    """Open a new file to be written, which nobody but its owner can read. Raises OSError."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
-
-
 def remove(backup: Backup) -> None:
     """Raises `BackupError`."""
     leaving = backup.directory.with_name(UNFINISHED + backup.directory.name)
@@ -321,7 +313,7 @@ class Draft:
             sweep(parent)
             self._directory = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))  # for nobody else's eyes
             self._lock = _locked(self._directory)
-            self._file = create_file(self._directory / OF_ENTRIES)
+            self._file = files.create_file(self._directory / OF_ENTRIES)
         return self
 
     def __exit__(
@@ -368,17 +360,17 @@ class Draft:
             digests_before=digests_before,
         )
         with self._explained():
-            sync(self._file)
+            files.sync(self._file)
             self._file.close()
             name = INCREMENT if previous else OF_ENTRIES
             if not self._encrypt_to:
                 name = name if self._check_end() else OF_FILES
             (self._directory / OF_ENTRIES).rename(self._directory / (name + ENCRYPTED * bool(self._encrypt_to)))
             meta = _Meta(config=dict(config), state=dict(state), aviso_workers=record)
-            with create_file(self._directory / META) as file:
+            with files.create_file(self._directory / META) as file:
                 file.write(msgspec.json.format(msgspec.json.encode(meta)) + b"\n")
-                sync(file)
-            sync_directory(self._directory)
+                files.sync(file)
+            files.sync_directory(self._directory)
             self._put_in_place()
         return load(self._place)
 
@@ -401,7 +393,7 @@ class Draft:
             shutil.rmtree(replaced, ignore_errors=True)  # left by one who was killed before the last line
             self._place.rename(replaced)
         self._directory.rename(self._place)
-        sync_directory(self._place.parent)
+        files.sync_directory(self._place.parent)
         if replaced.exists():
             shutil.rmtree(replaced)
 
@@ -470,37 +462,21 @@ def locked_backups(directory: Path, *, alone: bool) -> Iterator[None]:
     one holds it alone. It blocks. Raises `BackupError`.
     """
     try:
-        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        lock = _locked(directory, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
     except OSError as error:
-        raise BackupError(f"cannot read {directory}: {error.strerror}") from error
+        raise BackupError(f"cannot lock {directory}: {error.strerror}") from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
     finally:
         os.close(lock)
 
 
-def _locked(directory: Path) -> int:
-    """Raises `BlockingIOError` where somebody has it."""
+def _locked(directory: Path, operation: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> int:
+    """Raises `BlockingIOError` where somebody has it and the operation does not wait, OSError."""
     lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, operation)
     except OSError:
         os.close(lock)
         raise
     return lock
-
-
-def sync(file: IO[bytes]) -> None:
-    """Have the disk store what was written. Raises OSError."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_directory(directory: Path) -> None:
-    """Have the disk store which files a directory has. Raises OSError."""
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -17,6 +17,7 @@ from typing import IO, Any, Literal
 import msgspec
 from msgspec import Struct
 
+from aviso_workers import files
 from aviso_workers.codec import UNREADABLE_JSON
 from aviso_workers.errors import InvalidNotificationError, RefusedError
 
@@ -66,7 +67,7 @@ class Record(Struct, frozen=True, kw_only=True):
 
 def create(path: Path, record: Record) -> None:
     """Write the record to a new file. Raises `RefusedError` where the file exists, or cannot be written."""
-    with _explained(path), os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+    with _explained(path), files.create_file(path) as file:
         _write(file, record)
 
 
@@ -101,8 +102,7 @@ def read(path: Path) -> Record:
 
 def _write(file: IO[bytes], record: Record) -> None:
     file.write(msgspec.json.format(msgspec.json.encode(record), indent=1))
-    file.flush()
-    os.fsync(file.fileno())
+    files.sync(file)
 
 
 @contextmanager

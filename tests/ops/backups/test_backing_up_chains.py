@@ -11,7 +11,7 @@ import pytest
 
 from aviso_workers.backends.jetstream import snapshots
 from aviso_workers.errors import BackupError, StreamReplacedError, UnavailableError
-from aviso_workers.ops import backups
+from aviso_workers.ops import backups, stream_pairs
 from aviso_workers.ops.backups import archive, chains, completing, increments, prefetch, s2, storing
 from aviso_workers.ops.backups.prefetch import Prefetch
 from aviso_workers.ops.backups.s2 import Readable
@@ -180,8 +180,8 @@ async def test_what_was_read_beside_a_snapshot_is_the_same_in_the_next_one(site:
     first = await backups.create(site.app, "MARS", tmp_path)
     with chains.opened_own_entries(first, None) as entries:
         stored = [entry.raw for entry in entries if entry.sequence]
-    for read in (completing._in_bulk, completing._one_by_one):
-        assert [completing._encoded(each) async for each in read(site.app, "MARS", 0, 20)] == stored
+    for read in (stream_pairs.read, completing._one_by_one):
+        assert [completing._encoded(each) async for each in read(site.app, "MARS", after=0, last=20)] == stored
     await site.put("mars.od.3", b"again")
     made, account = await backups.create_next(site.app, "MARS", tmp_path), await site.account()
     await site.delete()
