@@ -93,30 +93,34 @@ async def fill(client: Client, *, replicas: int = 1) -> None:
             await asyncio.sleep(0.02)
 
 
-async def names(client: Client) -> list[str]:
-    answer = json.loads((await client.request("$JS.API.STREAM.NAMES", timeout=PATIENCE_SECONDS)).data)
-    return list(answer["streams"] or ())
+async def listed(client: Client, kind: str, named: str = "") -> list[dict[str, Any]]:
+    """The streams, or a stream's consumers, once those that elect a leader, which a list leaves out, are in it."""
+
+    async def answer(request: str) -> list[Any]:
+        subject = f"$JS.API.{kind}.{request}{named}"
+        answer = json.loads((await client.request(subject, timeout=PATIENCE_SECONDS)).data)
+        return list(answer[f"{kind.lower()}s"] or ())
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            infos = await answer("LIST")
+            if len(infos) == len(await answer("NAMES")):
+                return infos
+            await asyncio.sleep(0.05)
 
 
 async def held(client: Client) -> dict[str, Any]:
     """What there is: of each stream its messages and last sequence, of each consumer how far it has come."""
-    context = client.jetstream()
     found: dict[str, Any] = {}
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while True:
-            streams = await context.streams_info()
-            if len(streams) == len(await names(client)):  # those that elect a leader are left out
-                break
-            await asyncio.sleep(0.05)
-    for stream in streams:
-        name = stream.config.name or ""
-        found[name] = stream.state.messages, stream.state.last_seq, stream.config.max_age, stream.config.sealed
-        for consumer in await context.consumers_info(name):
-            assert consumer.ack_floor is not None
-            found[f"{name} > {consumer.name}"] = (
-                consumer.ack_floor.stream_seq,
-                consumer.num_ack_pending,
-                consumer.num_pending,
+    for stream in await listed(client, "STREAM"):
+        config, state = stream["config"], stream["state"]
+        name = config["name"]
+        found[name] = state["messages"], state["last_seq"], config["max_age"], config["sealed"]
+        for consumer in await listed(client, "CONSUMER", f".{name}"):
+            found[f"{name} > {consumer['name']}"] = (
+                consumer["ack_floor"]["stream_seq"],
+                consumer["num_ack_pending"],
+                consumer["num_pending"],
             )
     return found
 
