@@ -15,7 +15,6 @@ import json
 import random
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -45,9 +44,9 @@ REMOVED = 3
 """The lane whose notifications erasing and cleansing remove."""
 KEYS = 100
 EARLIEST_SECONDS, FIRST_SECONDS = 0.2, 1.0
-"""A command loads its modules before the first; the first time it is killed before the second. Then it is killed before
-it would end, by the time that the longest run has taken.
-"""
+"""A command loads its modules before the first; the first time it is killed before the second."""
+LATER, EARLIER = 1.2, 0.6
+"""By how much the latest moment of a kill moves, after a kill that came in time and after one that came too late."""
 REPEATS, PAUSE_SECONDS = 5, 1.0
 """A command is repeated so often until it succeeds, as where a cluster has no leader just then."""
 LONGEST_SECONDS = 120.0
@@ -348,8 +347,8 @@ async def conduct(site: Site, scenario: str, *, times: int, count: int, dice: ra
         attempt = await SCENARIOS[scenario](site, count)
         after = dice.uniform(EARLIEST_SECONDS, seconds)
         in_time = await site.run_killed(*attempt.command, after_seconds=after)
-        result, took, said = await _repeated(site, attempt, in_time=in_time)
-        seconds = max(seconds, took)
+        result, said = await _repeated(site, attempt, in_time=in_time)
+        seconds *= LATER if in_time else EARLIER
         told = "" if result.succeeded else f"; repeated, it said: {said.strip()}"
         wrong = "" if result.counts.right else f"; {result.counts}"
         console.print(f"{scenario}: {'killed' if in_time else 'done'} after {after:.3f} s{told}{wrong}")
@@ -357,19 +356,24 @@ async def conduct(site: Site, scenario: str, *, times: int, count: int, dice: ra
     return results
 
 
-async def _repeated(site: Site, attempt: Attempt, *, in_time: bool) -> tuple[Result, float, str]:
-    """Repeat what was killed until it succeeds or nothing is missing: the result, its seconds, what it said last."""
-    result, took, said = None, 0.0, ""
+async def _repeated(site: Site, attempt: Attempt, *, in_time: bool) -> tuple[Result, str]:
+    """Repeat what was killed until it succeeds or nothing is missing: the result, and what it said last."""
+    result, said = None, ""
     for _ in range(REPEATS):
-        began = time.monotonic()
         code, said = await site.run(*attempt.repeated)
-        took = time.monotonic() - began
-        result = Result(in_time=in_time, succeeded=not code, counts=await _counted(attempt))
+        try:
+            result = Result(in_time=in_time, succeeded=not code, counts=await _counted(attempt))
+        except UnavailableError as error:
+            if not code:
+                raise
+            console.print(f"repeated, it said: {said.strip()}; then {error}")
+            continue
         if result.succeeded or result.counts.right:
             break
         await anyio.sleep(PAUSE_SECONDS)
-    assert result is not None
-    return result, took, said
+    if result is None:
+        raise ShortfallError(f"nothing can be counted after {REPEATS} repeats; the last said: {said.strip()}")
+    return result, said
 
 
 async def _counted(attempt: Attempt) -> Counts:

@@ -217,6 +217,10 @@ class _Restoring:
         try:
             await self._server.api(f"STREAM.CREATE.{stream}", empty)
         except BackendError as error:
+            appeared = await self._info(stream)
+            if appeared is not None and streams.is_unfinished(appeared.config):  # a killed restore had asked
+                await self._require_standstill([appeared])
+                return
             raise BackupError(
                 f"stream {stream} cannot be held until it is restored: {error}; stop the workers"
             ) from error

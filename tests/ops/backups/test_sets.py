@@ -16,7 +16,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from aviso_workers import App, Notification, Tick, Window, Windowing, streams
-from aviso_workers.backends import ConsumerInfo
+from aviso_workers.backends import ConsumerInfo, StreamInfo
 from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationError, NotFoundError, UnavailableError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, restoring_sets, scheduling, set_order
@@ -370,6 +370,35 @@ async def test_a_set_is_gone_on_with_after_a_kill(
         assert await messages(site) == there
         with pytest.raises(BackupError, match=r"exist: nothing is restored; which are all streams of the set"):
             await site.restore(tmp_path)
+
+
+async def test_what_a_killed_restore_had_asked_for_is_taken_over_though_a_server_makes_it_late(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restoring_sets, "STANDSTILL_SECONDS", 0.1)
+    async with site.app:
+        there = await make_small_set(site, tmp_path)
+        await site.delete_all()
+        backend = site.app.session.backend
+        stream_info, looks = type(backend).stream_info, list[str]()
+
+        async def late(self: Any, stream: str) -> StreamInfo:
+            looks.append(stream)
+            if looks.count(stream) == 1 and stream == "MARS":
+                with pytest.raises(NotFoundError):
+                    await stream_info(self, stream)
+                begun = {
+                    "name": stream,
+                    "subjects": ["begun"],
+                    "metadata": {streams.UNFINISHED: "by one who was killed"},
+                }
+                await backend.administration().api(f"STREAM.CREATE.{stream}", begun)
+                raise NotFoundError("stream not found")
+            return await stream_info(self, stream)
+
+        monkeypatch.setattr(type(backend), "stream_info", late)
+        await site.restore(tmp_path)
+        assert await messages(site) == there
 
 
 @asynccontextmanager
