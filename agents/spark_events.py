@@ -11,8 +11,8 @@ it, however long that takes, and then goes on from the positions that are stored
 
 A log that Spark has closed is still looked at now and then: a program that copies it may not have come to its end.
 
-A driver that is killed leaves its log open. Where that has not grown for `lost_after_seconds`, the application is
-published as lost, which Spark has no event for.
+A driver that is killed leaves its log open. Where that has not grown for `lost_after_seconds`, the application and what
+had begun in it are published as lost, which Spark has no event for. One that goes on is published as resumed.
 
 Run one worker with it per directory: a second one publishes everything once more, for the duplicate window to sort out.
 Needs `aviso-workers[spark]`; neither pyspark nor Java is used.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Set
+from collections.abc import AsyncIterator, Set
 from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import partial
@@ -35,7 +35,7 @@ import msgspec
 import structlog
 from msgspec import Meta, Struct
 
-from aviso_workers import App, KeyValue, Router
+from aviso_workers import App, KeyValue, Notification, Router
 from aviso_workers.errors import (
     BackendError,
     FullError,
@@ -69,6 +69,8 @@ PASSING = (UnavailableError, OutcomeUnknownError, FullError)
 """What a server answers, or does not, until it is back or somebody has made room."""
 SLACK_SECONDS = 600.0
 """How much later than a file says an event of it may have been stored: two clocks, and Spark's own queues."""
+
+Published = Notification[dict[str, str]]
 
 log = structlog.get_logger(__name__)
 
@@ -311,17 +313,30 @@ class _Application:
             batch = await anyio.to_thread.run_sync(reader.read, grown)
             for problem in batch.problems:
                 self.report(problem)
+            moved = reader.position != self._stored.position
+            goes_on = self._stored.lost and moved
+            if goes_on:
+                await self._notify(job_events.resumed(Application.of_log(grown.name), heard=self._stored.level))
             for event in batch.events:
                 await self._notify(event)
             more = batch.more
             # Task events alone are not worth a write; the end is, so that a restart need not open what is complete.
-            if batch.events or (grown.complete and not more and reader.position != self._stored.position):
+            if batch.events or goes_on or (grown.complete and not more and moved):
                 level = self._stored.level if more else min(grown.modified, time.time())
                 await self._store(grown, Checkpoint(position=reader.position, level=level))
         if self.overdue(grown):
-            await self._notify(job_events.lost(Application.of_log(grown.name), heard=grown.modified))
+            await self._notify_of_loss(grown)
             await self._store(grown, msgspec.structs.replace(self._stored, lost=True))
         self._held, self._known_at = frozenset(), anyio.current_time()
+
+    async def _notify_of_loss(self, grown: EventLog) -> None:
+        """Publish that the application is lost, after all that had begun in it."""
+        application = Application.of_log(grown.name)
+        unfinished = job_events.Unfinished(application, self._settings.cluster)
+        async for notification in self._published(application, since=0):
+            unfinished.add(notification.headers.get("Nats-Msg-Id", ""), notification.identifier)
+        for begun in (*unfinished, None):
+            await self._notify(job_events.lost(application, begun, heard=grown.modified))
 
     async def _resume(self, grown: EventLog) -> EventLogReader[JobEvent]:
         entry = await self._checkpoints.get(self._key(grown))
@@ -341,13 +356,19 @@ class _Application:
 
     async def _recall(self, log: EventLog, *, since: float) -> Set[str]:
         """The ids that the stream holds of the application, from a little before `since` on."""
-        where = {"cluster": self._settings.cluster, "application": Application.of_log(log.name).id}
-        start = datetime.fromtimestamp(max(0, since - SLACK_SECONDS), UTC)
+        published = self._published(Application.of_log(log.name), since=since - SLACK_SECONDS)
+        return {notification.headers.get("Nats-Msg-Id", "") async for notification in published}
+
+    async def _published(self, application: Application, *, since: float) -> AsyncIterator[Published]:
+        """What the stream holds of an application from this time on, seconds since 1970."""
+        where = {"cluster": self._settings.cluster, "application": application.id}
+        start = datetime.fromtimestamp(max(0, since), UTC)
         try:
             async with aclosing(self._app.replay(job_events.EVENT_TYPE, where, from_date=start)) as stored:
-                return {notification.headers.get("Nats-Msg-Id", "") async for notification in stored}
+                async for notification in stored:
+                    yield notification
         except NotFoundError:  # nothing was ever published
-            return set()
+            return
 
     async def _notify(self, event: JobEvent) -> None:
         message_id = event.message_id(self._settings.cluster)

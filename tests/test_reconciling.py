@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from aviso_workers import App
+from aviso_workers.cli import main
 from aviso_workers.errors import SparkRestError
-from aviso_workers.ops.reconciling import Comparison, Difference, Published, compare
-from aviso_workers.spark.job_events import Application
+from aviso_workers.ops import reconciling
+from aviso_workers.ops.reconciling import (
+    Comparison,
+    Difference,
+    Incomparable,
+    Published,
+    compare,
+    published,
+    reconcile,
+)
+from aviso_workers.spark.job_events import Application, JobEvent
 from aviso_workers.spark.rest import SparkRest, States
 
 APPLICATION = Application(id="local-1")
+APPLICATIONS = b'[{"id": "bad", "attempts": [{"completed": true}]}, {"id": "app-1", "attempts": [{"completed": true}]}]'
 
 
 def compare_jobs(spark: States, published: States, *, times: dict[str, int] | None = None) -> Comparison:
@@ -74,6 +90,66 @@ def test_what_is_stored_twice_is_told_with_its_kind() -> None:
     assert found.twice == ["spark:local:local-1:0:job.end:1"]
 
 
+@pytest.mark.anyio
+async def test_what_is_lost_runs_again_where_its_application_goes_on(tmp_path: Path) -> None:
+    app = App("reconciled", config=write_config(tmp_path))
+    events = [("job", "start", "1"), ("job", "lost", "1"), ("application", "lost", "local-1")]
+    async with app:
+        for kind, event, of in [*events, ("application", "resumed", "local-1")]:
+            told = JobEvent(application=APPLICATION, kind=kind, event=event, id=of, occurrence=of, payload={})
+            await app.notify("spark_job", told.identifier("local"), told.payload, message_id=told.message_id("local"))
+        found = await published(app, APPLICATION)
+    assert found.states == {("job", "1"): "running", ("application", "local-1"): "running"}
+
+
+@pytest.mark.anyio
+async def test_one_application_that_cannot_be_read_hides_no_other(
+    tmp_path: Path, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconciling, "published", nothing_published)
+    answers.text, answers.special = APPLICATIONS, {"/app-1": b"[]", "/bad": b""}
+    async with App("reconciled", config=write_config(tmp_path)) as app:
+        found = [each async for each in reconcile(app, SparkRest(answers.url))]
+    bad, *rest = found
+    assert isinstance(bad, Incomparable)
+    assert (bad.application, bad.attempt) == ("bad", "0")
+    assert re.fullmatch(r"http\S+/api/v1/applications/bad/jobs: 404 Not Found", bad.problem)
+    assert [(each.application, getattr(each, "kind", "")) for each in rest] == [
+        ("app-1", kind) for kind in ("application", "job", "stage", "sql")
+    ]
+
+
+def test_the_command_tells_of_all_others_and_ends_with_2(
+    tmp_path: Path, answers: Answers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers.text, answers.special = APPLICATIONS, {"/app-1": b"[]", "/bad": b""}
+    command = ["aviso-workers", "spark", "reconcile", answers.url, "--config", str(write_config(tmp_path))]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(reconciling, "published", nothing_published)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert ended.value.code == 2
+    assert "DIFFERS" in told.out, "nothing is published of app-1"
+    assert told.err.startswith("bad: not compared: http://127.0.0.1")
+
+
+async def nothing_published(app: App, application: Application) -> Published:
+    return Published({}, Counter())
+
+
+def write_config(directory: Path) -> Path:
+    keys = ("cluster", "application", "kind", "event", "id")
+    event = {
+        "topic": {"base": "spark", "key_order": list(keys)},
+        "identifier": {key: {"type": "StringHandler", "required": True} for key in keys},
+    }
+    document = {"notification_backend": {"kind": "in_memory"}, "notification_schema": {"spark_job": event}}
+    file = directory / "config.yaml"
+    file.write_text(yaml.safe_dump(document))
+    return file
+
+
 # Spark's REST API
 
 
@@ -83,13 +159,17 @@ class Answers(ThreadingHTTPServer):
     def __init__(self) -> None:
         answers = self
         self.text, self.asked = b"[]", list[str]()
+        self.special: dict[str, bytes] = {}
+        """By a part of the path, another text; empty where nothing is found."""
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 answers.asked.append(self.path)
-                self.send_response(200 if answers.text else 404)
+                special = (text for part, text in answers.special.items() if f"{part}/" in self.path)
+                text = next(special, answers.text)
+                self.send_response(200 if text else 404)
                 self.end_headers()
-                self.wfile.write(answers.text)
+                self.wfile.write(text)
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass

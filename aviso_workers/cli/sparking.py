@@ -10,7 +10,7 @@ from aviso_workers.app import App
 from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
 from aviso_workers.cli.printing import print_json, print_table, printable
 from aviso_workers.ops import reconciling
-from aviso_workers.ops.reconciling import NOT_PUBLISHED, Comparison
+from aviso_workers.ops.reconciling import NOT_PUBLISHED, Comparison, Incomparable
 from aviso_workers.positions import parse_date
 from aviso_workers.spark.rest import SparkRest
 
@@ -33,20 +33,28 @@ def reconcile(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document for each row.")] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Compare what was published of Spark applications with what Spark says. Exit code 1: they do not agree."""
+    """Compare what was published of Spark applications with what Spark says. Exit code 1: they do not agree; 2: some
+    could not be compared.
+    """
     rest = SparkRest(url)
     moment = parse_date(since, name="--since") if since else None
 
-    async def run(app: App) -> list[Comparison]:
+    async def run(app: App) -> list[Comparison | Incomparable]:
         return [each async for each in reconciling.reconcile(app, rest, only=application or (), since=moment)]
 
     found = run_connected(connected_app(config), run)
+    compared = [each for each in found if isinstance(each, Comparison)]
+    incomparable = [each for each in found if isinstance(each, Incomparable)]
     if as_json:
-        for comparison in found:
-            print_json(comparison)
+        for each in found:
+            print_json(each)
     else:
-        _print(found)
-    if not all(comparison.agrees for comparison in found):
+        _print(compared)
+    for each in incomparable:
+        typer.echo(printable(f"{each.application}: not compared: {each.problem}"), err=True)
+    if incomparable:
+        raise typer.Exit(2)
+    if not all(comparison.agrees for comparison in compared):
         raise typer.Exit(1)
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import aclosing
 from datetime import datetime
+from functools import partial
 
 import anyio.to_thread
 from msgspec import Struct
@@ -21,7 +22,7 @@ from aviso_workers.spark import job_events
 from aviso_workers.spark.job_events import EVENT_TYPE, Application
 from aviso_workers.spark.rest import ENDED, RUNNING, SparkRest, States
 
-__all__ = ["NOT_PUBLISHED", "Comparison", "Difference", "Published", "compare", "reconcile"]
+__all__ = ["NOT_PUBLISHED", "Comparison", "Difference", "Incomparable", "Published", "compare", "reconcile"]
 
 KINDS = ("application", "job", "stage", "sql")
 LOST = "lost"
@@ -56,6 +57,14 @@ class Comparison(Struct, frozen=True, kw_only=True):
         return not self.differences and not self.twice
 
 
+class Incomparable(Struct, frozen=True, kw_only=True):
+    """An application of which Spark does not tell what is in it."""
+
+    application: str
+    attempt: str
+    problem: str
+
+
 class Published(Struct, frozen=True):
     """What the stream says of one application."""
 
@@ -66,16 +75,23 @@ class Published(Struct, frozen=True):
 
 async def reconcile(
     app: App, rest: SparkRest, *, only: Collection[str] = (), since: datetime | None = None
-) -> AsyncIterator[Comparison]:
-    """The comparisons of all applications, or of `only` those ids. Raises `SparkRestError`, `BackendError`."""
+) -> AsyncIterator[Comparison | Incomparable]:
+    """The comparisons of all applications, or of `only` those ids. Raises `SparkRestError`, `BackendError`.
+
+    An application that Spark cannot tell of, as where its event log is damaged, stops no other.
+    """
     found = await anyio.to_thread.run_sync(lambda: rest.applications(since=since))
     if unknown := set(only) - {application_id for application_id, _, _ in found}:
         raise SparkRestError(f"Spark knows no application {', '.join(sorted(unknown))}")
     for application_id, attempt, ended in found:
         if only and application_id not in only:
             continue
-        spark = await anyio.to_thread.run_sync(lambda: rest.states(application_id, attempt, ended=ended))  # noqa: B023
         application = Application.of_run(application_id, attempt)
+        try:
+            spark = await anyio.to_thread.run_sync(partial(rest.states, application_id, attempt, ended=ended))
+        except SparkRestError as error:
+            yield Incomparable(application=application.id, attempt=application.attempt, problem=str(error))
+            continue
         for comparison in compare(application, spark, await published(app, application)):
             yield comparison
 
@@ -83,7 +99,7 @@ async def reconcile(
 async def published(app: App, application: Application) -> Published:
     """What the stream holds of this attempt of an application."""
     cluster = job_events.cluster_of(app.config)
-    ours = f"spark:{cluster}:{application.id}:{application.attempt}:"
+    ours = application.message_ids(cluster)
     states: dict[tuple[str, str], str] = {}
     times: Counter[str] = Counter()
     where = {"cluster": cluster, "application": application.id}
@@ -104,6 +120,8 @@ def _follow(states: dict[tuple[str, str], str], notification: Notification[dict[
             states[key] = notification.payload.get("status", ENDED)
         case "lost":
             states[key] = LOST
+        case "resumed":
+            states.update({lost: RUNNING for lost, state in states.items() if state == LOST})
         case _:
             states.setdefault(key, RUNNING)
 

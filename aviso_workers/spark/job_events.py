@@ -12,7 +12,7 @@ long and may hold secrets. An idle streaming query says nothing here either.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -22,7 +22,18 @@ from msgspec import Struct
 from aviso_workers.config import Config
 from aviso_workers.errors import UndecodableError
 
-__all__ = ["EVENT_TYPE", "PROJECTIONS", "Application", "JobEvent", "cluster_of", "decode", "lost"]
+__all__ = [
+    "EVENT_TYPE",
+    "PROJECTIONS",
+    "Application",
+    "Begun",
+    "JobEvent",
+    "Unfinished",
+    "cluster_of",
+    "decode",
+    "lost",
+    "resumed",
+]
 
 EVENT_TYPE = "spark_job"
 
@@ -60,6 +71,10 @@ class Application(Struct, frozen=True, kw_only=True):
         name = application_id if attempt is None else f"{application_id}_{attempt}"
         return cls.of_log(name.translate(SPELLING).lower())
 
+    def message_ids(self, cluster: str) -> str:
+        """What the message ids of all its events begin with."""
+        return f"spark:{cluster}:{self.id}:{self.attempt}:"
+
 
 class JobEvent(Struct, frozen=True, kw_only=True):
     """One thing that happened in a Spark application."""
@@ -68,7 +83,9 @@ class JobEvent(Struct, frozen=True, kw_only=True):
     kind: str
     """`application`, `job`, `stage`, `sql`, `query` (a streaming one) or `executor`."""
     event: str
-    """`start` or `end`; of an application also `lost`; of a query `progress`; of an executor `added` or `removed`."""
+    """`start`, `end` or `lost`; of an application also `resumed`; of a query `progress`; of an executor `added` or
+    `removed`.
+    """
     id: str
     """Of what it happened to: application id, job id, `stage.attempt`, SQL execution id, query id, executor id."""
     occurrence: str
@@ -86,8 +103,7 @@ class JobEvent(Struct, frozen=True, kw_only=True):
 
     def message_id(self, cluster: str) -> str:
         """What the event is: the same for everybody who hears of it, and on every repeat."""
-        application = f"{self.application.id}:{self.application.attempt}"
-        return f"spark:{cluster}:{application}:{self.kind}.{self.event}:{self.occurrence}"
+        return f"{self.application.message_ids(cluster)}{self.kind}.{self.event}:{self.occurrence}"
 
 
 def cluster_of(config: Config) -> str:
@@ -117,18 +133,59 @@ def decode(line: bytes | str, application: Application) -> JobEvent | None:
     )
 
 
-def lost(application: Application, *, heard: float) -> JobEvent:
+class Begun(Struct, frozen=True):
+    """A job, a stage, an SQL execution or a streaming query of an application."""
+
+    kind: str
+    id: str
+    occurrence: str
+
+
+class Unfinished:
+    """What has begun in an application and not ended, by the events that are published, in their order."""
+
+    def __init__(self, application: Application, cluster: str) -> None:
+        self._ids = application.message_ids(cluster)
+        self._begun: dict[tuple[str, str], Begun] = {}
+
+    def add(self, message_id: str, identifier: Mapping[str, str]) -> None:
+        """One more of the events, which may be of another attempt."""
+        if not message_id.startswith(self._ids):
+            return
+        _, _, occurrence = message_id.removeprefix(self._ids).partition(":")
+        kind, event = identifier["kind"], identifier["event"]
+        if event == "start" and kind != "application":
+            self._begun[kind, occurrence] = Begun(kind, identifier["id"], occurrence)
+        elif event == "end":
+            self._begun.pop((kind, occurrence), None)
+
+    def __iter__(self) -> Iterator[Begun]:
+        return iter(self._begun.values())
+
+
+def lost(application: Application, begun: Begun | None = None, *, heard: float) -> JobEvent:
     """The event that Spark cannot write: nothing was heard of the application since `heard`, seconds since 1970.
 
-    That its driver is gone is a guess. One that was only idle goes on writing, and may be lost again.
+    It is of the application, or of what had begun in it. That the driver is gone is a guess. One that was only idle
+    goes on writing (`resumed`), and may be lost again.
     """
+    return _of_loss(application, begun, "lost", heard)
+
+
+def resumed(application: Application, *, heard: float) -> JobEvent:
+    """The event that an application goes on which was called lost; it was silent from `heard` on."""
+    return _of_loss(application, None, "resumed", heard)
+
+
+def _of_loss(application: Application, begun: Begun | None, event: str, heard: float) -> JobEvent:
+    begun = begun or Begun("application", application.id, application.id)
     milliseconds = int(heard * 1000)
     return JobEvent(
         application=application,
-        kind="application",
-        event="lost",
-        id=application.id,
-        occurrence=f"{application.id}/{milliseconds}",
+        kind=begun.kind,
+        event=event,
+        id=begun.id,
+        occurrence=f"{begun.occurrence}/{milliseconds}",
         payload={"last_heard": milliseconds},
     )
 

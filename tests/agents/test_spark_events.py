@@ -49,8 +49,7 @@ class SparkLog:
         for job in range(self._jobs, self._jobs + count):
             self.write("SparkListenerJobStart", **{"Job ID": job, "Submission Time": 1, "Stage Infos": []})
             self.write("SparkListenerTaskEnd")
-            result = {"Result": "JobSucceeded"}
-            self.write("SparkListenerJobEnd", **{"Job ID": job, "Completion Time": 2, "Job Result": result})
+            self.write("SparkListenerJobEnd", **{"Job ID": job, "Completion Time": 2, "Job Result": SUCCEEDED})
         self._jobs += count
 
     def end(self) -> None:
@@ -199,6 +198,10 @@ class Story:
     def _count(self, event: Event) -> None:
         if isinstance(event, Published):
             self.outcomes[event.outcome] += 1
+
+
+SUCCEEDED = {"Result": "JobSucceeded"}
+STAGE = {"Stage ID": 3, "Stage Attempt ID": 0, "Stage Name": "count", "Number of Tasks": 2}
 
 
 def job_start(job: int) -> str:
@@ -531,11 +534,40 @@ async def test_an_application_that_falls_silent_is_lost_once_and_may_come_back(s
     assert await story.stored() == [*log.facts, lost]
     log.jobs(1)
     async with story.following():
-        await story.arrived(6)
-        log.silent_for(5000)
         await story.arrived(7)
-    assert (await story.stored())[4:] == ["job.start 1", "job.end 1", lost]
-    assert story.outcomes == {"stored": 7}
+        log.silent_for(5000)
+        await story.arrived(8)
+    assert (await story.stored())[4:] == ["application.resumed local-1", "job.start 1", "job.end 1", lost]
+    assert story.outcomes == {"stored": 8}
+
+
+@pytest.mark.parametrize("backend", ["jetstream"], indirect=True)
+async def test_what_a_lost_application_had_begun_is_lost_with_it(story: Story) -> None:
+    log = story.log()
+    log.jobs(1)
+    log.write_line(job_start(7))
+    log.write("SparkListenerStageSubmitted", **{"Stage Info": STAGE})
+    query = {"id": "q", "runId": "r", "timestamp": "2026-11-21T00:00:00Z", "name": "copy"}
+    log.write("org.apache.spark.sql.streaming.StreamingQueryListener$QueryStartedEvent", **query)
+    log.silent_for(4000)
+    lost = ["job.lost 7", "stage.lost 3.0", "query.lost q", "application.lost local-1"]
+    for _ in range(2):
+        async with story.following():
+            await story.arrived(10)
+    assert (await story.stored())[6:] == lost
+    log.write("SparkListenerTaskEnd")
+    async with story.following():
+        await story.arrived(11)
+    async with story.following():
+        log.write(
+            "SparkListenerJobEnd", **{"Job ID": 7, "Completion Time": 2, "Job Result": {"Result": "JobSucceeded"}}
+        )
+        await story.arrived(12)
+        log.silent_for(5000)
+        await story.arrived(15)
+    again = ["application.resumed local-1", "job.end 7", "stage.lost 3.0", "query.lost q", "application.lost local-1"]
+    assert (await story.stored())[10:] == again
+    assert story.outcomes == {"stored": 15}
 
 
 async def test_killed_after_publishing_a_loss_and_before_storing_so_it_is_not_lost_twice(story: Story) -> None:

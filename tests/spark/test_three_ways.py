@@ -107,7 +107,8 @@ async def test_counts_agree_three_ways(
         async with app:
             published = await facts_in(app, application)
         if application == killed:
-            assert published.pop("application.lost") == 1
+            lost = {kind: published.pop(f"{kind}.lost", 0) for kind in ("application", "job", "stage", "sql", "query")}
+            assert lost == {kind: logged[f"{kind}.start"] - logged[f"{kind}.end"] for kind in lost}
         assert published == logged, "what is published is what is logged"
         spark_says = await ask(history, application)
         assert spark_says == {key: logged[key] for key in ("job.start", "job.end", "job.end failed", "sql.start")}
