@@ -46,7 +46,7 @@ from aviso_workers.errors import (
     UnavailableError,
     UnknownEventTypeError,
 )
-from aviso_workers.spark import event_log, job_events
+from aviso_workers.spark import event_log, job_events, log_directories
 from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
 from aviso_workers.spark.job_events import Application, JobEvent
 
@@ -79,13 +79,17 @@ class SparkEvents(Struct, frozen=True, kw_only=True):
     """Settings, in the configuration under `workers.agents.spark-events`."""
 
     event_log_dirs: Annotated[tuple[str, ...], Meta(min_length=1)]
-    """What `spark.eventLog.dir` names, as paths on this machine. They need not exist yet."""
+    """What `spark.eventLog.dir` names, as paths on this machine or `file:` URLs. They need not exist yet."""
     cluster: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]+$")] = "local"
     """Part of every identifier and id: two clusters may give one application id."""
     poll_seconds: Annotated[float, Meta(gt=0)] = 0.05
     """The wait between two looks at the logs."""
     lost_after_seconds: Annotated[float, Meta(ge=0)] = 3600
     """An application is lost when its log is open and has not grown for so long; 0: never."""
+
+    def __post_init__(self) -> None:
+        for directory in self.event_log_dirs:
+            log_directories.local_path(directory)
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
@@ -389,7 +393,7 @@ def _find_all(directories: tuple[str, ...]) -> tuple[set[str], set[str]]:
     missing: set[str] = set()
     for directory in directories:
         try:
-            paths.update(event_log.find(directory))
+            paths.update(event_log.find(log_directories.local_path(directory)))
         except OSError:
             missing.add(directory)
     return paths, missing

@@ -650,6 +650,15 @@ async def test_a_directory_that_is_missing_is_waited_for(story: Story, told: Tol
     ]
 
 
+async def test_a_directory_is_named_by_a_url_as_spark_names_it(make_app: Callable[..., App], directory: Path) -> None:
+    log = SparkLog(directory, "local-1")
+    async with make_app(event_log_dirs=[directory.as_uri()]) as app:
+        story = Story(app, directory, Positions(await app.key_value(spark_events.BUCKET)))
+        async with story.following():
+            await story.arrived(1)
+        assert await story.stored() == log.facts
+
+
 async def test_files_that_cannot_be_read_are_told_once_and_stop_nobody(story: Story, told: Told) -> None:
     log = story.log()
     (story.directory / "notes.txt").write_text("Dear all,")
@@ -731,6 +740,7 @@ async def test_a_log_that_is_removed_is_forgotten(story: Story) -> None:
     ("settings", "problem"),
     [
         ({"event_log_dirs": []}, "event_log_dirs"),
+        ({"event_log_dirs": ["/logs", "dbfs:/logs"]}, "dbfs:/logs: event logs cannot be read there: mount"),
         ({"cluster": "my cluster"}, "cluster"),
         ({"poll_seconds": 0}, "poll_seconds"),
         ({"lost_after_seconds": -1}, "lost_after_seconds"),
