@@ -15,11 +15,9 @@ from contextlib import suppress
 import anyio
 import structlog
 from anyio.abc import TaskStatus
-from msgspec import structs
 
 from aviso_workers import logs
 from aviso_workers.app import App
-from aviso_workers.config import Config
 from aviso_workers.errors import BackendError, ConfigError, ResourceError
 from aviso_workers.events import (
     AgentDisturbed,
@@ -74,7 +72,8 @@ async def serve(app: App, *, status_port: int | None = None, member: Member | No
     """
     if mistakes := app.mistakes():
         raise ConfigError(mistakes)
-    app.configure(_waiting_for_servers(app.config))
+    # Aviso's defaults are meant for a process that somebody watches: a worker waits for its servers without end.
+    app.configure(app.config.with_defaults(retry_attempts=sys.maxsize, max_reconnect_attempts=0))
     settings = app.config.workers
     logs.configure(settings.logging)
     if member is not None:
@@ -111,20 +110,6 @@ async def serve(app: App, *, status_port: int | None = None, member: Member | No
             member.announce(status.url)
         await _work(app, readiness, metrics, failures, status_url=status.url, member=member)
     log.info("worker.stopped", app=app.name)
-
-
-def _waiting_for_servers(config: Config) -> Config:
-    """The configuration by which a worker waits for its servers without end, unless a file or the environment says how
-    often it may try. Aviso's defaults are meant for a process that somebody watches.
-    """
-    without_end = {
-        key: value
-        for key, value in {"retry_attempts": sys.maxsize, "max_reconnect_attempts": 0}.items()
-        if f"notification_backend.jetstream.{key}" not in config.origins
-    }
-    backend = config.notification_backend
-    patient = structs.replace(backend.jetstream, **without_end)
-    return structs.replace(config, notification_backend=structs.replace(backend, jetstream=patient))
 
 
 async def _work(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct, field, structs
 
 from aviso_workers.config.declared_streams import DeclaredStream
 from aviso_workers.config.fields import Count, Port, Positive, Seconds, Text, about
@@ -229,3 +229,13 @@ class Config(Document, frozen=True, kw_only=True):
     """What is no mistake but looks like one, a sentence each."""
     origins: dict[str, str] = {}
     """Per key path that was set: the file and line, or the environment variable. All else is a default."""
+
+    def with_defaults(self, **jetstream: Any) -> Config:
+        """Return the configuration with other defaults of `notification_backend.jetstream`.
+
+        Where a file or the environment says something else, that stays.
+        """
+        unset = {key: v for key, v in jetstream.items() if f"notification_backend.jetstream.{key}" not in self.origins}
+        backend = self.notification_backend
+        changed = structs.replace(backend, jetstream=structs.replace(backend.jetstream, **unset))
+        return structs.replace(self, notification_backend=changed)

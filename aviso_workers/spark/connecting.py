@@ -69,8 +69,9 @@ async def _opened(settings: Config) -> AsyncIterator[Backend]:
 def load_config(path: str | None) -> Config:
     """The configuration as this process sees it: a file here, or one that was given to spark-submit with `--files`.
 
-    It is read once, until its file changes: Spark uses a process for many tasks, some of a tenth of a second. Raises
-    `ConfigError`.
+    It is read once, until its file changes: Spark uses a process for many tasks, some of a tenth of a second. Unless it
+    says how often, a lost connection is tried again without end: how long a row may take, and how long a reading waits,
+    are what ends a task. Raises `ConfigError`.
     """
     named = path or os.environ.get(WORKERS_FILE)
     if named is not None and not exists(named) and exists(brought := SparkFiles.get(named)):
@@ -80,4 +81,4 @@ def load_config(path: str | None) -> Config:
 
 @lru_cache(maxsize=1)
 def _load(path: str | None, changed_ns: int) -> Config:
-    return config.load(path)
+    return config.load(path).with_defaults(max_reconnect_attempts=0)

@@ -1,0 +1,59 @@
+"""The connection of Spark's tasks outlives its server, however it is configured."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from aviso_workers import Notify
+from aviso_workers.server import NatsServer
+from aviso_workers.spark import writing
+from aviso_workers.spark.connecting import connected, load_config
+from tests.waits import PATIENCE_SECONDS
+
+DEFAULT_ATTEMPTS = 5
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> NatsServer:
+    return NatsServer.start(store_dir=tmp_path / "jetstream")
+
+
+@pytest.fixture
+def config(server: NatsServer, tmp_path: Path) -> str:
+    jetstream = {"nats_url": server.url, "reconnect_delay_ms": 20, "publish_deadline_seconds": 5}
+    document = {
+        "notification_backend": {"kind": "jetstream", "jetstream": jetstream},
+        "notification_schema": {
+            "mars": {
+                "topic": {"base": "mars", "key_order": ["step"]},
+                "identifier": {"step": {"type": "IntHandler", "required": True}},
+            }
+        },
+    }
+    path = tmp_path / "aviso.yaml"
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+def test_a_task_writes_on_when_its_server_was_away_for_more_than_the_default_attempts(server: NatsServer, config: str):
+    settings = load_config(config)
+    with connected(settings) as connection:
+        publisher = writing._publisher(connection.backend, settings)
+        assert connection.call(publisher.notify, Notify("mars", {"step": 1})).sequence == 1
+
+        server.kill()
+        refuse(server.port, 2 * DEFAULT_ATTEMPTS)
+        with NatsServer.start(store_dir=server.store_dir, port=server.port):
+            assert connection.call(publisher.notify, Notify("mars", {"step": 2})).sequence == 2
+
+
+def refuse(port: int, times: int) -> None:
+    """Hang up on those who connect."""
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        listener.settimeout(PATIENCE_SECONDS)
+        for _ in range(times):
+            listener.accept()[0].close()
