@@ -144,7 +144,7 @@ async def publish(config: Path, first: int, end: int) -> set[int]:
     """Publish the notifications from one number to before another one; returns their numbers."""
     async with App(APP, config=config) as publisher:
         stored = await publisher.notify_many(
-            Notify(EVENT, {"lane": number % LANES, "number": number}, _body(number)) for number in range(first, end)
+            Notify(EVENT, {"lane": number % LANES, "number": number}, body_of(number)) for number in range(first, end)
         )
     assert stored == end - first
     return set(range(first, end))
@@ -157,7 +157,7 @@ async def creating(site: Site, count: int) -> Attempt:
 
     async def counted() -> Counts:
         found = [backups.load(place) for place in backups.places(to)]
-        return _worst([_compared(_numbers_in(each), published) for each in found]) if found else Counts(lost=count)
+        return _worst([compared(_numbers_in(each), published) for each in found]) if found else Counts(lost=count)
 
     return Attempt(command=command, repeated=command, count=counted)
 
@@ -171,8 +171,8 @@ async def creating_increments(site: Site, count: int) -> Attempt:
 
     async def counted() -> Counts:
         found = [backups.load(place) for place in backups.places(to)]
-        made = [_compared(_numbers_in(each), published) for each in found if each.directory != full.directory]
-        return _worst([_compared(_numbers_in(full), old), *(made or [Counts(lost=len(published))])])
+        made = [compared(_numbers_in(each), published) for each in found if each.directory != full.directory]
+        return _worst([compared(_numbers_in(full), old), *(made or [Counts(lost=len(published))])])
 
     return Attempt(command=command, repeated=command, count=counted)
 
@@ -185,7 +185,7 @@ async def restoring(site: Site, count: int) -> Attempt:
     command = ("backup", "restore", made.directory, "--config", site.config)
 
     async def counted() -> Counts:
-        return _compared(await _numbers_of(site.client, STREAM), published)
+        return compared(await numbers_of(site.client, STREAM), published)
 
     return Attempt(command=command, repeated=command, count=counted)
 
@@ -204,7 +204,7 @@ async def restoring_set(site: Site, count: int) -> Attempt:
 
     async def counted() -> Counts:
         try:
-            found = _compared(await _numbers_of(site.client, STREAM), published)
+            found = compared(await numbers_of(site.client, STREAM), published)
             await backend.stream_info(f"KV_{APP}__table")  # who opens a bucket that is missing makes it
         except NotFoundError:
             return Counts(lost=count + KEYS)
@@ -228,10 +228,10 @@ async def promoting(site: Site, count: int) -> Attempt:
 
     async def counted() -> Counts:
         backend = site.client.session.backend
-        again = Message(subject=f"{EVENT}.{count % LANES}.{count}", data=json.dumps(_body(count)).encode())
+        again = Message(subject=f"{EVENT}.{count % LANES}.{count}", data=json.dumps(body_of(count)).encode())
         with suppress(BackendError):  # then it is missing
             await backend.publish(again, message_id="after the promotion", stream=MIRROR, timeout_seconds=5.0)
-        promoted = _compared(await _numbers_of(site.client, MIRROR), published | {count})
+        promoted = compared(await numbers_of(site.client, MIRROR), published | {count})
         configs = [(await backend.stream_info(name)).config for name in (STREAM, MIRROR)]
         takers = sum(f"{EVENT}.>" in (config.get("subjects") or ()) for config in configs)
         return Counts(lost=promoted.lost + (takers == 0), doubled=promoted.doubled + (takers == 2))
@@ -248,7 +248,7 @@ async def erasing(site: Site, count: int) -> Attempt:
         return ("erase", EVENT, f"lane={REMOVED}", "--yes", "--audit", record, "--config", site.config)
 
     async def counted() -> Counts:
-        return _compared(await _numbers_of(site.client, STREAM), published, removed=REMOVED)
+        return compared(await numbers_of(site.client, STREAM), published, removed=REMOVED)
 
     return Attempt(command=command(), repeated=command(), count=counted)
 
@@ -266,7 +266,7 @@ async def cleansing(site: Site, count: int) -> Attempt:
 
     async def counted() -> Counts:
         counts = _worst(
-            [_compared(_numbers_in(backups.load(place)), of_each[place], removed=REMOVED) for place in of_each]
+            [compared(_numbers_in(backups.load(place)), of_each[place], removed=REMOVED) for place in of_each]
         )
         beside = len(list((to / STREAM).iterdir())) - len(of_each)
         return Counts(lost=counts.lost, doubled=counts.doubled, left=counts.left + beside)
@@ -285,7 +285,7 @@ async def copying(site: Site, count: int) -> Attempt:
 
     async def counted() -> Counts:
         async with App(APP, config=site.other_config) as target:
-            return _compared(await _numbers_of(target, STREAM), published)
+            return compared(await numbers_of(target, STREAM), published)
 
     return Attempt(command=command, repeated=command, count=counted)
 
@@ -319,9 +319,9 @@ async def rotating_key(site: Site, count: int) -> Attempt:
             return Counts(lost=count)
         client = App(APP, config=write_config(directory / "client.yaml", url, replicas=site.replicas))
         async with connected(client):
-            found = await _numbers_of(client, STREAM)
+            found = await numbers_of(client, STREAM)
         await to_thread.run_sync(servers.stop, directory)
-        return _compared(found, published)
+        return compared(found, published)
 
     return Attempt(command=command, repeated=command, count=counted)
 
@@ -388,7 +388,7 @@ async def _counted(attempt: Attempt) -> Counts:
     return await attempt.count()
 
 
-async def _numbers_of(client: App, stream: str) -> Counter[int]:
+async def numbers_of(client: App, stream: str) -> Counter[int]:
     """How often each number is in a stream, whole."""
     found = Counter[int]()
     backend = client.session.backend
@@ -406,7 +406,7 @@ def _numbers_in(backup: Backup) -> Counter[int]:
         return Counter(number for number in found if number is not None)
 
 
-def _compared(found: Counter[int], published: set[int], *, removed: int | None = None) -> Counts:
+def compared(found: Counter[int], published: set[int], *, removed: int | None = None) -> Counts:
     kept = {number for number in published if number % LANES != removed}
     return Counts(
         lost=len(kept - found.keys()),
@@ -423,14 +423,14 @@ def _worst(counts: Sequence[Counts]) -> Counts:
     )
 
 
-def _body(number: int) -> str:
+def body_of(number: int) -> str:
     return hashlib.sha256(str(number).encode()).hexdigest() * 4
 
 
 def _number(subject: str, data: bytes) -> int | None:
     """The number of a notification that is as it was published; None of another message."""
     number = int(subject.rpartition(".")[2])
-    return number if _body(number).encode() in data else None
+    return number if body_of(number).encode() in data else None
 
 
 def write_config(path: Path, url: str, *, replicas: int) -> Path:

@@ -142,30 +142,39 @@ def test_what_an_executor_was_writing_when_it_was_killed_is_stored_once(place: P
 def test_what_an_executor_was_copying_for_a_streaming_query_when_it_was_killed_is_stored_once(place: Place):
     place.write(notifications(place))
     halt = Halt(place, after_rows=COUNT // 4)
-    copied = halt.first_task_of(place.read_stream(startingOffsets="earliest", numPartitions=2))
-    writer = copied.select("identifier", "payload").writeStream.format("aviso").trigger(availableNow=True)
-    writer = writer.options(config=str(place.config), event="copy", checkpointLocation=str(place.directory / "offsets"))
 
     with halt.killing(once=lambda: COUNT // 2 < stored(place, "COPY") < COUNT):
-        assert writer.start().awaitTermination(PATIENCE_SECONDS)
+        copy(place, halt)
 
     assert sorted(int(copy.identifier["step"]) for copy in place.stored("copy")) == list(range(COUNT))
 
 
-def test_what_speculation_writes_a_second_time_is_stored_once(speculating: Place):  # the last here: see its place
-    halt = Halt(speculating, after_rows=COUNT // 4)
+def test_what_speculation_does_a_second_time_is_stored_once(speculating: Place):  # the last here: see its place
+    for event in ("mars", "copy"):
+        halt = Halt(speculating, after_rows=COUNT // 4, name=event)
 
-    speculating.write(halt.first_task_of(notifications(speculating)))
+        if event == "mars":
+            speculating.write(halt.first_task_of(notifications(speculating)))
+        else:
+            copy(speculating, halt)
 
-    assert halt.stopped
-    assert sorted(int(notification.identifier["step"]) for notification in speculating.stored()) == list(range(COUNT))
+        assert halt.stopped
+        assert sorted(int(each.identifier["step"]) for each in speculating.stored(event)) == list(range(COUNT))
+
+
+def copy(place: Place, halt: Halt) -> None:
+    """Copy all notifications by a streaming query, of which the first task stops."""
+    copied = halt.first_task_of(place.read_stream(startingOffsets="earliest", numPartitions=2))
+    writer = copied.select("identifier", "payload").writeStream.format("aviso").trigger(availableNow=True)
+    writer = writer.options(config=str(place.config), event="copy", checkpointLocation=str(place.directory / "offsets"))
+    assert writer.start().awaitTermination(PATIENCE_SECONDS)
 
 
 class Halt:
     """Stops the first task of a query, at its first attempt, in the middle of its rows."""
 
-    def __init__(self, place: Place, *, after_rows: int) -> None:
-        self._told = place.directory / "halted"
+    def __init__(self, place: Place, *, after_rows: int, name: str = "query") -> None:
+        self._told = place.directory / f"halted-{name}"
         self._after_rows = after_rows
 
     @property
