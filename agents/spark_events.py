@@ -46,9 +46,10 @@ from aviso_workers.errors import (
     UnavailableError,
     UnknownEventTypeError,
 )
-from aviso_workers.spark import event_log, job_events, log_directories
+from aviso_workers.spark import job_events, log_directories
 from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
 from aviso_workers.spark.job_events import Application, JobEvent
+from aviso_workers.spark.log_directories import LogDirectories
 
 __all__ = ["SparkEvents", "router", "tail"]
 
@@ -79,7 +80,8 @@ class SparkEvents(Struct, frozen=True, kw_only=True):
     """Settings, in the configuration under `workers.agents.spark-events`."""
 
     event_log_dirs: Annotated[tuple[str, ...], Meta(min_length=1)]
-    """What `spark.eventLog.dir` names, as paths on this machine or `file:` URLs. They need not exist yet."""
+    """What `spark.eventLog.dir` names: paths on this machine, or URLs of `file:`, `s3:`, `s3a:`, `gs:` or `hdfs:`. They
+    need not exist yet. Credentials do not stand here: the provider's own environment or profile has them."""
     cluster: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]+$")] = "local"
     """Part of every identifier and id: two clusters may give one application id."""
     poll_seconds: Annotated[float, Meta(gt=0)] = 0.05
@@ -89,7 +91,7 @@ class SparkEvents(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for directory in self.event_log_dirs:
-            log_directories.local_path(directory)
+            log_directories.check(directory)
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
@@ -147,7 +149,8 @@ class _Tail:
     def __init__(self, app: App, settings: SparkEvents, checkpoints: KeyValue, server: _Server) -> None:
         self._settings = settings
         self._server = server
-        self._new = partial(_Application, app=app, settings=settings, checkpoints=checkpoints)
+        self._logs = LogDirectories(settings.event_log_dirs)
+        self._new = partial(_Application, app=app, settings=settings, checkpoints=checkpoints, logs=self._logs)
         self._slots = anyio.CapacityLimiter(AT_ONCE)
         self._followed: dict[str, _Application] = {}
         self._finished: dict[str, EventLog] = {}
@@ -178,12 +181,13 @@ class _Tail:
 
     async def _search(self) -> None:
         """Take in the applications that are new, and forget those whose log is gone."""
-        paths, missing = await anyio.to_thread.run_sync(_find_all, self._settings.event_log_dirs)
-        for directory in sorted(missing - self._missing):
-            log.warning("spark_events.directory_missing", directory=directory, then="waiting for it")
-        for directory in sorted(self._missing - missing):
+        paths, problems = await anyio.to_thread.run_sync(self._logs.find)
+        for directory in sorted(problems.keys() - self._missing):
+            problem = problems[directory]
+            log.warning("spark_events.directory_missing", directory=directory, problem=problem, then="waiting for it")
+        for directory in sorted(self._missing - problems.keys()):
             log.info("spark_events.directory_found", directory=directory)
-        self._missing = missing
+        self._missing = set(problems)
         self._finished = {path: known for path, known in self._finished.items() if path in paths}
         await self._take_up_finished()
         for path in [path for path, known in self._followed.items() if path not in paths and not known.busy]:
@@ -197,19 +201,19 @@ class _Tail:
             return
         self._finished_at = anyio.current_time()
         asked: list[tuple[str, EventLog | None]] = [(path, None) for path in self._finished]
-        for (path, _), found in zip(asked, await anyio.to_thread.run_sync(_look_at_all, asked), strict=True):
+        for (path, _), found in zip(asked, await anyio.to_thread.run_sync(self._look_at_all, asked), strict=True):
             if found != self._finished[path]:
                 del self._finished[path]
 
     async def _grown(self, *, thoroughly: bool) -> list[tuple[_Application, EventLog]]:
         """The applications whose log is not as it was published; unless thoroughly, of those that are awake."""
-        awake_since = 0.0 if thoroughly else anyio.current_time() - REST_SECONDS
+        awake_since = -math.inf if thoroughly else anyio.current_time() - REST_SECONDS
         asked = [each for each in self._followed.values() if not each.busy and each.grew_at >= awake_since]
         if not asked:
             return []
         known = [(each.path, None if thoroughly else each.published) for each in asked]
         grown = []
-        for application, found in zip(asked, await anyio.to_thread.run_sync(_look_at_all, known), strict=True):
+        for application, found in zip(asked, await anyio.to_thread.run_sync(self._look_at_all, known), strict=True):
             if isinstance(found, OSError):
                 application.report(str(found))
             elif found is not None and found == application.published and _finished(found):
@@ -218,6 +222,9 @@ class _Tail:
             elif found is not None and (found != application.published or application.overdue(found)):
                 grown.append((application, found))
         return grown
+
+    def _look_at_all(self, known: list[tuple[str, EventLog | None]]) -> list[EventLog | OSError | None]:
+        return [self._logs.look(path, log) for path, log in known]
 
     async def _publish(self, application: _Application, grown: EventLog) -> None:
         try:
@@ -242,7 +249,9 @@ class _Tail:
 class _Application:
     """One application: how far its log is published, and the next part of it."""
 
-    def __init__(self, path: str, *, app: App, settings: SparkEvents, checkpoints: KeyValue) -> None:
+    def __init__(
+        self, path: str, *, app: App, settings: SparkEvents, checkpoints: KeyValue, logs: LogDirectories
+    ) -> None:
         self.path = path
         self.busy = False
         self.grew_at = anyio.current_time()
@@ -251,6 +260,7 @@ class _Application:
         self._app = app
         self._settings = settings
         self._checkpoints = checkpoints
+        self._open_file = partial(logs.open, log=path)
         self._stored = Checkpoint()
         self._reader: EventLogReader[JobEvent] | None = None
         self._held: Set[str] = frozenset()
@@ -295,9 +305,11 @@ class _Application:
             try:
                 await self._publish(grown)
             except FileNotFoundError:
+                self._wait_for_search()
                 return  # Renamed or removed since it was looked at: the next look tells.
             except OSError as error:
                 self.report(str(error))
+                self._wait_for_search()
                 return
             except (BackendError, UnknownEventTypeError):
                 raise  # It is the same for all applications.
@@ -305,6 +317,10 @@ class _Application:
                 # It is looked at again when the log grows, and after a restart. Other applications go on.
                 self.report(f"given up: {type(error).__name__}: {error}")
         self.published, self.grew_at = grown, anyio.current_time()
+
+    def _wait_for_search(self) -> None:
+        """Do not look again before the next search: what cannot be read now would be asked for many times a second."""
+        self.grew_at = -math.inf
 
     async def _publish(self, grown: EventLog) -> None:
         reader = self._reader = self._reader or await self._resume(grown)
@@ -349,7 +365,7 @@ class _Application:
         except msgspec.DecodeError as error:
             self.report(f"read from its beginning, as what is stored of it is no checkpoint: {error}")
         decode = partial(job_events.decode, application=Application.of_log(grown.name))
-        return EventLogReader(decode, self._stored.position)
+        return EventLogReader(decode, self._stored.position, open_file=self._open_file)
 
     async def _store(self, grown: EventLog, checkpoint: Checkpoint) -> None:
         await self._checkpoints.put(self._key(grown), msgspec.json.encode(checkpoint))
@@ -387,32 +403,9 @@ class _Application:
             log.error("spark_events.refused", event_id=message_id, path=self.path, problem=str(error))
 
 
-def _find_all(directories: tuple[str, ...]) -> tuple[set[str], set[str]]:
-    """The paths of all event logs, and the directories that cannot be listed."""
-    paths: set[str] = set()
-    missing: set[str] = set()
-    for directory in directories:
-        try:
-            paths.update(event_log.find(log_directories.local_path(directory)))
-        except OSError:
-            missing.add(directory)
-    return paths, missing
-
-
 def _finished(published: EventLog) -> bool:
     """Whether nothing more is expected. Spark has closed it, but a program that copies logs may still be writing."""
     return published.complete and time.time() - published.modified > REST_SECONDS
-
-
-def _look_at_all(known: list[tuple[str, EventLog | None]]) -> list[EventLog | OSError | None]:
-    return [_look(path, log) for path, log in known]
-
-
-def _look(path: str, known: EventLog | None) -> EventLog | OSError | None:
-    try:
-        return known if known is not None and event_log.rests(known) else event_log.look(path)
-    except OSError as error:
-        return error
 
 
 def _key(cluster: str, name: str) -> str:

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, Protocol, TypeVar
 
 from msgspec import Struct, structs
 
@@ -38,7 +38,22 @@ except ImportError as error:
     cure = "reading Spark's event logs needs zstandard: pip install 'aviso-workers[spark]'"
     raise ImportError(cure) from error
 
-__all__ = ["Batch", "EventLog", "EventLogReader", "LogFile", "Position", "find", "look", "rests"]
+__all__ = [
+    "Batch",
+    "EventLog",
+    "EventLogReader",
+    "ListedFile",
+    "LogFile",
+    "OpenFile",
+    "Position",
+    "find",
+    "is_rolling",
+    "look",
+    "may_be_log",
+    "rests",
+    "rolling_log",
+    "single_log",
+]
 
 T = TypeVar("T")
 
@@ -80,6 +95,26 @@ class LogFile(Struct, frozen=True, kw_only=True):
     def place(self) -> tuple[int, bool]:
         """In the order of reading: what is compacted comes after what it was made of."""
         return (self.index, self.compacted)
+
+
+class ListedFile(Struct, frozen=True, kw_only=True):
+    """A file as the listing of a directory shows it."""
+
+    path: str
+    size: int
+    modified: float
+    """Seconds since 1970."""
+
+
+class OpenFile(Protocol):
+    """What a log is read from."""
+
+    def read(self, size: int, /) -> bytes | None:
+        """Up to so many bytes, none where the file has no more."""
+
+    def seek(self, offset: int, /) -> int: ...
+
+    def close(self) -> None: ...
 
 
 class EventLog(Struct, frozen=True, kw_only=True):
@@ -145,24 +180,30 @@ class Batch(Struct, Generic[T], frozen=True, kw_only=True):
 
 
 def find(directory: str) -> list[str]:
-    """The paths of what may be event logs, without `.inprogress`. Raises `OSError`."""
+    """The paths of what may be event logs in a directory of this machine, without `.inprogress`. Raises `OSError`."""
     with os.scandir(directory) as entries:
-        return [entry.path.removesuffix(IN_PROGRESS) for entry in entries if _may_be_log(entry)]
+        return [
+            entry.path.removesuffix(IN_PROGRESS)
+            for entry in entries
+            if may_be_log(entry.name) and (is_rolling(entry.name) or entry.is_file())
+        ]
 
 
-def _may_be_log(entry: os.DirEntry[str]) -> bool:
+def may_be_log(name: str) -> bool:
+    """Whether a file or a directory of this name is of Spark's writing."""
     # Hadoop leaves a hidden checksum file beside each file that it writes. Spark writes no names but printable ones.
-    if entry.name.startswith(".") or not entry.name.isprintable():
-        return False
-    return entry.name.startswith(ROLLING) or entry.is_file()
+    return name.isprintable() and not name.startswith(".")
+
+
+def is_rolling(path: str) -> bool:
+    """Whether the log at a path is a directory of files, by its name."""
+    return os.path.basename(path).startswith(ROLLING)
 
 
 def look(path: str) -> EventLog | None:
     """The log at a path that `find` gave; None where it is gone. Raises `OSError`."""
     try:
-        if os.path.basename(path).startswith(ROLLING):
-            return _look_at_rolling(path)
-        return _look_at_single(path)
+        return _look_at_rolling(path) if is_rolling(path) else _look_at_single(path)
     except FileNotFoundError:
         return None
 
@@ -179,31 +220,53 @@ def _look_at_rolling(path: str) -> EventLog:
     # All names before any size: a file that they show to be closed then has its last size.
     with os.scandir(path) as listing:
         entries = list(listing)
-    files, complete, modified = [], False, 0.0
-    for entry in entries:
-        if match := ROLLED_FILE.fullmatch(entry.name):
-            found = entry.stat()
-            files.append(LogFile(path=entry.path, index=int(match[1]), size=found.st_size))
-            modified = max(modified, found.st_mtime)
-        elif entry.name.startswith(APP_STATUS):
-            # Where a rename is a copy, both are there for a moment.
-            complete = complete or not entry.name.endswith(IN_PROGRESS)
-            modified = max(modified, entry.stat().st_mtime)
-    first = max((file.place for file in files if file.compacted), default=(0, False))
-    files = sorted((file for file in files if file.place >= first), key=lambda file: file.place)
-    return EventLog(path=path, files=tuple(files), complete=complete, modified=modified)
+    return rolling_log(path, [_listed(entry.path) for entry in entries if _is_part(entry.name)])
+
+
+def _is_part(name: str) -> bool:
+    return ROLLED_FILE.fullmatch(name) is not None or name.startswith(APP_STATUS)
 
 
 def _look_at_single(path: str) -> EventLog:
     # In this order, because the one is renamed to the other.
     try:
-        current, complete = path + IN_PROGRESS, False
-        found = os.stat(current)
+        return single_log(path, _listed(path + IN_PROGRESS))
     except FileNotFoundError:
-        current, complete = path, True
-        found = os.stat(current)
-    file = LogFile(path=current, index=0, size=found.st_size)
-    return EventLog(path=path, files=(file,), complete=complete, modified=found.st_mtime)
+        return single_log(path, _listed(path))
+
+
+def _listed(path: str) -> ListedFile:
+    found = os.stat(path)
+    return ListedFile(path=path, size=found.st_size, modified=found.st_mtime)
+
+
+def rolling_log(path: str, listed: Iterable[ListedFile]) -> EventLog:
+    """The log of a directory with these files; what is not of Spark's writing is left out."""
+    files, complete, modified = [], False, 0.0
+    for file in listed:
+        name = os.path.basename(file.path)
+        if match := ROLLED_FILE.fullmatch(name):
+            files.append(LogFile(path=file.path, index=int(match[1]), size=file.size))
+        elif name.startswith(APP_STATUS):
+            # Where a rename is a copy, both are there for a moment.
+            complete = complete or not name.endswith(IN_PROGRESS)
+        else:
+            continue
+        modified = max(modified, file.modified)
+    first = max((file.place for file in files if file.compacted), default=(0, False))
+    files = sorted((file for file in files if file.place >= first), key=lambda file: file.place)
+    return EventLog(path=path, files=tuple(files), complete=complete, modified=modified)
+
+
+def single_log(path: str, listed: ListedFile) -> EventLog:
+    """The log at `path` that is this one file."""
+    file = LogFile(path=listed.path, index=0, size=listed.size)
+    complete = not listed.path.endswith(IN_PROGRESS)
+    return EventLog(path=path, files=(file,), complete=complete, modified=listed.modified)
+
+
+def _open_here(path: str) -> OpenFile:
+    return open(path, "rb", buffering=0)
 
 
 class EventLogReader(Generic[T]):
@@ -214,10 +277,17 @@ class EventLogReader(Generic[T]):
     middle of an event, is read on when it has grown.
     """
 
-    def __init__(self, decode: Callable[[bytes], T | None], position: Position) -> None:
+    def __init__(
+        self,
+        decode: Callable[[bytes], T | None],
+        position: Position,
+        *,
+        open_file: Callable[[str], OpenFile] = _open_here,
+    ) -> None:
         self.position = position
         """After the last event that `read` returned."""
         self._decode = decode
+        self._open_file = open_file
         self._reached = position
         self._lines: _Lines | None = None
         self._damaged: tuple[int, bool] | None = None
@@ -284,7 +354,9 @@ class EventLogReader(Generic[T]):
         if self._lines is None:
             if file.size == self._reached.size:
                 return 0
-            self._lines = _Lines(file, self._reached.offset)
+            self._lines = _Lines(file, self._open_file(file.path), self._reached.offset)
+        elif self._lines.path != file.path:
+            self._lines.go_on_in(file.path, self._open_file(file.path))
         lines, begin = self._lines, self._lines.decompressed
         bad, reason = 0, ""
         try:
@@ -326,11 +398,12 @@ class _TruncatedError(UndecodableError):
 class _Lines:
     """The lines of one open file, as it grows."""
 
-    def __init__(self, file: LogFile, start: int) -> None:
+    def __init__(self, file: LogFile, opened: OpenFile, start: int) -> None:
         self.size = 0
         """Bytes read."""
         self.decompressed = 0
-        self._file = open(file.path, "rb", buffering=0)  # noqa: SIM115, closed by close()
+        self.path = file.path
+        self._file = opened
         # A history server compresses as it is told itself, and keeps the name.
         zstd = self._file.read(len(ZSTD_MAGIC)) == ZSTD_MAGIC if file.compacted else file.codec == "zstd"
         self._file.seek(0)
@@ -353,10 +426,16 @@ class _Lines:
         """
         data = self._file.read(min(limit, PLAIN_CHUNK if self._frames is None else ZSTD_CHUNK))
         if not data:
-            raise OSError(f"{self._file.name} shrank while it was read: it is read again")
+            raise OSError(f"{self.path} shrank while it was read: it is read again")
         self.size += len(data)
         for piece in [data] if self._frames is None else self._frames.decompress(data):
             yield from self._split(piece)
+
+    def go_on_in(self, path: str, opened: OpenFile) -> None:
+        """The file has another name now."""
+        self._file.close()
+        self.path, self._file = path, opened
+        self._file.seek(self.size)
 
     def check_end(self) -> None:
         """Raises `_TruncatedError` where the file cannot end here."""

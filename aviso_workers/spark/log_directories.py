@@ -1,36 +1,241 @@
-"""Directories of event logs, as `spark.eventLog.dir` names them: which can be read from here, and by which path.
+"""The directories of event logs, as `spark.eventLog.dir` names them: on this machine, in an object store or on HDFS.
 
-Called by the agent that tails event logs.
+Called by the agent that tails event logs, from worker threads: everything here blocks.
+
+A directory of this machine is looked at file by file, as often as the agent likes. Of one that is elsewhere all files
+are listed at once, which is one request for a thousand objects however many applications there are, and no sooner again
+than after `LISTING_SECONDS`, or after twenty times as long as the listing took. In between the last listing answers.
+Files are read by ranges, from where the reader is.
+
+Elsewhere is reached with Arrow's file systems, which find credentials, profiles and endpoints by the provider's own
+means. A URL that carries credentials is refused, so that none can be in the configuration or in a log.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["local_path"]
+from aviso_workers.spark import event_log
+from aviso_workers.spark.event_log import EventLog, ListedFile, OpenFile
+
+__all__ = ["LogDirectories", "check"]
+
+SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "hdfs": "hdfs"}
+"""What Arrow calls the file systems of URLs that can be read."""
+PARAMETERS = {"gs": "?retry_limit_seconds=30"}
+"""What is set of a file system: Google's client otherwise goes on trying for 15 minutes, and holds up a shutdown."""
+LISTING_SECONDS = 10.0
+LISTING_SHARE = 20
+"""So many times as long as a listing took is waited at least: the directory of a long history is listed rarely."""
+READ_AHEAD = 1 << 20
+"""Bytes of one request."""
 
 
-def local_path(name: str) -> str:
-    """Return the path on this machine of a directory that is named by a path or a `file:` URL.
+def check(name: str) -> None:
+    """Raises `ValueError` where event logs cannot be read from a directory of that name, with what to do instead."""
+    _directory(name)
 
-    Raises `ValueError` for any other URL, with what to do instead.
-    """
+
+class LogDirectories:
+    """All the directories that are followed."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._directories = [_directory(name) for name in names]
+        self._of: dict[str, _Directory] = {}
+        """By path of a log, where it was found."""
+
+    def find(self) -> tuple[set[str], dict[str, str]]:
+        """The paths of all event logs, and why a directory cannot be listed, by the directory's name."""
+        found: dict[str, _Directory] = {}
+        problems: dict[str, str] = {}
+        for directory in self._directories:
+            try:
+                found.update(dict.fromkeys(directory.find(), directory))
+            except OSError as error:
+                problems[directory.name] = str(error)
+        self._of = found
+        return set(found), problems
+
+    def look(self, path: str, known: EventLog | None) -> EventLog | OSError | None:
+        """The log at a path that was found; `known` where a quick look shows no change, None where it is gone."""
+        directory = self._of.get(path)
+        if directory is None:
+            return None
+        try:
+            return directory.look(path, known)
+        except OSError as error:
+            return error
+
+    def open(self, path: str, *, log: str) -> OpenFile:
+        """A file of the log at the path `log`. Raises `OSError`."""
+        directory = self._of.get(log)
+        if directory is None:
+            raise FileNotFoundError(path)
+        return directory.open(path)
+
+
+class _LocalDirectory:
+    """On this machine, or mounted."""
+
+    def __init__(self, name: str, path: str) -> None:
+        self.name = name
+        self._path = path
+
+    def find(self) -> list[str]:
+        return event_log.find(self._path)
+
+    def look(self, path: str, known: EventLog | None) -> EventLog | None:
+        return known if known is not None and event_log.rests(known) else event_log.look(path)
+
+    def open(self, path: str) -> OpenFile:
+        return open(path, "rb", buffering=0)
+
+
+class _RemoteDirectory:
+    """In an object store or on HDFS, as the last listing shows it."""
+
+    def __init__(self, name: str, url: str) -> None:
+        try:
+            import pyarrow  # noqa: F401, here and not when it is needed, so that the agent does not start without it
+        except ImportError as error:
+            raise ValueError(f"{name}: reading it needs pyarrow: pip install 'aviso-workers[spark]'") from error
+        self.name = name
+        self._url = url
+        self._system: Any = None
+        self._root = ""
+        self._logs: dict[str, EventLog] = {}
+        self._problem: OSError | None = None
+        self._list_at = 0.0
+
+    def find(self) -> list[str]:
+        begun = time.monotonic()
+        if begun >= self._list_at:
+            try:
+                self._logs, self._problem = self._list(), None
+            except OSError as error:
+                self._problem = error
+            ended = time.monotonic()
+            self._list_at = ended + max(LISTING_SECONDS, LISTING_SHARE * (ended - begun))
+        if self._problem is not None:
+            raise self._problem
+        return list(self._logs)
+
+    def look(self, path: str, known: EventLog | None) -> EventLog | None:
+        return self._logs.get(path)
+
+    def open(self, path: str) -> OpenFile:
+        return _RemoteFile(self._system, self._root + path.removeprefix(self.name))
+
+    def _list(self) -> dict[str, EventLog]:
+        with _os_errors():
+            from pyarrow import fs
+
+            if self._system is None:
+                self._system, root = fs.FileSystem.from_uri(self._url)
+                self._root = root.rstrip("/")
+            listed = self._system.get_file_info(fs.FileSelector(self._root, recursive=True))
+        files = (
+            ListedFile(
+                path=self.name + file.path.removeprefix(self._root),
+                size=file.size,
+                modified=(file.mtime_ns or 0) / 1e9,
+            )
+            for file in listed
+            if file.type == fs.FileType.File
+        )
+        return _logs(self.name, files)
+
+
+_Directory = _LocalDirectory | _RemoteDirectory
+
+
+class _RemoteFile:
+    """A file that is read by ranges. It is opened when it is read, and opened again where it had no more."""
+
+    def __init__(self, system: Any, path: str) -> None:
+        self._system = system
+        self._path = path
+        self._offset = 0
+        self._stream: Any = None
+
+    def read(self, size: int, /) -> bytes:
+        with _os_errors():
+            data = bytes(self._stream.read(size)) if self._stream is not None else b""
+            if not data:
+                self._open()
+                data = bytes(self._stream.read(size))
+        self._offset += len(data)
+        return data
+
+    def seek(self, offset: int, /) -> int:
+        self.close()
+        self._offset = offset
+        return offset
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _open(self) -> None:
+        import pyarrow
+
+        self.close()
+        file = self._system.open_input_file(self._path)
+        file.seek(self._offset)
+        self._stream = pyarrow.BufferedInputStream(file, READ_AHEAD)
+
+
+@contextmanager
+def _os_errors() -> Iterator[None]:
+    """Let Arrow's own errors be `OSError`s, as most are."""
+    import pyarrow
+
+    try:
+        yield
+    except pyarrow.ArrowException as error:
+        raise OSError(str(error)) from error
+
+
+def _directory(name: str) -> _Directory:
     url = urlsplit(name)
     if not url.scheme:
-        return name
-    if url.scheme != "file":
+        return _LocalDirectory(name, name)
+    public = url._replace(netloc=url.netloc.rpartition("@")[2], query="", fragment="").geturl()
+    if url.scheme == "file":
+        if url.netloc not in ("", "localhost") or not url.path.startswith("/"):
+            raise ValueError(f"{public}: give an absolute path of this machine, such as file:///spark-events")
+        return _LocalDirectory(name, unquote(url.path))
+    if url.scheme not in SCHEMES:
         raise ValueError(
-            f"{_without_secrets(name)}: event logs cannot be read there: mount the directory and give its path, or "
+            f"{public}: event logs cannot be read there: mount the directory and give its path, or "
             "have the logs copied to a directory of this machine"
         )
-    if url.netloc not in ("", "localhost") or not url.path.startswith("/"):
+    if "@" in url.netloc or url.query or url.fragment:
         raise ValueError(
-            f"{_without_secrets(name)}: give an absolute path of this machine, such as file:///spark-events"
+            f"{public}: give the URL without credentials and parameters: these come from the environment or a profile "
+            "of the worker, as for the provider's own tools"
         )
-    return unquote(url.path)
+    if not url.netloc and url.scheme != "hdfs":
+        raise ValueError(f"{public}: has no bucket: give a URL such as {url.scheme}://bucket/spark-events")
+    scheme = SCHEMES[url.scheme]
+    return _RemoteDirectory(name.rstrip("/"), f"{scheme}://{url.netloc}{url.path}{PARAMETERS.get(scheme, '')}")
 
 
-def _without_secrets(name: str) -> str:
-    """The URL without what may hold credentials."""
-    url = urlsplit(name)
-    return url._replace(netloc=url.netloc.rpartition("@")[2], query="", fragment="").geturl()
+def _logs(directory: str, files: Iterable[ListedFile]) -> dict[str, EventLog]:
+    """The logs that these files of a directory are, by path."""
+    rolling: dict[str, list[ListedFile]] = {}
+    single: dict[str, EventLog] = {}
+    for file in files:
+        above, _, name = file.path.rpartition("/")
+        if above == directory and event_log.may_be_log(name) and not event_log.is_rolling(name):
+            path = file.path.removesuffix(event_log.IN_PROGRESS)
+            # Where a rename is a copy, both are there for a moment: the first one is the copy, and whole.
+            single.setdefault(path, event_log.single_log(path, file))
+        elif above.rpartition("/")[0] == directory and event_log.is_rolling(above) and above.isprintable():
+            rolling.setdefault(above, []).append(file)
+    return single | {path: event_log.rolling_log(path, parts) for path, parts in rolling.items()}
