@@ -6,19 +6,22 @@ belongs to the archive. It is the log that Spark's own file sink keeps, so that 
 Spark reads it; each of its files is a whole list here, because the step that adds files also takes small ones away
 after it has merged them. The number of the file is that of the batch: a batch that is there is not written again.
 
-What was merged, and lists that were followed by others, stay for an hour for those who still read them.
+Readers that know no such log look at the directories of the days. So what was merged is removed in the same step, and
+what a run left that was killed in the middle of one is removed when the next begins. A query of Spark that had begun
+with files that were merged since ends with an error. Lists that were followed by others stay for an hour.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.streaming.query import StreamingQuery
@@ -33,6 +36,8 @@ CHECKPOINT = "_checkpoint"
 STAGING = "_staging"
 VERSION = "v1"
 """First line of each file in the log."""
+OURS = re.compile(r"date=[^/]+/\d+-\d+\.parquet")
+"""The files of an archive, below its directory: the number of the batch, and of the file in it."""
 DAY = "date_from_unix_date(CAST(unix_seconds(time) DIV 86400 AS INT))"
 """The day in UTC, whatever the session's time zone is."""
 
@@ -41,7 +46,7 @@ MANY = 16
 SMALL_BYTES = 32 * 1024 * 1024
 WHOLE_BYTES = 128 * 1024 * 1024
 READERS_MS = 60 * 60 * 1000
-"""How long a reader may take with the files that it began with."""
+"""How long a reader may take to read the list that it began with."""
 
 
 class Entry(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -60,6 +65,11 @@ class Entry(Struct, frozen=True, kw_only=True, rename="camel"):
         """The directory that it is in, such as `date=2026-11-20`."""
         return self.path.rsplit("/", 2)[1]
 
+    @property
+    def name(self) -> str:
+        """Below the archive's directory, wherever that was when this was written."""
+        return "/".join(self.path.rsplit("/", 2)[1:])
+
 
 def archive(notifications: DataFrame, to: str, *, every_seconds: float | None = None) -> StreamingQuery:
     """Start to keep a streaming data frame in the directory `to`, and return the running query.
@@ -69,7 +79,7 @@ def archive(notifications: DataFrame, to: str, *, every_seconds: float | None = 
     where the checkpoint is gone, or another program's files are there.
     """
     archive = _Archive(Files(notifications.sparkSession, to))
-    archive.check()
+    archive.prepare()
     writer = notifications.withColumn("date", F.expr(DAY)).writeStream.foreachBatch(archive.add)
     writer = writer.option("checkpointLocation", f"{archive.root}/{CHECKPOINT}").queryName(f"archive {to}")
     if every_seconds is None:
@@ -80,12 +90,17 @@ def archive(notifications: DataFrame, to: str, *, every_seconds: float | None = 
 def read(spark: SparkSession, path: str) -> DataFrame:
     """Return what an archive, or another directory of Parquet, holds now, with the columns and fields of all its files.
 
-    Spark by itself takes those of the first file. Where a file lacks one, it is null. Raises `PipelineError` where
+    Spark by itself takes those of the first file. Where a file lacks one, it is null. An archive that was moved or
+    copied is read where it is, while Spark by itself looks for the files where they were. Raises `PipelineError` where
     there is no archive.
     """
-    if not Files(spark, path).exists(""):
+    files = Files(spark, path)
+    if not files.exists(""):
         raise PipelineError(f"there is no archive in {path}: `aviso-workers spark archive` makes one")
-    return spark.read.option("mergeSchema", True).parquet(path)
+    reader = spark.read.option("mergeSchema", True)
+    if moved := _Archive(files).moved():
+        return reader.option("basePath", files.root).parquet(*moved)
+    return reader.parquet(path)
 
 
 class _Archive:
@@ -95,8 +110,8 @@ class _Archive:
         self._files = files
         self.root = files.root
 
-    def check(self) -> None:
-        """Raise `PipelineError` where no query can go on with what is there."""
+    def prepare(self) -> None:
+        """Remove what a run left that was killed. Raise `PipelineError` where no query can go on with what is there."""
         lists = self._files.list(LOG)
         if any(file.name.isdigit() for file in lists):
             raise PipelineError(f"{self.root} is written by Spark's own file sink: archive to a directory of its own")
@@ -105,6 +120,21 @@ class _Archive:
                 f"{self.root} is an archive whose {CHECKPOINT} is gone, so nobody knows how far it came: "
                 "archive to a new directory"
             )
+        if not lists and self._files.list(f"{CHECKPOINT}/commits"):
+            raise PipelineError(
+                f"{self.root} is an archive whose {LOG} is gone, so nobody knows what belongs to it: "
+                "archive to a new directory"
+            )
+        _, known = self._newest()
+        self._remove_all_but(known)
+
+    def moved(self) -> list[str]:
+        """The paths of all files, where the log has them at another place; else none."""
+        _, known = self._newest()
+        is_ours = all(OURS.fullmatch(entry.name) for entry in known)  # and not of Spark's own file sink
+        if not is_ours or all(entry.path == self._files.url(entry.name) for entry in known):
+            return []
+        return [f"{self.root}/{entry.name}" for entry in known]
 
     def add(self, batch: DataFrame, number: int) -> None:
         """One micro-batch. Spark calls it again for one that it does not know to be done."""
@@ -116,14 +146,16 @@ class _Archive:
         rows = batch.unionByName(self._merge(merged, batch), allowMissingColumns=True) if merged else batch
         rows.write.mode("overwrite").partitionBy("date").parquet(f"{self.root}/{STAGING}")
         added = self._take_in(number)
-        left = [entry for entry in known if entry not in merged]
-        self._files.write(f"{LOG}/{number}.compact", _text([*left, *added]))
+        kept = [structs.replace(entry, path=self._files.url(entry.name)) for entry in known if entry not in merged]
+        self._files.write(f"{LOG}/{number}.compact", _text([*kept, *added]))
+        for entry in merged:
+            self._files.delete(entry.name)
         self._files.delete(STAGING)
-        self._tidy()
+        self._remove_old_lists()
 
     def _merge(self, merged: list[Entry], batch: DataFrame) -> DataFrame:
         reader = batch.sparkSession.read.options(mergeSchema=True, basePath=self.root)
-        files = reader.parquet(*(f"{self.root}/{self._files.name(entry.path)}" for entry in merged))
+        files = reader.parquet(*(f"{self.root}/{entry.name}" for entry in merged))
         partitions = math.ceil(sum(entry.size for entry in merged) / WHOLE_BYTES)
         return files.coalesce(partitions).sortWithinPartitions("date", "sequence")
 
@@ -153,19 +185,20 @@ class _Archive:
             raise PipelineError(f"{self.root}/{LOG}/{file.name} is of format {version!r}, {VERSION} is known")
         return [msgspec.json.decode(line, type=Entry) for line in lines]
 
-    def _tidy(self) -> None:
+    def _remove_all_but(self, known: Iterable[Entry]) -> None:
+        """Remove what was moved in and not listed, or merged and not removed, because the run was killed."""
+        names = {entry.name for entry in known}
+        for file in self._files.list(""):
+            if OURS.fullmatch(file.name) and file.name not in names:
+                self._files.delete(file.name)
+
+    def _remove_old_lists(self) -> None:
         """Remove what nobody reads any more. The two newest lists stay: Spark tells by them that each is a whole."""
         lists = [file for _, file in self._lists()]
         long_ago = time.time() * 1000 - READERS_MS
-        old = [file for file, successor in pairwise(lists[:-1]) if successor.modified_ms < long_ago]
-        if not old:
-            return
-        kept = {entry.path for entry in self._entries(lists[-1])}
-        for file in old:
-            for entry in self._entries(file):
-                if entry.path not in kept:
-                    self._files.delete(self._files.name(entry.path))
-            self._files.delete(f"{LOG}/{file.name}")
+        for file, successor in pairwise(lists[:-1]):
+            if successor.modified_ms < long_ago:
+                self._files.delete(f"{LOG}/{file.name}")
 
 
 def _small(entries: Iterable[Entry]) -> list[Entry]:

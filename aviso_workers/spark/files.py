@@ -7,7 +7,6 @@ session with a JVM, which Spark Connect has not.
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import unquote
 
 from msgspec import Struct
 from pyspark.sql import SparkSession
@@ -42,9 +41,6 @@ class Files:
     def url(self, name: str) -> str:
         """As Spark's logs spell a file: what a URL cannot have is escaped."""
         return str(self._path(name).toUri().toString())
-
-    def name(self, url: str) -> str:
-        return unquote(url)[len(self.root) + 1 :]
 
     def exists(self, name: str) -> bool:
         return bool(self._system.exists(self._path(name)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from py4j.protocol import Py4JJavaError
+from pyarrow.dataset import dataset
 from pyspark.errors import PySparkException, StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
@@ -118,6 +121,11 @@ class TestArchive:
         frame = place.spark.read.parquet(self.path(place))
         return sorted(row["step"] for row in frame.select("identifier.step").collect())
 
+    def listed(self, place: Pipelines) -> list[int]:
+        """What pyarrow finds, which knows no list of the files."""
+        table = dataset(self.path(place), format="parquet", partitioning="hive").to_table(columns=["identifier"])
+        return sorted(identifier["step"] for identifier in table.column("identifier").to_pylist())
+
     def files(self, place: Pipelines) -> list[str]:
         return sorted(path.name for path in Path(self.path(place)).glob("date=*/*.parquet"))
 
@@ -179,14 +187,59 @@ class TestArchive:
         place.publish(3)
         self.archive(place)
         assert self.archived(place) == [0, 1, 2, 3]
-        assert reader.count() == 3, "one that began before still finds its files"
-        assert self.files(place) == ["0-0.parquet", "1-0.parquet", "2-0.parquet", "3-0.parquet", "3-1.parquet"]
+        assert self.listed(place) == [0, 1, 2, 3], "also by readers that look at the directories themselves"
+        assert self.files(place) == ["3-0.parquet", "3-1.parquet"]
+        with pytest.raises(Py4JJavaError, match="FileNotFoundException"):
+            reader.count()
 
-        monkeypatch.setattr(archiving, "READERS_MS", -1)
-        place.publish(4)
+    @pytest.mark.parametrize(("owner", "deed"), [(archiving._Archive, "_take_in"), (Files, "write")])
+    def test_what_a_run_left_that_was_killed_is_removed_by_the_next(
+        self,
+        place: Pipelines,
+        monkeypatch: pytest.MonkeyPatch,
+        crash_after: Callable[..., None],
+        owner: type,
+        deed: str,
+    ):
+        monkeypatch.setattr(archiving, "MANY", 3)
+        for step in range(3):
+            place.publish(step)
+            self.archive(place)
+        place.publish(3)
+        crash_after(owner, deed)
+
+        with pytest.raises(PySparkException, match=f"ended after {deed}"):
+            self.archive(place)
+        assert self.archived(place) in ([0, 1, 2], [0, 1, 2, 3])
+        foreign = Path(self.path(place), "date=2026-11-20", "mine.parquet")
+        foreign.parent.mkdir(exist_ok=True)
+        foreign.touch()
         self.archive(place)
-        assert self.archived(place) == [0, 1, 2, 3, 4]
-        assert self.files(place) == ["3-0.parquet", "3-1.parquet", "4-0.parquet"]
+
+        assert foreign.exists()
+        foreign.unlink()
+        assert self.archived(place) == self.listed(place) == [0, 1, 2, 3]
+
+    def test_an_archive_that_was_moved_is_read_and_gone_on_with_where_it_is(self, place: Pipelines):
+        place.publish(0)
+        self.archive(place)
+        first = Path(self.path(place))
+        moved = first.rename(f"{first} elsewhere")
+        assert archiving.read(place.spark, str(moved)).select("identifier.step").collect() == [(0,)]
+
+        place.publish(1)
+        archiving.archive(place.read_stream(startingOffsets="earliest"), str(moved)).awaitTermination()
+        assert place.spark.read.parquet(str(moved)).count() == 2, "every reader of Spark finds it now"
+        assert not first.exists()
+
+    def test_an_archive_without_its_lists_is_not_gone_on_with(self, place: Pipelines):
+        place.publish(0)
+        self.archive(place)
+        shutil.rmtree(Path(self.path(place), "_spark_metadata"))
+
+        with pytest.raises(PipelineError, match="whose _spark_metadata is gone"):
+            self.archive(place)
+        assert self.listed(place) == [0]
 
     def test_fields_and_headers_that_come_later_are_read_also_after_files_were_merged(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
