@@ -8,8 +8,9 @@ layouts, and both are read while they are being written:
 * single: a file `<name>[.<codec>][.inprogress]`.
 
 `<name>` is `<application id>[_<attempt>]`. A file holds one event per line, as JSON, and only grows; with zstd, Spark
-ends a frame at every flush, so that whatever it has flushed can be read. Offsets count decompressed bytes: a
-compressed file that is opened again is decompressed from its beginning, and skipped up to there.
+ends a frame at every flush, so that whatever it has flushed can be read, and with lz4 and snappy what fills a block of
+32 KiB. Offsets count decompressed bytes: a compressed file that is opened again is decompressed from its beginning, and
+skipped up to there.
 
 A history server may compact the older files of a rolling log: `events_<n>_<name>[.<codec>].compact` replaces all up to
 the n-th and leaves out jobs that have ended. Who had not read as far as that reads it from its beginning, and meets
@@ -31,12 +32,7 @@ from typing import Generic, Protocol, TypeVar
 from msgspec import Struct, structs
 
 from aviso_workers.errors import UndecodableError
-
-try:
-    import zstandard
-except ImportError as error:
-    cure = "reading Spark's event logs needs zstandard: pip install 'aviso-workers[spark]'"
-    raise ImportError(cure) from error
+from aviso_workers.spark import compression
 
 __all__ = [
     "Batch",
@@ -61,7 +57,7 @@ READ_BYTES = 4 << 20
 """Decompressed bytes after which a read comes back: it bounds memory, and how long a shutdown waits for the thread."""
 LINE_BYTES = 64 << 20
 """What one line has beyond this is dropped, which makes it undecodable: no event is so long by good intention."""
-ZSTD_CHUNK = 1 << 10
+COMPRESSED_CHUNK = 1 << 10
 """Compressed bytes per step: few, because repetitive JSON grows a hundredfold."""
 PLAIN_CHUNK = 256 << 10
 
@@ -71,10 +67,9 @@ NAME = re.compile(r"[^\s*>]+")
 """Of an application. The others could not be told from a filter for several applications, or not be published."""
 ROLLED_FILE = re.compile(r"events_(\d{1,9})_[^.]+(\.\w+)?(\.compact)?")
 COMPACTED = ".compact"
-ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 APP_STATUS = "appstatus_"
 IN_PROGRESS = ".inprogress"
-OTHER_CODECS = ("lz4", "lzf", "snappy")
+UNREADABLE_CODECS = ("lzf",)
 
 
 class LogFile(Struct, frozen=True, kw_only=True):
@@ -137,8 +132,8 @@ class EventLog(Struct, frozen=True, kw_only=True):
         """Why none of it can be read, if so."""
         if not NAME.fullmatch(self.name):
             return f"{self.name!r} is no Spark application id: move it out of the directory of event logs"
-        for codec in {file.codec for file in self.files} - {"", "zstd"}:
-            if codec in OTHER_CODECS:
+        for codec in {file.codec for file in self.files} - {"", *compression.CODECS}:
+            if codec in UNREADABLE_CODECS:
                 return f"{codec} is not supported: run the application with spark.eventLog.compression.codec=zstd"
             return "not a Spark event log"
         return None
@@ -404,15 +399,20 @@ class _Lines:
         self.decompressed = 0
         self.path = file.path
         self._file = opened
-        # A history server compresses as it is told itself, and keeps the name.
-        zstd = self._file.read(len(ZSTD_MAGIC)) == ZSTD_MAGIC if file.compacted else file.codec == "zstd"
-        self._file.seek(0)
-        self._frames = _ZstdFrames() if zstd else None
+        self._decompressor = self._decompressor_of(file)
         self._start = start
         self._rest: list[bytes] = []
         self._rest_bytes = 0
-        if self._frames is None and start:
+        if self._decompressor is None and start:
             self.size = self.decompressed = self._file.seek(start)
+
+    def _decompressor_of(self, file: LogFile) -> compression.Decompressor | None:
+        if not file.compacted:
+            return compression.by_name(file.codec)
+        # A history server compresses as it is told itself, and keeps the name.
+        decompressor = compression.by_content(self._file.read(compression.MAGIC_BYTES) or b"")
+        self._file.seek(0)
+        return decompressor
 
     @property
     def offset(self) -> int:
@@ -424,11 +424,11 @@ class _Lines:
 
         Raises `UndecodableError` after the last good one, and `OSError` where the file has become smaller.
         """
-        data = self._file.read(min(limit, PLAIN_CHUNK if self._frames is None else ZSTD_CHUNK))
+        data = self._file.read(min(limit, PLAIN_CHUNK if self._decompressor is None else COMPRESSED_CHUNK))
         if not data:
             raise OSError(f"{self.path} shrank while it was read: it is read again")
         self.size += len(data)
-        for piece in [data] if self._frames is None else self._frames.decompress(data):
+        for piece in [data] if self._decompressor is None else self._decompressor.decompress(data):
             yield from self._split(piece)
 
     def go_on_in(self, path: str, opened: OpenFile) -> None:
@@ -439,7 +439,7 @@ class _Lines:
 
     def check_end(self) -> None:
         """Raises `_TruncatedError` where the file cannot end here."""
-        if self._rest_bytes or (self._frames is not None and self._frames.open):
+        if self._rest_bytes or (self._decompressor is not None and self._decompressor.open):
             raise _TruncatedError(f"truncated in the middle of an event, at byte {self.offset}")
 
     def close(self) -> None:
@@ -458,27 +458,3 @@ class _Lines:
             self._rest.append(rest)
         self._rest_bytes += len(rest)
         return lines
-
-
-class _ZstdFrames:
-    """A zstd file of many frames, decompressed piece by piece. The last frame may still be growing."""
-
-    def __init__(self) -> None:
-        self._decompressor = zstandard.ZstdDecompressor()
-        self._frame: zstandard.ZstdDecompressionObj | None = None
-
-    @property
-    def open(self) -> bool:
-        """The last frame has begun and not ended."""
-        return self._frame is not None and not self._frame.eof
-
-    def decompress(self, data: bytes) -> Iterator[bytes]:
-        while data:
-            if not self.open:
-                self._frame = self._decompressor.decompressobj()
-            assert self._frame is not None
-            try:
-                yield self._frame.decompress(data)
-            except zstandard.ZstdError as error:
-                raise UndecodableError(f"damaged: {error}") from error
-            data = self._frame.unused_data

@@ -114,12 +114,13 @@ class _RemoteDirectory:
     def find(self) -> list[str]:
         begun = time.monotonic()
         if begun >= self._list_at:
+            pause = LISTING_SECONDS
             try:
                 self._logs, self._problem = self._list(), None
+                pause = max(pause, LISTING_SHARE * (time.monotonic() - begun))
             except OSError as error:
                 self._problem = error
-            ended = time.monotonic()
-            self._list_at = ended + max(LISTING_SECONDS, LISTING_SHARE * (ended - begun))
+            self._list_at = time.monotonic() + pause
         if self._problem is not None:
             raise self._problem
         return list(self._logs)
@@ -139,15 +140,18 @@ class _RemoteDirectory:
                 self._root = root.rstrip("/")
             listed = self._system.get_file_info(fs.FileSelector(self._root, recursive=True))
         files = (
-            ListedFile(
-                path=self.name + file.path.removeprefix(self._root),
-                size=file.size,
-                modified=(file.mtime_ns or 0) / 1e9,
-            )
+            ListedFile(path=self._path(file.path), size=file.size, modified=(file.mtime_ns or 0) / 1e9)
             for file in listed
             if file.type == fs.FileType.File
         )
         return _logs(self.name, files)
+
+    def _path(self, listed: str) -> str:
+        """Below the name that was given to us; HDFS may list whole URLs."""
+        _, found, below = listed.partition(f"{self._root}/")
+        if not found:
+            raise OSError(f"the listing of {self.name} has {listed}, which is not below it")
+        return f"{self.name}/{below}"
 
 
 _Directory = _LocalDirectory | _RemoteDirectory

@@ -663,7 +663,7 @@ async def test_files_that_cannot_be_read_are_told_once_and_stop_nobody(story: St
     log = story.log()
     (story.directory / "notes.txt").write_text("Dear all,")
     (story.directory / "local-7.zstd").write_bytes(b"not compressed at all")
-    foreign = story.directory / "local-8.lz4.inprogress"
+    foreign = story.directory / "local-8.lzf.inprogress"
     foreign.touch()
     async with story.following():
         await story.arrived(1)
@@ -677,7 +677,7 @@ async def test_files_that_cannot_be_read_are_told_once_and_stop_nobody(story: St
     assert len(problems) == len(told.entries) == 3, told.entries
     assert problems["notes.txt"] == "not a Spark event log"
     assert "damaged" in problems["local-7.zstd"]
-    assert "spark.eventLog.compression.codec=zstd" in problems["local-8.lz4"]
+    assert "spark.eventLog.compression.codec=zstd" in problems["local-8.lzf"]
 
 
 @pytest.mark.parametrize("rests_after", [0.0, 60.0], ids=["when it rested", "at once"])

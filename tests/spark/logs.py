@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import struct
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import zstandard
 
 from aviso_workers.spark import event_log, job_events
@@ -42,10 +44,27 @@ def raw(log: EventLog) -> list[dict[str, Any]]:
     lines: list[bytes] = []
     for file in log.files:
         with open(file.path, "rb") as opened:
-            if file.codec:
-                opened = zstandard.ZstdDecompressor().stream_reader(opened, read_across_frames=True)  # type: ignore[assignment]
-            lines += opened.read().rpartition(b"\n")[0].splitlines()
+            content = WHOLE[file.codec](opened.read())
+            lines += content.rpartition(b"\n")[0].splitlines()
     return [json.loads(line) for line in lines]
+
+
+def _of_zstd(content: bytes) -> bytes:
+    return zstandard.ZstdDecompressor().stream_reader(content, read_across_frames=True).read()
+
+
+def _of_lz4(content: bytes) -> bytes:
+    blocks, start = [], 0
+    while start < len(content):
+        size, decompressed = struct.unpack_from("<ii", content, start + 9)
+        block = content[start + 21 : start + 21 + size]
+        codec = pyarrow.Codec("lz4_raw")
+        blocks.append(codec.decompress(block, decompressed, asbytes=True) if size < decompressed else block)
+        start += 21 + size
+    return b"".join(blocks)
+
+
+WHOLE = {"": bytes, "zstd": _of_zstd, "lz4": _of_lz4}
 
 
 def ids_in(log: EventLog) -> list[str]:

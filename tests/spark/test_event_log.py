@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
 
+import pyarrow
 import pytest
 import zstandard
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ from aviso_workers.errors import UndecodableError
 from aviso_workers.spark import event_log
 from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
 
-CODECS = ["", ".zstd"]
+CODECS = ["", ".zstd", ".lz4", ".snappy"]
 
 
 def line(number: int, name: str = "SparkListenerJobEnd") -> bytes:
@@ -24,9 +26,24 @@ def line(number: int, name: str = "SparkListenerJobEnd") -> bytes:
 
 
 def on_disk(lines: list[bytes], codec: str = "") -> bytes:
-    """Lines as Spark writes them: with zstd, a frame for each flush."""
-    compress = zstandard.ZstdCompressor().compress if codec else bytes
-    return b"".join(compress(each + b"\n") for each in lines)
+    """Lines as Spark writes them, with a frame or a block for each."""
+    return b"".join(COMPRESS[codec](each + b"\n") for each in lines)
+
+
+def to_lz4(content: bytes) -> bytes:
+    """A block as lz4-java writes it: compressed, or as it is where that is no larger."""
+    block = pyarrow.Codec("lz4_raw").compress(content, asbytes=True)
+    method, block = (0x20, block) if len(block) < len(content) else (0x10, content)
+    return struct.pack("<8sBiii", b"LZ4Block", method | 5, len(block), len(content), 0) + block
+
+
+def to_snappy(content: bytes) -> bytes:
+    """A stream of one block as snappy-java writes it. Streams may follow each other."""
+    block = pyarrow.Codec("snappy").compress(content, asbytes=True)
+    return struct.pack(">8siii", b"\x82SNAPPY\0", 1, 1, len(block)) + block
+
+
+COMPRESS = {"": bytes, ".zstd": zstandard.ZstdCompressor().compress, ".lz4": to_lz4, ".snappy": to_snappy}
 
 
 def take(text: bytes) -> bytes:
@@ -76,7 +93,7 @@ class RollingLog:
         return log
 
 
-@pytest.fixture(params=CODECS, ids=["plain", "zstd"])
+@pytest.fixture(params=CODECS, ids=["plain", "zstd", "lz4", "snappy"])
 def rolling(request: pytest.FixtureRequest, tmp_path: Path) -> RollingLog:
     return RollingLog(tmp_path, request.param)
 
@@ -139,12 +156,11 @@ def test_a_log_that_is_gone_is_none(tmp_path: Path) -> None:
     assert event_log.look(str(tmp_path / "eventlog_v2_app-1")) is None
 
 
-@pytest.mark.parametrize("codec", ["lz4", "lzf", "snappy"])
-def test_another_codec_is_a_problem_with_a_cure(tmp_path: Path, codec: str) -> None:
-    (tmp_path / f"app-1.{codec}.inprogress").touch()
-    log = event_log.look(str(tmp_path / f"app-1.{codec}"))
+def test_another_codec_is_a_problem_with_a_cure(tmp_path: Path) -> None:
+    (tmp_path / "app-1.lzf.inprogress").touch()
+    log = event_log.look(str(tmp_path / "app-1.lzf"))
     assert log is not None
-    assert log.problem == f"{codec} is not supported: run the application with spark.eventLog.compression.codec=zstd"
+    assert log.problem == "lzf is not supported: run the application with spark.eventLog.compression.codec=zstd"
 
 
 # What is new in them
@@ -290,7 +306,8 @@ def compact(rolling: RollingLog, index: int, *lines: bytes) -> None:
     for old in range(1, index + 1):
         rolling.write(old).unlink()
     name = rolling.write(index).rename(rolling.path / f"events_{index}_local-1{rolling.codec}.compact")
-    name.write_bytes(on_disk(list(lines), ".zstd"))  # by a history server that compresses, whatever the name says
+    other = {"": ".lz4", ".lz4": ".snappy"}.get(rolling.codec, ".zstd")
+    name.write_bytes(on_disk(list(lines), other))  # by a history server that compresses, whatever the name says
 
 
 def test_a_compacted_file_stands_for_all_before_it(rolling: RollingLog) -> None:
@@ -346,6 +363,13 @@ def test_who_was_in_the_middle_of_it_begins_it_anew(rolling: RollingLog) -> None
         ("notes.zstd", b"not compressed at all"),
         ("notes.zstd", on_disk([b"Dear all,"], ".zstd")),
         ("image", bytes(range(256)) * 100),
+        ("notes.lz4", b"not compressed at all"),
+        ("notes.lz4", to_lz4(b"x" * 100).replace(b"\x64\0\0\0", b"\x64\0\0\x7f")),
+        ("notes.lz4", b"LZ4Block\x77" + to_lz4(b"Dear all,")[9:]),
+        ("notes.lz4", to_lz4(b"Dear all, " * 10)[:-1] + b"\xff"),
+        ("notes.snappy", b"not compressed at all"),
+        ("notes.snappy", to_snappy(b"Dear all,")[:16] + b"\x80\0\0\0"),
+        ("notes.snappy", to_snappy(b"Dear all,")[:16] + b"\0\0\0\5\xff\xff\xff\xff\xff"),
     ],
 )
 def test_a_file_that_is_not_sparks_is_told_apart(tmp_path: Path, name: str, content: bytes) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec import Struct
+from msgspec import Struct, structs
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
@@ -21,7 +21,7 @@ from tests.spark.logs import NAMES, raw
 
 MODES = {
     "rolling": {},  # Spark's default: compressed, several files
-    "single": {"spark.eventLog.rolling.enabled": "false"},
+    "single": {"spark.eventLog.rolling.enabled": "false", "spark.eventLog.compression.codec": "lz4"},
     "plain": {"spark.eventLog.rolling.enabled": "false", "spark.eventLog.compress": "false"},
 }
 
@@ -131,6 +131,24 @@ def test_reading_goes_on_anywhere(log: EventLog, events: list[JobEvent]) -> None
     rest = read(log, Position(index=file.index, offset=offset, size=1))
     assert 0 < len(rest) < len(events)
     assert rest == events[-len(rest) :]
+
+
+def test_wherever_the_log_is_cut_it_is_read_on_when_it_has_grown(log: EventLog, tmp_path: Path) -> None:
+    (file,) = log.files
+    content = Path(file.path).read_bytes()
+    whole = raw(log)
+    cut = tmp_path / Path(file.path).name
+    for end in [*range(1, 25), *range(25, len(content), len(content) // 20), *range(len(content) - 25, len(content))]:
+        reader = EventLogReader(json.loads, Position())
+        events = []
+        for size in (end, len(content)):
+            cut.write_bytes(content[:size])
+            growing = structs.replace(log, files=(structs.replace(file, path=str(cut), size=size),), complete=False)
+            batch = reader.read(growing)
+            assert (batch.problems, batch.more) == ([], False), end
+            events += batch.events
+        reader.close()
+        assert events == whole, end
 
 
 def test_what_sparks_own_compaction_leaves_is_read(
