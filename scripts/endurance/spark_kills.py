@@ -88,6 +88,10 @@ class Result(Struct, frozen=True, kw_only=True):
         return self.succeeded and not (self.lost or self.doubled)
 
 
+Results = dict[str, list[Result]]
+"""By what was killed and what was done."""
+
+
 class Site:
     """Servers with a source of notifications, a client that looks at them, and a driver that works there."""
 
@@ -216,18 +220,16 @@ VICTIMS: dict[str, tuple[str, Callable[[Site, random.Random], Awaitable[None]]]]
 
 
 async def conduct(
-    site: Site, victim: str, works: Sequence[str], *, times: int, dice: random.Random
-) -> dict[str, list[Result]]:
+    site: Site, victim: str, works: Sequence[str], *, times: int, dice: random.Random, results: Results
+) -> None:
     """Kill so often while all of the work is done, each time on targets that are empty."""
     latest = dict.fromkeys(works, FIRST_SECONDS)
-    results: dict[str, list[Result]] = {work: [] for work in works}
     for _ in range(times):
         jobs = [await site.prepare(work) for work in works]
         for job, result in await attempt(site, victim, jobs, latest=latest, dice=dice):
             console.print(f"{victim}, {job.name}: {result}")
-            results[job.name].append(result)
+            results.setdefault(f"{victim}: {job.name}", []).append(result)
             latest[job.name] *= LATER if result.at_work else EARLIER
-    return results
 
 
 async def attempt(
@@ -363,11 +365,10 @@ def write_config(path: Path, url: str, *, replicas: int, event_logs: Path) -> No
     path.write_text(json.dumps(document))  # JSON is YAML
 
 
-async def run(directory: Path, nodes: Sequence[Node], wanted: argparse.Namespace) -> dict[str, list[Result]]:
-    """The results by what was killed and what was done."""
+async def run(directory: Path, nodes: Sequence[Node], wanted: argparse.Namespace, results: Results) -> None:
+    """Add to the results as they come: they count as well where somebody interrupts the rest."""
     config = directory / "config.yaml"
     write_config(config, ",".join(node.url for node in nodes), replicas=len(nodes), event_logs=directory / "growing")
-    results: dict[str, list[Result]] = {}
     client = App(APP, config=load(config).with_defaults(max_reconnect_attempts=0))
     async with connected(client):
         site = Site(client, nodes, directory, config=config, count=wanted.count)
@@ -377,16 +378,14 @@ async def run(directory: Path, nodes: Sequence[Node], wanted: argparse.Namespace
                 works = wanted.work or [*TARGETS, LOGS]
                 dice = random.Random(f"{wanted.seed} {victim}")
                 if by_driver := [work for work in works if work != LOGS and victim != BRIDGE]:
-                    found = await conduct(site, victim, by_driver, times=wanted.times, dice=dice)
-                    results |= {f"{victim}: {work}": of_one for work, of_one in found.items()}
+                    await conduct(site, victim, by_driver, times=wanted.times, dice=dice, results=results)
                 if LOGS in works and victim in (BRIDGE, "server"):
                     results[f"{victim}: {LOGS}"] = await conduct_bridge(site, victim, times=wanted.times, dice=dice)
         finally:
             site.end_drivers()
-    return results
 
 
-def report(results: dict[str, list[Result]]) -> bool:
+def report(results: Results) -> bool:
     """Show what became of the kills; whether nothing is wrong."""
     table = Table("killed: work", "kills", "at work", "done again", "lost", "doubled", "doubled as documented")
     for name, of_one in results.items():
@@ -410,18 +409,21 @@ def main() -> int:
     wanted = parser.parse_args()
     end_in_order()
     console.print(f"seed {wanted.seed}")
-    nodes: list[Node] = []
+    results: Results = {}
     try:
         with tempfile.TemporaryDirectory(prefix="aviso-workers-kills-") as name:
             nodes = start_nodes(Path(name, "nats"), wanted.servers)
             try:
-                good = report(anyio.run(run, Path(name), nodes, wanted))
+                anyio.run(run, Path(name), nodes, wanted, results)
             finally:
                 stop_nodes(nodes)
+        good = report(results)
     except (ShortfallError, AvisoWorkersError) as error:
+        report(results)
         console.print(f"fell short: {error}")
         good = False
     except KeyboardInterrupt:
+        report(results)
         console.print("interrupted")
         return 130
     return 0 if good else 1
