@@ -8,11 +8,12 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import lru_cache
 from os.path import exists
 from typing import Any, TypeVar
 
+import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from pyspark import SparkFiles
 
@@ -20,10 +21,12 @@ from aviso_workers import config
 from aviso_workers.backends import Backend, open_backend
 from aviso_workers.config import Config
 from aviso_workers.config.environment import WORKERS_FILE
+from aviso_workers.errors import UnavailableError
 
 __all__ = ["Connection", "connected", "load_config"]
 
 COLLECT_AFTER = 100_000
+AGAIN_AFTER_SECONDS = 0.5
 T = TypeVar("T")
 
 
@@ -39,12 +42,12 @@ class Connection:
 
 
 @contextmanager
-def connected(settings: Config) -> Iterator[Connection]:
-    """Raises as `open_backend` does."""
+def connected(settings: Config, *, patience_seconds: float = 0) -> Iterator[Connection]:
+    """Connect, for so long where no server answers. Raises as `open_backend` does."""
     with (
         _seldom_collecting(),
         start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(_opened(settings)) as backend,
+        portal.wrap_async_context_manager(_opened(settings, patience_seconds)) as backend,
     ):
         yield Connection(portal, backend)
 
@@ -61,9 +64,20 @@ def _seldom_collecting() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def _opened(settings: Config) -> AsyncIterator[Backend]:
-    async with open_backend(settings) as backend:  # here and not by the caller, because it belongs to its loop
-        yield backend
+async def _opened(settings: Config, patience_seconds: float) -> AsyncIterator[Backend]:
+    async with AsyncExitStack() as stack:  # here and not by the caller, because a backend belongs to its loop
+        yield await _open(stack, settings, patience_seconds)
+
+
+async def _open(stack: AsyncExitStack, settings: Config, patience_seconds: float) -> Backend:
+    deadline = anyio.current_time() + patience_seconds
+    while True:
+        try:
+            return await stack.enter_async_context(open_backend(settings))
+        except UnavailableError:
+            if anyio.current_time() > deadline:
+                raise
+        await anyio.sleep(AGAIN_AFTER_SECONDS)
 
 
 def load_config(path: str | None) -> Config:

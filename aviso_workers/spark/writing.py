@@ -69,7 +69,8 @@ class _Writer:
         settings = load_config(self._writing.config)
         context = TaskContext.get()
         assert context is not None
-        with connected(settings) as connection:
+        patience = settings.notification_backend.jetstream.publish_deadline_seconds
+        with connected(settings, patience_seconds=patience) as connection:
             task = _Task(self._writing, settings, connection, run=self._run(context), partition=context.partitionId())
             for batch in iterator:
                 task.write(batch)

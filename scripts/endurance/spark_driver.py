@@ -27,7 +27,7 @@ LOCAL = "local[10]"
 CLUSTER = "local-cluster[2,5,1024]"
 """Two executors in processes of their own. There and here, tasks of all jobs run at the same time."""
 
-BATCHES = 3
+BATCHES = 8
 """Micro-batches of a streaming query."""
 DAEMON = """
 import aviso_workers.backends.jetstream

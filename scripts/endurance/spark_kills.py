@@ -41,11 +41,11 @@ from main_job.children import ShortfallError
 APP, SOURCE = "kills", "deed"
 LANES = 20
 TARGETS = {
-    "write": "written",
-    "write with msgIdColumn": "identified",
     "stream write": "copied",
     "archive": "",
     "backfill": "backfilled",
+    "write": "written",
+    "write with msgIdColumn": "identified",
 }
 """The work that a driver does at once, and the event type that each publishes."""
 BRIDGE, LOGS = "bridge", "event logs"
@@ -239,7 +239,6 @@ async def attempt(
     master, strike = VICTIMS[victim]
     driver = await _begin(site, jobs, master)
     aimed_at = dice.choice(jobs)
-    await _until_begun(site, aimed_at, driver)
     await anyio.sleep(dice.uniform(0, latest[aimed_at.name]))
     at_work = {job.name: not driver.is_done(job.name) and await site.has_begun(job) for job in jobs}
     ended = {job.name: driver.answer(job.name) for job in jobs if driver.is_done(job.name)}
@@ -302,9 +301,11 @@ async def conduct_bridge(site: Site, victim: str, *, times: int, dice: random.Ra
 
 
 async def _begin(site: Site, jobs: Sequence[Job], master: str) -> Driver:
+    """Begin one job after the other: of Python workers that start at once, some would start too slowly for Spark."""
     driver = site.driver(master)
     for job in jobs:
         await to_thread.run_sync(driver.begin, job)
+        await _until_begun(site, job, driver)
     return driver
 
 
@@ -375,7 +376,7 @@ async def run(directory: Path, nodes: Sequence[Node], wanted: argparse.Namespace
         try:
             await site.fill()
             for victim in wanted.victim or (*VICTIMS, BRIDGE):
-                works = wanted.work or [*TARGETS, LOGS]
+                works = [work for work in (*TARGETS, LOGS) if not wanted.work or work in wanted.work]
                 dice = random.Random(f"{wanted.seed} {victim}")
                 if by_driver := [work for work in works if work != LOGS and victim != BRIDGE]:
                     await conduct(site, victim, by_driver, times=wanted.times, dice=dice, results=results)

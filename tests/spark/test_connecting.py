@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from aviso_workers.spark import writing
 from aviso_workers.spark.connecting import connected, load_config
 from tests.waits import PATIENCE_SECONDS
 
-DEFAULT_ATTEMPTS = 5
+DEFAULT_ATTEMPTS, DEFAULT_ATTEMPTS_AT_START = 5, 3
 
 
 @pytest.fixture
@@ -49,6 +50,21 @@ def test_a_task_writes_on_when_its_server_was_away_for_more_than_the_default_att
         refuse(server.port, 2 * DEFAULT_ATTEMPTS)
         with NatsServer.start(store_dir=server.store_dir, port=server.port):
             assert connection.call(publisher.notify, Notify("mars", {"step": 2})).sequence == 2
+
+
+def test_a_task_that_begins_while_its_server_is_away_waits_for_it(server: NatsServer, config: str):
+    def write() -> int:
+        settings = load_config(config)
+        with connected(settings, patience_seconds=PATIENCE_SECONDS) as connection:
+            publisher = writing._publisher(connection.backend, settings)
+            return connection.call(publisher.notify, Notify("mars", {"step": 1})).sequence
+
+    server.kill()
+    with ThreadPoolExecutor(1) as task:
+        sequence = task.submit(write)
+        refuse(server.port, DEFAULT_ATTEMPTS_AT_START + 1)
+        with NatsServer.start(store_dir=server.store_dir, port=server.port):
+            assert sequence.result(PATIENCE_SECONDS) == 1
 
 
 def refuse(port: int, times: int) -> None:
