@@ -174,7 +174,9 @@ class Site:
     async def found(self, job: Job, master: str) -> Counter[int]:
         """How often each number is where the job was to store it, with the payload that it had."""
         if job.target:
-            return await _patiently(partial(kills.numbers_of, self.client, job.target.upper()))
+            with suppress(NotFoundError):
+                return await _patiently(partial(kills.numbers_of, self.client, job.target.upper()))
+            return Counter()
         answer = await self.do(structs.replace(job, name="read archive"), master)
         if answer.problem:
             raise ShortfallError(f"the archive cannot be read: {answer.problem}")
