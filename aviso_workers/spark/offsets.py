@@ -18,7 +18,7 @@ from pyspark.sql.datasource import InputPartition
 from aviso_workers.backends import StreamInfo
 from aviso_workers.errors import DataLossError
 
-__all__ = ["Offset", "Range", "missing", "split"]
+__all__ = ["Offset", "Range", "following", "missing", "split"]
 
 LEAST_PER_PARTITION = 1000
 """Fewer are read faster by one task than by several: each needs a connection of its own."""
@@ -64,8 +64,10 @@ def split(first: int, last: int, *, partitions: int, created: str) -> list[Range
     return [Range(first=begin, last=following - 1, created=created) for begin, following in pairwise(edges)]
 
 
-def missing(info: StreamInfo, *, stream: str, first: int, created_then: str) -> DataLossError | None:
-    """What speaks against reading on at sequence `first`; None where nothing does.
+def missing(
+    info: StreamInfo, *, stream: str, first: int, created_then: str, last: int | None = None
+) -> DataLossError | None:
+    """Return what speaks against reading on at sequence `first`, up to `last`; None where nothing does.
 
     Messages that were deleted within a stream are none of it. Nor is its beginning, where it keeps only the newest
     messages of a topic: those were replaced. Only when nothing at all is left of it, there was more than that.
@@ -77,10 +79,24 @@ def missing(info: StreamInfo, *, stream: str, first: int, created_then: str) -> 
             f"messages from {first} on are gone. Start with a new checkpoint, or set failOnDataLoss to false to read "
             "the new stream from its beginning"
         )
+    if first > info.last_sequence + 1:
+        return DataLossError(
+            f"stream {stream} ends at {info.last_sequence}, and the query has read up to {first - 1}: the server has "
+            f"lost the newest messages, and gives their sequences to others. Start with a new checkpoint, or set "
+            f"failOnDataLoss to false to go on behind {info.last_sequence}"
+        )
     gone_to = min(info.first_sequence, info.last_sequence + 1) - 1 if info.first_sequence else 0
+    gone_to = gone_to if last is None else min(gone_to, last)
     if gone_to < first or (info.config.get("max_msgs_per_subject", -1) > 0 and info.messages):
         return None
     return DataLossError(
         f"stream {stream}: messages {first} to {gone_to} are gone, which the query was still to read. Set "
         "failOnDataLoss to false to go on without them, and let the stream keep more or the query run more often"
     )
+
+
+def following(info: StreamInfo, *, first: int, created_then: str) -> int:
+    """Return where a query goes on that was to read on at `first`, and does without what is missing."""
+    if created(info) != created_then:
+        return 1
+    return min(max(first, info.first_sequence), info.last_sequence + 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing
 from datetime import UTC, datetime, timedelta
@@ -91,6 +92,63 @@ def plan(reading: Reading, config: Config) -> Plan:
     return Plan(reading=reading, stream=stream, layout=layout(reading, known), event_type=event_type, where=where)
 
 
+class Questions:
+    """What the driver asks the servers, also while they are away for a moment."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._open = ExitStack()
+        self._connection: Connection | None = None
+
+    def __enter__(self) -> Questions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._connection = None
+        self._open.close()
+
+    def ask(self, question: Callable[[Connection], T]) -> T:
+        """Return the answer. Raises `UnavailableError` where there is none for longer than a server may be away."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                if self._connection is None:
+                    settings = load_config(self._plan.reading.config)
+                    self._connection = self._open.enter_context(connected(settings))
+                return question(self._connection)
+            except UnavailableError:
+                self.close()
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(AGAIN_AFTER_SECONDS)
+
+    def info(self, *, read: Offset | None = None) -> StreamInfo:
+        """Return the state of the stream. Raises `NotFoundError`.
+
+        A server may lag behind the one that gave what was `read`: then it is asked again, for as long as an election
+        may take.
+        """
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            info = self.ask(lambda connection: _info(connection, self._plan.stream))
+            lags = read is not None and read.created == offsets.created(info) and read.sequence > info.last_sequence
+            if not lags or time.monotonic() > deadline:
+                return info
+            time.sleep(AGAIN_AFTER_SECONDS)
+
+    def first_since(self, since: datetime, info: StreamInfo) -> int:
+        """Return the sequence of the first message that was stored at that time or later; the next one without any."""
+        return self.ask(lambda one: one.call(_first_since, one.backend, self._plan.stream, since, info))
+
+    def count(self, start: int) -> int:
+        """Return how many messages match from that sequence on."""
+        plan = self._plan
+        return self.ask(lambda one: one.call(_count, one.backend, plan.stream, plan.filters, start))
+
+
 class BatchReader(DataSourceReader):
     """What a stream holds when the query is planned.
 
@@ -106,15 +164,15 @@ class BatchReader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         plan, reading = self._plan, self._plan.reading
-        with connected(load_config(reading.config)) as connection:
-            info = _info(connection, plan.stream)
+        with Questions(plan) as questions:
+            info = questions.info()
             first = info.first_sequence if reading.start in (None, "earliest") else _number(reading.start, info)
             last = info.last_sequence if reading.end == "latest" else min(reading.end, info.last_sequence)
             if reading.start_time is not None:
-                first = connection.call(_first_since, connection.backend, plan.stream, reading.start_time, info)
+                first = questions.first_since(reading.start_time, info)
             if reading.end_time is not None:
                 after = reading.end_time + timedelta(microseconds=1)
-                last = connection.call(_first_since, connection.backend, plan.stream, after, info) - 1
+                last = questions.first_since(after, info) - 1
         if first <= last:
             first = _from_what_is_left(plan, info, first)
         created = offsets.created(info)
@@ -142,8 +200,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._seen: StreamInfo | None = None
         self._behind = (0, 0, 0)
         """How many messages there were between two sequences."""
-        self._open = ExitStack()
-        self._connection: Connection | None = None
+        self._questions = Questions(plan)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_plan": self._plan, "_wanted": self._wanted}
@@ -153,7 +210,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         info = self._look()
         sequence = info.last_sequence + 1 if reading.start in (None, "latest") else _number(reading.start, info)
         if (since := reading.start_time) is not None:
-            sequence = self._ask(lambda one: one.call(_first_since, one.backend, self._plan.stream, since, info))
+            sequence = self._questions.first_since(since, info)
+        if sequence > info.last_sequence + 1:
+            raise InvalidOptionError(
+                f"startingOffsets is {sequence}, and stream {self._plan.stream} ends at {info.last_sequence}: give a "
+                "sequence that it has, or latest"
+            )
         return self._offset(info, sequence - 1).as_dict()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
@@ -165,15 +227,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadAllAvailable()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        info = self._look()
-        begin = self._left(info, Offset.parse(start))
+        known = Offset.parse(start)
+        info = self._look(read=known)
+        begin = self._left(info, known)
         last = info.last_sequence if self._target is None else min(self._target, info.last_sequence)
         if isinstance(limit, ReadMaxRows):
             last = min(last, begin.sequence + limit.max_rows)
         if not isinstance(limit, ReadAllAvailable) and self._too_few(last - begin.sequence):
             return start
         self._planned = max(last, begin.sequence)
-        if self._planned == begin.sequence and begin == Offset.parse(start):
+        if self._planned == begin.sequence and begin == known:
             return start
         self._triggered = time.monotonic()
         return self._offset(info, self._planned).as_dict()
@@ -198,8 +261,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return _batches(self._plan, self._wanted, partition)
 
     def stop(self) -> None:
-        self._connection = None
-        self._open.close()
+        self._questions.close()
 
     def _offset(self, info: StreamInfo, sequence: int) -> Offset:
         return Offset(stream=self._plan.stream, created=offsets.created(info), sequence=max(0, sequence))
@@ -219,9 +281,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if planned >= last:
             return 0
         if self._behind[:2] != (planned, last):
-            plan, start = self._plan, planned + 1
-            count = self._ask(lambda one: one.call(_count, one.backend, plan.stream, plan.filters, start))
-            self._behind = (planned, last, count)
+            self._behind = (planned, last, self._questions.count(planned + 1))
         return self._behind[2]
 
     def _too_few(self, count: int) -> bool:
@@ -231,28 +291,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         overdue = time.monotonic() - self._triggered >= reading.trigger_delay_seconds
         return count < reading.least_per_trigger and not overdue
 
-    def _look(self) -> StreamInfo:
-        self._seen = self._ask(lambda connection: _info(connection, self._plan.stream))
+    def _look(self, *, read: Offset | None = None) -> StreamInfo:
+        self._seen = self._questions.info(read=read)
         return self._seen
 
     def _last_seen(self) -> StreamInfo:
         """The stream as it was when the batch was planned: Spark asks three times for each, and often when idle."""
         return self._seen or self._look()
-
-    def _ask(self, question: Callable[[Connection], T]) -> T:
-        """The answer, also when the server is away for a while."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                if self._connection is None:
-                    settings = load_config(self._plan.reading.config)
-                    self._connection = self._open.enter_context(connected(settings))
-                return question(self._connection)
-            except UnavailableError:
-                self.stop()
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(AGAIN_AFTER_SECONDS)
 
 
 def _batches(plan: Plan, wanted: StructType, partition: InputPartition) -> Iterator[Any]:
@@ -270,29 +315,53 @@ def _batches(plan: Plan, wanted: StructType, partition: InputPartition) -> Itera
 
 
 def _chunks(plan: Plan, range: Range) -> Iterator[Chunk]:
-    """In order, once each, also where reading was interrupted in between. Raises `DataLossError`."""
+    """In order, once each, also where reading was interrupted in between.
+
+    The stream is looked at before, behind each chunk and at the end: what is removed from its beginning while it is
+    read would look like the holes that deleted messages leave. Raises `DataLossError`.
+    """
     settings = load_config(plan.reading.config)
     first, deadline = range.first, time.monotonic() + PATIENCE_SECONDS
     while first <= range.last:
         try:
-            with connected(settings) as connection:
-                info = _info(connection, plan.stream)
-                first = _from_what_is_left(plan, info, first, created=range.created)
-                if offsets.created(info) != range.created:
-                    return  # what was planned is gone; the next batch begins with what there is instead
+            with connected(settings) as connection, ExitStack() as closing:
+                first = _left_in(connection, plan, range, first)
+                if first > range.last:
+                    return
                 reading = connection.backend.read_chunks(
                     plan.stream, filter_subjects=plan.filters, start_sequence=first, last_sequence=range.last
                 )
-                with ExitStack() as closing:
-                    closing.callback(connection.call, reading.aclose)
-                    while (chunk := connection.call(anext, reading, None)) is not None:
-                        yield chunk
-                        first, deadline = chunk.sequences[-1] + 1, time.monotonic() + PATIENCE_SECONDS
+                closing.callback(connection.call, reading.aclose)
+                while first <= range.last and (chunk := connection.call(anext, reading, None)) is not None:
+                    _left_in(connection, plan, range, first, read=chunk.sequences)
+                    yield chunk
+                    first, deadline = chunk.sequences[-1] + 1, time.monotonic() + PATIENCE_SECONDS
+                if first <= range.last:
+                    _left_in(connection, plan, range, first)
                 return
         except UnavailableError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(AGAIN_AFTER_SECONDS)
+
+
+def _left_in(connection: Connection, plan: Plan, range: Range, first: int, *, read: Sequence[int] = ()) -> int:
+    """Return where a task reads on from `first`, behind what is gone; what it has `read` since then cannot be.
+
+    Raises `DataLossError`, and `UnavailableError` where the servers do not have all of the range.
+    """
+    info = _info(connection, plan.stream)
+    if offsets.created(info) != range.created:
+        _from_what_is_left(plan, info, first, created=range.created)
+        return range.last + 1  # what was planned is gone; the next batch begins with what there is instead
+    if info.last_sequence < range.last:
+        raise UnavailableError(
+            f"stream {plan.stream} ends at {info.last_sequence} on the server that answered, and the query planned to "
+            f"read up to {range.last}: either the server lags behind and will catch up, or the servers have lost the "
+            "newest messages, and the query needs a new checkpoint"
+        )
+    before = bisect_left(read, info.first_sequence)
+    return _from_what_is_left(plan, info, read[before - 1] + 1 if before else first, last=range.last)
 
 
 def _matcher(plan: Plan) -> Callable[[Message], bool] | None:
@@ -302,16 +371,18 @@ def _matcher(plan: Plan) -> Callable[[Message], bool] | None:
     return NotificationReader(plan.reading.event, plan.event_type, where=plan.where).matches
 
 
-def _from_what_is_left(plan: Plan, info: StreamInfo, first: int, *, created: str | None = None) -> int:
+def _from_what_is_left(
+    plan: Plan, info: StreamInfo, first: int, *, created: str | None = None, last: int | None = None
+) -> int:
     """Where to read on from `first`. Raises `DataLossError`, or warns of it where it does not matter to the query."""
     known = offsets.created(info) if created is None else created
-    lost = offsets.missing(info, stream=plan.stream, first=first, created_then=known)
+    lost = offsets.missing(info, stream=plan.stream, first=first, last=last, created_then=known)
     if lost is None:
         return first
     if plan.reading.fail_on_data_loss:
         raise lost
     logger.warning("%s; reading goes on without them", str(lost).partition(". ")[0])
-    return info.first_sequence if known == offsets.created(info) else 1
+    return offsets.following(info, first=first, created_then=known)
 
 
 def _info(connection: Connection, stream: str) -> StreamInfo:

@@ -91,13 +91,13 @@ class Place:
         return self._with_app(lambda app: getattr(app.session.backend, deed)(*arguments))
 
     def read(self, event: str = "mars", **options: Any) -> DataFrame:
-        return self._spark.read.format("aviso").options(**self._options(event, options)).load()
+        return self._spark.read.format("aviso").options(**self.options(event, **options)).load()
 
     def read_stream(self, event: str = "mars", **options: Any) -> DataFrame:
-        return self._spark.readStream.format("aviso").options(**self._options(event, options)).load()
+        return self._spark.readStream.format("aviso").options(**self.options(event, **options)).load()
 
     def write(self, frame: DataFrame, event: str = "mars", **options: Any) -> None:
-        frame.write.format("aviso").mode("append").options(**self._options(event, options)).save()
+        frame.write.format("aviso").mode("append").options(**self.options(event, **options)).save()
 
     def rows(self, count: int, *, first: int = 0) -> DataFrame:
         """Rows that are notifications, in two partitions."""
@@ -105,7 +105,8 @@ class Place:
         payload = F.to_json(F.struct(F.col("id").alias("number"))).alias("payload")
         return self._spark.range(first, first + count, 1, 2).select(*fixed, F.col("id").alias("step"), payload)
 
-    def _options(self, event: str, options: dict[str, Any]) -> dict[str, str]:
+    def options(self, event: str = "mars", /, **options: Any) -> dict[str, str]:
+        """What a query of this event type is given."""
         source = {} if "stream" in options else {"event": event}
         return {"config": str(self.config), **source, **{name: str(value) for name, value in options.items()}}
 

@@ -231,6 +231,8 @@ class TestLoss:
             ({"first_sequence": 10, "last_sequence": 9, "messages": 0}, 10, ""),
             ({"first_sequence": 10, "last_sequence": 9, "messages": 0}, 5, "messages 5 to 9 are gone"),
             ({"first_sequence": 0, "last_sequence": 0, "messages": 0}, 1, ""),
+            ({"first_sequence": 1, "last_sequence": 9}, 10, ""),
+            ({"first_sequence": 1, "last_sequence": 9}, 11, "ends at 9, and the query has read up to 10"),
             ({"first_sequence": 7, "last_sequence": 9, "config": {"max_msgs_per_subject": 1}}, 5, ""),
             (
                 {"first_sequence": 10, "last_sequence": 9, "messages": 0, "config": {"max_msgs_per_subject": 1}},

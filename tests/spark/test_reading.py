@@ -1,0 +1,185 @@
+"""What a read does when its stream changes under it: planning and tasks, called as Spark calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.datasource import ReadAllAvailable
+
+from aviso_workers.backends.jetstream import reading as wire_reading
+from aviso_workers.errors import DataLossError, InvalidOptionError, UnavailableError
+from aviso_workers.spark import reading
+from aviso_workers.spark.data_source import AvisoDataSource
+from aviso_workers.spark.offsets import Offset, Range
+from tests.spark.place import Place
+from tests.waits import PATIENCE_SECONDS
+
+CHUNK = 10
+COUNT = 100
+"""Much more than is under way between the server and a task, where chunks are that small."""
+
+
+@pytest.fixture
+def place(spark: SparkSession, nats_server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setattr(wire_reading, "CHUNK", CHUNK)
+    monkeypatch.setattr(reading, "AGAIN_AFTER_SECONDS", 0.05)
+    return Place(spark, nats_server, tmp_path)
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for no server, from now on."""
+    monkeypatch.setattr(reading, "PATIENCE_SECONDS", 0.0)
+
+
+def batch_reader(place: Place, **options: Any) -> reading.BatchReader:
+    columns = place.read(**options).schema
+    return AvisoDataSource(place.options(**options)).reader(columns)
+
+
+def stream_reader(place: Place, **options: Any) -> reading.StreamReader:
+    columns = place.read_stream(**options).schema
+    return AvisoDataSource(place.options(**options)).streamReader(columns)
+
+
+class Task:
+    """The only task of a batch read, after its first rows."""
+
+    def __init__(self, place: Place, **options: Any) -> None:
+        reader = batch_reader(place, **options)
+        (partition,) = reader.partitions()
+        self._batches: Iterator[Any] = reader.read(partition)
+        self.sequences: list[int] = next(self._batches)["sequence"].to_pylist()
+
+    def finish(self) -> list[int]:
+        """Read the rest; returns the sequences of all rows."""
+        for batch in self._batches:
+            self.sequences += batch["sequence"].to_pylist()
+        return self.sequences
+
+
+class TestTasks:
+    def test_a_stream_that_is_purged_while_it_is_read_fails_the_task(self, place: Place):
+        place.publish(*range(COUNT))
+        task = Task(place)
+
+        place.do("purge_stream", "MARS")
+
+        with pytest.raises(DataLossError, match=r"stream MARS: messages \d+ to 100 are gone"):
+            task.finish()
+
+    def test_so_does_one_whose_beginning_is_removed_faster_than_it_is_read(self, place: Place):
+        place.publish(*range(COUNT))
+        task = Task(place)
+
+        for sequence in range(1, 91):
+            place.do("delete_message", "MARS", sequence)
+
+        with pytest.raises(DataLossError, match=r"stream MARS: messages \d+ to 90 are gone"):
+            task.finish()
+
+    def test_what_was_read_before_it_is_removed_is_no_loss(self, place: Place):
+        place.publish(*range(COUNT))
+        task = Task(place)
+
+        for sequence in range(1, CHUNK + 1):
+            place.do("delete_message", "MARS", sequence)
+
+        assert task.finish() == list(range(1, COUNT + 1))
+
+    def test_nor_are_messages_that_are_deleted_one_by_one_within_the_stream(self, place: Place):
+        place.publish(*range(COUNT))
+        task = Task(place)
+
+        for sequence in (80, 81, COUNT):
+            place.do("delete_message", "MARS", sequence)
+
+        assert task.finish() == [*range(1, 80), *range(82, COUNT)]
+
+    def test_a_query_that_may_lose_messages_reads_what_is_left(self, place: Place):
+        place.publish(*range(COUNT))
+        task = Task(place, failOnDataLoss=False)
+
+        place.do("purge_stream", "MARS")
+
+        assert task.finish() == list(range(1, len(task.sequences) + 1))
+
+    def test_a_stream_that_is_made_again_while_it_is_read_fails_the_task(self, place: Place):
+        place.publish(*range(COUNT))
+        task = Task(place)
+
+        place.do("delete_stream", "MARS")
+        place.publish(*range(COUNT))
+
+        with pytest.raises(DataLossError, match="stream MARS was deleted and created again"):
+            task.finish()
+
+    def test_a_stream_that_ends_before_its_range_does_is_waited_for_and_then_an_error(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ):
+        """As on a server that lags behind, or after an older backup has been restored."""
+        place.publish(1, 2)
+        reader = batch_reader(place)
+        (partition,) = reader.partitions()
+        assert isinstance(partition, Range)
+        longer = Range(first=1, last=5, created=partition.created)
+        impatient(monkeypatch)
+
+        with pytest.raises(UnavailableError, match=r"stream MARS ends at 2 .* and the query planned to read up to 5"):
+            list(reader.read(longer))
+
+
+class TestPlanning:
+    def test_a_batch_read_waits_for_a_server_that_is_away(self, place: Place):
+        place.publish(1, 2)
+        reader = batch_reader(place)
+        place.server.kill()
+        with ThreadPoolExecutor(1) as driver:
+            planned = driver.submit(reader.partitions)
+            assert not wait([planned], timeout=0.5).done, "it did not wait"
+
+            place.restart_server()
+
+            (partition,) = planned.result(PATIENCE_SECONDS)
+        assert isinstance(partition, Range)
+        assert (partition.first, partition.last) == (1, 2)
+
+    def test_a_stream_that_ends_before_the_checkpoint_is_a_loss(self, place: Place, monkeypatch: pytest.MonkeyPatch):
+        place.publish(1, 2)
+        ahead = _ahead(place)
+        impatient(monkeypatch)
+
+        reader = stream_reader(place)
+        with pytest.raises(DataLossError, match="stream MARS ends at 2, and the query has read up to 7"):
+            reader.latestOffset(ahead, ReadAllAvailable())
+        reader.stop()
+
+    def test_a_query_that_may_lose_messages_goes_on_behind_its_end(self, place: Place, monkeypatch: pytest.MonkeyPatch):
+        place.publish(1, 2)
+        ahead = _ahead(place)
+        impatient(monkeypatch)
+
+        reader = stream_reader(place, failOnDataLoss=False)
+        found = reader.latestOffset(ahead, ReadAllAvailable())
+        reader.stop()
+
+        assert found["sequence"] == 2
+
+    def test_a_first_sequence_that_the_stream_has_not_reached_is_refused(self, place: Place):
+        place.publish(1, 2)
+        reader = stream_reader(place, startingOffsets=4)
+
+        with pytest.raises(InvalidOptionError, match="startingOffsets is 4, and stream MARS ends at 2"):
+            reader.initialOffset()
+        reader.stop()
+
+
+def _ahead(place: Place) -> dict[str, Any]:
+    """An offset of the stream that is beyond its end."""
+    reader = stream_reader(place, startingOffsets="latest")
+    offset = Offset.parse(reader.initialOffset())
+    reader.stop()
+    return Offset(stream=offset.stream, created=offset.created, sequence=7).as_dict()
