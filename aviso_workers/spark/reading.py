@@ -152,9 +152,10 @@ class Questions:
 class BatchReader(DataSourceReader):
     """What a stream holds when the query is planned.
 
-    It takes no filters from Spark, though Spark offers them. PySpark 4.3 keeps what a reader was narrowed to with the
-    data frame that was loaded, and uses it for the next query on that frame as well, whatever that one filters: rows
-    would be missing without a word. What the server is to leave out, the `where` options say.
+    It takes no filters from Spark, though Spark offers them, those on fields of the identifier too. PySpark 4.3 keeps
+    one planned reader for each data frame that was loaded, and replaces it whenever a filter is handed over. All
+    queries on the frame use it then, whatever they filter, and both sides of a union do: rows would be missing or
+    doubled without a word. What the server is to leave out, the `where` options say.
     """
 
     def __init__(self, plan: Plan, wanted: StructType) -> None:
