@@ -13,6 +13,7 @@ means. A URL that carries credentials is refused, so that none can be in the con
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,8 +27,10 @@ __all__ = ["LogDirectories", "check"]
 
 SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "hdfs": "hdfs"}
 """What Arrow calls the file systems of URLs that can be read."""
-PARAMETERS = {"gs": "?retry_limit_seconds=30"}
-"""What is set of a file system: Google's client otherwise goes on trying for 15 minutes, and holds up a shutdown."""
+GOOGLE_PARAMETERS = "?retry_limit_seconds=15"
+"""Google's client otherwise goes on trying for 15 minutes, and holds up what else the agent follows, and its end."""
+TIMEOUT_SECONDS = 5
+"""How long an S3 store may be silent; it is asked three times. Arrow's own settings make 100 seconds of that."""
 LISTING_SECONDS = 10.0
 LISTING_SHARE = 20
 """So many times as long as a listing took is waited at least: the directory of a long history is listed rarely."""
@@ -136,8 +139,7 @@ class _RemoteDirectory:
             from pyarrow import fs
 
             if self._system is None:
-                self._system, root = fs.FileSystem.from_uri(self._url)
-                self._root = root.rstrip("/")
+                self._system, self._root = _file_system(self._url)
             listed = self._system.get_file_info(fs.FileSelector(self._root, recursive=True))
         files = (
             ListedFile(path=self._path(file.path), size=file.size, modified=(file.mtime_ns or 0) / 1e9)
@@ -226,8 +228,25 @@ def _directory(name: str) -> _Directory:
         )
     if not url.netloc and url.scheme != "hdfs":
         raise ValueError(f"{public}: has no bucket: give a URL such as {url.scheme}://bucket/spark-events")
-    scheme = SCHEMES[url.scheme]
-    return _RemoteDirectory(name.rstrip("/"), f"{scheme}://{url.netloc}{url.path}{PARAMETERS.get(scheme, '')}")
+    return _RemoteDirectory(name.rstrip("/"), f"{SCHEMES[url.scheme]}://{url.netloc}{url.path}")
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """Arrow's file system of a URL, which does not wait for long, and the directory in it. Raises Arrow's errors."""
+    from pyarrow import fs
+
+    scheme = urlsplit(url).scheme
+    system, root = fs.FileSystem.from_uri(url + (GOOGLE_PARAMETERS if scheme == "gs" else ""))
+    if scheme == "s3":
+        # A URL takes no timeouts, and who gives them has to name the endpoint. The region is the bucket's.
+        system = fs.S3FileSystem(
+            region=system.region,
+            endpoint_override=os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"),
+            connect_timeout=TIMEOUT_SECONDS,
+            request_timeout=TIMEOUT_SECONDS,
+            retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=3),
+        )
+    return system, root.rstrip("/")
 
 
 def _logs(directory: str, files: Iterable[ListedFile]) -> dict[str, EventLog]:
