@@ -47,6 +47,7 @@ from aviso_workers.errors import (
     UnknownEventTypeError,
 )
 from aviso_workers.spark import job_events, log_directories
+from aviso_workers.spark.duplicate_window import DuplicateWindow
 from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
 from aviso_workers.spark.job_events import Application, JobEvent
 from aviso_workers.spark.log_directories import LogDirectories
@@ -62,8 +63,6 @@ AT_ONCE = 8
 """Applications that are read at the same time."""
 OPEN_LOGS = 64
 """Logs kept open. When another one grows it is opened again, and where it is compressed, decompressed again."""
-RECALL_SECONDS = 60.0
-"""Not level with a log for so long, the agent asks what the stream holds: half of the usual duplicate window."""
 RETRY_SECONDS = 1.0
 """The wait after the server did not answer, or had no room."""
 PASSING = (UnavailableError, OutcomeUnknownError, FullError)
@@ -150,7 +149,14 @@ class _Tail:
         self._settings = settings
         self._server = server
         self._logs = LogDirectories(settings.event_log_dirs)
-        self._new = partial(_Application, app=app, settings=settings, checkpoints=checkpoints, logs=self._logs)
+        self._new = partial(
+            _Application,
+            app=app,
+            settings=settings,
+            checkpoints=checkpoints,
+            logs=self._logs,
+            window=DuplicateWindow(app.config),
+        )
         self._slots = anyio.CapacityLimiter(AT_ONCE)
         self._followed: dict[str, _Application] = {}
         self._finished: dict[str, EventLog] = {}
@@ -250,7 +256,14 @@ class _Application:
     """One application: how far its log is published, and the next part of it."""
 
     def __init__(
-        self, path: str, *, app: App, settings: SparkEvents, checkpoints: KeyValue, logs: LogDirectories
+        self,
+        path: str,
+        *,
+        app: App,
+        settings: SparkEvents,
+        checkpoints: KeyValue,
+        logs: LogDirectories,
+        window: DuplicateWindow,
     ) -> None:
         self.path = path
         self.busy = False
@@ -260,6 +273,7 @@ class _Application:
         self._app = app
         self._settings = settings
         self._checkpoints = checkpoints
+        self._window = window
         self._open_file = partial(logs.open, log=path)
         self._stored = Checkpoint()
         self._reader: EventLogReader[JobEvent] | None = None
@@ -327,9 +341,8 @@ class _Application:
         repeats = grown.repeats(reader.position)
         more = True
         while more:
-            if repeats or anyio.current_time() - self._known_at > RECALL_SECONDS:
-                self._held = await self._recall(grown, since=0 if repeats else self._stored.level)
-                self._known_at, repeats = anyio.current_time(), False
+            await self._learn(grown, all_of_it=repeats)
+            repeats = False
             batch = await anyio.to_thread.run_sync(reader.read, grown)
             for problem in batch.problems:
                 self.report(problem)
@@ -338,6 +351,7 @@ class _Application:
             if goes_on:
                 await self._notify(job_events.resumed(Application.of_log(grown.name), heard=self._stored.level))
             for event in batch.events:
+                await self._learn(grown)
                 await self._notify(event)
             more = batch.more
             # Task events alone are not worth a write; the end is, so that a restart need not open what is complete.
@@ -373,6 +387,13 @@ class _Application:
 
     def _key(self, log: EventLog) -> str:
         return _key(self._settings.cluster, log.name)
+
+    async def _learn(self, log: EventLog, *, all_of_it: bool = False) -> None:
+        """Ask what the stream holds, where that was not known for longer than its duplicate window tells."""
+        now = anyio.current_time()
+        if all_of_it or now - self._known_at > await self._window.half_seconds(self._app.session.backend):
+            self._held = await self._recall(log, since=0 if all_of_it else self._stored.level)
+            self._known_at = now
 
     async def _recall(self, log: EventLog, *, since: float) -> Set[str]:
         """The ids that the stream holds of the application, from a little before `since` on."""

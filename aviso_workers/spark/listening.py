@@ -31,8 +31,7 @@ import structlog
 from msgspec import Struct
 
 from aviso_workers.config import Config, load
-from aviso_workers.engine.publishing import Publisher
-from aviso_workers.engine.session import open_session
+from aviso_workers.engine.session import Session, open_session
 from aviso_workers.errors import (
     BackendError,
     InvalidNotificationError,
@@ -43,6 +42,7 @@ from aviso_workers.errors import (
 from aviso_workers.events import Events
 from aviso_workers.notifications import Notify
 from aviso_workers.spark import job_events
+from aviso_workers.spark.duplicate_window import DuplicateWindow
 from aviso_workers.spark.job_events import EVENT_TYPE, Application, JobEvent
 
 __all__ = ["Listening", "listen"]
@@ -50,8 +50,6 @@ __all__ = ["Listening", "listen"]
 QUEUE = "aviso"
 MOST_WAITING = 10_000
 """Events between Spark and the thread that publishes; with more than that, the newest are dropped."""
-YOUNG_SECONDS = 60.0
-"""What has waited longer is left to the agent, which may have published it: half of the usual duplicate window."""
 AGAIN_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
 HEARD_OUT_MILLISECONDS = 2000
@@ -104,6 +102,7 @@ class Listening:
         self._config = config
         self._cluster = job_events.cluster_of(config)
         self._application = application
+        self._window = DuplicateWindow(config)
         self._waiting: deque[_Waiting] = deque()
         self._leave: Callable[[], None] = lambda: None
         self._close_by: float | None = None
@@ -161,7 +160,7 @@ class Listening:
         while not self._done:
             try:
                 async with open_session(app="spark-listener", config=self._config, events=Events()) as session:
-                    await self._publish(session.publisher)
+                    await self._publish(session)
             except BackendError as error:
                 log.warning("spark_listener.unavailable", problem=str(error), then="trying again")
                 await anyio.sleep(AGAIN_SECONDS)
@@ -170,23 +169,26 @@ class Listening:
     def _done(self) -> bool:
         return self._close_by is not None and (not self._waiting or time.monotonic() > self._close_by)
 
-    async def _publish(self, publisher: Publisher) -> None:
+    async def _publish(self, session: Session) -> None:
         """Publish one after the other until closed. Raises `BackendError`; then the event still waits."""
         while not self._done:
             while self._waiting:
-                await self._publish_one(publisher, self._waiting[0])
+                await self._publish_one(session, self._waiting[0])
                 self._waiting.popleft()
             self._wake.clear()
             if not self._done:
                 await self._wake.wait()
 
-    async def _publish_one(self, publisher: Publisher, waiting: _Waiting) -> None:
+    async def _publish_one(self, session: Session, waiting: _Waiting) -> None:
         event, message_id = waiting.event, waiting.event.message_id(self._cluster)
-        if time.monotonic() - waiting.since > YOUNG_SECONDS:
+        # The agent may have published what has waited for longer.
+        if time.monotonic() - waiting.since > await self._window.half_seconds(session.backend):
             self._drop("spark_listener.too_late", event_id=message_id)
             return
         try:
-            await publisher.notify(Notify(EVENT_TYPE, event.identifier(self._cluster), event.payload, message_id))
+            await session.publisher.notify(
+                Notify(EVENT_TYPE, event.identifier(self._cluster), event.payload, message_id)
+            )
         except (InvalidNotificationError, RefusedError) as error:
             self._drop("spark_listener.refused", event_id=message_id, problem=str(error))
         else:

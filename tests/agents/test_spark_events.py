@@ -21,7 +21,7 @@ from aviso_agents import spark_events
 from aviso_workers import App, KeyValue, Receipt
 from aviso_workers.errors import FullError, OutcomeUnknownError, UnavailableError, UnknownEventTypeError
 from aviso_workers.events import Event, Published
-from aviso_workers.spark import job_events
+from aviso_workers.spark import duplicate_window, job_events
 from aviso_workers.spark.job_events import Application
 from tests.stories.processes import Server
 from tests.waits import PATIENCE_SECONDS
@@ -200,6 +200,7 @@ class Story:
             self.outcomes[event.outcome] += 1
 
 
+WINDOW_SECONDS = 0.2
 SUCCEEDED = {"Result": "JobSucceeded"}
 STAGE = {"Stage ID": 3, "Stage Attempt ID": 0, "Stage Name": "count", "Number of Tasks": 2}
 
@@ -461,7 +462,7 @@ async def test_a_checkpoint_that_cannot_be_read_is_told_and_costs_nothing(story:
 async def test_a_file_that_shows_when_it_is_closed_adds_what_nobody_published(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spark_events, "RECALL_SECONDS", 0.0)  # as if the file had been open for an hour
+    monkeypatch.setattr(duplicate_window, "MOST_SECONDS", 0.0)  # as if the file had been open for an hour
     log = story.log(rolling=True)
     async with story.following():
         await story.arrived(1)
@@ -472,6 +473,25 @@ async def test_a_file_that_shows_when_it_is_closed_adds_what_nobody_published(
         await story.arrived(5)
     assert Counter(await story.stored()) == Counter(log.facts)
     assert story.outcomes == {"stored": 5}, "nothing is left for the duplicate window to find"
+
+
+@pytest.mark.parametrize("backend", ["jetstream"], indirect=True)
+async def test_events_that_the_server_forgets_soon_are_stored_once(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = story.log()
+    async with story.following():
+        await story.arrived(1)
+        backend = story.app.session.backend
+        stream = f"SPARK-{cluster_of(story.app)}".upper()
+        config = (await backend.stream_info(stream)).config
+        await backend.update_stream({**config, "duplicate_window": int(WINDOW_SECONDS * 1e9)})
+        monkeypatch.setattr(duplicate_window, "LOOK_SECONDS", 0.0)
+        await story.publish_as_a_listener(job_start(0))
+        await anyio.sleep(2 * WINDOW_SECONDS)  # by the server's clock, which tells nobody when it forgets
+        log.jobs(2)
+        await story.arrived(5)
+    assert await story.stored() == log.facts
 
 
 async def test_a_log_goes_on_in_file_after_file(story: Story) -> None:

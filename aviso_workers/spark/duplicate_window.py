@@ -1,0 +1,52 @@
+"""For how long the stream of job events knows an event by its id, whoever publishes it a second time.
+
+Asked by the agent that tails event logs (`agents.spark_events`) and by the listeners inside of a driver (`listening`),
+which both publish each event. Within half of the window each relies on the server; beyond it the agent asks the stream
+which events it holds, and the listener leaves an event to the agent. The other half is for what happens in between.
+"""
+
+from __future__ import annotations
+
+import math
+
+import anyio
+
+from aviso_workers import streams
+from aviso_workers.backends import Backend
+from aviso_workers.config import Config
+from aviso_workers.errors import NotFoundError, UnknownEventTypeError
+from aviso_workers.spark.job_events import EVENT_TYPE
+
+__all__ = ["DuplicateWindow"]
+
+MOST_SECONDS = 60.0
+"""Half of the usual window. A longer one is not relied on: what waited for so long was not published for a reason."""
+LOOK_SECONDS = 5.0
+"""A window that somebody changes is noticed within this time."""
+
+
+class DuplicateWindow:
+    """The duplicate window of the stream of job events, as it is now."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._half_seconds = MOST_SECONDS
+        self._looked_at = -math.inf
+
+    async def half_seconds(self, backend: Backend) -> float:
+        """Return half of it, at most a minute. Raises `UnknownEventTypeError` and `BackendError`."""
+        if anyio.current_time() - self._looked_at > LOOK_SECONDS:
+            self._half_seconds = await self._look(backend)
+            self._looked_at = anyio.current_time()
+        return self._half_seconds
+
+    async def _look(self, backend: Backend) -> float:
+        known = self._config.notification_schema
+        if EVENT_TYPE not in known:
+            raise UnknownEventTypeError(EVENT_TYPE, known)
+        try:
+            info = await backend.stream_info(streams.event_stream(EVENT_TYPE, known[EVENT_TYPE], self._config).name)
+        except NotFoundError:  # whoever publishes first makes it
+            return MOST_SECONDS
+        window = info.config.get("duplicate_window") or streams.DEFAULT_DUPLICATE_WINDOW
+        return min(MOST_SECONDS, window / streams.SECOND / 2)
