@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,21 @@ class TestArchive:
         assert kept.collect() == place.read().orderBy("sequence").collect()
         (day,) = Path(self.path(place)).glob("date=*")
         assert day.name == f"date={place.stored()[0].time:%Y-%m-%d}"
+
+    def test_a_batch_over_midnight_is_kept_under_two_days(self, place: Pipelines):
+        midnight = datetime(2026, 11, 21, tzinfo=UTC)
+        rows = [(1, midnight - timedelta(microseconds=1)), (2, midnight), (3, midnight + timedelta(hours=23))]
+        stored = place.spark.createDataFrame(rows, "sequence BIGINT, time TIMESTAMP")
+        known = archiving._Archive(Files(place.spark, self.path(place)))
+
+        known.add(stored.withColumn("date", F.expr(archiving.DAY)), 0)
+
+        kept = archiving.read(place.spark, self.path(place)).orderBy("sequence").select("sequence", "date").collect()
+        assert [(row.sequence, row.date.isoformat()) for row in kept] == [
+            (1, "2026-11-20"),
+            (2, "2026-11-21"),
+            (3, "2026-11-21"),
+        ]
 
     def test_a_run_adds_what_came_since_the_one_before(self, place: Pipelines):
         place.publish(1, 2)
