@@ -23,11 +23,12 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Set
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Set
 from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import anyio
 import anyio.to_thread
@@ -71,6 +72,9 @@ SLACK_SECONDS = 600.0
 """How much later than a file says an event of it may have been stored: two clocks, and Spark's own queues."""
 
 Published = Notification[dict[str, str]]
+Reason = Literal["not_supported", "no_access", "left_out", "refused", "failed"]
+"""Why not all of a log is published: its name or format; it cannot be read now; a part is damaged, half-written or
+gone; the server does not take an event; or something that nobody expected."""
 
 log = structlog.get_logger(__name__)
 
@@ -146,6 +150,7 @@ class _Tail:
     """Looks at all logs by turns, and has those that grew published, each in a task of its own."""
 
     def __init__(self, app: App, settings: SparkEvents, checkpoints: KeyValue, server: _Server) -> None:
+        self._app = app
         self._settings = settings
         self._server = server
         self._logs = LogDirectories(settings.event_log_dirs)
@@ -164,6 +169,8 @@ class _Tail:
         self._finished_at = -math.inf
         """When these were last looked at."""
         self._missing: set[str] = set()
+        self._incomplete: dict[str, Reason] = {}
+        """By path, the logs of which not all is published."""
 
     async def run(self) -> None:
         try:
@@ -175,6 +182,7 @@ class _Tail:
                     if searching:
                         await self._search()
                         search_at = now + SEARCH_SECONDS
+                        self._show_all()
                     for application, grown in await self._grown(thoroughly=searching):
                         application.busy = True
                         tasks.start_soon(self._publish, application, grown)
@@ -221,11 +229,12 @@ class _Tail:
         grown = []
         for application, found in zip(asked, await anyio.to_thread.run_sync(self._look_at_all, known), strict=True):
             if isinstance(found, OSError):
-                application.report(str(found))
+                application.report(str(found), "no_access")
             elif found is not None and found == application.published and _finished(found):
                 self._finished[found.path] = found
                 self._followed.pop(found.path).close()
             elif found is not None and (found != application.published or application.overdue(found)):
+                application.notice(found)
                 grown.append((application, found))
         return grown
 
@@ -251,6 +260,57 @@ class _Tail:
         for application in idle[: max(0, len(opened) - OPEN_LOGS)]:
             application.close()
 
+    def _show_all(self) -> None:
+        """Measure what is known now."""
+        followed = list(self._followed.values())
+        finished = {path: reason for path, reason in self._incomplete.items() if path in self._finished}
+        self._incomplete = finished | {each.path: each.incomplete for each in followed if each.incomplete}
+        reasons = Counter(self._incomplete.values())
+        directories = self._settings.event_log_dirs
+        self._show(
+            "directory_missing",
+            "Whether a directory of event logs cannot be listed.",
+            label="directory",
+            values={directory: directory in self._missing for directory in directories},
+        )
+        self._show_one("last_search_timestamp_seconds", "When the directories were last searched.", time.time())
+        self._show_one("followed_logs", "Event logs that may grow, or are not published to their end.", len(followed))
+        self._show(
+            "incomplete_logs",
+            "Event logs of which not everything was published when they were last read, by reason.",
+            label="reason",
+            values={reason: reasons[reason] for reason in get_args(Reason)},
+        )
+        self._show_one(
+            "unread_bytes",
+            "Bytes of event logs, as they are stored, that are still to be read.",
+            sum(each.unread_bytes for each in followed),
+        )
+        self._show_one(
+            "oldest_unpublished_age_seconds",
+            "For how long a log has had something that is not published, of the log that has waited longest.",
+            max((each.unpublished_seconds for each in followed), default=0.0),
+        )
+        if all(each.published or each.incomplete for each in followed):  # else it is not known of all
+            self._show_one(
+                "lost_applications",
+                "Applications that were published as lost and have logged nothing since.",
+                sum(each.lost for each in followed),
+            )
+
+    def _show_one(self, name: str, help: str, value: float) -> None:
+        self._app.measure(
+            f"aviso_spark_events_{name}", help, labels=("cluster",), values={(self._settings.cluster,): value}
+        )
+
+    def _show(self, name: str, help: str, *, label: str, values: Mapping[str, float]) -> None:
+        self._app.measure(
+            f"aviso_spark_events_{name}",
+            help,
+            labels=("cluster", label),
+            values={(self._settings.cluster, key): value for key, value in values.items()},
+        )
+
 
 class _Application:
     """One application: how far its log is published, and the next part of it."""
@@ -270,6 +330,8 @@ class _Application:
         self.grew_at = anyio.current_time()
         self.published: EventLog | None = None
         """The log as it was when all of it was published."""
+        self.incomplete: Reason | None = None
+        """Why not all of the log was published when it was last read."""
         self._app = app
         self._settings = settings
         self._checkpoints = checkpoints
@@ -282,6 +344,23 @@ class _Application:
         self._known_at = -math.inf
         """When there was no event that the stream held and we knew nothing of."""
         self._problem = ""
+        self._noticed: EventLog | None = None
+        """The log as it was last seen to have something that is not published; None where all is."""
+        self._noticed_at = 0.0
+        self._published_to = Position()
+
+    @property
+    def lost(self) -> bool:
+        return self._stored.lost
+
+    @property
+    def unread_bytes(self) -> int:
+        return self._noticed.unread_bytes(self._published_to) if self._noticed else 0
+
+    @property
+    def unpublished_seconds(self) -> float:
+        """For how long there has been something that is not published."""
+        return anyio.current_time() - self._noticed_at if self._noticed else 0.0
 
     @property
     def open(self) -> bool:
@@ -295,9 +374,17 @@ class _Application:
         """Read again from the position that is stored: what was read after it may be published in part."""
         self.close()
         self._reader, self._known_at = None, -math.inf
+        self._published_to = self._stored.position
 
-    def report(self, problem: str) -> None:
+    def notice(self, grown: EventLog) -> None:
+        """Know that the log has something that is not published."""
+        if self._noticed is None:
+            self._noticed_at = anyio.current_time()
+        self._noticed = grown
+
+    def report(self, problem: str, reason: Reason) -> None:
         """Say it, but not twice in a row."""
+        self.incomplete = reason
         if problem != self._problem:
             log.warning("spark_events.unreadable", path=self.path, problem=problem)
         self._problem = problem
@@ -313,8 +400,9 @@ class _Application:
 
         Raises `BackendError` and `UnknownEventTypeError`, which are about all applications.
         """
+        self.incomplete = None
         if grown.problem:
-            self.report(grown.problem)
+            self.report(grown.problem, "not_supported")
         else:
             try:
                 await self._publish(grown)
@@ -322,15 +410,16 @@ class _Application:
                 self._wait_for_search()
                 return  # Renamed or removed since it was looked at: the next look tells.
             except OSError as error:
-                self.report(str(error))
+                self.report(str(error), "no_access")
                 self._wait_for_search()
                 return
             except (BackendError, UnknownEventTypeError):
                 raise  # It is the same for all applications.
             except Exception as error:
                 # It is looked at again when the log grows, and after a restart. Other applications go on.
-                self.report(f"given up: {type(error).__name__}: {error}")
+                self.report(f"given up: {type(error).__name__}: {error}", "failed")
         self.published, self.grew_at = grown, anyio.current_time()
+        self._noticed = None
 
     def _wait_for_search(self) -> None:
         """Do not look again before the next search: what cannot be read now would be asked for many times a second."""
@@ -345,7 +434,7 @@ class _Application:
             repeats = False
             batch = await anyio.to_thread.run_sync(reader.read, grown)
             for problem in batch.problems:
-                self.report(problem)
+                self.report(problem, "left_out")
             moved = reader.position != self._stored.position
             goes_on = self._stored.lost and moved
             if goes_on:
@@ -353,11 +442,14 @@ class _Application:
             for event in batch.events:
                 await self._learn(grown)
                 await self._notify(event)
+            self._published_to = reader.position
             more = batch.more
             # Task events alone are not worth a write; the end is, so that a restart need not open what is complete.
             if batch.events or goes_on or (grown.complete and not more and moved):
                 level = self._stored.level if more else min(grown.modified, time.time())
                 await self._store(grown, Checkpoint(position=reader.position, level=level))
+        if grown.unread_bytes(reader.position) and not self.incomplete:
+            self.incomplete = "left_out"  # by an earlier reading, which said so
         if self.overdue(grown):
             await self._notify_of_loss(grown)
             await self._store(grown, msgspec.structs.replace(self._stored, lost=True))
@@ -377,7 +469,10 @@ class _Application:
         try:
             self._stored = msgspec.json.decode(entry.value, type=Checkpoint) if entry else Checkpoint()
         except msgspec.DecodeError as error:
-            self.report(f"read from its beginning, as what is stored of it is no checkpoint: {error}")
+            log.warning(
+                "spark_events.checkpoint_unreadable", path=self.path, problem=str(error), then="read from its beginning"
+            )
+        self._published_to = self._stored.position
         decode = partial(job_events.decode, application=Application.of_log(grown.name))
         return EventLogReader(decode, self._stored.position, open_file=self._open_file)
 
@@ -421,6 +516,7 @@ class _Application:
         except (UnknownEventTypeError, FullError):
             raise  # No event can be published now: nothing of the log must count as read.
         except (InvalidNotificationError, RefusedError) as error:
+            self.incomplete = "refused"
             log.error("spark_events.refused", event_id=message_id, path=self.path, problem=str(error))
 
 

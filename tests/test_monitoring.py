@@ -13,8 +13,8 @@ import pytest
 import yaml
 from msgspec import Struct
 
-from aviso_agents import observer
-from aviso_workers import App
+from aviso_agents import observer, spark_events
+from aviso_workers import App, Router
 from aviso_workers.agents import durable_name
 from aviso_workers.config import Config, load
 from aviso_workers.events import Event, Measured
@@ -29,11 +29,14 @@ RULES = PROJECT / "config" / "prometheus-rules.yml"
 DASHBOARD = PROJECT / "config" / "grafana-dashboard.json"
 SCALING = PROJECT / "config" / "keda.yaml"
 FLEETS = PROJECT / "docs" / "fleets.md"
-NAME = re.compile(r"\baviso_(?:worker|observer|doctor)_[a-z_]+\b")
+NAME = re.compile(r"\baviso_(?:worker|observer|doctor|spark_events)_[a-z_]+\b")
 
 IN_MEMORY = """
 notification_backend: {kind: in_memory}
-workers: {agents: {observer: {poll_seconds: 0.01}}}
+workers:
+  agents:
+    observer: {poll_seconds: 0.01}
+    spark-events: {event_log_dirs: [/nowhere]}
 """
 
 
@@ -60,15 +63,18 @@ class Shown(Struct, frozen=True):
 
 @pytest.fixture(scope="module")
 def metrics(tmp_path_factory: pytest.TempPathFactory) -> list[Shown]:
-    """All: the worker's and the fleet's as their tables have them, and what the observer measures."""
+    """All: the worker's and the fleet's as their tables have them, and what agents measure."""
     of_worker = [
         Shown(metric.full_name, metric.kind, (*labels, *metric.by), metric.help)
         for labels, of_labels in (METRICS | OF_FLEET).items()
         for metric in of_labels
     ]
-    file = tmp_path_factory.mktemp("observer") / "config.yaml"
+    file = tmp_path_factory.mktemp("agents") / "config.yaml"
     file.write_text(IN_MEMORY)
-    return of_worker + anyio.run(of_observer, load(file, environ={})) + of_doctor()
+    config = load(file, environ={})
+    of_observer = anyio.run(of_agent, observer.router, config, "aviso_observer_given_up")
+    of_spark_events = anyio.run(of_agent, spark_events.router, config, "aviso_spark_events_lost_applications")
+    return of_worker + of_observer + of_spark_events + of_doctor()
 
 
 def of_doctor() -> list[Shown]:
@@ -76,16 +82,17 @@ def of_doctor() -> list[Shown]:
     return [Shown(gauge.name, "gauge", gauge.labels, gauge.help) for gauge in showing.measured(healthy)]
 
 
-async def of_observer(config: Config) -> list[Shown]:
+async def of_agent(router: Router, config: Config, last: str) -> list[Shown]:
+    """What an agent measures, until it measures what is its last."""
     found: dict[str, Shown] = {}
-    app = App("observer", config=config)
-    app.include(observer.router)
+    app = App("measured", config=config)
+    app.include(router)
     stop = anyio.Event()
 
     def listen(event: Event) -> None:
         if isinstance(event, Measured):
             found[event.name] = Shown(event.name, "gauge", event.labels, event.help)
-            if event.name == "aviso_observer_given_up":  # what is asked for last
+            if event.name == last:
                 stop.set()
 
     app.events.listen(listen)
@@ -160,6 +167,7 @@ def check_expressions(tmp_path: Path, asked: list[str]) -> None:
 OF_WORKER = 'app="fields", instance="host:9464", job="aviso-workers"'
 OF_AGENT = f'{OF_WORKER}, agent="index", base="mars"'
 EXITS = f'aviso_worker_process_exits_total{{{OF_WORKER}, process="1"'
+OF_SPARK = 'instance="spark:9464", job="aviso-workers", cluster="local"'
 OBSERVED = 'app="fields", agent="index", stream="MARS"'
 HEALTHY = {
     'up{job="aviso-workers", instance="host:9464"}': "1x60",
@@ -192,6 +200,11 @@ HEALTHY = {
     'aviso_doctor_findings{code="JS042", state="warn"}': "0x30 1x30",
     "aviso_doctor_last_run_timestamp_seconds": "0+60x60",
     'aviso_observer_last_poll_timestamp_seconds{stream="MARS"}': "0+60x60",
+    f'aviso_spark_events_directory_missing{{{OF_SPARK}, directory="/logs"}}': "0x60",
+    f"aviso_spark_events_last_search_timestamp_seconds{{{OF_SPARK}}}": "0+60x60",
+    f"aviso_spark_events_oldest_unpublished_age_seconds{{{OF_SPARK}}}": "2x60",
+    f'aviso_spark_events_incomplete_logs{{{OF_SPARK}, reason="left_out"}}': "1x30 0x30",
+    f"aviso_spark_events_lost_applications{{{OF_SPARK}}}": "3x60",
 }
 """An hour of a deployment, a value a minute."""
 GROWING = {f"aviso_observer_pending{{{OBSERVED}}}": "0+100x60"}
@@ -238,6 +251,11 @@ def instead(name: str, values: str) -> dict[str, str]:
         ("AvisoNotificationsMissed", instead("aviso_worker_missed_total", "0x50 1x10")),
         ("AvisoRetriesRising", {f'aviso_worker_notifications_total{{{OF_AGENT}, outcome="retried"}}': "0+90x60"}),
         ("AvisoPublishingFails", instead("aviso_worker_published_total", "0x50 1x10")),
+        ("AvisoSparkDirectoryMissing", instead("aviso_spark_events_directory_missing", "1x60")),
+        ("AvisoSparkSearchStopped", instead("aviso_spark_events_last_search_timestamp_seconds", "600x60")),
+        ("AvisoSparkLogsBehind", instead("aviso_spark_events_oldest_unpublished_age_seconds", "0+60x60")),
+        ("AvisoSparkLogsIncomplete", instead("aviso_spark_events_incomplete_logs", "0x55 1x1 0x4")),
+        ("AvisoSparkApplicationsLost", instead("aviso_spark_events_lost_applications", "3x50 4x10")),
         ("AvisoObserverBlind", instead("aviso_observer_last_poll_timestamp_seconds", "600x60")),
         ("AvisoObserverBlind", instead("aviso_observer_last_poll_timestamp_seconds", "_x60")),
     ],

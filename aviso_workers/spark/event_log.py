@@ -138,6 +138,14 @@ class EventLog(Struct, frozen=True, kw_only=True):
             return "not a Spark event log"
         return None
 
+    def unread_bytes(self, position: Position) -> int:
+        """Return how many bytes of the files, as they are stored, come after a position."""
+        return sum(
+            max(0, file.size - position.size) if file.place == position.place else file.size
+            for file in self.files
+            if file.place >= position.place
+        )
+
     def repeats(self, position: Position) -> bool:
         """Whether reading on from there may give events again: those of a compacted file, or of a replaced one."""
         if position.size < position.replaced_size:

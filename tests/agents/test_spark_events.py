@@ -20,7 +20,7 @@ import zstandard
 from aviso_agents import spark_events
 from aviso_workers import App, KeyValue, Receipt
 from aviso_workers.errors import FullError, OutcomeUnknownError, UnavailableError, UnknownEventTypeError
-from aviso_workers.events import Event, Published
+from aviso_workers.events import Event, Measured, Published
 from aviso_workers.spark import duplicate_window, job_events
 from aviso_workers.spark.job_events import Application
 from tests.stories.processes import Server
@@ -151,6 +151,30 @@ class Told:
     info = warning = error = _tell
 
 
+class Shown:
+    """What the agent measures."""
+
+    def __init__(self, app: App) -> None:
+        self._gauges: dict[str, dict[tuple[str, ...], float]] = {}
+        self._signal = Signal()
+        self._cluster = cluster_of(app)
+        app.events.listen(self._listen)
+
+    def value(self, name: str, *labels: str) -> float | None:
+        return self._gauges.get(f"aviso_spark_events_{name}", {}).get((self._cluster, *labels))
+
+    async def until(self, name: str, value: float, *labels: str) -> None:
+        try:
+            await self._signal.until(lambda: self.value(name, *labels) == value)
+        except TimeoutError:
+            raise AssertionError(f"this is shown: {self._gauges}") from None
+
+    def _listen(self, event: Event) -> None:
+        if isinstance(event, Measured):
+            self._gauges[event.name] = dict(event.values)
+            self._signal.happens()
+
+
 class Story:
     """An app that follows a directory, and what its stream holds."""
 
@@ -160,6 +184,11 @@ class Story:
         self.positions = positions
         self.outcomes: Counter[str] = Counter()
         app.events.listen(self._count)
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Of all compressed logs."""
+        return sum(file.stat().st_size for file in self.directory.glob("*.zstd*"))
 
     def log(self, name: str = "local-1", *, rolling: bool = False) -> SparkLog:
         return SparkLog(self.directory, name, rolling=rolling)
@@ -265,6 +294,11 @@ async def story(make_app: Callable[..., App], directory: Path, monkeypatch: pyte
         positions = Positions(await app.key_value(spark_events.BUCKET))
         monkeypatch.setattr(app, "key_value", constantly(positions))
         yield Story(app, directory, positions)
+
+
+@pytest.fixture
+def shown(story: Story) -> Shown:
+    return Shown(story.app)
 
 
 @pytest.fixture
@@ -456,7 +490,7 @@ async def test_a_checkpoint_that_cannot_be_read_is_told_and_costs_nothing(story:
     assert await story.stored() == log.facts
     assert story.outcomes == {"stored": 9}
     (problem,) = told.entries
-    assert "no checkpoint" in problem["problem"]
+    assert (problem["event"], problem["then"]) == ("spark_events.checkpoint_unreadable", "read from its beginning")
 
 
 async def test_a_file_that_shows_when_it_is_closed_adds_what_nobody_published(
@@ -744,6 +778,50 @@ async def test_a_log_that_is_rewritten_in_place_is_read_again_and_nothing_of_it_
     assert await story.stored() == log.facts
     assert story.outcomes == {"stored": 31}, "what the stream holds is not even sent again"
     assert ["was replaced" in entry["problem"] for entry in told.entries] == [True]
+
+
+async def test_what_is_followed_behind_incomplete_and_lost_is_measured(
+    story: Story, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notify, full = story.app.notify, True
+
+    async def notify_when_there_is_room(*args: Any, **keywords: Any) -> Receipt:
+        if full:
+            raise FullError("full")
+        return await notify(*args, **keywords)
+
+    monkeypatch.setattr(story.app, "notify", notify_when_there_is_room)
+    async with story.following():
+        await shown.until("directory_missing", 1, str(story.directory))
+        log = story.log()
+        (story.directory / "notes.txt").write_text("Dear all,")
+        await shown.until("unread_bytes", story.bytes_on_disk)
+        assert shown.value("oldest_unpublished_age_seconds") != 0
+        assert shown.value("directory_missing", str(story.directory)) == 0
+        await shown.until("incomplete_logs", 1, "not_supported")
+
+        full = False
+        await shown.until("unread_bytes", 0)
+        await shown.until("oldest_unpublished_age_seconds", 0)
+        assert await story.stored() == log.facts
+        await shown.until("followed_logs", 2)
+        assert shown.value("lost_applications") == 0
+        log.silent_for(4000)
+        await shown.until("lost_applications", 1)
+        log.jobs(1)
+        await shown.until("lost_applications", 0)
+        assert time.time() - (shown.value("last_search_timestamp_seconds") or 0) < PATIENCE_SECONDS
+
+
+async def test_a_damaged_log_is_measured_as_incomplete_while_it_is_there(story: Story, shown: Shown) -> None:
+    story.log()
+    damaged = story.directory / "local-7.zstd"
+    damaged.write_bytes(b"not compressed at all")
+    async with story.following():
+        await shown.until("incomplete_logs", 1, "left_out")
+        await shown.until("unread_bytes", 0)  # what is left out is not behind
+        damaged.unlink()
+        await shown.until("incomplete_logs", 0, "left_out")
 
 
 async def test_a_log_that_is_removed_is_forgotten(story: Story) -> None:
