@@ -487,7 +487,7 @@ class _Application:
         """Ask what the stream holds, where that was not known for longer than its duplicate window tells."""
         now = anyio.current_time()
         if all_of_it or now - self._known_at > await self._window.half_seconds(self._app.session.backend):
-            self._held = await self._recall(log, since=0 if all_of_it else self._stored.level)
+            self._held |= await self._recall(log, since=0 if all_of_it else self._stored.level)
             self._known_at = now
 
     async def _recall(self, log: EventLog, *, since: float) -> Set[str]:
@@ -512,7 +512,11 @@ class _Application:
             return
         identifier = event.identifier(self._settings.cluster)
         try:
-            await self._app.notify(job_events.EVENT_TYPE, identifier, event.payload, message_id=message_id)
+            # Beyond the window, another attempt at what was stored already would store it twice.
+            with anyio.fail_after(await self._window.half_seconds(self._app.session.backend)):
+                await self._app.notify(job_events.EVENT_TYPE, identifier, event.payload, message_id=message_id)
+        except TimeoutError as error:
+            raise OutcomeUnknownError(f"{message_id} was not acknowledged within the duplicate window") from error
         except (UnknownEventTypeError, FullError):
             raise  # No event can be published now: nothing of the log must count as read.
         except (InvalidNotificationError, RefusedError) as error:

@@ -35,18 +35,19 @@ class DuplicateWindow:
 
     async def half_seconds(self, backend: Backend) -> float:
         """Return half of it, at most a minute. Raises `UnknownEventTypeError` and `BackendError`."""
-        if anyio.current_time() - self._looked_at > LOOK_SECONDS:
+        if anyio.current_time() - self._looked_at <= LOOK_SECONDS:
+            return self._half_seconds
+        try:
             self._half_seconds = await self._look(backend)
-            self._looked_at = anyio.current_time()
+        except NotFoundError:  # whoever publishes first makes it, so the next event asks again
+            return MOST_SECONDS
+        self._looked_at = anyio.current_time()
         return self._half_seconds
 
     async def _look(self, backend: Backend) -> float:
         known = self._config.notification_schema
         if EVENT_TYPE not in known:
             raise UnknownEventTypeError(EVENT_TYPE, known)
-        try:
-            info = await backend.stream_info(streams.event_stream(EVENT_TYPE, known[EVENT_TYPE], self._config).name)
-        except NotFoundError:  # whoever publishes first makes it
-            return MOST_SECONDS
+        info = await backend.stream_info(streams.event_stream(EVENT_TYPE, known[EVENT_TYPE], self._config).name)
         window = info.config.get("duplicate_window") or streams.DEFAULT_DUPLICATE_WINDOW
         return min(MOST_SECONDS, window / streams.SECOND / 2)

@@ -182,13 +182,17 @@ class Listening:
     async def _publish_one(self, session: Session, waiting: _Waiting) -> None:
         event, message_id = waiting.event, waiting.event.message_id(self._cluster)
         # The agent may have published what has waited for longer.
-        if time.monotonic() - waiting.since > await self._window.half_seconds(session.backend):
+        left = waiting.since + await self._window.half_seconds(session.backend) - time.monotonic()
+        if left <= 0:
             self._drop("spark_listener.too_late", event_id=message_id)
             return
         try:
-            await session.publisher.notify(
-                Notify(EVENT_TYPE, event.identifier(self._cluster), event.payload, message_id)
-            )
+            with anyio.fail_after(left):
+                await session.publisher.notify(
+                    Notify(EVENT_TYPE, event.identifier(self._cluster), event.payload, message_id)
+                )
+        except TimeoutError:
+            self._drop("spark_listener.too_late", event_id=message_id)
         except (InvalidNotificationError, RefusedError) as error:
             self._drop("spark_listener.refused", event_id=message_id, problem=str(error))
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import uuid
@@ -496,7 +497,13 @@ async def test_a_checkpoint_that_cannot_be_read_is_told_and_costs_nothing(story:
 async def test_a_file_that_shows_when_it_is_closed_adds_what_nobody_published(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(duplicate_window, "MOST_SECONDS", 0.0)  # as if the file had been open for an hour
+    learn = spark_events._Application._learn
+
+    async def learn_after_an_hour(self: Any, *arguments: Any, **options: Any) -> None:
+        self._known_at = -math.inf
+        await learn(self, *arguments, **options)
+
+    monkeypatch.setattr(spark_events._Application, "_learn", learn_after_an_hour)
     log = story.log(rolling=True)
     async with story.following():
         await story.arrived(1)
