@@ -36,6 +36,8 @@ CHECKPOINT = "_checkpoint"
 STAGING = "_staging"
 VERSION = "v1"
 """First line of each file in the log."""
+WRITTEN = re.compile(r"date=[^/]+/[^/]+\.parquet")
+"""The files of a micro-batch, below the directory where Spark writes them."""
 OURS = re.compile(r"date=[^/]+/\d+-\d+\.parquet")
 """The files of an archive, below its directory: the number of the batch, and of the file in it."""
 DAY = "date_from_unix_date(CAST(unix_seconds(time) DIV 86400 AS INT))"
@@ -161,7 +163,8 @@ class _Archive:
 
     def _take_in(self, number: int) -> list[Entry]:
         """Move what was written to where it stays. Until the log says so, it is no part of the archive."""
-        written = [file for file in self._files.list(STAGING) if file.name.endswith(".parquet")]
+        # Below other directories of it Spark keeps what tasks have begun, also such as come too late.
+        written = [file for file in self._files.list(STAGING) if WRITTEN.fullmatch(file.name)]
         moved = []
         for index, file in enumerate(written):
             day = file.name.split("/")[0]

@@ -434,10 +434,11 @@ def _number(subject: str, data: bytes) -> int | None:
 
 
 def write_config(path: Path, url: str, *, replicas: int) -> Path:
-    """Write the configuration of the other scripts, for these servers."""
-    section = "  jetstream:\n"
+    """Write the configuration of the other scripts, for these servers, and for streams in which a double is seen."""
+    section, event = "  jetstream:\n", f"  {EVENT}:\n"
     over = f"{section}    nats_url: {json.dumps(url)}\n    replicas: {replicas}\n"
-    path.write_text(CONFIG.read_text().replace(section, over, 1))
+    all_kept = f"{event}    storage_policy: {{ allow_duplicates: true }}\n"
+    path.write_text(CONFIG.read_text().replace(section, over, 1).replace(event, all_kept, 1))
     return path
 
 
