@@ -24,7 +24,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Set
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import partial
@@ -227,6 +227,7 @@ class _Tail:
             return []
         known = [(each.path, None if thoroughly else each.published) for each in asked]
         grown = []
+        looked_at = anyio.current_time()
         for application, found in zip(asked, await anyio.to_thread.run_sync(self._look_at_all, known), strict=True):
             if isinstance(found, OSError):
                 application.report(str(found), "no_access")
@@ -234,7 +235,7 @@ class _Tail:
                 self._finished[found.path] = found
                 self._followed.pop(found.path).close()
             elif found is not None and (found != application.published or application.overdue(found)):
-                application.notice(found)
+                application.notice(found, looked_at=looked_at)
                 grown.append((application, found))
         return grown
 
@@ -339,10 +340,11 @@ class _Application:
         self._open_file = partial(logs.open, log=path)
         self._stored = Checkpoint()
         self._reader: EventLogReader[JobEvent] | None = None
-        self._held: Set[str] = frozenset()
+        self._held: set[str] = set()
         """Ids that the stream holds, of events that may not be read yet."""
         self._known_at = -math.inf
-        """When there was no event that the stream held and we knew nothing of."""
+        """When every event that the stream held was read, or was among these."""
+        self._looked_at = -math.inf
         self._problem = ""
         self._noticed: EventLog | None = None
         """The log as it was last seen to have something that is not published; None where all is."""
@@ -376,8 +378,9 @@ class _Application:
         self._reader, self._known_at = None, -math.inf
         self._published_to = self._stored.position
 
-    def notice(self, grown: EventLog) -> None:
-        """Know that the log has something that is not published."""
+    def notice(self, grown: EventLog, *, looked_at: float) -> None:
+        """Know that the log had something that is not published when it was looked at."""
+        self._looked_at = looked_at
         if self._noticed is None:
             self._noticed_at = anyio.current_time()
         self._noticed = grown
@@ -453,7 +456,11 @@ class _Application:
         if self.overdue(grown):
             await self._notify_of_loss(grown)
             await self._store(grown, msgspec.structs.replace(self._stored, lost=True))
-        self._held, self._known_at = frozenset(), anyio.current_time()
+        self._known_at = max(self._known_at, self._level_at(grown))
+
+    def _level_at(self, log: EventLog) -> float:
+        """When all that had happened was in the log: when it was looked at, or last written to if that is earlier."""
+        return min(self._looked_at, anyio.current_time() - (time.time() - log.modified))
 
     async def _notify_of_loss(self, grown: EventLog) -> None:
         """Publish that the application is lost, after all that had begun in it."""
@@ -490,7 +497,7 @@ class _Application:
             self._held |= await self._recall(log, since=0 if all_of_it else self._stored.level)
             self._known_at = now
 
-    async def _recall(self, log: EventLog, *, since: float) -> Set[str]:
+    async def _recall(self, log: EventLog, *, since: float) -> set[str]:
         """The ids that the stream holds of the application, from a little before `since` on."""
         published = self._published(Application.of_log(log.name), since=since - SLACK_SECONDS)
         return {notification.headers.get("Nats-Msg-Id", "") async for notification in published}
@@ -509,6 +516,7 @@ class _Application:
     async def _notify(self, event: JobEvent) -> None:
         message_id = event.message_id(self._settings.cluster)
         if message_id in self._held:
+            self._held.remove(message_id)
             return
         identifier = event.identifier(self._settings.cluster)
         try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import math
 import threading
 import time
 from collections import deque
@@ -89,6 +90,7 @@ def listen(spark: Any, *, config: Config | str | Path | None = None) -> Listenin
 class _Waiting(Struct, frozen=True):
     event: JobEvent
     since: float
+    """When it happened, by `time.monotonic`: since then the agent may have published it."""
 
 
 class Listening:
@@ -146,7 +148,7 @@ class Listening:
         if len(self._waiting) >= MOST_WAITING:
             self._drop("spark_listener.full", waiting=MOST_WAITING)
             return
-        self._waiting.append(_Waiting(event, time.monotonic()))
+        self._waiting.append(_Waiting(event, time.monotonic() - _age_seconds(event)))
         self._loop.call_soon_threadsafe(self._wake.set)
 
     def _drop(self, reason: str, **details: Any) -> None:
@@ -197,6 +199,13 @@ class Listening:
             self._drop("spark_listener.refused", event_id=message_id, problem=str(error))
         else:
             self.stored += 1
+
+
+def _age_seconds(event: JobEvent) -> float:
+    """For how long the event may have been in the log: Spark's bus may be late to tell its listeners of it."""
+    if event.kind == "query":  # Its time is of another machine in Spark Connect, or of when a batch began.
+        return 0.0
+    return max(0.0, time.time() - (event.payload.get("time") or math.inf) / 1000)
 
 
 def _listen_to_jobs(spark: Any, hear: Callable[[str], None]) -> Callable[[], None]:

@@ -523,16 +523,40 @@ async def test_events_that_the_server_forgets_soon_are_stored_once(
     log = story.log()
     async with story.following():
         await story.arrived(1)
-        backend = story.app.session.backend
-        stream = f"SPARK-{cluster_of(story.app)}".upper()
-        config = (await backend.stream_info(stream)).config
-        await backend.update_stream({**config, "duplicate_window": int(WINDOW_SECONDS * 1e9)})
+        await shorten_duplicate_window(story.app)
         monkeypatch.setattr(duplicate_window, "LOOK_SECONDS", 0.0)
         await story.publish_as_a_listener(job_start(0))
         await anyio.sleep(2 * WINDOW_SECONDS)  # by the server's clock, which tells nobody when it forgets
         log.jobs(2)
         await story.arrived(5)
     assert await story.stored() == log.facts
+
+
+@pytest.mark.parametrize("backend", ["jetstream"], indirect=True)
+async def test_an_event_that_spark_logs_long_after_a_listener_published_it_is_stored_once(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark has an event in a buffer until it flushes its log, and the agent may begin meanwhile."""
+    monkeypatch.setattr(duplicate_window.DuplicateWindow, "half_seconds", constantly(3600.0))
+    log = story.log()
+    async with story.following():
+        await story.positions.signal.until(lambda: story.positions.put_to != [])
+    await shorten_duplicate_window(story.app)
+    await story.publish_as_a_listener(job_start(1))
+    await anyio.sleep(2 * WINDOW_SECONDS)  # by the server's clock, which tells nobody when it forgets
+    log.jobs(1)
+    story.positions.put_to.clear()
+    async with story.following():
+        await story.positions.signal.until(lambda: story.positions.put_to != [])
+        log.jobs(1)
+        await story.arrived(5)
+    assert Counter(await story.stored()) == Counter(log.facts)
+
+
+async def shorten_duplicate_window(app: App) -> None:
+    backend = app.session.backend
+    config = (await backend.stream_info(f"SPARK-{cluster_of(app)}".upper())).config
+    await backend.update_stream({**config, "duplicate_window": int(WINDOW_SECONDS * 1e9)})
 
 
 async def test_a_log_goes_on_in_file_after_file(story: Story) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,12 @@ from pyspark.sql import SparkSession
 
 from aviso_agents import spark_events
 from aviso_workers import App
+from aviso_workers.config import load
 from aviso_workers.errors import UnknownEventTypeError
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import listen, listening
+from aviso_workers.spark.job_events import Application
+from aviso_workers.spark.listening import Listening
 from tests.spark.logs import ids_in, logs_in
 from tests.waits import LONG_SECONDS, PATIENCE_SECONDS
 
@@ -73,6 +77,21 @@ async def test_an_agent_that_comes_later_adds_what_is_missing_and_nothing_else(
         tasks.cancel_scope.cancel()
         assert await ids(app) == Counter(in_log(tmp_path / "logs"))
     assert outcomes["duplicate"] == 0, "it needs no duplicate window"
+
+
+async def test_what_spark_tells_its_listeners_late_is_left_to_the_agent(app: App, config: Path) -> None:
+    """The agent may have published it for longer than the stream recognises its id."""
+    minute_ago = int(time.time() * 1000) - 61_000
+    event = f'{{"Event":"SparkListenerJobStart","Job ID":1,"Submission Time":{minute_ago},"Stage Infos":[]}}'
+
+    def tell(spark: None, hear: Callable[[str], None]) -> Callable[[], None]:
+        hear(event)
+        return lambda: None
+
+    heard = Listening(load(config), Application(id="local-1"))
+    await anyio.to_thread.run_sync(heard.start, tell, None)
+    await anyio.to_thread.run_sync(heard.close)
+    assert (heard.stored, heard.dropped) == (0, 1)
 
 
 async def test_a_closed_listener_hears_nothing_and_the_context_goes_on(
