@@ -340,6 +340,8 @@ class _Application:
         self._open_file = partial(logs.open, log=path)
         self._stored = Checkpoint()
         self._reader: EventLogReader[JobEvent] | None = None
+        self._recalled: set[str] = set()
+        """Ids that the stream held when it was last asked."""
         self._held: set[str] = set()
         """Ids that the stream holds, of events that may not be read yet."""
         self._known_at = -math.inf
@@ -457,6 +459,7 @@ class _Application:
             await self._notify_of_loss(grown)
             await self._store(grown, msgspec.structs.replace(self._stored, lost=True))
         self._known_at = max(self._known_at, self._level_at(grown))
+        self._held &= self._recalled  # all else is read: a log of years would fill the memory with it
 
     def _level_at(self, log: EventLog) -> float:
         """When all that had happened was in the log: when it was looked at, or last written to if that is earlier."""
@@ -494,7 +497,8 @@ class _Application:
         """Ask what the stream holds, where that was not known for longer than its duplicate window tells."""
         now = anyio.current_time()
         if all_of_it or now - self._known_at > await self._window.half_seconds(self._app.session.backend):
-            self._held |= await self._recall(log, since=0 if all_of_it else self._stored.level)
+            self._recalled = await self._recall(log, since=0 if all_of_it else self._stored.level)
+            self._held |= self._recalled
             self._known_at = now
 
     async def _recall(self, log: EventLog, *, since: float) -> set[str]:

@@ -559,6 +559,25 @@ async def shorten_duplicate_window(app: App) -> None:
     await backend.update_stream({**config, "duplicate_window": int(WINDOW_SECONDS * 1e9)})
 
 
+async def test_what_was_asked_for_is_forgotten_when_it_is_read(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    learn = spark_events._Application._learn
+    held: list[int] = []
+
+    async def learn_anew(self: Any, *arguments: Any, **options: Any) -> None:
+        held.append(len(self._held))
+        self._known_at = -math.inf
+        await learn(self, *arguments, **options)
+
+    monkeypatch.setattr(spark_events._Application, "_learn", learn_anew)
+    monkeypatch.setattr(spark_events, "SLACK_SECONDS", 0.0)
+    log = story.log()
+    async with story.following():
+        for jobs in range(1, 11):
+            log.jobs(1)
+            await story.arrived(1 + 2 * jobs)
+    assert max(held) < 8, "of one round, where 21 events were published"
+
+
 async def test_a_log_goes_on_in_file_after_file(story: Story) -> None:
     log = story.log(rolling=True)
     async with story.following():
