@@ -78,7 +78,7 @@ def archive(notifications: DataFrame, to: str, *, every_seconds: float | None = 
 
     It needs the columns `time` and `sequence`; `date` is added. Without `every_seconds` the query ends with what is
     there now. One query at a time writes to a directory, which also holds its checkpoint. Raises `PipelineError`
-    where the checkpoint is gone, or another program's files are there.
+    where the checkpoint is gone or is not of the same age as the log, or another program's files are there.
     """
     archive = _Archive(Files(notifications.sparkSession, to))
     archive.prepare()
@@ -127,8 +127,34 @@ class _Archive:
                 f"{self.root} is an archive whose {LOG} is gone, so nobody knows what belongs to it: "
                 "archive to a new directory"
             )
-        _, known = self._newest()
+        newest, known = self._newest()
+        self._check_same_age(newest)
         self._remove_all_but(known)
+
+    def _check_same_age(self, newest: int) -> None:
+        """Raise `PipelineError` where the log and the checkpoint cannot be of one moment.
+
+        Spark plans a batch in the checkpoint before it is added, and commits it there afterwards. With an older
+        checkpoint it would give the number of a batch that is in the log to other notifications, which would be left
+        out; with an older log those of the batches that it lacks would be, and their files would be removed.
+        """
+        planned, committed = self._last_batch("offsets"), self._last_batch("commits")
+        if planned < newest:
+            raise PipelineError(
+                f"{self.root} is an archive whose {CHECKPOINT} is older than its {LOG}: it ends with batch {planned}, "
+                f"and batch {newest} is archived. Put the newer {CHECKPOINT} back, or archive to a new directory"
+            )
+        if committed > newest:
+            raise PipelineError(
+                f"{self.root} is an archive whose {LOG} is older than its {CHECKPOINT}: it ends with batch {newest}, "
+                f"and batch {committed} was archived. Put the newer {LOG} back, or archive to a new directory"
+            )
+
+    def _last_batch(self, kind: str) -> int:
+        """The number of the last batch that the checkpoint has in this directory; -1 where it has none."""
+        return max(
+            (int(file.name) for file in self._files.list(f"{CHECKPOINT}/{kind}") if file.name.isdigit()), default=-1
+        )
 
     def moved(self) -> list[str]:
         """The paths of all files, where the log has them at another place; else none."""

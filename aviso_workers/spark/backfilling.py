@@ -7,6 +7,7 @@ published. A second run publishes what the first one did not come to, and adds n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from aviso_workers.spark.files import Files
 __all__ = ["Backfilled", "backfill", "check", "matching"]
 
 TOPIC, REASON = "topic", "reason"
+WRITTEN = re.compile(r"[^/_.][^/]*\.parquet")
+"""The files of the table of dead letters, below its directory."""
 
 Step = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
@@ -154,7 +157,8 @@ def _matches(reader: NotificationReader, topic: str, identifier: Mapping[str, An
 
 def _bury(bad: DataFrame, table: str) -> None:
     """Add the rows to the table, those that an earlier run has not left there."""
-    if Files(bad.sparkSession, table).list(""):
+    # A run that was killed leaves files in directories which Spark does not read.
+    if any(WRITTEN.fullmatch(file.name) for file in Files(bad.sparkSession, table).list("")):
         known = bad.sparkSession.read.parquet(table).select("id", "reason")
         bad = bad.join(known, ["id", "reason"], "left_anti")
     bad.write.mode("append").parquet(table)

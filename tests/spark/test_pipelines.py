@@ -256,6 +256,34 @@ class TestArchive:
             self.archive(place)
         assert self.listed(place) == [0]
 
+    @pytest.mark.parametrize(
+        ("restored", "said"),
+        [
+            ("_checkpoint", "whose _checkpoint is older than its _spark_metadata"),
+            ("_spark_metadata", "whose _spark_metadata is older than its _checkpoint"),
+        ],
+    )
+    def test_an_archive_of_which_a_part_is_from_an_older_copy_is_not_gone_on_with(
+        self, place: Pipelines, restored: str, said: str
+    ):
+        part, copy = Path(self.path(place), restored), place.directory / "older copy"
+        place.publish(0)
+        self.archive(place)
+        shutil.copytree(part, copy)
+        place.publish(1)
+        self.archive(place)
+        newer = part.rename(place.directory / "newer")
+        copy.rename(part)
+        place.publish(2)
+
+        with pytest.raises(PipelineError, match=said):
+            self.archive(place)
+        assert self.listed(place) == [0, 1], "no file was removed"
+        shutil.rmtree(part)
+        newer.rename(part)
+        self.archive(place)
+        assert self.archived(place) == self.listed(place) == [0, 1, 2]
+
     def test_fields_and_headers_that_come_later_are_read_also_after_files_were_merged(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
     ):
@@ -377,6 +405,20 @@ class TestBackfill:
         assert out_of_range["reason"].startswith("copy: identifier field 'step' must be within")
         assert out_of_range["topic"] == "mars.od.20261120.0600.2"
         assert not_json["reason"].startswith("the payload is not JSON")
+
+    def test_it_is_done_again_after_it_was_killed_while_it_wrote_dead_letters(self, place: Pipelines):
+        place.publish(1, 2)
+        step = F.when(F.col("sequence") == 2, F.lit(-1)).otherwise(F.col("identifier.step"))
+        rows = place.read().withColumn("identifier", F.col("identifier").withField("step", step))
+        table = place.directory / "dead"
+        begun = table / "_temporary" / "0" / "_temporary" / "attempt_0" / "part-00000.snappy.parquet"
+        begun.parent.mkdir(parents=True)
+        begun.write_bytes(b"PAR1")
+
+        done = backfilling.backfill(rows, "copy", dead_letters=str(table), config=str(place.config))
+
+        assert done == Backfilled(published=1, present=0, refused=1)
+        assert place.spark.read.parquet(str(table)).count() == 1
 
 
 SCHEDULE = """
