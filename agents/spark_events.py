@@ -39,6 +39,7 @@ from msgspec import Meta, Struct
 from aviso_workers import App, KeyValue, Notification, Router
 from aviso_workers.errors import (
     BackendError,
+    DeniedError,
     FullError,
     InvalidNotificationError,
     NotFoundError,
@@ -68,6 +69,9 @@ RETRY_SECONDS = 1.0
 """The wait after the server did not answer, or had no room."""
 PASSING = (UnavailableError, OutcomeUnknownError, FullError)
 """What a server answers, or does not, until it is back or somebody has made room."""
+OF_ONE_EVENT = (None, 10054, 10077)
+"""JetStream's codes of a refusal that is of one event: it is too large, or its subject has all that it may have. Where
+there is none, the event was refused before it was sent."""
 SLACK_SECONDS = 600.0
 """How much later than a file says an event of it may have been stored: two clocks, and Spark's own queues."""
 
@@ -531,9 +535,17 @@ class _Application:
             raise OutcomeUnknownError(f"{message_id} was not acknowledged within the duplicate window") from error
         except (UnknownEventTypeError, FullError):
             raise  # No event can be published now: nothing of the log must count as read.
-        except (InvalidNotificationError, RefusedError) as error:
-            self.incomplete = "refused"
-            log.error("spark_events.refused", event_id=message_id, path=self.path, problem=str(error))
+        except InvalidNotificationError as error:
+            self._pass_over(message_id, error)
+        except RefusedError as error:
+            if isinstance(error, DeniedError) or error.code not in OF_ONE_EVENT:
+                raise UnavailableError(f"{message_id}: {error}") from error  # until a right or the stream is mended
+            self._pass_over(message_id, error)
+
+    def _pass_over(self, message_id: str, error: Exception) -> None:
+        """Say that an event is left out which the server will never take."""
+        self.incomplete = "refused"
+        log.error("spark_events.refused", event_id=message_id, path=self.path, problem=str(error))
 
 
 def _finished(published: EventLog) -> bool:

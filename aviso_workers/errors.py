@@ -169,6 +169,10 @@ class RefusedError(BackendError):
     """Nothing was done, and repeating the request will not help."""
 
 
+class DeniedError(RefusedError):
+    """The user that is connected has no right to publish to this subject."""
+
+
 class NotFoundError(RefusedError):
     """The stream, consumer, key or message that was named does not exist."""
 

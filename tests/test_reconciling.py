@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import sys
 import threading
 from collections import Counter
@@ -198,12 +199,34 @@ def test_applications_are_asked_for_by_their_begin(answers: Answers) -> None:
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [(b"", "404"), (b"<html>", "not an answer of Spark's REST API"), (b'{"a": 1}', "not an answer of Spark's")],
+    [
+        (b"", "404"),
+        (b"<html>", "not an answer of Spark's REST API"),
+        (b'{"a": 1}', "not an answer of Spark's"),
+        (b'[{"x": ' + b"[" * 100_000, "not an answer of Spark's"),
+    ],
 )
 def test_another_answer_than_sparks_is_told(answers: Answers, text: bytes, problem: str) -> None:
     answers.text = text
     with pytest.raises(SparkRestError, match=problem):
         SparkRest(answers.url).applications()
+
+
+@pytest.mark.parametrize("answer", [b"INFO {}\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n[]"])
+def test_an_answer_that_is_not_http_or_breaks_off_is_told(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=_answer_once, args=(listening, answer))
+        thread.start()
+        with pytest.raises(SparkRestError, match="no whole answer of HTTP"):
+            SparkRest(f"http://127.0.0.1:{listening.getsockname()[1]}").applications()
+        thread.join()
+
+
+def _answer_once(listening: socket.socket, answer: bytes) -> None:
+    connection, _ = listening.accept()
+    with connection:
+        connection.recv(65536)
+        connection.sendall(answer)
 
 
 def test_nobody_there_is_told(free_port: int) -> None:

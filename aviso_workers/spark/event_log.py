@@ -77,6 +77,8 @@ class LogFile(Struct, frozen=True, kw_only=True):
     index: int
     """Its place in the order of the log: from 1, or 0 where the log is a single file."""
     size: int
+    modified: float
+    """Seconds since 1970."""
 
     @property
     def codec(self) -> str:
@@ -188,8 +190,15 @@ def find(directory: str) -> list[str]:
         return [
             entry.path.removesuffix(IN_PROGRESS)
             for entry in entries
-            if may_be_log(entry.name) and (is_rolling(entry.name) or entry.is_file())
+            if may_be_log(entry.name) and (is_rolling(entry.name) or _may_be_file(entry))
         ]
+
+
+def _may_be_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # as of a symbolic link to itself: who looks at it tells, and the others are found
+        return True
 
 
 def may_be_log(name: str) -> bool:
@@ -249,7 +258,7 @@ def rolling_log(path: str, listed: Iterable[ListedFile]) -> EventLog:
     for file in listed:
         name = os.path.basename(file.path)
         if match := ROLLED_FILE.fullmatch(name):
-            files.append(LogFile(path=file.path, index=int(match[1]), size=file.size))
+            files.append(LogFile(path=file.path, index=int(match[1]), size=file.size, modified=file.modified))
         elif name.startswith(APP_STATUS):
             # Where a rename is a copy, both are there for a moment.
             complete = complete or not name.endswith(IN_PROGRESS)
@@ -263,7 +272,7 @@ def rolling_log(path: str, listed: Iterable[ListedFile]) -> EventLog:
 
 def single_log(path: str, listed: ListedFile) -> EventLog:
     """The log at `path` that is this one file."""
-    file = LogFile(path=listed.path, index=0, size=listed.size)
+    file = LogFile(path=listed.path, index=0, size=listed.size, modified=listed.modified)
     complete = not listed.path.endswith(IN_PROGRESS)
     return EventLog(path=path, files=(file,), complete=complete, modified=listed.modified)
 
@@ -293,7 +302,7 @@ class EventLogReader(Generic[T]):
         self._open_file = open_file
         self._reached = position
         self._lines: _Lines | None = None
-        self._damaged: tuple[int, bool] | None = None
+        self._damaged: LogFile | None = None
         self._truncated: LogFile | None = None
 
     @property
@@ -323,7 +332,7 @@ class EventLogReader(Generic[T]):
     def _read_files(self, log: EventLog, events: list[T], problems: list[str]) -> bool:
         left = READ_BYTES
         for file in log.files:
-            if file.place < self._reached.place or file.place == self._damaged or file == self._truncated:
+            if file.place < self._reached.place or self._is_damaged(file) or file == self._truncated:
                 continue
             if file.place > self._reached.place:
                 problems += self._missing(log, file)
@@ -340,9 +349,20 @@ class EventLogReader(Generic[T]):
                 self._truncated = file
             except UndecodableError as error:
                 problems.append(f"{file.path}: {error}")
-                self._damaged = file.place
+                self._damaged = file
                 self.close()
         return False
+
+    def _is_damaged(self, file: LogFile) -> bool:
+        """Whether it is the file that is left out from its damage on; what is written behind that changes nothing.
+
+        One that was written since and has no more bytes is another copy.
+        """
+        if self._damaged is None or file.place != self._damaged.place:
+            return False
+        if file.size <= self._damaged.size and file != self._damaged:
+            self._damaged = None
+        return self._damaged is not None
 
     def _missing(self, log: EventLog, file: LogFile) -> list[str]:
         if file.compacted:
@@ -435,9 +455,9 @@ class _Lines:
         data = self._file.read(min(limit, PLAIN_CHUNK if self._decompressor is None else COMPRESSED_CHUNK))
         if not data:
             raise OSError(f"{self.path} shrank while it was read: it is read again")
-        self.size += len(data)
         for piece in [data] if self._decompressor is None else self._decompressor.decompress(data):
             yield from self._split(piece)
+        self.size += len(data)  # so that a file which is damaged at its end is not taken for one that was read
 
     def go_on_in(self, path: str, opened: OpenFile) -> None:
         """The file has another name now."""

@@ -7,6 +7,7 @@ Followed: Spark's documentation, "Monitoring and Instrumentation", REST API.
 
 from __future__ import annotations
 
+import http.client
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -101,7 +102,9 @@ class SparkRest:
                 return msgspec.json.decode(response.read(), type=answer)
         except urllib.error.HTTPError as error:
             raise SparkRestError(f"{url}: {error.code} {error.reason}") from error
+        except http.client.HTTPException as error:
+            raise SparkRestError(f"{url}: no whole answer of HTTP: {error!r}") from error
         except OSError as error:
             raise SparkRestError(f"{url}: no answer: {getattr(error, 'reason', error)}") from error
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise SparkRestError(f"{url}: not an answer of Spark's REST API: {error}") from error

@@ -20,7 +20,14 @@ import zstandard
 
 from aviso_agents import spark_events
 from aviso_workers import App, KeyValue, Receipt
-from aviso_workers.errors import FullError, OutcomeUnknownError, UnavailableError, UnknownEventTypeError
+from aviso_workers.errors import (
+    DeniedError,
+    FullError,
+    OutcomeUnknownError,
+    RefusedError,
+    UnavailableError,
+    UnknownEventTypeError,
+)
 from aviso_workers.events import Event, Measured, Published
 from aviso_workers.spark import duplicate_window, job_events
 from aviso_workers.spark.job_events import Application
@@ -354,7 +361,13 @@ async def test_what_cannot_be_stored_now_is_tried_until_it_is(
     log.jobs(10)
     log.end()
     notify = story.app.notify
-    refusals: list[Exception] = [UnavailableError("no server"), OutcomeUnknownError("no answer"), FullError("full")]
+    refusals: list[Exception] = [
+        UnavailableError("no server"),
+        OutcomeUnknownError("no answer"),
+        FullError("full"),
+        DeniedError("permissions violation for publish"),
+        RefusedError("subjects overlap with an existing stream", code=10065),
+    ]
 
     async def notify_with_interruptions(*args: Any, **keywords: Any) -> Receipt:
         if story.outcomes["stored"] == 5 and refusals:

@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
@@ -404,6 +405,40 @@ def test_damage_ends_a_file_and_the_next_one_is_read(tmp_path: Path) -> None:
     assert read_all(reader, rolling.look()) == ([], []), "reported once"
     rolling.write(2, line(4))
     assert read_all(reader, rolling.look()) == ([line(4)], [])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: data[: len(data) // 2] + b"\0" * (len(data) - len(data) // 2), lambda data: b"\0" * len(data)],
+)
+@pytest.mark.parametrize("again", [False, True])
+def test_a_good_copy_in_the_place_of_a_damaged_one_is_read(
+    tmp_path: Path, damage: Callable[[bytes], bytes], *, again: bool
+) -> None:
+    file = tmp_path / "app-1.zstd"
+    data = on_disk([line(1), line(2)], ".zstd")
+    file.write_bytes(damage(data))
+    damaged = event_log.look(str(file))
+    assert damaged is not None
+    reader = EventLogReader(take, Position())
+    before, problems = read_all(reader, damaged)
+    assert len(problems) == 1
+    assert damaged.unread_bytes(reader.position), "the damage is never taken for read"
+    file.write_bytes(data)
+    os.utime(file, (1, 1))
+    good = event_log.look(str(file))
+    assert good is not None
+    reader = EventLogReader(take, reader.position) if again else reader
+    assert before + read_all(reader, good)[0] == [line(1), line(2)]
+    assert good.unread_bytes(reader.position) == 0
+
+
+def test_a_link_to_itself_hides_no_log(tmp_path: Path) -> None:
+    (tmp_path / "app-1").write_bytes(on_disk([line(1)]))
+    (tmp_path / "loop").symlink_to("loop")
+    assert sorted(event_log.find(str(tmp_path))) == [str(tmp_path / "app-1"), str(tmp_path / "loop")]
+    with pytest.raises(OSError, match="symbolic links"):
+        event_log.look(str(tmp_path / "loop"))
 
 
 def test_lines_that_are_no_events_are_left_out_and_counted(rolling: RollingLog) -> None:
