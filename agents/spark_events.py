@@ -15,7 +15,7 @@ A driver that is killed leaves its log open. Where that has not grown for `lost_
 had begun in it are published as lost, which Spark has no event for. One that goes on is published as resumed.
 
 Run one worker with it per directory: a second one publishes everything once more, for the duplicate window to sort out.
-Needs `aviso-workers[spark]`; neither pyspark nor Java is used.
+Needs `aviso-workers[spark-events]`, which brings neither PySpark nor Java.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import UTC, date, datetime, timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +18,7 @@ from aviso_workers.cli.parsing import parse_duration, parse_pairs, parse_where
 from aviso_workers.cli.sparking import spark
 from aviso_workers.errors import DeclarationError
 from aviso_workers.positions import parse_date
+from aviso_workers.spark import installed
 
 __all__ = ["archive", "backfill", "report"]
 
@@ -41,7 +41,7 @@ def archive(
     config: ConfigOption = None,
 ) -> None:
     """Keep notifications as Parquet by day, each once: what came since the last run."""
-    _require_spark()
+    installed.require()
     from aviso_workers.spark import archiving, sessions
 
     options = _source(event, where, config) | {"startingOffsets": "earliest", "maxMessagesPerTrigger": MOST_PER_BATCH}
@@ -67,7 +67,7 @@ def backfill(
     config: ConfigOption = None,
 ) -> None:
     """Publish kept notifications again, each once; a rerun adds nothing."""
-    _require_spark()
+    installed.require()
     from aviso_workers.spark import archiving, backfilling, sessions
 
     path = str(config) if config else None
@@ -99,7 +99,7 @@ def report(
     config: ConfigOption = None,
 ) -> None:
     """Compare notifications with a schedule, and tell of cycles that are complete and of those that are late."""
-    _require_spark()
+    installed.require()
     from aviso_workers.spark import archiving, backfilling, completeness, sessions
 
     path = str(config) if config else None
@@ -131,11 +131,6 @@ def _position(text: str) -> dict[str, str] | None:
         return None
     moment = f"{text}T00:00:00Z" if len(text) == len("2026-11-20") else text
     return {"startingTimestamp": parse_date(moment, name="--from").isoformat()}
-
-
-def _require_spark() -> None:
-    if find_spec("pyspark") is None:
-        raise DeclarationError("PySpark is not installed: pip install 'aviso-workers[spark]'")
 
 
 def _source(event: str, where: Sequence[str] | None, config: Path | None) -> dict[str, str | int]:

@@ -22,8 +22,12 @@ def register(spark: SparkSession) -> None:
     """Make the format `aviso` known to a session: then `spark.read.format("aviso")`, and the same with `readStream`,
     `write` and `writeStream`.
 
-    Raises `ExecutorError` where the executors lack something that it needs.
+    Raises `DeclarationError` where PySpark is too old, and `ExecutorError` where the executors lack something that it
+    needs.
     """
+    from aviso_workers.spark import installed
+
+    installed.require()
     from aviso_workers.spark import data_source
 
     data_source.register(spark)

@@ -18,11 +18,12 @@ from typing import Any, Protocol
 
 from aviso_workers.errors import UndecodableError
 
+INSTALL = "pip install 'aviso-workers[spark-events]'"
+
 try:
     import zstandard
 except ImportError as error:
-    cure = "reading Spark's event logs needs zstandard: pip install 'aviso-workers[spark]'"
-    raise ImportError(cure) from error
+    raise ImportError(f"reading Spark's event logs needs zstandard: {INSTALL}") from error
 
 __all__ = ["CODECS", "MAGIC_BYTES", "Decompressor", "by_content", "by_name"]
 
@@ -80,8 +81,10 @@ class _Blocks(ABC):
     """Blocks that are decompressed when they are complete."""
 
     def __init__(self, codec: str) -> None:
-        import pyarrow  # of the same extra; slow to import, and needed for these codecs only
-
+        try:
+            import pyarrow  # slow to import, and needed for these codecs only
+        except ImportError as error:
+            raise ImportError(f"reading {codec} needs pyarrow: {INSTALL}") from error
         self._codec: Any = pyarrow.Codec(codec)
         self._pending = bytearray()
 

@@ -42,6 +42,7 @@ TEXT_LIMIT = 2000
 
 HEAD = b'{"Event":"'
 YARN_ATTEMPT = re.compile(r"(application_\d+_\d+)_(\d+)")
+OBJECT_HASH = re.compile(r"@[0-9a-f]+$")
 SPELLING = str.maketrans(dict.fromkeys(" :/", "-") | dict.fromkeys(".${}'\"", "_"))
 
 Json = Mapping[str, Any]
@@ -311,7 +312,7 @@ def _query_progress(spark: Json) -> _Fact:
         "watermark": _milliseconds((progress.get("eventTime") or {}).get("watermark")),
         "sources": [
             {
-                "description": _short(source["description"]),
+                "description": _described(source),
                 "start_offset": source.get("startOffset"),
                 "end_offset": source.get("endOffset"),
                 "latest_offset": source.get("latestOffset"),
@@ -320,7 +321,7 @@ def _query_progress(spark: Json) -> _Fact:
             for source in progress["sources"]
         ],
         "sink": {
-            "description": _short(progress["sink"]["description"]),
+            "description": _described(progress["sink"]),
             # -1 is Spark's word for a sink that does not count.
             "rows": progress["sink"].get("numOutputRows", -1),
         },
@@ -357,6 +358,26 @@ def _executor_removed(spark: Json) -> _Fact:
 
 def _outcome(error: str | None) -> Json:
     return {"status": "failed", "error": _short(error)} if error else {"status": "succeeded"}
+
+
+def _described(end: Json) -> str | None:
+    """What a source or sink of a streaming query calls itself, without the hash of a Java object that has no name.
+
+    Spark has no name for data sources in Python: ours is known by what its offsets say.
+    """
+    name = OBJECT_HASH.sub("", end["description"])
+    if ".PythonMicroBatchStream" in name and (stream := _stream_of(end.get("endOffset"))):
+        return f"aviso stream {stream}"
+    return _short(name)
+
+
+def _stream_of(offset: str | Json | None) -> str | None:
+    """The stream that an offset of the data source `aviso` names; None where it is of another source."""
+    try:
+        fields = msgspec.json.decode(offset) if isinstance(offset, str) else offset
+    except msgspec.DecodeError:
+        return None
+    return str(fields["stream"]) if isinstance(fields, Mapping) and {"stream", "sequence"} <= fields.keys() else None
 
 
 def _short(text: str | None) -> str | None:

@@ -105,7 +105,7 @@ class _RemoteDirectory:
         try:
             import pyarrow  # noqa: F401, here and not when it is needed, so that the agent does not start without it
         except ImportError as error:
-            raise ValueError(f"{name}: reading it needs pyarrow: pip install 'aviso-workers[spark]'") from error
+            raise ValueError(f"{name}: reading it needs pyarrow: pip install 'aviso-workers[spark-events]'") from error
         self.name = name
         self._url = url
         self._system: Any = None

@@ -235,6 +235,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if isinstance(limit, ReadMaxRows):
             last = min(last, begin.sequence + limit.max_rows)
         if not isinstance(limit, ReadAllAvailable) and self._too_few(last - begin.sequence):
+            self._planned = begin.sequence
             return start
         self._planned = max(last, begin.sequence)
         if self._planned == begin.sequence and begin == known:

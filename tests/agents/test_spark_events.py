@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 import time
 import uuid
 from collections import Counter
@@ -925,3 +927,32 @@ def constantly(value: Any) -> Callable[..., Awaitable[Any]]:
 
 def cluster_of(app: App) -> str:
     return str(app.settings(spark_events.router).cluster)
+
+
+WITHOUT_PYSPARK = """
+import sys
+
+
+class NoPySpark:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("pyspark", "py4j"):
+            raise ModuleNotFoundError(f"{name} was asked for")
+
+
+sys.meta_path.insert(0, NoPySpark())
+import aviso_agents.spark_events, aviso_workers.cli.sparking, aviso_workers.spark.listening
+from aviso_workers.spark import log_directories
+from aviso_workers.spark.event_log import EventLogReader, Position
+
+found = log_directories.LogDirectories([sys.argv[1]])
+(path,), _ = found.find()
+log = found.look(path, None)
+print(len(EventLogReader(lambda line: line, Position()).read(log).events))
+"""
+
+
+def test_event_logs_are_read_without_pyspark(directory: Path) -> None:
+    log = SparkLog(directory, "local-1", rolling=False)
+    log.jobs(2)
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_PYSPARK, str(directory)], capture_output=True, text=True)
+    assert (ran.stdout.strip(), ran.stderr) == (str(len(log.facts) + 3), ""), "a line of Spark's version, two of tasks"

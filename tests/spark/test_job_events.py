@@ -229,6 +229,29 @@ def test_an_event_says(
     assert found.payload == payload
 
 
+PYTHON = "org.apache.spark.sql.execution.datasources.v2.python"
+AVISO_OFFSET = {"stream": "MARS", "created": "2026-11-21T00:00:00Z", "sequence": 7}
+
+
+@pytest.mark.parametrize(
+    ("description", "offset", "shown"),
+    [
+        (f"{PYTHON}.PythonMicroBatchStream@2b71fc7e", json.dumps(AVISO_OFFSET), "aviso stream MARS"),
+        (f"{PYTHON}.PythonMicroBatchStreamWithAdmissionControl@2b71fc7e", AVISO_OFFSET, "aviso stream MARS"),
+        (f"{PYTHON}.PythonMicroBatchStream@2b71fc7e", "7", f"{PYTHON}.PythonMicroBatchStream"),
+        (f"{PYTHON}.PythonMicroBatchStream@2b71fc7e", None, f"{PYTHON}.PythonMicroBatchStream"),
+        ("KafkaV2[Subscribe[mars]]", json.dumps(AVISO_OFFSET), "KafkaV2[Subscribe[mars]]"),
+    ],
+)
+def test_progress_names_what_is_read_and_no_hash(description: str, offset: Any, shown: str) -> None:
+    source = {"description": description, "endOffset": offset, "numInputRows": 5}
+    sink = {"description": f"{PYTHON}.PythonTable@1c"}
+    progress = {"id": "q", "runId": "r", "timestamp": "2026-11-21T00:41:56.024Z", "batchId": 1}
+    found = decode(QUERY + "ProgressEvent", {"progress": {**progress, "sources": [source], "sink": sink}})
+    assert found.payload["sources"][0]["description"] == shown
+    assert found.payload["sink"]["description"] == f"{PYTHON}.PythonTable"
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -168,6 +168,16 @@ class TestPlanning:
 
         assert found["sequence"] == 2
 
+    def test_what_waits_for_a_minimum_is_no_lag_but_what_came_since_the_checkpoint(self, place: Place):
+        place.publish(1, 2, 3)
+        reader = stream_reader(place, startingOffsets=3, minMessagesPerTrigger=10, maxTriggerDelay="1h")
+        start = reader.initialOffset()
+        reader.latestOffset(start, reader.getDefaultReadLimit())
+
+        assert reader.latestOffset(start, reader.getDefaultReadLimit()) == start
+        assert reader.reportLatestOffset()["lag"] == 1
+        reader.stop()
+
     def test_a_first_sequence_that_the_stream_has_not_reached_is_refused(self, place: Place):
         place.publish(1, 2)
         reader = stream_reader(place, startingOffsets=4)

@@ -15,9 +15,12 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
 from aviso_workers.backends import StreamInfo
-from aviso_workers.spark import offsets
+from aviso_workers.spark import job_events, offsets
+from aviso_workers.spark.job_events import Application
 from tests.spark.place import Place
 from tests.waits import PATIENCE_SECONDS
+
+PROGRESS = "org.apache.spark.sql.streaming.StreamingQueryListener$QueryProgressEvent"
 
 
 class Copying:
@@ -122,6 +125,12 @@ def test_progress_says_how_far_the_query_is_behind(place: Place, copying: Copyin
     first, second = (json.loads(progress["sources"][0]["latestOffset"]) for progress in query.recentProgress[:2])
 
     assert (first["stream"], first["sequence"], first["lag"], second["lag"]) == ("MARS", 6, 1, 0)
+    told = job_events.decode(
+        f'{{"Event":"{PROGRESS}","progress":{query.recentProgress[0].json}}}', Application(id="local-1")
+    )
+    assert told is not None
+    assert told.payload["sources"][0]["description"] == "aviso stream MARS"
+    assert "@" not in told.payload["sink"]["description"]
 
 
 def test_a_batch_that_is_repeated_after_a_crash_stores_nothing_twice(place: Place, copying: Copying):
