@@ -234,6 +234,7 @@ def test_nobody_there_is_told(free_port: int) -> None:
         SparkRest(f"http://127.0.0.1:{free_port}").applications()
 
 
-def test_what_is_no_url_is_told() -> None:
+@pytest.mark.parametrize("url", ["history:18080", "http://[", "http://history:port"])
+def test_what_is_no_url_is_told(url: str) -> None:
     with pytest.raises(SparkRestError, match="is no URL of a history server"):
-        SparkRest("history:18080")
+        SparkRest(url)

@@ -68,7 +68,12 @@ class SparkRest:
     """The REST API at a URL such as `http://history:18080`. All of it raises `SparkRestError`."""
 
     def __init__(self, url: str) -> None:
-        if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+        try:
+            parts = urllib.parse.urlsplit(url)
+            is_known = parts.scheme in ("http", "https") and parts.port != 0
+        except ValueError:  # as of brackets that are not closed, or a port that is no number
+            is_known = False
+        if not is_known:
             raise SparkRestError(
                 f"{url!r} is no URL of a history server or a driver's UI, such as http://127.0.0.1:18080"
             )
