@@ -269,7 +269,7 @@ class _Tail:
         """Measure what is known now."""
         followed = list(self._followed.values())
         finished = {path: reason for path, reason in self._incomplete.items() if path in self._finished}
-        self._incomplete = finished | {each.path: each.incomplete for each in followed if each.incomplete}
+        self._incomplete = finished | {each.path: why for each in followed if (why := each.shown_incomplete)}
         reasons = Counter(self._incomplete.values())
         directories = self._settings.event_log_dirs
         self._show(
@@ -355,11 +355,23 @@ class _Application:
         self._noticed: EventLog | None = None
         """The log as it was last seen to have something that is not published; None where all is."""
         self._noticed_at = 0.0
+        self._seen: EventLog | None = None
+        self._writers_clock_behind = 0.0
+        """Seconds between ours and the time of the log when it was last seen to grow, which the writer's clock gave."""
+        self._left_out: Reason | None = None
+        self._left_out_at = -math.inf
         self._published_to = Position()
 
     @property
     def lost(self) -> bool:
         return self._stored.lost
+
+    @property
+    def shown_incomplete(self) -> Reason | None:
+        """Why not all is published: of a log that was read on since, what was left out shows for a while."""
+        if self.incomplete or anyio.current_time() - self._left_out_at > REST_SECONDS:
+            return self.incomplete
+        return self._left_out
 
     @property
     def unread_bytes(self) -> int:
@@ -387,21 +399,29 @@ class _Application:
     def notice(self, grown: EventLog, *, looked_at: float) -> None:
         """Know that the log had something that is not published when it was looked at."""
         self._looked_at = looked_at
+        if self._seen is not None and grown.size != self._seen.size:
+            self._writers_clock_behind = time.time() - grown.modified
+        self._seen = grown
         if self._noticed is None:
             self._noticed_at = anyio.current_time()
         self._noticed = grown
 
     def report(self, problem: str, reason: Reason) -> None:
         """Say it, but not twice in a row."""
-        self.incomplete = reason
+        self._know_incomplete(reason)
         if problem != self._problem:
             log.warning("spark_events.unreadable", path=self.path, problem=problem)
         self._problem = problem
 
+    def _know_incomplete(self, reason: Reason) -> None:
+        self.incomplete = reason
+        if reason != "no_access":  # which is over when the log is read
+            self._left_out, self._left_out_at = reason, anyio.current_time()
+
     def overdue(self, log: EventLog) -> bool:
         """Whether it is to be called lost."""
         after = self._settings.lost_after_seconds
-        silent = 0 < after < time.time() - log.modified
+        silent = 0 < after < time.time() - log.modified - self._writers_clock_behind
         return silent and not log.complete and not self._stored.lost and self._stored != Checkpoint()
 
     async def publish(self, grown: EventLog) -> None:
@@ -544,7 +564,7 @@ class _Application:
 
     def _pass_over(self, message_id: str, error: Exception) -> None:
         """Say that an event is left out which the server will never take."""
-        self.incomplete = "refused"
+        self._know_incomplete("refused")
         log.error("spark_events.refused", event_id=message_id, path=self.path, problem=str(error))
 
 

@@ -200,6 +200,7 @@ def test_applications_are_asked_for_by_their_begin(answers: Answers) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
+        (b'[{"id": "\xff"}]', "not an answer of Spark's REST API"),
         (b"", "404"),
         (b"<html>", "not an answer of Spark's REST API"),
         (b'{"a": 1}', "not an answer of Spark's"),

@@ -130,6 +130,11 @@ class EventLog(Struct, frozen=True, kw_only=True):
         return os.path.basename(self.path).removeprefix(ROLLING).partition(".")[0]
 
     @property
+    def size(self) -> int:
+        """Bytes of all files, as they are stored."""
+        return sum(file.size for file in self.files)
+
+    @property
     def problem(self) -> str | None:
         """Why none of it can be read, if so."""
         if not NAME.fullmatch(self.name):
@@ -232,11 +237,20 @@ def _look_at_rolling(path: str) -> EventLog:
     # All names before any size: a file that they show to be closed then has its last size.
     with os.scandir(path) as listing:
         entries = list(listing)
-    return rolling_log(path, [_listed(entry.path) for entry in entries if _is_part(entry.name)])
+    return rolling_log(path, [_listed_part(entry) for entry in entries if _is_part(entry.name)])
 
 
 def _is_part(name: str) -> bool:
     return ROLLED_FILE.fullmatch(name) is not None or name.startswith(APP_STATUS)
+
+
+def _listed_part(entry: os.DirEntry[str]) -> ListedFile:
+    try:
+        return _listed(entry.path)
+    except FileNotFoundError as error:
+        if entry.is_symlink():  # which stays in the listing, while a file that was removed does not
+            raise OSError(f"{entry.path} is a link to what is not there") from error
+        raise
 
 
 def _look_at_single(path: str) -> EventLog:

@@ -111,5 +111,5 @@ class SparkRest:
             raise SparkRestError(f"{url}: no whole answer of HTTP: {error!r}") from error
         except OSError as error:
             raise SparkRestError(f"{url}: no answer: {getattr(error, 'reason', error)}") from error
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise SparkRestError(f"{url}: not an answer of Spark's REST API: {error}") from error

@@ -660,6 +660,24 @@ async def test_an_application_that_falls_silent_is_lost_once_and_may_come_back(s
     assert story.outcomes == {"stored": 8}
 
 
+@pytest.mark.parametrize("wrong_by_seconds", [-4000, 4000])
+async def test_who_writes_a_log_by_a_clock_that_is_wrong_is_lost_when_it_stops(
+    story: Story, wrong_by_seconds: float
+) -> None:
+    log = story.log()
+    log.silent_for(wrong_by_seconds if wrong_by_seconds < 0 else 0)
+    async with story.following():
+        await story.arrived(1)
+        for jobs in range(1, 4):
+            log.jobs(1)
+            log.silent_for(wrong_by_seconds)
+            await story.arrived(1 + 2 * jobs)
+        log.silent_for(wrong_by_seconds + 4000)
+        await story.arrived(8)
+    lost = [fact for fact in await story.stored() if "job" not in fact]
+    assert lost == ["application.start local-1", "application.lost local-1"]
+
+
 @pytest.mark.parametrize("backend", ["jetstream"], indirect=True)
 async def test_what_a_lost_application_had_begun_is_lost_with_it(story: Story) -> None:
     log = story.log()
@@ -887,6 +905,38 @@ async def test_a_damaged_log_is_measured_as_incomplete_while_it_is_there(story: 
         await shown.until("unread_bytes", 0)  # what is left out is not behind
         damaged.unlink()
         await shown.until("incomplete_logs", 0, "left_out")
+
+
+async def test_what_was_left_out_is_measured_for_a_while_when_the_log_is_read_on(
+    story: Story, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = story.log()
+    log.write_line('{"Event":"SparkListenerJobEnd","Job ID":7,"Compl')
+    log.jobs(1)
+    async with story.following():
+        await story.arrived(3)
+        log.jobs(1)
+        await story.arrived(5)
+        await shown.until("incomplete_logs", 1, "left_out")
+        monkeypatch.setattr(spark_events, "REST_SECONDS", 0.0)
+        await shown.until("incomplete_logs", 0, "left_out")
+
+
+async def test_a_damaged_log_is_published_when_a_good_copy_takes_its_place(story: Story, told: Told) -> None:
+    log = SparkLog(story.directory.parent / "elsewhere", "local-1")
+    log.jobs(10)
+    log.end()
+    good = (story.directory.parent / "elsewhere" / "local-1.zstd").read_bytes()
+    story.directory.mkdir()
+    copied = story.directory / "local-1.zstd"
+    copied.write_bytes(good[:-300] + bytes(300))
+    async with story.following():
+        await told.signal.until(lambda: told.entries != [])
+        copied.write_bytes(good)
+        await story.arrived(22)
+    assert await story.stored() == log.facts
+    assert story.outcomes == {"stored": 22}
+    assert ["damaged" in entry["problem"] for entry in told.entries] == [True]
 
 
 async def test_a_log_that_is_removed_is_forgotten(story: Story) -> None:

@@ -441,6 +441,14 @@ def test_a_link_to_itself_hides_no_log(tmp_path: Path) -> None:
         event_log.look(str(tmp_path / "loop"))
 
 
+def test_a_rolled_file_that_is_a_link_to_nothing_is_told(rolling: RollingLog) -> None:
+    """As long as it cannot be followed, its log is not taken for one that is gone."""
+    rolling.write(1, line(1))
+    (rolling.path / "events_2_local-1").symlink_to("nowhere")
+    with pytest.raises(OSError, match="events_2_local-1 is a link to what is not there"):
+        rolling.look()
+
+
 def test_lines_that_are_no_events_are_left_out_and_counted(rolling: RollingLog) -> None:
     rolling.write(1, line(1), b"garbage", b'{"Event":"undecodable', line(2))
     events, problems = read_all(EventLogReader(take, Position()), rolling.look())
