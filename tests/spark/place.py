@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.streaming import StreamingQuery
 
 from aviso_workers import App, Notification, Notify
 from aviso_workers.backends import Message
@@ -116,6 +118,24 @@ class Place:
                 return await deed(app)
 
         return anyio.run(run)
+
+
+def run_to_its_end(start: Callable[[], StreamingQuery]) -> StreamingQuery:
+    """Start a query that ends by itself, and return it when it has.
+
+    Spark gives a Python worker ten seconds to start. On a machine that is too busy for that the query ends before it
+    has begun, and is started again as an operator would.
+    """
+    for _ in range(5):
+        query = start()
+        try:
+            assert query.awaitTermination(PATIENCE_SECONDS)
+        except StreamingQueryException as error:
+            if "Python worker failed to connect back" not in str(error):
+                raise
+        else:
+            return query
+    raise AssertionError("Spark's Python workers do not start within ten seconds")
 
 
 def steps(frame: DataFrame) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from py4j.protocol import Py4JJavaError
 from pyarrow.dataset import dataset
-from pyspark.errors import PySparkException, StreamingQueryException
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -25,7 +25,7 @@ from aviso_workers.spark import archiving, backfilling, completeness, once, sess
 from aviso_workers.spark.backfilling import Backfilled
 from aviso_workers.spark.completeness import Reported
 from aviso_workers.spark.files import Files
-from tests.spark.place import Place
+from tests.spark.place import Place, run_to_its_end
 
 CYCLE = {"event": {"type": "StringHandler", "required": True}, "cycle": {"type": "StringHandler", "required": True}}
 
@@ -98,21 +98,9 @@ query.awaitTermination()
 
 class TestArchive:
     def archive(self, place: Pipelines, **options: Any) -> None:
-        """Archive what is there.
-
-        Spark gives a Python worker ten seconds to start. On a machine that is too busy for that the query ends before
-        it has begun, and is started again as an operator would.
-        """
-        for _ in range(5):
-            query = archiving.archive(place.read_stream(startingOffsets="earliest", **options), self.path(place))
-            try:
-                query.awaitTermination()
-            except StreamingQueryException as error:
-                if "Python worker failed to connect back" not in str(error):
-                    raise
-            else:
-                return
-        pytest.fail("Spark's Python workers do not start within ten seconds")
+        """Archive what is there."""
+        notifications = place.read_stream(startingOffsets="earliest", **options)
+        run_to_its_end(lambda: archiving.archive(notifications, self.path(place)))
 
     def path(self, place: Pipelines) -> str:
         return f"{place.directory}/an archive"

@@ -17,7 +17,7 @@ from pyspark.sql.streaming import StreamingQuery
 from aviso_workers.backends import StreamInfo
 from aviso_workers.spark import job_events, offsets
 from aviso_workers.spark.job_events import Application
-from tests.spark.place import Place
+from tests.spark.place import Place, run_to_its_end
 from tests.waits import PATIENCE_SECONDS
 
 PROGRESS = "org.apache.spark.sql.streaming.StreamingQueryListener$QueryProgressEvent"
@@ -43,9 +43,7 @@ class Copying:
 
     def run(self, **options: Any) -> list[int]:
         """Copy what there is; returns how many rows each of its batches had."""
-        query = self.start(**options)
-        assert query.awaitTermination(PATIENCE_SECONDS)
-        return rows_in(query)
+        return rows_in(run_to_its_end(lambda: self.start(**options)))
 
     @property
     def copied(self) -> list[int]:
