@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
+from uuid import uuid4
 
 import msgspec
 from msgspec import Struct, structs
@@ -38,8 +39,8 @@ VERSION = "v1"
 """First line of each file in the log."""
 WRITTEN = re.compile(r"date=[^/]+/[^/]+\.parquet")
 """The files of a micro-batch, below the directory where Spark writes them."""
-OURS = re.compile(r"date=[^/]+/\d+-\d+\.parquet")
-"""The files of an archive, below its directory: the number of the batch, and of the file in it."""
+OURS = re.compile(r"date=[^/]+/\d+-\d+(-[0-9a-f]{8})?\.parquet")
+"""The files of an archive, below its directory: the number of the batch, of the file in it, and the writing run."""
 DAY = "date_from_unix_date(CAST(unix_seconds(time) DIV 86400 AS INT))"
 """The day in UTC, whatever the session's time zone is."""
 
@@ -110,6 +111,8 @@ class _Archive:
 
     def __init__(self, files: Files) -> None:
         self._files = files
+        self._run = uuid4().hex[:8]
+        self._staging = f"{STAGING}/{self._run}"
         self.root = files.root
 
     def prepare(self) -> None:
@@ -127,9 +130,10 @@ class _Archive:
                 f"{self.root} is an archive whose {LOG} is gone, so nobody knows what belongs to it: "
                 "archive to a new directory"
             )
-        newest, known = self._newest()
+        there = self._files.list("")
+        newest, known = self._newest()  # after them: another run may be about to list what it has written
         self._check_same_age(newest)
-        self._remove_all_but(known)
+        self._remove_left(there, known)
 
     def _check_same_age(self, newest: int) -> None:
         """Raise `PipelineError` where the log and the checkpoint cannot be of one moment.
@@ -172,13 +176,13 @@ class _Archive:
         merged = _small(known)
         # Either may have fields that the other lacks, when the event type or the options of the read have changed.
         rows = batch.unionByName(self._merge(merged, batch), allowMissingColumns=True) if merged else batch
-        rows.write.mode("overwrite").partitionBy("date").parquet(f"{self.root}/{STAGING}")
+        rows.write.mode("overwrite").partitionBy("date").parquet(f"{self.root}/{self._staging}")
         added = self._take_in(number)
         kept = [structs.replace(entry, path=self._files.url(entry.name)) for entry in known if entry not in merged]
         self._files.write(f"{LOG}/{number}.compact", _text([*kept, *added]))
         for entry in merged:
             self._files.delete(entry.name)
-        self._files.delete(STAGING)
+        self._files.delete(self._staging)
         self._remove_old_lists()
 
     def _merge(self, merged: list[Entry], batch: DataFrame) -> DataFrame:
@@ -190,13 +194,18 @@ class _Archive:
     def _take_in(self, number: int) -> list[Entry]:
         """Move what was written to where it stays. Until the log says so, it is no part of the archive."""
         # Below other directories of it Spark keeps what tasks have begun, also such as come too late.
-        written = [file for file in self._files.list(STAGING) if WRITTEN.fullmatch(file.name)]
+        written = [file for file in self._files.list(self._staging) if WRITTEN.fullmatch(file.name)]
         moved = []
         for index, file in enumerate(written):
             day = file.name.split("/")[0]
-            name = f"{day}/{number}-{index}.parquet"
-            self._files.move(f"{STAGING}/{file.name}", name)
+            name = f"{day}/{number}-{index}-{self._run}.parquet"
+            self._files.move(f"{self._staging}/{file.name}", name)
             moved.append(Entry(path=self._files.url(name), size=file.size, modification_time=file.modified_ms))
+        if not all(self._files.exists(entry.name) for entry in moved):
+            raise PipelineError(
+                f"another run that began meanwhile has removed what this one wrote to {self.root}: let one at a time "
+                "write there; the next one archives it"
+            )
         return moved
 
     def _lists(self) -> list[tuple[int, File]]:
@@ -214,11 +223,13 @@ class _Archive:
             raise PipelineError(f"{self.root}/{LOG}/{file.name} is of format {version!r}, {VERSION} is known")
         return [msgspec.json.decode(line, type=Entry) for line in lines]
 
-    def _remove_all_but(self, known: Iterable[Entry]) -> None:
-        """Remove what was moved in and not listed, or merged and not removed, because the run was killed."""
+    def _remove_left(self, there: Iterable[File], known: Iterable[Entry]) -> None:
+        """Remove what a killed run moved in and did not list, or merged and did not remove, or left aside."""
         names = {entry.name for entry in known}
-        for file in self._files.list(""):
-            if OURS.fullmatch(file.name) and file.name not in names:
+        long_ago = time.time() * 1000 - READERS_MS
+        for file in there:
+            is_aside = file.name.startswith(f"{STAGING}/") and file.modified_ms < long_ago
+            if is_aside or (OURS.fullmatch(file.name) and file.name not in names):
                 self._files.delete(file.name)
 
     def _remove_old_lists(self) -> None:

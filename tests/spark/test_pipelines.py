@@ -115,7 +115,8 @@ class TestArchive:
         return sorted(identifier["step"] for identifier in table.column("identifier").to_pylist())
 
     def files(self, place: Pipelines) -> list[str]:
-        return sorted(path.name for path in Path(self.path(place)).glob("date=*/*.parquet"))
+        """By the numbers of the batch and of the file in it."""
+        return sorted(path.name.rpartition("-")[0] for path in Path(self.path(place)).glob("date=*/*.parquet"))
 
     def test_notifications_are_kept_by_the_day_in_utc(self, place: Pipelines):
         place.publish(*range(5), payload={"location": "/a"})
@@ -191,7 +192,7 @@ class TestArchive:
         self.archive(place)
         assert self.archived(place) == [0, 1, 2, 3]
         assert self.listed(place) == [0, 1, 2, 3], "also by readers that look at the directories themselves"
-        assert self.files(place) == ["3-0.parquet", "3-1.parquet"]
+        assert self.files(place) == ["3-0", "3-1"]
         with pytest.raises(Py4JJavaError, match="FileNotFoundException"):
             reader.count()
 
@@ -222,6 +223,43 @@ class TestArchive:
         assert foreign.exists()
         foreign.unlink()
         assert self.archived(place) == self.listed(place) == [0, 1, 2, 3]
+
+    def test_a_run_that_begins_beside_another_loses_nothing_of_it(
+        self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
+    ):
+        place.publish(0)
+        self.archive(place)
+        place.publish(1)
+        move = Files.move
+
+        def begin_another(files: Files, source: str, target: str) -> None:
+            move(files, source, target)
+            if target.startswith("date="):
+                archiving._Archive(files).prepare()
+
+        monkeypatch.setattr(Files, "move", begin_another)
+        with pytest.raises(PySparkException, match="another run that began meanwhile has removed"):
+            self.archive(place)
+        monkeypatch.setattr(Files, "move", move)
+        self.archive(place)
+
+        assert self.archived(place) == self.listed(place) == [0, 1]
+
+    def test_two_runs_that_add_one_batch_keep_all_of_it(self, place: Pipelines, monkeypatch: pytest.MonkeyPatch):
+        stored = [(number, datetime(2026, 11, 20, tzinfo=UTC), date(2026, 11, 20)) for number in range(9)]
+        batch = place.spark.createDataFrame(stored, "sequence BIGINT, time TIMESTAMP, date DATE")
+        first, second = (archiving._Archive(Files(place.spark, self.path(place))) for _ in range(2))
+        take_in = archiving._Archive._take_in
+
+        def be_overtaken(run: archiving._Archive, number: int) -> list[archiving.Entry]:
+            if run is first:
+                second.add(batch, number)
+            return take_in(run, number)
+
+        monkeypatch.setattr(archiving._Archive, "_take_in", be_overtaken)
+        first.add(batch, 0)
+
+        assert archiving.read(place.spark, self.path(place)).count() == 9
 
     def test_an_archive_that_was_moved_is_read_and_gone_on_with_where_it_is(self, place: Pipelines):
         place.publish(0)
