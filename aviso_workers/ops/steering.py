@@ -122,14 +122,14 @@ async def plan_reset(app: App, steered: Steered, to: Position) -> Reset:
 
 
 async def reset(app: App, plan: Reset) -> int:
-    """Carry it out; returns how many notifications are ahead of the agent now. Raises `BackendError`."""
+    """Carry it out; returns how many notifications the agent has to settle now. Raises `BackendError`."""
     steered = plan.steered
     backend = app.session.backend
     info = await backend.reset_consumer(steered.stream, steered.consumer, sequence=plan.sequence)
     await consumer_records.move(
         backend, app=steered.app, agent=steered.agent, stream=steered.stream, ack_floor=plan.sequence - 1
     )
-    return info.num_pending
+    return info.num_pending + info.num_ack_pending  # a worker that waits is given some at once
 
 
 async def _exists(app: App, stream: str, consumer: str) -> bool:
