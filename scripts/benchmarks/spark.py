@@ -26,7 +26,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.streaming.query import StreamingQuery
 
-from aviso_workers import App, Notify
+from aviso_workers import App, Notify, streams
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import archiving, register
 from benchmarks.ground import Cores
@@ -196,7 +196,9 @@ class _Wing:
 
     async def _make_stream(self, event: str) -> None:
         async with App("make", config=self._config) as app:
-            await app.session.replayer(event, {})
+            await app.session.provisioner.ensure(
+                streams.event_stream(event, app.config.notification_schema[event], app.config)
+            )
 
     def _numbers(self, count: int) -> DataFrame:
         return self._spark.range(0, count, 1, TASKS)
