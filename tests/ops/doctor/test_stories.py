@@ -166,6 +166,7 @@ def production(directory: Path) -> Iterator[Cluster]:
             anyio.run(work_on, loaded, [Notify("mars", {"class": "od"}, "field")] * 2)
             anyio.run(sample, loaded)
             back_up(directory / "backups", "MARS")
+            anyio.run(hear_of_all_requests, loaded)
             monitors = tuple(f"http://127.0.0.1:{node.monitoring_port}" for node in nodes)
             yield Cluster(loaded, monitors, directory / "backups")
         finally:
@@ -183,6 +184,25 @@ def load(directory: Path, store_dir: Path, nodes: tuple[Node, ...]) -> Config:
     urls = ", ".join(node.url for node in nodes) or "nats://127.0.0.1:4222"
     file.write_text(PRODUCTION.format(urls=urls, store_dir=store_dir))
     return config.load(file, environ={})
+
+
+async def hear_of_all_requests(loaded: Config) -> None:
+    """Wait until the servers have told each other what they were asked so far.
+
+    They tell it together with what they store, so it is known where all of a new message is.
+    """
+    async with App("settling", config=loaded) as settling:
+        server = settling.session.backend.administration()
+        await measure(server)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while (await server.api("INFO"))["storage"] != await stored(server):  # noqa: ASYNC110
+                await anyio.sleep(0.05)
+
+
+async def stored(server: Administration) -> int:
+    """Bytes of all replicas, by what the leaders have."""
+    streams = await server.pages("STREAM.LIST", "streams")
+    return sum(each["state"]["bytes"] * each["config"]["num_replicas"] for each in streams)
 
 
 async def sample(loaded: Config) -> None:
