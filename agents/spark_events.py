@@ -493,7 +493,7 @@ class _Application:
         """Publish that the application is lost, after all that had begun in it."""
         application = Application.of_log(grown.name)
         unfinished = job_events.Unfinished(application, self._settings.cluster)
-        async for notification in self._published(application, since=0):
+        async for notification in self._replay(application, since=0):
             unfinished.add(notification.headers.get("Nats-Msg-Id", ""), notification.identifier)
         for begun in (*unfinished, None):
             await self._notify(job_events.lost(application, begun, heard=grown.modified))
@@ -527,10 +527,10 @@ class _Application:
 
     async def _recall(self, log: EventLog, *, since: float) -> set[str]:
         """The ids that the stream holds of the application, from a little before `since` on."""
-        published = self._published(Application.of_log(log.name), since=since - SLACK_SECONDS)
-        return {notification.headers.get("Nats-Msg-Id", "") async for notification in published}
+        replayed = self._replay(Application.of_log(log.name), since=since - SLACK_SECONDS)
+        return {notification.headers.get("Nats-Msg-Id", "") async for notification in replayed}
 
-    async def _published(self, application: Application, *, since: float) -> AsyncIterator[Published]:
+    async def _replay(self, application: Application, *, since: float) -> AsyncIterator[Published]:
         """What the stream holds of an application from this time on, seconds since 1970."""
         where = {"cluster": self._settings.cluster, "application": application.id}
         start = datetime.fromtimestamp(max(0, since), UTC)

@@ -170,7 +170,7 @@ class RefusedError(BackendError):
 
 
 class DeniedError(RefusedError):
-    """The user that is connected has no right to publish to this subject."""
+    """The user that is connected has no right to publish to this subject, or to hear an answer."""
 
 
 class NotFoundError(RefusedError):

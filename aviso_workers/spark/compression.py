@@ -17,13 +17,12 @@ from struct import Struct
 from typing import Any, Protocol
 
 from aviso_workers.errors import UndecodableError
-
-INSTALL = "pip install 'aviso-workers[spark-events]'"
+from aviso_workers.spark import installed
 
 try:
     import zstandard
 except ImportError as error:
-    raise ImportError(f"reading Spark's event logs needs zstandard: {INSTALL}") from error
+    raise ImportError(f"reading Spark's event logs needs zstandard: {installed.FOR_EVENT_LOGS}") from error
 
 __all__ = ["CODECS", "MAGIC_BYTES", "Decompressor", "by_content", "by_name"]
 
@@ -84,7 +83,7 @@ class _Blocks(ABC):
         try:
             import pyarrow  # slow to import, and needed for these codecs only
         except ImportError as error:
-            raise ImportError(f"reading {codec} needs pyarrow: {INSTALL}") from error
+            raise ImportError(f"reading {codec} needs pyarrow: {installed.FOR_EVENT_LOGS}") from error
         self._codec: Any = pyarrow.Codec(codec)
         self._pending = bytearray()
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from aviso_workers.spark import event_log
+from aviso_workers.spark import event_log, installed
 from aviso_workers.spark.event_log import EventLog, ListedFile, OpenFile
 
 __all__ = ["LogDirectories", "check"]
@@ -105,7 +105,7 @@ class _RemoteDirectory:
         try:
             import pyarrow  # noqa: F401, here and not when it is needed, so that the agent does not start without it
         except ImportError as error:
-            raise ValueError(f"{name}: reading it needs pyarrow: pip install 'aviso-workers[spark-events]'") from error
+            raise ValueError(f"{name}: reading it needs pyarrow: {installed.FOR_EVENT_LOGS}") from error
         self.name = name
         self._url = url
         self._system: Any = None

@@ -26,7 +26,16 @@ from aviso_workers.streams import SECOND
 from endurance.deployment import COMMAND, environment
 from main_job.children import Child, running
 
-__all__ = ["Found", "Growing", "count", "follow", "shorten_duplicate_window", "stored", "until_at_work"]
+__all__ = [
+    "LATER_SECONDS",
+    "Found",
+    "Growing",
+    "count",
+    "follow",
+    "shorten_duplicate_window",
+    "stored",
+    "until_at_work",
+]
 
 EVENT, STREAM = "spark_job", "SPARK"
 APPLICATIONS = 60
@@ -61,6 +70,12 @@ class Growing:
             with file.open("ab") as out:
                 out.write(self._content[self._ends[number] : end])
             self._ends[number] = min(end, len(self._content))
+
+    def end(self) -> None:
+        """The applications have ended, and their logs are closed."""
+        for file in self._files:
+            status = file.with_name(f"appstatus_{file.parent.name.removeprefix('eventlog_v2_')}.inprogress")
+            status.rename(status.with_suffix(""))
 
     def ids(self) -> list[str]:
         """The ids of all events that are logged so far, of one application after the other."""

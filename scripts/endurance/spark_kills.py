@@ -57,8 +57,6 @@ LONGEST_AWAY_SECONDS = 2.0
 """How long a server that was killed stays away at most."""
 FIRST_SECONDS = 5.0
 """A job is killed so long after it has begun at the latest, the first time."""
-LATER, EARLIER = 1.2, 0.6
-"""By how much the latest moment of a kill moves, after a kill that came in time and after one that came too late."""
 ATTEMPTS = 5
 PATIENCE_SECONDS = 60.0
 SHORT_SECONDS = 0.01
@@ -231,7 +229,7 @@ async def conduct(
         for job, result in await attempt(site, victim, jobs, latest=latest, dice=dice):
             console.print(f"{victim}, {job.name}: {result}")
             results.setdefault(f"{victim}: {job.name}", []).append(result)
-            latest[job.name] *= LATER if result.at_work else EARLIER
+            latest[job.name] *= kills.LATER if result.at_work else kills.EARLIER
 
 
 async def attempt(

@@ -244,6 +244,16 @@ SUCCEEDED = {"Result": "JobSucceeded"}
 STAGE = {"Stage ID": 3, "Stage Attempt ID": 0, "Stage Name": "count", "Number of Tasks": 2}
 
 
+def made_elsewhere(story: Story) -> tuple[SparkLog, bytes, Path]:
+    """The log of an application that has ended, what its file holds, and where that is to be copied to."""
+    elsewhere = story.directory.parent / "elsewhere"
+    log = SparkLog(elsewhere, "local-1")
+    log.jobs(10)
+    log.end()
+    story.directory.mkdir()
+    return log, (elsewhere / "local-1.zstd").read_bytes(), story.directory / "local-1.zstd"
+
+
 def job_start(job: int) -> str:
     fields = {"Event": "SparkListenerJobStart", "Job ID": job, "Submission Time": 1, "Stage Infos": []}
     return json.dumps(fields, separators=(",", ":"))
@@ -822,12 +832,7 @@ async def test_a_log_that_is_copied_under_its_final_name_is_published_to_its_end
     story: Story, told: Told, monkeypatch: pytest.MonkeyPatch, rests_after: float
 ) -> None:
     monkeypatch.setattr(spark_events, "REST_SECONDS", rests_after)
-    log = SparkLog(story.directory.parent / "elsewhere", "local-1")
-    log.jobs(10)
-    log.end()
-    original = (story.directory.parent / "elsewhere" / "local-1.zstd").read_bytes()
-    story.directory.mkdir()
-    copied = story.directory / "local-1.zstd"
+    log, original, copied = made_elsewhere(story)
     copied.write_bytes(original[: len(original) // 2])
 
     async with story.following():
@@ -923,12 +928,7 @@ async def test_what_was_left_out_is_measured_for_a_while_when_the_log_is_read_on
 
 
 async def test_a_damaged_log_is_published_when_a_good_copy_takes_its_place(story: Story, told: Told) -> None:
-    log = SparkLog(story.directory.parent / "elsewhere", "local-1")
-    log.jobs(10)
-    log.end()
-    good = (story.directory.parent / "elsewhere" / "local-1.zstd").read_bytes()
-    story.directory.mkdir()
-    copied = story.directory / "local-1.zstd"
+    log, good, copied = made_elsewhere(story)
     copied.write_bytes(good[:-300] + bytes(300))
     async with story.following():
         await told.signal.until(lambda: told.entries != [])

@@ -17,8 +17,8 @@ import anyio.to_thread
 import pytest
 from pyspark.sql import SparkSession
 
-from aviso_workers import App, streams
-from aviso_workers.streams import SECOND
+from aviso_workers import App
+from endurance.bridge_kills import LATER_SECONDS, Growing, shorten_duplicate_window
 from tests.commands import Command
 from tests.spark.logs import ids_in, logs_in
 from tests.spark.test_listening import work
@@ -28,39 +28,6 @@ pytestmark = pytest.mark.anyio
 
 KILLS = int(os.environ.get("AVISO_BRIDGE_KILLS", "20"))
 SEED = int(os.environ.get("AVISO_BRIDGE_SEED", "6"))
-APPLICATIONS = 60
-LATER_SECONDS = 0.02
-"""Up to so long after it was seen to have stored something, so that it is killed between any two of its steps."""
-
-
-class Growing:
-    """The log of a real application, growing under many names."""
-
-    def __init__(self, source: Path, directory: Path, chance: random.Random) -> None:
-        (file,) = source.glob("eventlog_v2_*/events_1_*")
-        self._content = file.read_bytes()
-        self._chance = chance
-        self._ends = [0] * APPLICATIONS
-        self._files = []
-        for number in range(APPLICATIONS):
-            log = directory / f"eventlog_v2_local-{number}"
-            log.mkdir(parents=True)
-            (log / f"appstatus_local-{number}.inprogress").touch()
-            self._files.append(log / f"events_1_local-{number}.zstd")
-
-    def grow(self, share: float) -> None:
-        """Write about this share of each, up to anywhere; all that is left, where it is 1."""
-        for number, file in enumerate(self._files):
-            step = int(len(self._content) * share * self._chance.uniform(0.5, 1.5))
-            end = len(self._content) if share == 1 else self._ends[number] + step
-            with file.open("ab") as out:
-                out.write(self._content[self._ends[number] : end])
-            self._ends[number] = min(end, len(self._content))
-
-    def end(self) -> None:
-        for file in self._files:
-            status = file.with_name(f"appstatus_{file.parent.name.removeprefix('eventlog_v2_')}.inprogress")
-            status.rename(status.with_suffix(""))
 
 
 async def test_killed_at_random_moments_it_stores_each_event_once_and_in_order(
@@ -76,7 +43,7 @@ async def test_killed_at_random_moments_it_stores_each_event_once_and_in_order(
         await anyio.to_thread.run_sync(work, spark, tmp_path)
     finally:
         await anyio.to_thread.run_sync(spark.stop)
-    logs = Growing(tmp_path / "recorded", tmp_path / "logs", chance)
+    logs = Growing(tmp_path / "recorded", tmp_path / "logs", name="local", dice=chance)
     interrupted = 0
     async with app:
         await shorten_duplicate_window(app)
@@ -122,11 +89,3 @@ async def until_stored(app: App, events: int) -> None:
 
 async def stored(app: App) -> int:
     return (await app.session.backend.stream_info("SPARK")).messages
-
-
-async def shorten_duplicate_window(app: App) -> None:
-    """To a tenth of a second, the least that a server takes."""
-    spec = streams.event_stream("spark_job", app.config.notification_schema["spark_job"], app.config)
-    await app.session.provisioner.ensure(spec)
-    info = await app.session.backend.stream_info("SPARK")
-    await app.session.backend.update_stream({**info.config, "duplicate_window": SECOND // 10})

@@ -26,7 +26,7 @@ from nats.aio.msg import Msg
 from aviso_workers import config
 from aviso_workers.backends import ConnectionListener
 from aviso_workers.backends.jetstream import credentials, faults, tls, wire
-from aviso_workers.errors import BackendError, RefusedError, UnavailableError
+from aviso_workers.errors import BackendError, DeniedError, RefusedError, UnavailableError
 
 __all__ = ["Connection"]
 
@@ -227,19 +227,19 @@ class Connection:
         raise UnavailableError("flush: the connection is closed")
 
     def check_allowed(self, subject: str, *, since: float) -> None:
-        """Raise `RefusedError` where the server has denied us to publish to the subject, or to hear answers.
+        """Raise `DeniedError` where the server has denied us to publish to the subject, or to hear answers.
 
         It says so beside the request, which nobody answers then. `since` is a time of the event loop.
         """
         for said, when in self._denials.items():
             if when >= since and (f'"{subject.lower()}"' in said or 'subscription to "_inbox' in said):
-                raise RefusedError(f"{subject}: {said.removeprefix('nats: ')}")
+                raise DeniedError(f"{subject}: {said.removeprefix('nats: ')}")
 
     def check_allowed_below(self, prefix: str, *, since: float) -> None:
-        """Raise `RefusedError` where the server has denied us to publish to a subject that begins so."""
+        """Raise `DeniedError` where the server has denied us to publish to a subject that begins so."""
         for said, when in self._denials.items():
             if when >= since and f'publish to "{prefix.lower()}' in said:
-                raise RefusedError(f"{prefix}>: {said.removeprefix('nats: ')}")
+                raise DeniedError(f"{prefix}>: {said.removeprefix('nats: ')}")
 
     @property
     def _urls(self) -> str:

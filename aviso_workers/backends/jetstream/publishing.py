@@ -18,7 +18,7 @@ from aviso_workers.backends import Outgoing, OutgoingChunk, PubAck
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.wire import Arrival, header_block, status
-from aviso_workers.errors import BackendError, DeniedError, RefusedError, UnavailableError
+from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.topics import LONGEST_SUBJECT
 
 __all__ = ["Publisher", "encode", "encode_all"]
@@ -116,7 +116,7 @@ class Publisher:
         try:
             self._connection.check_allowed(outgoing.message.subject, since=sent_at)
         except RefusedError as refused:
-            return DeniedError(str(refused))
+            return refused
         return faults.outcome_unknown(_what(outgoing))
 
     def _on_answers(self, arrivals: Sequence[Arrival]) -> None:
