@@ -10,6 +10,7 @@ import pytest
 from aviso_workers.backends.jetstream import consuming
 from aviso_workers.backends.jetstream.consuming import Outbox, PinnedDelivery
 from aviso_workers.codec import Message
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -26,6 +27,19 @@ async def test_a_settlement_is_sent_and_not_waited_for(played, outbox):
     await outbox.flush()
 
     assert played.sent == [("$JS.ACK.1", b"+ACK", "")]
+
+
+async def test_a_server_that_is_gone_is_not_waited_for_where_all_is_settled(played, outbox):
+    outbox.put(b"$JS.ACK.1", b"+ACK")
+    await outbox.flush()
+    played.flush = anyio.sleep_forever
+
+    with anyio.fail_after(PATIENCE_SECONDS):
+        await outbox.flush()
+    outbox.put(b"$JS.ACK.2", b"+ACK")
+    with anyio.move_on_after(0.01) as waiting:
+        await outbox.flush()
+    assert waiting.cancelled_caught
 
 
 async def test_a_settlement_that_is_to_be_confirmed_is_waited_for(played, outbox):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 
+from aviso_workers.backends.jetstream import pulling
 from aviso_workers.backends.jetstream.pulling import MOST_BYTES, PullSubscription
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -54,6 +57,22 @@ async def test_a_request_obeys_the_limits_of_its_consumer(played, pulls):
     assert pulls.outstanding == 5
 
 
+async def test_a_new_consumer_that_is_not_known_everywhere_is_asked_again(played, monkeypatch):
+    monkeypatch.setattr(pulling, "ASK_AGAIN_SECONDS", 0.01)
+    known = anyio.Event()
+    pulls = PullSubscription(
+        played, stream="MARS", consumer="new", on_messages=lambda received: None, on_change=known.set
+    )
+    await pulls.open()
+    pulls.ask(10)
+
+    played.say(status="503")
+    assert (pulls.outstanding, known.is_set()) == (0, False)
+    with anyio.fail_after(PATIENCE_SECONDS):
+        await known.wait()
+    assert pulls.error is None
+
+
 @pytest.mark.parametrize(
     ("status", "description", "left", "outstanding", "error"),
     [
@@ -80,8 +99,16 @@ async def test_a_request_obeys_the_limits_of_its_consumer(played, pulls):
     ],
 )
 async def test_a_status_ends_the_request_or_the_reading(
-    played, pulls, status: str, description: str, left: dict[str, str], outstanding: int, error: type[BackendError]
+    played,
+    pulls,
+    monkeypatch,
+    status: str,
+    description: str,
+    left: dict[str, str],
+    outstanding: int,
+    error: type[BackendError],
 ):
+    monkeypatch.setattr(pulling, "UNKNOWN_SECONDS", 0)  # all servers know of the consumer
     await pulls.open()
     pulls.ask(10)
 

@@ -14,7 +14,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from aviso_workers import config
-from aviso_workers.backends import Message, Outgoing, PubAck
+from aviso_workers.backends import Message, Outgoing
 from aviso_workers.backends.jetstream import JetStreamBackend, pulling, reading, wire
 from aviso_workers.backends.jetstream.wire import Interest
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
@@ -45,7 +45,8 @@ async def store(backend: JetStreamBackend, subjects: list[str], *, num_replicas:
     ]
     for first in range(0, len(subjects), 10_000):
         for result in await backend.publish_many(outgoing[first : first + 10_000], timeout_seconds=PATIENCE_SECONDS):
-            assert isinstance(result, PubAck), result
+            if isinstance(result, BackendError):
+                raise result
 
 
 async def read(backend: JetStreamBackend, filters: tuple[str, ...], last: int, *, chunks: bool) -> list[int]:
@@ -96,8 +97,13 @@ async def test_what_two_of_three_servers_hold_is_read_at_once_after_the_third_ha
                     with suppress(UnavailableError):  # who has died may have led them
                         await read(backend, (), 2, chunks=False)
                         break
+            interrupted = 0
             for _ in range(6):
-                assert await read(backend, (), 2, chunks=False) == [1, 2]
+                try:
+                    assert await read(backend, (), 2, chunks=False) == [1, 2]
+                except UnavailableError:  # a busy machine; every third one would be the dead server's
+                    interrupted += 1
+            assert interrupted < 2
             with anyio.fail_after(PATIENCE_SECONDS):  # also those that the dead server was given to keep
                 while (await backend.administration().api("CONSUMER.NAMES.MARS"))["consumers"]:  # noqa: ASYNC110
                     await anyio.sleep(0.1)

@@ -354,7 +354,7 @@ def test_no_secret_is_in_a_log_in_arguments_or_in_a_file_that_others_may_read(cl
 @pytest.mark.covers("002-35", "002-49", "004-09", "004-16")
 def test_flushing_every_write_arrives(load: Load, start: Start) -> None:
     (node,) = start(load("port: 0\nmonitoring: {port: 0}\njetstream: {sync_always: true}"))
-    assert ask(node, "/varz")["jetstream"]["config"]["sync_always"] is True
+    assert ask(node, "/jsz")["config"]["sync_always"] is True
 
 
 @pytest.mark.covers("004-17")

@@ -274,8 +274,15 @@ def cluster(directory: Path) -> Iterator[list[NatsServer]]:
             node.kill()  # one that is about to shut down takes its time
 
 
+HELD_BYTES = 65536
+"""What a proxy's socket may hold. Left to itself, Linux lets one grow to 32 MiB."""
+
+
 class Proxy:
-    """A wire to a server that can fall silent, be cut, and say what the server did not."""
+    """A wire to a server that can fall silent, be cut, and say what the server did not.
+
+    It holds little of what the server writes: who does not read from it soon makes the server wait.
+    """
 
     def __init__(self, port: int) -> None:
         self._server = port
@@ -323,7 +330,9 @@ class Proxy:
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._server))
+                server = socket.socket()
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, HELD_BYTES)
+                server.connect(("127.0.0.1", self._server))
                 self._pairs.append((client, server))
                 for source, sink in ((client, server), (server, client)):
                     threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()

@@ -193,15 +193,18 @@ class TestTheServer:
         assert "is lost for good: nats: unknown protocol operation" in worker.log
 
     async def test_that_cuts_us_off_for_slow_reading_is_found_again(self, tmp_path, run_worker, publish, record):
-        with Server(tmp_path / "strict", config='write_deadline: "200ms"\n') as strict:
-            worker = run_worker(url=strict.url, app="lanes")  # it asks for more than the buffers on the way take
+        with (
+            Server(tmp_path / "strict", config='write_deadline: "200ms"\n') as strict,
+            Proxy(strict.port) as proxy,
+        ):
+            worker = run_worker(url=proxy.url, app="lanes")  # it asks for more than the buffers on the way take
             await worker.ready()
             numbers = range(30)
 
-            worker.send(signal.SIGSTOP)
+            proxy.fall_silent()
             await publish(numbers, url=strict.url, filler="x" * 900_000)
             await until(lambda: "Slow Consumer" in strict.log, what=lambda: strict.log)
-            worker.send(signal.SIGCONT)
+            proxy.speak()
 
             await until(
                 lambda: set(record.numbers("done")) == set(numbers), what=lambda: f"{record.acts}\n{worker.log}"

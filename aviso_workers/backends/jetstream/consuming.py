@@ -60,6 +60,9 @@ class Outbox:
         self._unconfirmed: dict[bytes, _Unconfirmed] = {}
         """By the subject on which the confirmation comes."""
         self._confirmed = anyio.Event()
+        self._sent = 0
+        self._arrived = 0
+        """How many of those that were sent the server has for certain."""
         self._signs: dict[bytes, Callable[[], None]] = {}
         """What to do when a sign of life is confirmed, by the same."""
         self._numbers = itertools.count(1)
@@ -80,6 +83,7 @@ class Outbox:
         if confirmed:
             answer = self._new_answer()
             self._unconfirmed[answer] = _Unconfirmed(reply, body, asyncio.get_running_loop().time(), held)
+        self._sent += 1
         self._connection.wire.send(reply, body, reply=answer)
 
     def repeat(self) -> None:
@@ -100,8 +104,13 @@ class Outbox:
         return answer
 
     async def flush(self) -> None:
-        """Return when the server has what was put so far, and has confirmed what is to be confirmed."""
-        await self._connection.flush()
+        """Return when the server has what was put so far, and has confirmed what is to be confirmed.
+
+        Where nothing was put since the last time there is nothing to ask for, of a server that may be gone.
+        """
+        if (sent := self._sent) > self._arrived:
+            await self._connection.flush()
+            self._arrived = max(self._arrived, sent)
         while self._unconfirmed:
             self._confirmed = anyio.Event()
             with anyio.move_on_after(CONFIRM_SECONDS):

@@ -38,6 +38,10 @@ ELECTION_SECONDS = 3.5
 """Less than the four seconds that followers wait, at least, before they elect another leader of a consumer."""
 HEARTBEAT_SECONDS = 5.0
 MOST_BYTES = 16 * 1024 * 1024
+UNKNOWN_SECONDS = 1.0
+"""For so long the server that we are connected to may say that nobody answers for a consumer which another server of
+its cluster has just created."""
+ASK_AGAIN_SECONDS = 0.05
 """What one request may bring. A server cuts off who leaves 64 MiB unread, as a loop does that an author keeps busy."""
 TOO_LARGE = "Message Size Exceeds MaxBytes"
 """For what is left of the request's bytes; what they are in the beginning, where not even one message fits."""
@@ -196,6 +200,9 @@ class PullSubscription:
                 self.pin = ""
             case "409":
                 pass
+            case "503" if self._now() - self._opened_at < UNKNOWN_SECONDS:
+                asyncio.get_running_loop().call_later(ASK_AGAIN_SECONDS, self._on_change)
+                return
             case "503":
                 self.error = UnavailableError(f"{self._name} does not answer")
             case _:

@@ -20,6 +20,7 @@ __all__ = [
     "Consumer",
     "ConsumerConfig",
     "Group",
+    "Jsz",
     "Origin",
     "PriorityGroup",
     "Replica",
@@ -227,12 +228,18 @@ class Advisory(Struct, frozen=True, kw_only=True):
     """Nanoseconds from a delivery to its acknowledgement."""
 
 
-class VarzJetStreamConfig(Struct, frozen=True, kw_only=True):
+class JetStreamConfig(Struct, frozen=True, kw_only=True):
     max_storage: int = 0
     store_dir: str = ""
     sync_interval: int = 0
     sync_always: bool = False
     unique_tag: str = ""
+
+
+class Jsz(Struct, frozen=True, kw_only=True):
+    """What a server answers to /jsz."""
+
+    config: JetStreamConfig = JetStreamConfig()
 
 
 class VarzJetStreamStats(Struct, frozen=True, kw_only=True):
@@ -241,7 +248,7 @@ class VarzJetStreamStats(Struct, frozen=True, kw_only=True):
 
 
 class VarzJetStream(Struct, frozen=True, kw_only=True):
-    config: VarzJetStreamConfig = VarzJetStreamConfig()
+    config: JetStreamConfig = JetStreamConfig()
     stats: VarzJetStreamStats = VarzJetStreamStats()
     meta: Group | None = None
 

@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.config import Config
 from aviso_workers.errors import ServerProcessError
-from aviso_workers.ops.doctor.answers import Varz
+from aviso_workers.ops.doctor.answers import Jsz, Varz
 from aviso_workers.server import store
 
 __all__ = ["LOOPBACK", "Monitored", "look", "urls"]
@@ -46,6 +46,7 @@ class Connections(Struct, frozen=True):
 
 
 # Servers are looked at side by side, in threads. msgspec crashes where two threads are the first to decode a type.
+JSZ = msgspec.json.Decoder(Jsz)
 VARZ = msgspec.json.Decoder(Varz)
 CONNECTIONS = msgspec.json.Decoder(Connections)
 
@@ -95,12 +96,12 @@ def urls(config: Config, named: Sequence[str]) -> Sequence[str]:
 
 
 def look(url: str) -> Monitored:
-    """Ask for /varz, /healthz and /routez, and look at its store where that is on this machine. Blocks.
+    """Ask for /varz, /jsz, /healthz, /routez and /connz, and look at its store where that is on this machine. Blocks.
 
     Raises `ServerProcessError` where there is no such answer.
     """
     try:
-        varz = VARZ.decode(_ask(url, "/varz"))
+        varz = _with_configuration(VARZ.decode(_ask(url, "/varz")), JSZ.decode(_ask(url, "/jsz")))
         health, routes = _object(_ask(url, "/healthz?details=true")), _object(_ask(url, "/routez"))
         closed = CONNECTIONS.decode(_ask(url, "/connz?state=closed&sort=stop")).connections or ()
         remotes = frozenset(str(route["remote_name"]) for route in routes["routes"] or ())
@@ -110,6 +111,11 @@ def look(url: str) -> Monitored:
     return Monitored(
         url=url, varz=varz, health=_health(health), routes=remotes, unserved=unserved, cut_off=_too_slow(closed)
     )
+
+
+def _with_configuration(varz: Varz, jsz: Jsz) -> Varz:
+    """A server that was asked for /varz before JetStream had started never tells the configuration there."""
+    return structs.replace(varz, jetstream=structs.replace(varz.jetstream, config=jsz.config))
 
 
 def _disk(url: str, varz: Varz) -> Path | None:

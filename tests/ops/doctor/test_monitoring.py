@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+from aviso_workers.ops.doctor import monitoring
+
 MANY_AT_ONCE = """
 import importlib, sys, threading
 from aviso_workers.ops.doctor import answers, monitoring
@@ -12,6 +16,7 @@ from aviso_workers.ops.doctor import answers, monitoring
 GROUP = b'{"name": "", "leader": "a", "replicas": [{"name": "b", "current": true, "active": 1}]}'
 ANSWERS = {
     "/varz": b'{"server_id": "A", "server_name": "a", "version": "2.15.0", "jetstream": {"meta": %s}}' % GROUP,
+    "/jsz": b'{"config": {"sync_interval": 1}}',
     "/healthz?details=true": b'{"status": "ok"}',
     "/routez": b'{"routes": []}',
     "/connz?state=closed&sort=stop": b'{"connections": []}',
@@ -37,3 +42,21 @@ for _ in range(30):
 def test_servers_that_are_looked_at_side_by_side_do_not_crash_the_process() -> None:
     ended = subprocess.run([sys.executable, "-c", MANY_AT_ONCE], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_server_that_tells_its_configuration_in_one_answer_only_is_known_by_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one does that was asked for /varz before its JetStream had started."""
+    answers = {
+        "/varz": b'{"server_id": "A", "server_name": "a", "version": "2.15.0", "jetstream": {}}',
+        "/jsz": b'{"config": {"store_dir": "/elsewhere", "sync_interval": 5, "unique_tag": "az:"}}',
+        "/healthz?details=true": b'{"status": "ok"}',
+        "/routez": b'{"routes": []}',
+        "/connz?state=closed&sort=stop": b'{"connections": []}',
+    }
+    monkeypatch.setattr(monitoring, "_ask", lambda url, path: answers[path])
+
+    found = monitoring.look("http://127.0.0.1:8222").varz.jetstream.config
+
+    assert (found.store_dir, found.sync_interval, found.unique_tag) == ("/elsewhere", 5, "az:")
