@@ -58,6 +58,7 @@ class App(Router):
             raise DeclarationError(f"app name {name!r}: leave out '__' and a last '_', which part it from its agents")
         self.events = Events()
         self._config = config
+        self._nats_context: str | None = None
         self._opening: Opening = open_backend
         self._routers: list[Router] = []
         self._given: dict[str, Mapping[str, Any]] = {}
@@ -73,10 +74,21 @@ class App(Router):
         self._config, self._opening = config, opening
         self.__dict__.pop("config", None)
 
+    def use_nats_context(self, name: str) -> None:
+        """Take the connection from this context of the `nats` command line, and all else from the configuration.
+
+        Before the first use of `config`. Raises `DeclarationError` where the configuration was loaded already.
+        """
+        if isinstance(self._config, Config):
+            raise DeclarationError(
+                f"app {self.name!r} brings a configuration that is loaded already: leave out --context"
+            )
+        self._nats_context = name
+
     @cached_property
     def config(self) -> Config:
         """The configuration, loaded at first use. Raises `ConfigError`."""
-        return self._config if isinstance(self._config, Config) else load(self._config)
+        return self._config if isinstance(self._config, Config) else load(self._config, context=self._nats_context)
 
     @property
     def session(self) -> Session:
@@ -181,7 +193,7 @@ class App(Router):
     def _examined(self) -> Examined:
         if isinstance(self._config, Config):
             return Examined(config=self._config, mistakes=(), unclear=frozenset())
-        return examine(self._config)
+        return examine(self._config, context=self._nats_context)
 
     def warnings(self) -> list[str]:
         """What is no mistake and may lose something: what the configuration looks like, what an agent returns although

@@ -86,7 +86,7 @@ def test_only_the_kind_is_needed_and_all_else_has_the_documented_default(load: L
     assert {
         name: getattr(backend, name)
         for name in backend.__struct_fields__
-        if name not in ("nats_url", "stream_management", "publish_deadline_seconds")
+        if name not in ("nats_url", "inbox_prefix", "stream_management", "publish_deadline_seconds")
         and getattr(backend, name) is not None
     } == {
         "timeout_seconds": 30,

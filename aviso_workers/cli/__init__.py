@@ -79,6 +79,10 @@ COMMANDS = {
 the others add commands to the group."""
 
 
+WITHOUT_CONTEXT = frozenset({"dev", "server", "spark"})
+"""They start a server of our own, or hand the configuration on to Spark's executors as a file."""
+
+
 class _Commands(UserDict[str, Any]):
     """The commands by name, each imported when it is asked for. To import and to build them all takes longer than
     everything else that the start of a worker takes.
@@ -120,7 +124,10 @@ def _load(name: str) -> Any:
         whole.add_typer(declared, name=name)
     else:
         whole.command(name)(declared)
-    return typer.main.get_group(whole).commands[name]
+    built = typer.main.get_group(whole).commands[name]
+    if name not in WITHOUT_CONTEXT:
+        importlib.import_module(f"{__name__}.finding").add_context_option(built)
+    return built
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from aviso_workers.app import App
-from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
+from aviso_workers.cli.finding import ConfigOption, ConfigSource, connected_app, run_connected
 from aviso_workers.cli.printing import Columns, print_json, print_table, printable, skipped_told
 from aviso_workers.codec import store_time
 from aviso_workers.errors import NotFoundError
@@ -135,7 +134,7 @@ def drop(
 
 
 def _act(
-    config: Path | None,
+    config: ConfigSource | None,
     wanted: Selection,
     act: Action,
     done: str,
@@ -199,7 +198,7 @@ async def _act_on(
         typer.echo(f"{count} of {len(found)} {done}")
 
 
-def _run(config: Path | None, run: Callable[[App], Awaitable[None]]) -> None:
+def _run(config: ConfigSource | None, run: Callable[[App], Awaitable[None]]) -> None:
     app = connected_app(config)
     with skipped_told(app):
         run_connected(app, run)

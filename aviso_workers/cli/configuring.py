@@ -7,7 +7,7 @@ import json
 import typer
 
 from aviso_workers import config as configuration
-from aviso_workers.cli.finding import ConfigOption, settings_of_installed
+from aviso_workers.cli.finding import ConfigOption, load, settings_of_installed
 from aviso_workers.cli.printing import Columns, echo
 
 __all__ = ["config"]
@@ -24,7 +24,7 @@ def schema() -> None:
 @config.command()
 def show(config: ConfigOption = None) -> None:
     """Print every value in effect and where it comes from; secrets are masked."""
-    loaded = configuration.load(config)
+    loaded = load(config)
     columns = Columns("key", "value", "from")
     settings = settings_of_installed(loaded.workers.agents)
     shown = configuration.effective(loaded, agents=settings)

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import anyio
 import typer
 from msgspec import Struct
+from typer.core import TyperOption
 
 from aviso_workers.agents import Router
 from aviso_workers.app import App
@@ -21,10 +22,13 @@ from aviso_workers.errors import DeclarationError, describe
 __all__ = [
     "AgentOption",
     "ConfigOption",
+    "ConfigSource",
     "Target",
+    "add_context_option",
     "connected",
     "connected_app",
     "find_app",
+    "load",
     "run_connected",
     "settings_of_installed",
 ]
@@ -33,11 +37,27 @@ T = TypeVar("T")
 
 ENTRY_POINTS = "aviso_workers.agents"
 
+
+class ConfigSource(Struct, frozen=True):
+    """Where a command has its configuration from."""
+
+    path: Path | None = None
+    context: str | None = None
+    """A context of the `nats` command line, which has the connection. The commands declare `--config` only: who makes
+    their parsers adds `--context` to it."""
+
+    @classmethod
+    def of_file(cls, text: str) -> ConfigSource:
+        return cls(Path(text))
+
+
 ConfigOption = Annotated[
-    Path | None,
+    ConfigSource | None,
     typer.Option(
         "--config",
         "-c",
+        metavar="FILE",
+        parser=ConfigSource.of_file,
         help="Configuration file; default: AVISO_WORKERS_CONFIG_FILE, then an aviso-server's.",
     ),
 ]
@@ -47,24 +67,54 @@ Target = Annotated[str | None, typer.Argument(metavar="MODULE:APP", help="Where 
 AgentOption = Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Take an installed agent instead.")]
 
 
-def find_app(target: str | None, *, agent: str | None, config: Path | None) -> App:
+CONTEXT_HELP = (
+    "Connect as this context of the nats command line says, and not as the configuration does; 'selected' is the one "
+    "that `nats context select` chose."
+)
+
+
+def add_context_option(command: Any) -> None:
+    """Let each command that takes `--config`, of a group or by itself, take `--context` beside it."""
+    for below in getattr(command, "commands", {}).values():
+        add_context_option(below)
+    names = [parameter.name for parameter in command.params]
+    if "config" not in names:
+        return
+    option = TyperOption(param_decls=["--context", "nats_context"], metavar="NAME", help=CONTEXT_HELP)
+    command.params.insert(names.index("config") + 1, option)
+    run = command.callback
+
+    def run_with_context(*, nats_context: str | None, config: ConfigSource | None, **others: Any) -> Any:
+        if nats_context is not None:
+            config = ConfigSource(config.path if config else None, nats_context)
+        return run(config=config, **others)
+
+    command.callback = run_with_context
+
+
+def find_app(target: str | None, *, agent: str | None, config: ConfigSource | None) -> App:
     """The app that MODULE:APP names, or one that runs the installed router `agent`. Raises `DeclarationError`."""
     if (target is None) == (agent is None):
         raise DeclarationError("say what to run: MODULE:APP, or --agent NAME")
     if target is not None:
         app = _import(target)
-        if config is not None:
-            app.configure(config)
-        return app
+        return _configured(app, config)
     assert agent is not None
-    app = App(agent, config=config)
+    app = _configured(App(agent), config)
     app.include(_router(agent))
     return app
 
 
-def connected_app(config: Config | Path | None) -> App:
+def connected_app(config: Config | ConfigSource | Path | None) -> App:
     """An app without agents, for a command that publishes or reads."""
+    if isinstance(config, ConfigSource):
+        return _configured(App("aviso-workers-cli"), config)
     return App("aviso-workers-cli", config=config)
+
+
+def load(config: ConfigSource | None) -> Config:
+    """The configuration by itself. Raises `ConfigError`."""
+    return connected_app(config).config
 
 
 def run_connected(app: App, run: Callable[[App], Awaitable[T]]) -> T:
@@ -77,9 +127,17 @@ def run_connected(app: App, run: Callable[[App], Awaitable[T]]) -> T:
     return anyio.run(connect)
 
 
-def connected(config: Path | None, run: Callable[[App], Awaitable[T]]) -> T:
+def connected(config: ConfigSource | None, run: Callable[[App], Awaitable[T]]) -> T:
     """The same with an app without agents."""
     return run_connected(connected_app(config), run)
+
+
+def _configured(app: App, config: ConfigSource | None) -> App:
+    if config is not None and config.path is not None:
+        app.configure(config.path)
+    if config is not None and config.context is not None:
+        app.use_nats_context(config.context)
+    return app
 
 
 def _import(target: str) -> App:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from aviso_workers.cli.finding import ConfigOption, connected_app
+from aviso_workers.cli.finding import ConfigOption, ConfigSource, connected_app
 from aviso_workers.cli.parsing import parse_duration, parse_pairs, parse_payload, read_lines
 from aviso_workers.cli.printing import echo
 from aviso_workers.errors import AvisoWorkersError, InvalidNotificationError
@@ -54,7 +54,7 @@ def notify(
     anyio.run(_notify_one, wanted, config)
 
 
-async def _notify_one(wanted: Notify, config: Path | None) -> None:
+async def _notify_one(wanted: Notify, config: ConfigSource | None) -> None:
     app = connected_app(config)
     app.check(wanted)
     async with app:
@@ -65,7 +65,7 @@ async def _notify_one(wanted: Notify, config: Path | None) -> None:
         echo(f"{wanted.event_type}@{receipt.sequence} stored in {receipt.stream}")
 
 
-async def _notify_file(path: Path, config: Path | None) -> None:
+async def _notify_file(path: Path, config: ConfigSource | None) -> None:
     app = connected_app(config)
     total = 0
     for number, line in read_lines(path):  # all of it is checked before any of it is sent

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from aviso_workers.cli.finding import ConfigOption
+from aviso_workers.cli.finding import ConfigOption, ConfigSource
 from aviso_workers.cli.parsing import parse_duration, parse_pairs, parse_where
 from aviso_workers.cli.sparking import spark
 from aviso_workers.errors import DeclarationError
@@ -70,7 +70,7 @@ def backfill(
     installed.require()
     from aviso_workers.spark import archiving, backfilling, sessions
 
-    path = str(config) if config else None
+    path = str(config.path) if config else None
     options = _source(event, where, config)
     position, wanted = _position(start), parse_where(where or [])
     with sessions.session(f"aviso-workers: backfill {event} to {to}") as spark:
@@ -102,7 +102,7 @@ def report(
     installed.require()
     from aviso_workers.spark import archiving, backfilling, completeness, sessions
 
-    path = str(config) if config else None
+    path = str(config.path) if config else None
     days = {"first": _day(first, "--first", days_ago=1), "last": _day(last, "--last", days_ago=0)}
     options = _source(event, where, config)
     position, wanted = _position(start or days["first"].isoformat()), parse_where(where or [])
@@ -133,10 +133,10 @@ def _position(text: str) -> dict[str, str] | None:
     return {"startingTimestamp": parse_date(moment, name="--from").isoformat()}
 
 
-def _source(event: str, where: Sequence[str] | None, config: Path | None) -> dict[str, str | int]:
+def _source(event: str, where: Sequence[str] | None, config: ConfigSource | None) -> dict[str, str | int]:
     """The options of the data source."""
     options: dict[str, str | int] = {f"where.{field}": value for field, value in parse_pairs(where or []).items()}
-    return options | {"event": event} | ({"config": str(config)} if config else {})
+    return options | {"event": event} | ({"config": str(config.path)} if config else {})
 
 
 def _day(text: str | None, name: str, *, days_ago: int) -> date:

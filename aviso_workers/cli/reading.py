@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from pathlib import Path
 from typing import Annotated, Any
 
 import anyio
 import typer
 
 from aviso_workers.app import App
-from aviso_workers.cli.finding import ConfigOption, connected_app
+from aviso_workers.cli.finding import ConfigOption, ConfigSource, connected_app
 from aviso_workers.cli.parsing import parse_where
 from aviso_workers.cli.printing import print_json, skipped_told
 
@@ -65,7 +64,7 @@ def replay(
     )
 
 
-async def _print(config: Path | None, spatial_arrays: bool, read: Callable[[App], AsyncIterator[Any]]) -> None:
+async def _print(config: ConfigSource | None, spatial_arrays: bool, read: Callable[[App], AsyncIterator[Any]]) -> None:
     app = connected_app(config)
     base_url = app.config.application.base_url
     with skipped_told(app):

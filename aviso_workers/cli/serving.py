@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from aviso_workers import config as configuration
-from aviso_workers.cli.finding import ConfigOption, find_app
+from aviso_workers.cli.finding import ConfigOption, ConfigSource, find_app, load
 from aviso_workers.cli.printing import print_table
 from aviso_workers.config.nats_server import Permissions, Subjects
 from aviso_workers.ops import permissions, rotating
@@ -47,7 +46,7 @@ def render(
         for told in permissions.beyond(granted):
             typer.echo(f"aviso-workers: {told}", err=True)
         return
-    loaded = configuration.load(config)
+    loaded = load(config)
     settings, choices = profiles.choose(loaded, profile=profile)
     rendered = rendering.render(settings, origins=loaded.origins, choices=choices)
     rendering.write(rendered, output, origins=loaded.origins)
@@ -62,7 +61,7 @@ def start(
     config: ConfigOption = None,
 ) -> None:
     """Run it in the background on 127.0.0.1, for development and tests; of a cluster, what does not run."""
-    running.start(configuration.load(config), directory=directory, nodes=nodes, tell=partial(typer.echo, err=True))
+    running.start(load(config), directory=directory, nodes=nodes, tell=partial(typer.echo, err=True))
     _print_states(running.states(directory))
 
 
@@ -88,7 +87,7 @@ def rotate_key(
     disk. Exit 1 where anything differs; then the old stores are in place.
     """
     rotated = rotating.rotate(
-        configuration.load(config),
+        load(config),
         previous_key_file=previous_key_file,
         directory=directory,
         nodes=nodes,
@@ -117,7 +116,7 @@ def stop(
 @server.command()
 def reload(directory: Directory = DIRECTORY, config: ConfigOption = None) -> None:
     """Have what runs take over the configuration, without a restart; say what it cannot take over."""
-    for node in running.reload(configuration.load(config), directory=directory):
+    for node in running.reload(load(config), directory=directory):
         typer.echo(f"{node.name}: reloaded")
 
 
@@ -130,7 +129,7 @@ def status(directory: Directory = DIRECTORY) -> None:
         raise typer.Exit(1)
 
 
-def _permissions(role: permissions.Role, app: str | None, config: Path | None) -> Permissions:
+def _permissions(role: permissions.Role, app: str | None, config: ConfigSource | None) -> Permissions:
     match role:
         case "worker":
             return permissions.of_worker(find_app(app, agent=None, config=config))
@@ -138,9 +137,9 @@ def _permissions(role: permissions.Role, app: str | None, config: Path | None) -
             bridge = find_app(None, agent=permissions.BRIDGE, config=config)
             return permissions.of_worker(bridge, buckets=[permissions.BRIDGE])
         case "publisher":
-            return permissions.of_publisher(configuration.load(config))
+            return permissions.of_publisher(load(config))
         case "operator":
-            return permissions.of_operator(configuration.load(config))
+            return permissions.of_operator(load(config))
 
 
 def _as_yaml(granted: Permissions) -> str:

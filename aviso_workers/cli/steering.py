@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from aviso_workers.app import App
 from aviso_workers.cli.confirming import Yes, confirm
-from aviso_workers.cli.finding import ConfigOption, connected_app, find_app, run_connected
+from aviso_workers.cli.finding import ConfigOption, ConfigSource, connected_app, find_app, run_connected
 from aviso_workers.cli.parsing import parse_duration
 from aviso_workers.cli.printing import print_table
 from aviso_workers.ops import retiring, steering
@@ -111,7 +110,7 @@ def _retirement_rows(plan: Retirement) -> list[tuple[str, str, str]]:
     ]
 
 
-def _steer(agent: str, owner: str, config: Path | None, run: Callable[[App, Steered], Awaitable[None]]) -> None:
+def _steer(agent: str, owner: str, config: ConfigSource | None, run: Callable[[App, Steered], Awaitable[None]]) -> None:
     """With MODULE:APP the code says which stream the agent reads, with a name its consumer does."""
     if ":" in owner:
         app = find_app(owner, agent=None, config=config)

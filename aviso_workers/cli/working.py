@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import typer
 
 from aviso_workers import fleet, serve
-from aviso_workers.cli.finding import AgentOption, ConfigOption, Target, find_app
+from aviso_workers.cli.finding import AgentOption, ConfigOption, ConfigSource, Target, find_app
 from aviso_workers.errors import ConfigError
 from aviso_workers.fleet import Plan
 from aviso_workers.literals import Size
@@ -89,9 +89,10 @@ def dev(
                 serve.run(app, status_port=status_port)
 
 
-def _worker(target: str | None, agent: str | None, config: Path | None, **limits: object) -> tuple[str, ...]:
+def _worker(target: str | None, agent: str | None, config: ConfigSource | None, **limits: object) -> tuple[str, ...]:
     """The command that runs one process of a fleet."""
-    options = {"agent": agent, "config": config, **limits}
+    source = config or ConfigSource()
+    options = {"agent": agent, "config": source.path, "context": source.context, **limits}
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
     return (sys.executable, "-P", "-m", "aviso_workers.cli", "worker", *given, *([target] if target else []))
 

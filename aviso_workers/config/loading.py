@@ -1,13 +1,15 @@
 """Where the configuration comes from, and every mistake that is in it.
 
-`load` is called once by whoever starts a process: the files, the environment over them, one conversion, then what
-types cannot say. Conversion and checks go on after a mistake, so that one run shows all of them, in the order in which
-they are written. Nothing is connected to and nothing is created here.
+`load` is called once by whoever starts a process: the files, the environment over them, a context of the `nats` command
+line over its connection, one conversion, then what types cannot say. Conversion and checks go on after a mistake, so
+that one run shows all of them, in the order in which they are written. Nothing is connected to and nothing is created
+here.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from os.path import isfile
@@ -17,7 +19,7 @@ from typing import Any
 from msgspec import Struct, inspect, structs
 
 from aviso_workers import schema
-from aviso_workers.config import stream_keys
+from aviso_workers.config import nats_context, stream_keys
 from aviso_workers.config.declared_streams import DeclaredStream
 from aviso_workers.config.documents import Node, Place, overlay, parse
 from aviso_workers.config.environment import SERVER_FILE, WORKERS_FILE, overrides
@@ -31,6 +33,7 @@ __all__ = ["Examined", "examine", "load", "places"]
 
 TOKEN = "NATS_TOKEN"
 HERE = Path("configuration/config.yaml")
+PREFIX = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")
 
 _JETSTREAM = "notification_backend.jetstream"
 _UNUSED = {"jetstream": "notification_backend.in_memory", "in_memory": _JETSTREAM}
@@ -46,40 +49,60 @@ class Examined(Struct, frozen=True, kw_only=True):
     """The names of event types that are there, and of which something is wrong."""
 
 
-def load(path: str | Path | None = None, *, environ: Mapping[str, str] = os.environ) -> Config:
+def load(
+    path: str | Path | None = None, *, context: str | None = None, environ: Mapping[str, str] = os.environ
+) -> Config:
     """Read the configuration from its files and the environment.
 
     The file is `path`, else the one that AVISO_WORKERS_CONFIG_FILE names, else AVISOSERVER_CONFIG_FILE. With none of
     them, the files are aviso-server's: `./configuration/config.yaml`, `/etc/aviso_server/config.yaml` and
     `$HOME/.aviso_server/config.yaml`, of which the later win.
 
+    `context` names a context of the `nats` command line, which stands in the place of all that the configuration says
+    of where to connect to and as whom; then no file is needed. The one that NATS_CONTEXT names is taken where the
+    configuration says nothing of that.
+
     Raises ConfigError with all mistakes.
     """
-    examined = examine(path, environ=environ)
+    examined = examine(path, context=context, environ=environ)
     if examined.mistakes:
         raise ConfigError(examined.mistakes)
     return examined.config
 
 
-def examine(path: str | Path | None = None, *, environ: Mapping[str, str] = os.environ) -> Examined:
+def examine(
+    path: str | Path | None = None, *, context: str | None = None, environ: Mapping[str, str] = os.environ
+) -> Examined:
     """Read what can be read of the same configuration, and every mistake that is in it.
 
     Raises ConfigError where a file cannot be made sense of at all.
     """
-    files = _files(path, environ)
+    named = context if context is not None else environ.get(nats_context.VARIABLE)
+    files = _files(path, environ, needed=context is None and not named)
     root, mistakes = _read(files)
     wanted = _document_type()
     environment = len(files)
     root, wrong = overrides(root, environ, wanted=wanted, rank=environment)
     reader = Reader(unused=_unused(root))
+    connection = _connection(root)
+    uses_context = context is not None or (bool(named) and not connection and _kind(root) in ("", "jetstream"))
+    if uses_context:
+        section, refused = nats_context.read(named or "", environ, rank=environment)
+        root, wrong = _connected(root, section), wrong + refused
+    elif named and connection:
+        key, node = connection
+        text = f"is used, and {nats_context.VARIABLE} is not: --context goes before the configuration"
+        reader.warn(node.place, f"{_JETSTREAM}.{key}", text)
     values = reader.fields(root, wanted, "")
     if (backend := values.get("notification_backend")) and backend.kind == "jetstream":
-        if token := _token(backend.jetstream, environ):
+        if not uses_context and (token := _token(backend.jetstream, environ)):
             values["notification_backend"] = _with_token(backend, token)
             reader.places[f"{_JETSTREAM}.token"] = Place(rank=environment, line=0, source=TOKEN)
             if path is None and not {WORKERS_FILE, SERVER_FILE} & environ.keys():
                 _refuse_found_servers(reader)
         _refuse_all(reader, _jetstream_mistakes(backend.jetstream, reader))
+    elif context is not None and backend:
+        reader.refuse("notification_backend.kind", "must be jetstream for a context of the nats command line")
     _refuse_all(reader, _schema_mistakes(values, reader))
     _refuse_all(reader, _stream_mistakes(values, reader))
     _warn_of_fields(values, reader)
@@ -105,14 +128,14 @@ def _document_type() -> inspect.StructType:
     return wanted
 
 
-def _files(path: str | Path | None, environ: Mapping[str, str]) -> Sequence[Path]:
+def _files(path: str | Path | None, environ: Mapping[str, str], *, needed: bool) -> Sequence[Path]:
     if path is not None:
         return [_file("configuration", path)]
     for variable in (WORKERS_FILE, SERVER_FILE):
         if variable in environ:
             return [_file(variable, environ[variable].strip())]
     found = [place for place in places(environ) if isfile(place)]
-    if not found:
+    if not found and needed:
         looked = ", ".join(map(str, places(environ)))
         raise ConfigError([f"no configuration file: looked for {looked}; give one, or name it in {WORKERS_FILE}"])
     return found
@@ -141,7 +164,7 @@ def _read(files: Sequence[Path]) -> tuple[Node, list[tuple[Place, str]]]:
 
     Raises ConfigError where a file cannot be made sense of.
     """
-    root = Node(value={}, place=Place(rank=0, line=1, source=str(files[0])))
+    root = Node(value={}, place=Place(rank=0, line=1, source=str(files[0] if files else "no configuration file")))
     mistakes: list[tuple[Place, str]] = []
     unreadable = False
     for rank, file in enumerate(files):
@@ -172,10 +195,44 @@ def _read_one(file: Path, start: Place) -> tuple[Node | None, list[tuple[Place, 
 
 def _unused(root: Node) -> str:
     """The key path of the backend that is not used."""
-    node: Any = root
-    for key in ("notification_backend", "kind"):
+    return _UNUSED.get(_kind(root), "")
+
+
+def _kind(root: Node) -> str:
+    node = _at(root, "notification_backend", "kind")
+    return node.value if node and isinstance(node.value, str) else ""
+
+
+def _connection(root: Node) -> tuple[str, Node] | None:
+    """Return the first key that says where to connect to or as whom, where there is one."""
+    section = _at(root, *_JETSTREAM.split("."))
+    given = section.value if section and isinstance(section.value, dict) else {}
+    return next(((key, node) for key, node in given.items() if key in nats_context.CONNECTION), None)
+
+
+def _connected(root: Node, section: Node) -> Node:
+    """Return the root with the keys of another connection, and none of the one that it had: a server must not get the
+    credentials that are meant for another one."""
+    backend = _at(root, "notification_backend")
+    if backend is None or backend.is_null:
+        kind = Node(value="jetstream", place=section.place)
+        backend = Node(value={"kind": kind}, place=section.place)
+    if not isinstance(backend.value, dict):
+        return root
+    before = backend.value.get("jetstream", section)
+    kept = before.value if isinstance(before.value, dict) else {}
+    assert isinstance(section.value, dict)
+    keys = {key: node for key, node in kept.items() if key not in nats_context.CONNECTION} | section.value
+    whole = {**backend.value, "jetstream": structs.replace(before, value=keys)}
+    assert isinstance(root.value, dict)
+    return structs.replace(root, value={**root.value, "notification_backend": structs.replace(backend, value=whole)})
+
+
+def _at(root: Node, *keys: str) -> Node | None:
+    node: Node | None = root
+    for key in keys:
         node = node.value.get(key) if node and isinstance(node.value, dict) else None
-    return _UNUSED.get(node.value, "") if node and isinstance(node.value, str) else ""
+    return node
 
 
 def _ways_to_authenticate(jetstream: JetStream) -> list[str]:
@@ -217,6 +274,11 @@ def _jetstream_mistakes(jetstream: JetStream, reader: Reader) -> Iterator[tuple[
     if has_password and not has_user:
         yield f"{_JETSTREAM}.password", "needs a user"
     tls = jetstream.tls
+    if jetstream.domain and jetstream.api_prefix:
+        yield f"{_JETSTREAM}.api_prefix", "must not be combined with domain: keep one of them"
+    for key in ("api_prefix", "inbox_prefix"):
+        if (prefix := getattr(jetstream, key)) and not PREFIX.fullmatch(prefix):
+            yield f"{_JETSTREAM}.{key}", "must be the begin of a subject, without wildcards, blanks and a last '.'"
     if tls and tls.key_file and f"{_JETSTREAM}.tls.cert_file" not in reader.places:
         yield f"{_JETSTREAM}.tls.key_file", "needs a cert_file"
     files = {key: getattr(jetstream, key) for key in ("nkey_seed_file", "credentials_file")}

@@ -112,6 +112,13 @@ class JetStream(Struct, frozen=True, kw_only=True):
     credentials_file: Annotated[str | None, about("File with a user JWT and its seed (.creds).", ours=True)] = None
     tls: Annotated[Tls | None, about("TLS options; a URL that starts with tls:// needs none.", ours=True)] = None
     domain: Annotated[Text | None, about("JetStream domain. Default: the account's own.", ours=True)] = None
+    api_prefix: Annotated[
+        Text | None,
+        about("Where JetStream's API is in the account, if it was imported there. Default: $JS.API.", ours=True),
+    ] = None
+    inbox_prefix: Annotated[
+        Text, about("What the subjects begin with to which servers send us their answers.", ours=True)
+    ] = "_INBOX"
     stream_management: Annotated[
         Literal["reconcile", "create", "observe"],
         about(
@@ -124,6 +131,11 @@ class JetStream(Struct, frozen=True, kw_only=True):
     publish_deadline_seconds: Annotated[
         Seconds, about("Seconds within which a notification must be published, all attempts together.", ours=True)
     ] = 30.0
+
+    @property
+    def api(self) -> str:
+        """What the subjects of JetStream's API begin with."""
+        return self.api_prefix or (f"$JS.{self.domain}.API" if self.domain else "$JS.API")
 
     @property
     def servers(self) -> tuple[str, ...]:

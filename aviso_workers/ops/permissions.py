@@ -28,18 +28,19 @@ Role = Literal["worker", "publisher", "operator", "bridge"]
 
 BRIDGE = "spark-events"
 """The agent that a bridge runs, and the bucket in which it keeps how far it has read."""
-INBOXES = "_INBOX.>"
 ADVISORIES = "$JS.EVENT.>"
 
 
 def of_publisher(config: Config) -> Permissions:
     """Return what a program needs that publishes notifications of all event types of the configuration."""
-    return _permissions(_publishing(_Api(config)))
+    api = _Api(config)
+    return _permissions(_publishing(api), subscribe=(api.inboxes,))
 
 
 def of_worker(app: App, *, buckets: Iterable[str] = ()) -> Permissions:
     """Return what a worker of the app needs; `buckets` are those that its code opens by name."""
-    return _permissions(_working(_Api(app.config), app, buckets))
+    api = _Api(app.config)
+    return _permissions(_working(api, app, buckets), subscribe=(api.inboxes,))
 
 
 def of_operator(config: Config) -> Permissions:
@@ -47,7 +48,7 @@ def of_operator(config: Config) -> Permissions:
     api = _Api(config)
     apis = (f"{api.prefix}.>", *_apis_of_origins(config))
     subjects = (*apis, "$JS.SNAPSHOT.>", "$KV.>", "aviso_workers.>", *_bases(config))
-    return _permissions(subjects, subscribe=(INBOXES, ADVISORIES))
+    return _permissions(subjects, subscribe=(api.inboxes, ADVISORIES))
 
 
 BEYOND = {
@@ -72,7 +73,8 @@ class _Api:
     def __init__(self, config: Config) -> None:
         jetstream = config.notification_backend.jetstream
         self.config = config
-        self.prefix = f"$JS.{jetstream.domain}.API" if jetstream.domain else "$JS.API"
+        self.prefix = jetstream.api
+        self.inboxes = f"{jetstream.inbox_prefix}.>"
         self.creates = jetstream.stream_management != "observe"
 
     def use(self, stream: str, *, updates: bool = True) -> Iterator[str]:
@@ -187,7 +189,7 @@ def _event_streams(config: Config) -> Iterator[str]:
         yield streams.event_stream(name, event_type, config).name
 
 
-def _permissions(publish: Iterable[str], *, subscribe: tuple[str, ...] = (INBOXES,)) -> Permissions:
+def _permissions(publish: Iterable[str], *, subscribe: tuple[str, ...]) -> Permissions:
     return Permissions(
         publish=Subjects(allow=tuple(sorted(set(publish)))),
         subscribe=Subjects(allow=subscribe),

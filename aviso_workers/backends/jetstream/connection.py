@@ -62,7 +62,8 @@ class Connection:
         self.on_disconnect: set[Callable[[], None]] = set()
         self._settings = settings
         self._listener = on_connection
-        self.api_prefix = f"$JS.{settings.domain}.API" if settings.domain else "$JS.API"
+        self.api_prefix = settings.api
+        self._no_answers = f'subscription to "{settings.inbox_prefix.lower()}.'
         self._last_error = ""
         self._refusals = 0
         self._denials: dict[str, float] = {}
@@ -232,7 +233,7 @@ class Connection:
         It says so beside the request, which nobody answers then. `since` is a time of the event loop.
         """
         for said, when in self._denials.items():
-            if when >= since and (f'"{subject.lower()}"' in said or 'subscription to "_inbox' in said):
+            if when >= since and (f'"{subject.lower()}"' in said or self._no_answers in said):
                 raise DeniedError(f"{subject}: {said.removeprefix('nats: ')}")
 
     def check_allowed_below(self, prefix: str, *, since: float) -> None:
@@ -253,6 +254,7 @@ class Connection:
         await self.nc.connect(
             list(settings.servers),
             name="aviso-workers",
+            inbox_prefix=settings.inbox_prefix,
             connect_timeout=patience,
             allow_reconnect=settings.enable_auto_reconnect,
             # nats-py uses these two for the first connection as well: there, the attempts are counted by `open`.
