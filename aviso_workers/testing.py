@@ -29,7 +29,6 @@ import anyio
 from anyio.abc import TaskStatus
 from msgspec import structs
 
-from aviso_workers import streams
 from aviso_workers.agents import Agent
 from aviso_workers.app import App
 from aviso_workers.backends import (
@@ -46,7 +45,7 @@ from aviso_workers.backends import (
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import Clock, VirtualClock, at_rest
 from aviso_workers.codec import Message, NotificationReader
-from aviso_workers.config import Config, JetStream
+from aviso_workers.config import Config, JetStream, streams
 from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
 from aviso_workers.engine import dead_lettering, deferring, parts, sweeping, windowing
@@ -65,8 +64,8 @@ from aviso_workers.errors import (
     text_of,
 )
 from aviso_workers.events import AgentDisturbed, Event, Events, Settled, Ticked, WindowDone
+from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.notifications import Notification, Notify, Receipt, Source, Stream
-from aviso_workers.streams import StreamSpec
 from aviso_workers.timers import Timer
 
 __all__ = ["Harness", "harness"]

@@ -22,7 +22,7 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.errors import RefusedError, UnavailableError
-from aviso_workers.streams import ConsumerSpec, StreamSpec
+from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.subjects import matcher, overlap, pattern, union
 from tests.waits import PATIENCE_SECONDS
 

@@ -17,8 +17,8 @@ from aviso_workers.backends import ConsumerInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, UnavailableError
+from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.server import NatsServer
-from aviso_workers.streams import StreamSpec
 from aviso_workers.testing import Harness, harness
 from tests.waits import PATIENCE_SECONDS
 

@@ -17,7 +17,7 @@ from aviso_workers.errors import (
     UndecodableError,
     WorkerDiedError,
 )
-from aviso_workers.streams import DEFAULT_DUPLICATE_WINDOW, SECOND
+from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
 from aviso_workers.verdicts import (
     Ack,
     Again,

@@ -29,8 +29,8 @@ from aviso_workers.clocks import Clock
 from aviso_workers.codec import Message
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError
+from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.key_value import BulkKeyValue, Entry, KeyValue
-from aviso_workers.streams import ConsumerSpec, StreamSpec
 
 __all__ = [
     "Administration",

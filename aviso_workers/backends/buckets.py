@@ -15,12 +15,13 @@ from typing import Any
 
 from msgspec import UNSET
 
-from aviso_workers import streams
 from aviso_workers.backends import Backend, Outgoing, PubAck
 from aviso_workers.codec import MARKER_HEADER, Message, store_time
 from aviso_workers.errors import ConflictError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
+from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.key_value import Entry
-from aviso_workers.streams import DEFAULT_DUPLICATE_WINDOW, SECOND, StreamSpec
 
 __all__ = ["Bucket", "open_bucket"]
 
@@ -67,7 +68,7 @@ async def open_bucket(
             if error.code != NAME_IN_USE:
                 raise
             info = await backend.stream_info(spec.name)  # somebody else was faster, and made it a little different
-    if streams.is_unfinished(info.config):
+    if metadata.is_unfinished(info.config):
         raise UnavailableError(f"bucket {name} is being restored; if that was killed, restore it again")
     return Bucket(backend, name, config=info.config)
 

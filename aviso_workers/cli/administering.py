@@ -11,9 +11,10 @@ from aviso_workers.app import App
 from aviso_workers.cli.confirming import Yes, confirm
 from aviso_workers.cli.finding import ConfigOption, connected
 from aviso_workers.cli.printing import print_table
+from aviso_workers.jetstream.fields import readable
+from aviso_workers.jetstream.plans import ConsumerPlan, Difference, Plan
 from aviso_workers.ops import stream_policy, wiping
 from aviso_workers.ops.inspecting import StoredMessage
-from aviso_workers.streams import ConsumerPlan, Difference, Plan, readable
 
 __all__ = ["delete", "streams"]
 

@@ -2,12 +2,11 @@
 
 Whoever starts a process calls `load`; the engine and the backends are handed the sections that concern them. The keys
 are those of aviso-server, whose own file loads unchanged, and the sections `workers`, `streams` and `server` of ours;
-`settings.py`, `declared_streams.py` and `nats_server.py` explain each of them. The way of a value is `documents` (YAML
+`settings.py`, `jetstream/fields.py` and `nats_server.py` explain each of them. The way of a value is `documents` (YAML
 with lines), `environment` (variables over files), `reading` (types), `loading` (sources and what types cannot say,
-with `stream_keys`); `showing` prints it.
+with `streams`); `showing` prints it.
 """
 
-from aviso_workers.config.declared_streams import DeclaredConsumer, DeclaredStream
 from aviso_workers.config.loading import Examined, examine, load, places
 from aviso_workers.config.nats_server import Server
 from aviso_workers.config.secrets import Secret, ServerUrls
@@ -24,6 +23,7 @@ from aviso_workers.config.settings import (
     Workers,
 )
 from aviso_workers.config.showing import effective, json_schema
+from aviso_workers.jetstream.fields import DeclaredConsumer, DeclaredStream
 
 __all__ = [
     "Application",

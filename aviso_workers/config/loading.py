@@ -19,14 +19,15 @@ from typing import Any
 from msgspec import Struct, inspect, structs
 
 from aviso_workers import schema
-from aviso_workers.config import nats_context, stream_keys
-from aviso_workers.config.declared_streams import DeclaredStream
+from aviso_workers.config import nats_context
+from aviso_workers.config import streams as declared_streams
 from aviso_workers.config.documents import Node, Place, overlay, parse
 from aviso_workers.config.environment import SERVER_FILE, WORKERS_FILE, overrides
 from aviso_workers.config.reading import Reader
 from aviso_workers.config.secrets import Secret
 from aviso_workers.config.settings import Config, Document, JetStream, NotificationBackend
 from aviso_workers.errors import ConfigError
+from aviso_workers.jetstream.fields import DeclaredStream
 from aviso_workers.schema import EventType
 
 __all__ = ["Examined", "examine", "load", "places"]
@@ -341,7 +342,7 @@ def _stream_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tupl
         yield "streams", "is not supported by backend 'in_memory'"
         return
     whole = {name: stream for name, stream in streams.items() if not reader.is_wrong(f"streams.{name}")}
-    yield from stream_keys.mistakes(whole, values.get("notification_schema", {}), backend.jetstream)
+    yield from declared_streams.mistakes(whole, values.get("notification_schema", {}), backend.jetstream)
 
 
 def _refuse_all(reader: Reader, mistakes: Iterator[tuple[str, str]]) -> None:

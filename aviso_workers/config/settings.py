@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field, structs
 
-from aviso_workers.config.declared_streams import DeclaredStream
 from aviso_workers.config.fields import Count, Port, Positive, Seconds, Text, about
 from aviso_workers.config.nats_server import Server
 from aviso_workers.config.secrets import Secret, ServerUrls
+from aviso_workers.jetstream.fields import DeclaredStream
 from aviso_workers.literals import Duration, Size
 from aviso_workers.schema import EventType
 

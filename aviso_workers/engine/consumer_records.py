@@ -17,7 +17,6 @@ from datetime import datetime
 import msgspec
 from msgspec import Struct, structs
 
-from aviso_workers import streams
 from aviso_workers.agents import Policy, durable_name
 from aviso_workers.backends import Backend, ConsumerInfo
 from aviso_workers.codec import read_json
@@ -30,7 +29,9 @@ from aviso_workers.errors import (
     UnreadableStreamError,
 )
 from aviso_workers.events import ConsumerNotRecorded, ConsumerResumed, Events
-from aviso_workers.streams import ConsumerSpec, filters_of
+from aviso_workers.jetstream import metadata, specs
+from aviso_workers.jetstream.info import filters_of
+from aviso_workers.jetstream.specs import ConsumerSpec
 
 __all__ = [
     "BUCKET",
@@ -118,7 +119,7 @@ class ConsumerRecorder:
         """
         settled = await self._settled() if found is None else found.ack_floor
         if settled is not None:  # also where it is found: it may be deleted before it is brought in line
-            wanted = streams.beginning_after(wanted, settled)
+            wanted = specs.beginning_after(wanted, settled)
         info = await self._provisioner.ensure_consumer(self._stream, wanted)
         if found is None and settled is not None:
             self._events.emit(
@@ -133,7 +134,7 @@ class ConsumerRecorder:
 
     async def record(self, consumer: ConsumerInfo) -> None:
         """Store what is new about the consumer. Where that fails, it is stated once."""
-        found = (consumer.created, streams.resets_of(consumer.config))
+        found = (consumer.created, metadata.resets_of(consumer.config))
         try:
             if self._last is None or found != self._known or consumer.ack_floor < self._last.ack_floor:
                 await self._look()  # it was reset, or the stream is another one than before

@@ -15,15 +15,15 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from aviso_workers import streams
 from aviso_workers.backends import Backend, Delivery, PubAck
 from aviso_workers.codec import Message, read_number, store_time
-from aviso_workers.config import Config
+from aviso_workers.config import Config, streams
 from aviso_workers.engine import parts
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.replaying import message_at
 from aviso_workers.errors import RefusedError, UnavailableError, UndecodableError, describe
-from aviso_workers.streams import StreamSpec
+from aviso_workers.jetstream.fields import DAY, SECOND
+from aviso_workers.jetstream.specs import StreamSpec
 
 __all__ = [
     "RETRIES",
@@ -215,8 +215,8 @@ def retries_spec(config: Config) -> StreamSpec:
         RETRIES,
         f"{RETRIES_SUBJECT}.>",
         config,
-        max_age=RETRIES_KEPT_DAYS * streams.DAY,
-        duplicate_window=RETRIES_ONCE_SECONDS * streams.SECOND,
+        max_age=RETRIES_KEPT_DAYS * DAY,
+        duplicate_window=RETRIES_ONCE_SECONDS * SECOND,
     )
 
 

@@ -23,10 +23,10 @@ from contextlib import aclosing, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
-from aviso_workers import schema, streams, topics
+from aviso_workers import schema, topics
 from aviso_workers.backends import Backend, Delivery, Outgoing
 from aviso_workers.codec import Message, store_time
-from aviso_workers.config import Config
+from aviso_workers.config import Config, streams
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.replaying import SKEW
 from aviso_workers.errors import (
@@ -37,9 +37,9 @@ from aviso_workers.errors import (
     UndecodableError,
 )
 from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome, Unreadable
+from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.notifications import Notify
 from aviso_workers.schema import EventType
-from aviso_workers.streams import StreamSpec
 from aviso_workers.verdicts import Backoff
 
 __all__ = [

@@ -12,11 +12,12 @@ from datetime import timedelta
 import anyio
 from msgspec import UNSET, structs
 
-from aviso_workers import streams
 from aviso_workers.backends import Backend, ConsumerInfo, StreamInfo
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.events import ConsumerDiffers, Events, StreamProvisioned
-from aviso_workers.streams import ConsumerSpec, Difference, Plan, Stored, StreamSpec
+from aviso_workers.jetstream import plans
+from aviso_workers.jetstream.plans import Difference, Plan, Stored
+from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 
 __all__ = ["Provisioner"]
 
@@ -70,7 +71,7 @@ class Provisioner:
         Raises as `Backend.ensure_consumer` does.
         """
         info = await self._backend.ensure_consumer(stream, spec)
-        if left := streams.consumer_differences(spec, info.config):
+        if left := plans.consumer_differences(spec, info.config):
             self._events.emit(ConsumerDiffers(stream=stream, consumer=spec.durable_name, differences=_texts(left)))
         return info
 
@@ -98,7 +99,7 @@ class Provisioner:
         try:
             found = await self._backend.stream_info(spec.name)
         except NotFoundError:
-            return streams.plan(spec, None, Stored())
+            return plans.plan(spec, None, Stored())
         if not self._removes_replicas and _has_more_replicas(found, spec):
             spec = structs.replace(spec, num_replicas=UNSET)
         stored = Stored(
@@ -108,7 +109,7 @@ class Provisioner:
             consumers=found.consumers,
             older=await self._older(spec, found),
         )
-        return streams.plan(spec, found.config, stored)
+        return plans.plan(spec, found.config, stored)
 
     async def carry_out(self, plan: Plan) -> None:
         """Create or update as planned, as far as that can be done.
@@ -154,7 +155,7 @@ class Provisioner:
 
     async def _older(self, spec: StreamSpec, found: StreamInfo) -> int | None:
         """How many messages are older than the wanted age, asked only where that gets shorter."""
-        max_age = streams.shorter_age(spec, found.config)
+        max_age = plans.shorter_age(spec, found.config)
         if max_age is None:
             return None
         since = found.time - timedelta(microseconds=max_age / 1000)

@@ -18,10 +18,9 @@ from typing import TypeVar
 import anyio
 from msgspec import Struct, structs
 
-from aviso_workers import streams
 from aviso_workers.backends import Backend, Outgoing, OutgoingChunk, PubAck
 from aviso_workers.codec import Message, NotificationWriter
-from aviso_workers.config import Config
+from aviso_workers.config import Config, streams
 from aviso_workers.engine import deferring, holding, originating
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import (
@@ -34,8 +33,8 @@ from aviso_workers.errors import (
     UnknownEventTypeError,
 )
 from aviso_workers.events import Events, Published, PublishOutcome
+from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.notifications import Notify, Receipt
-from aviso_workers.streams import StreamSpec
 
 __all__ = ["Publisher", "encode", "size_of", "too_large"]
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime
 
-from aviso_workers import streams
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.errors import BackendError
+from aviso_workers.jetstream import metadata
 
 __all__ = ["Repeats"]
 
@@ -68,7 +68,7 @@ class Repeats:
 
     def opened(self, consumer: ConsumerInfo) -> bool:
         """Note the consumer that is read from now on; whether it is the one that was known. Else all is forgotten."""
-        found = (consumer.created, streams.resets_of(consumer.config))
+        found = (consumer.created, metadata.resets_of(consumer.config))
         same = found == self._known and consumer.deliveries >= self._deliveries
         if not same:
             self._forget()

@@ -9,11 +9,11 @@ from typing import Any
 import anyio
 from msgspec import structs
 
-from aviso_workers import resources, schema, streams, topics
+from aviso_workers import resources, schema, topics
 from aviso_workers.agents import Agent, Task
 from aviso_workers.backends import Backend, ConsumerInfo, Opening, open_backend
 from aviso_workers.codec import NotificationReader
-from aviso_workers.config import Config
+from aviso_workers.config import Config, streams
 from aviso_workers.engine import (
     consumer_records,
     dead_lettering,
@@ -50,9 +50,11 @@ from aviso_workers.engine.threads import Threads
 from aviso_workers.engine.windowing import AsWindows
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnknownEventTypeError
 from aviso_workers.events import ConnectionChanged, ConnectionSlow, Events, PermissionDenied
+from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSpec, StreamSpec
 from aviso_workers.notifications import Batch, Notification, Stream
 from aviso_workers.schema import EventType
-from aviso_workers.streams import ConsumerSpec, StreamSpec
 from aviso_workers.tables import Counter, Table
 from aviso_workers.timers import Timer
 from aviso_workers.windows import Window
@@ -481,10 +483,10 @@ def _consumer(
     return ConsumerSpec(
         durable_name=durable,
         filter_subjects=filters,
-        ack_wait=int(ack_wait * streams.SECOND),
+        ack_wait=int(ack_wait * SECOND),
         max_ack_pending=max_ack_pending,
         max_deliver=-1,  # only an agent gives up, when its dead letter is stored
-        **streams.starting(start),
+        **metadata.starting(start),
     )
 
 
@@ -496,10 +498,10 @@ def _served(consumer: ConsumerSpec, *, singleton: bool, priority: int = 0) -> Co
         return structs.replace(
             consumer,
             max_ack_pending=1,
-            priority_policy=streams.PINNED,
-            priority_groups=(streams.GROUP,),
+            priority_policy=PINNED,
+            priority_groups=(GROUP,),
             priority_timeout=consumer.ack_wait,
         )
     if priority:
-        return structs.replace(consumer, priority_policy=streams.PRIORITIZED, priority_groups=(streams.GROUP,))
+        return structs.replace(consumer, priority_policy=PRIORITIZED, priority_groups=(GROUP,))
     return consumer

@@ -32,12 +32,16 @@ from contextlib import suppress
 import anyio
 from msgspec import Struct
 
-from aviso_workers import clocks, streams, subjects
+from aviso_workers import clocks, subjects
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.engine.consumer_records import ConsumerRecorder
 from aviso_workers.errors import BackendError
 from aviso_workers.events import AckWaitDiffers, Events, FiltersDiffer
-from aviso_workers.streams import ConsumerSpec, Version
+from aviso_workers.jetstream import metadata, specs
+from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.jetstream.info import filters_of
+from aviso_workers.jetstream.metadata import Version
+from aviso_workers.jetstream.specs import ConsumerSpec
 
 __all__ = ["SharedFilter"]
 
@@ -88,7 +92,7 @@ class SharedFilter:
         self._retries = retries
         self._events = events
         self._on_ack_wait = on_ack_wait
-        self._own = streams.version_of(consumer)
+        self._own = metadata.version_of(consumer)
         self._wants = subjects.matcher(self._own.filter_subjects)
         self._in_effect = self._own.ack_wait
         """The `ack_wait` that the server has."""
@@ -115,7 +119,7 @@ class SharedFilter:
         found = await self._recorder.found()
         versions = self._versions(found)
         self._given_back = self._known_up_to = 0  # the stream may be another one now, and count from 1 again
-        info = await self._recorder.ensure(streams.shared(self._consumer, versions), found)
+        info = await self._recorder.ensure(metadata.shared(self._consumer, versions), found)
         self._granted = info.config["max_ack_pending"]
         self._follow(info)
         self._note(versions)
@@ -129,12 +133,12 @@ class SharedFilter:
         Raises as `ensure` does.
         """
         longest = max(version.ack_wait for version in self._versions(await self._recorder.found()))
-        wanted = streams.with_ack_wait(consumer, longest)
+        wanted = specs.with_ack_wait(consumer, longest)
         return await self._retries.ensure(wanted, await self._retries.found())
 
     def _versions(self, found: ConsumerInfo | None) -> dict[Version, int]:
         """Those that are noted in the consumer, and this one."""
-        return {self._own: 0} | (streams.noted_versions(found.config) if found else {})
+        return {self._own: 0} | (metadata.noted_versions(found.config) if found else {})
 
     def takes(self, delivery: Delivery) -> bool:
         """Whether this version wants the delivery; one that it does not want is settled."""
@@ -178,9 +182,9 @@ class SharedFilter:
         try:
             found = await self._backend.consumer_info(self._stream, self._consumer.durable_name)
             self._follow(found)
-            noted = streams.noted_versions(found.config)
+            noted = metadata.noted_versions(found.config)
             versions = self._still_there(noted)
-            wanted = streams.beginning_after(streams.shared(self._consumer, versions), found.ack_floor)
+            wanted = specs.beginning_after(metadata.shared(self._consumer, versions), found.ack_floor)
             if versions != noted or not _is_as(wanted, found) or found.config["max_ack_pending"] < self._granted:
                 self._follow(await self._backend.ensure_consumer(self._stream, wanted))
         except BackendError:
@@ -227,7 +231,7 @@ class SharedFilter:
         if ack_wait == self._in_effect:
             return
         self._in_effect = ack_wait
-        own_seconds, in_effect_seconds = self._own.ack_wait / streams.SECOND, ack_wait / streams.SECOND
+        own_seconds, in_effect_seconds = self._own.ack_wait / SECOND, ack_wait / SECOND
         self._on_ack_wait(min(own_seconds, in_effect_seconds))
         self._events.emit(
             AckWaitDiffers(
@@ -254,5 +258,5 @@ class SharedFilter:
 
 
 def _is_as(wanted: ConsumerSpec, found: ConsumerInfo) -> bool:
-    filters = tuple(sorted(streams.filters_of(found.config)))
+    filters = tuple(sorted(filters_of(found.config)))
     return filters == wanted.filter_subjects and found.config["ack_wait"] == wanted.ack_wait

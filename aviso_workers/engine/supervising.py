@@ -11,7 +11,7 @@ import anyio
 from anyio.abc import TaskGroup
 from msgspec import UNSET, Struct
 
-from aviso_workers import clocks, streams
+from aviso_workers import clocks
 from aviso_workers.agents import Task
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.clocks import Clock
@@ -23,7 +23,9 @@ from aviso_workers.engine.pulling import AgentRun
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, Passed, TaskFailed
-from aviso_workers.streams import ConsumerSpec, StreamSpec
+from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.jetstream.info import reads_all
+from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.verdicts import Failure
 
 __all__ = ["Feed", "supervise_agent", "supervise_task"]
@@ -123,7 +125,7 @@ async def _read(
     passed = await _passed(backend, feed.stream, info)
     gathers = feed.in_order and info.num_ack_pending > 0 and not len(run.line)
     if gathers:
-        await clocks.sleep_until(backend.clock, info.config["ack_wait"] / streams.SECOND + EXPIRY_SECONDS, stop)
+        await clocks.sleep_until(backend.clock, info.config["ack_wait"] / SECOND + EXPIRY_SECONDS, stop)
         run.line.gather(info.num_ack_pending)
 
     if feed.repeats is not None:
@@ -160,7 +162,7 @@ async def _release_when_quiet(line: Line, clock: Clock) -> None:
 
 async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> Passed | None:
     """See `AgentStarted.passed`."""
-    if stream.subjects is UNSET or not streams.reads_all(info.config, stream.subjects):
+    if stream.subjects is UNSET or not reads_all(info.config, stream.subjects):
         return None
     if info.deliveries or not info.num_pending:
         return Passed(info.deliveries, info.position)

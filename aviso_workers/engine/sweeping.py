@@ -15,18 +15,19 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from aviso_workers import streams
 from aviso_workers.agents import NAME, durable_name
 from aviso_workers.backends import Backend
 from aviso_workers.codec import Message, is_marker, read_json
-from aviso_workers.config import Config
+from aviso_workers.config import Config, streams
 from aviso_workers.engine import parts
 from aviso_workers.engine.dead_lettering import RETRIES, DeadLetters, unwrap
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.replaying import message_at
 from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
 from aviso_workers.events import Events, Settled, Unreadable
-from aviso_workers.streams import StreamSpec
+from aviso_workers.jetstream import specs
+from aviso_workers.jetstream.fields import DAY
+from aviso_workers.jetstream.specs import StreamSpec
 
 __all__ = ["ADVISORIES", "STREAM", "SUBJECT", "Sweep", "advisories_spec"]
 
@@ -84,7 +85,7 @@ class Sweep:
         if not advisory.consumer.startswith(self._prefix):
             return  # another app's
         stream, agent = advisory.stream, advisory.consumer.removeprefix(self._prefix)
-        if not (streams.is_name(stream) and NAME.fullmatch(agent)):  # both become part of subjects
+        if not (specs.is_name(stream) and NAME.fullmatch(agent)):  # both become part of subjects
             raise UndecodableError(f"no consumer {advisory.consumer!r} of a stream {stream!r}")
         try:
             message = await message_at(self._backend, stream, advisory.stream_seq)
@@ -137,4 +138,4 @@ class Sweep:
 
 def advisories_spec(config: Config) -> StreamSpec:
     """The stream of the advisories."""
-    return streams.own_stream(STREAM, ADVISORIES, config, max_age=KEPT_DAYS * streams.DAY)
+    return streams.own_stream(STREAM, ADVISORIES, config, max_age=KEPT_DAYS * DAY)

@@ -15,10 +15,10 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from aviso_workers import clocks, streams
+from aviso_workers import clocks
 from aviso_workers.backends import Backend, Message, PubAck
 from aviso_workers.clocks import Clock
-from aviso_workers.config import Config
+from aviso_workers.config import Config, streams
 from aviso_workers.engine import holding, replaying
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import (
@@ -28,8 +28,8 @@ from aviso_workers.errors import (
     OutcomeUnknownError,
     UnavailableError,
 )
+from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.key_value import Entry, KeyValue
-from aviso_workers.streams import StreamSpec
 from aviso_workers.tables import Counter, Table
 
 __all__ = ["COUNTERS", "COUNTERS_SUBJECT", "CachedBucket", "SteadyBucket", "Sums", "Tables", "bucket_of"]

@@ -19,10 +19,11 @@ from aviso_workers.backends import ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.engine.dead_lettering import RETRIES
+from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.jetstream.info import filters_of
 from aviso_workers.notifications import Batch
 from aviso_workers.ops import observing, stuck, wiping
 from aviso_workers.ops.steering import UNTIL_RESUMED
-from aviso_workers.streams import SECOND, filters_of
 from aviso_workers.verdicts import Backoff
 
 __all__ = ["Progress", "differing", "of_app", "of_deployment", "policy"]

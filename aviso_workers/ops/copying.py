@@ -17,15 +17,15 @@ from typing import Any
 import anyio
 from msgspec import Struct, structs
 
-from aviso_workers import streams
 from aviso_workers.app import App
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackupError, NotFoundError
+from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream.metadata import FENCED
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Drill, Progress, Restored
 from aviso_workers.ops.backups.restoring import taken
 from aviso_workers.ops.mirroring import COPY_OF, NOWHERE
-from aviso_workers.streams import FENCED
 
 __all__ = ["Copied", "copy", "info_of", "is_fenced", "release", "subjects_of"]
 
@@ -164,5 +164,5 @@ async def _require_no_copy(target: App, stream: str) -> None:
         config = (await info_of(target, stream))["config"]
     except NotFoundError:
         return
-    if COPY_OF in _metadata(config) and not streams.is_unfinished(config):
+    if COPY_OF in _metadata(config) and not metadata.is_unfinished(config):
         raise BackupError(f"{stream} there is a copy that is not whole: --follow carries on from it, or delete it")

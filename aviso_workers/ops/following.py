@@ -20,7 +20,6 @@ from typing import Any
 import anyio
 from msgspec import Struct
 
-from aviso_workers import streams
 from aviso_workers.app import App
 from aviso_workers.backends import Message, Outgoing
 from aviso_workers.errors import (
@@ -31,6 +30,7 @@ from aviso_workers.errors import (
     OutcomeUnknownError,
     UnavailableError,
 )
+from aviso_workers.jetstream import metadata
 from aviso_workers.ops import consumer_positions, copying, stream_pairs
 from aviso_workers.ops.consumer_positions import Place
 from aviso_workers.ops.mirroring import COPY_OF, NOWHERE
@@ -79,7 +79,7 @@ async def is_begun(source: App, target: App, stream: str) -> bool:
     except NotFoundError:
         return False
     copy_of = (config.get("metadata") or {}).get(COPY_OF)
-    if copy_of is None or streams.is_unfinished(config):
+    if copy_of is None or metadata.is_unfinished(config):
         return False  # a restore that was interrupted is replaced, and anything else refused, by a copy
     original = await copying.info_of(source, stream)
     if copy_of != original["created"]:

@@ -18,8 +18,8 @@ from msgspec import Struct, structs
 from aviso_workers.app import App
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream.metadata import FENCED
 from aviso_workers.ops import histories
-from aviso_workers.streams import FENCED
 
 __all__ = [
     "COPY_OF",

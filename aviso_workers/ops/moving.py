@@ -22,9 +22,9 @@ import anyio
 import anyio.to_thread
 from msgspec import Struct, structs
 
-from aviso_workers import streams
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackendError, BackupError, NotFoundError
+from aviso_workers.jetstream import metadata
 from aviso_workers.ops import consumer_positions
 from aviso_workers.ops.backups import Contents, Drill, archive, read_back
 from aviso_workers.ops.backups.s2 import MalformedError
@@ -65,7 +65,7 @@ async def move_all(source: Administration, target: Administration, tell: Callabl
     Raises `BackupError` where a copy is not what the stream is, and `BackendError`.
     """
     configs = await _configs(source)
-    if unfinished := [name for name, config in configs.items() if streams.is_unfinished(config)]:
+    if unfinished := [name for name, config in configs.items() if metadata.is_unfinished(config)]:
         raise BackupError(f"{', '.join(unfinished)}: what a restore left that was interrupted; restore it again first")
     moved = []
     for name in sorted(configs, key=lambda name: (-_mirrors_above(name, configs), name)):

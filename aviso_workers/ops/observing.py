@@ -12,12 +12,13 @@ from collections.abc import Collection, Mapping
 from msgspec import Struct
 
 from aviso_workers import agents as agents_
-from aviso_workers import streams
 from aviso_workers.app import App
 from aviso_workers.backends import ConsumerInfo
+from aviso_workers.config import streams
 from aviso_workers.engine import consumer_records, dead_lettering, deferring, failing, sweeping
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import NotFoundError, UndecodableError
+from aviso_workers.jetstream import info as infos
 
 __all__ = [
     "DEAD_LETTERS",
@@ -139,7 +140,7 @@ async def part_used(app: App, stream: str) -> float | None:
         return None
     if info.config.get("discard") != "new":
         return None
-    return streams.part_used(info.config, messages=info.messages, bytes=info.bytes)
+    return infos.part_used(info.config, messages=info.messages, bytes=info.bytes)
 
 
 async def dead_letters(app: App) -> dict[tuple[str, ...], int]:

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from aviso_workers import streams
 from aviso_workers.agents import Agent
 from aviso_workers.app import App
-from aviso_workers.config import Config
+from aviso_workers.config import Config, streams
 from aviso_workers.config.nats_server import Permissions, Subjects
 from aviso_workers.engine import dead_lettering, deferring, own_buckets, sweeping, tabling
 from aviso_workers.engine.session import COURIER_DURABLE, SWEEP
+from aviso_workers.jetstream.specs import UNREADABLE
 from aviso_workers.tables import Counter
 
 __all__ = ["BRIDGE", "Role", "beyond", "of_operator", "of_publisher", "of_worker"]
@@ -107,8 +107,8 @@ class _Api:
     def unreadable(self) -> Iterator[str]:
         """The mark of a server that cannot read its streams."""
         if self.creates:
-            yield f"{self.prefix}.STREAM.INFO.{streams.UNREADABLE}"
-            yield f"{self.prefix}.STREAM.CREATE.{streams.UNREADABLE}"
+            yield f"{self.prefix}.STREAM.INFO.{UNREADABLE}"
+            yield f"{self.prefix}.STREAM.CREATE.{UNREADABLE}"
 
 
 def _publishing(api: _Api) -> Iterator[str]:

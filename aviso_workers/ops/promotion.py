@@ -19,10 +19,10 @@ from msgspec import Struct
 from aviso_workers.app import App
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream.metadata import FENCED
 from aviso_workers.ops import consumer_positions, histories, mirroring
 from aviso_workers.ops.consumer_positions import Carried, Place
 from aviso_workers.ops.mirroring import ORIGIN_SECONDS, PROMOTED, Fenced
-from aviso_workers.streams import FENCED
 
 __all__ = ["Promotion", "promote"]
 

@@ -20,9 +20,9 @@ from msgspec import Struct, structs
 from aviso_workers.app import App
 from aviso_workers.backends import Message, Outgoing, PubAck
 from aviso_workers.errors import BackendError, ConflictError, RefusedError
+from aviso_workers.jetstream.metadata import FENCED
 from aviso_workers.ops import stream_pairs
 from aviso_workers.ops.mirroring import PROMOTED
-from aviso_workers.streams import FENCED
 
 __all__ = ["Recovered", "Recovery", "opened"]
 

@@ -20,10 +20,10 @@ from aviso_workers.app import App
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import NotFoundError, ServerProcessError
+from aviso_workers.jetstream.info import part_used
 from aviso_workers.ops import observing, stuck
 from aviso_workers.ops.doctor import monitoring
 from aviso_workers.ops.doctor.monitoring import Monitored
-from aviso_workers.streams import part_used
 
 __all__ = ["ConsumerRow", "Look", "ServerRow", "StreamRow", "consumers", "look", "servers", "streams"]
 

@@ -11,11 +11,12 @@ from datetime import UTC, datetime
 
 from msgspec import Struct
 
-from aviso_workers import agents, streams
+from aviso_workers import agents
 from aviso_workers.app import App
 from aviso_workers.engine import consumer_records
 from aviso_workers.engine.dead_lettering import RETRIES
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
+from aviso_workers.jetstream.info import filters_of
 from aviso_workers.ops import observing, wiping
 from aviso_workers.positions import Position
 
@@ -102,7 +103,7 @@ async def plan_reset(app: App, steered: Steered, to: Position) -> Reset:
     backend, stream = app.session.backend, steered.stream
     info = await backend.consumer_info(stream, steered.consumer)
     last = (await backend.stream_info(stream)).last_sequence
-    filters = streams.filters_of(info.config)
+    filters = filters_of(info.config)
     sequence = max(1, to.sequence or 0)
     if to.time is not None:
         reading = backend.read(stream, filter_subjects=filters, start_time=to.time, last_sequence=last)

@@ -10,13 +10,15 @@ from typing import Any
 
 from msgspec import Struct
 
-from aviso_workers import streams
 from aviso_workers.app import App
-from aviso_workers.config import Config
-from aviso_workers.config.declared_streams import as_jetstream
-from aviso_workers.config.stream_keys import event_streams
+from aviso_workers.config import Config, streams
+from aviso_workers.config.streams import event_streams
 from aviso_workers.errors import NotFoundError, RefusedError, UnknownEventTypeError
-from aviso_workers.streams import ConsumerPlan, Plan, Stored, StreamSpec
+from aviso_workers.jetstream import plans as planning
+from aviso_workers.jetstream import specs
+from aviso_workers.jetstream.fields import as_jetstream, readable
+from aviso_workers.jetstream.plans import ConsumerPlan, Plan, Stored
+from aviso_workers.jetstream.specs import StreamSpec
 
 __all__ = ["PolicyRow", "carry_out", "effective_policy", "plans", "sections"]
 
@@ -36,22 +38,6 @@ class PolicyRow(Struct, frozen=True, kw_only=True):
     """Whether the stream is as configured."""
 
 
-KEYS = {
-    "subjects": "topic.base",
-    "storage": "storage_type",
-    "retention": "retention_policy",
-    "discard": "discard_policy",
-    "max_msgs": "max_messages",
-    "max_bytes": "max_bytes / storage_policy.max_size",
-    "max_age": "retention_time",
-    "max_msgs_per_subject": "storage_policy.allow_duplicates",
-    "num_replicas": "replicas",
-    "compression": "storage_policy.compression",
-    "duplicate_window": "(the server's, at most max_age)",
-}
-"""In the order in which they are shown."""
-
-
 def sections(config: Config) -> dict[str, str]:
     """By stream, the section of the configuration that it is from."""
     of_events = event_streams(config.notification_schema)
@@ -69,7 +55,7 @@ async def plans(app: App) -> list[Plan | ConsumerPlan]:
         declared = app.config.streams.get(spec.name)
         for name, consumer in declared.consumers.items() if declared else ():
             at_server = await _consumer(app, spec.name, name)
-            found.append(streams.consumer_plan(spec.name, name, as_jetstream(consumer), at_server))
+            found.append(planning.consumer_plan(spec.name, name, as_jetstream(consumer), at_server))
     return found
 
 
@@ -84,7 +70,7 @@ async def carry_out(app: App, plan: Plan | ConsumerPlan, *, removals: bool = Fal
         if plan.removing and not removals:
             differences = "; ".join(map(str, plan.removing))
             raise RefusedError(f"stream {plan.stream}: {differences}; say --yes to have it done")
-        await app.session.provisioner.carry_out(streams.with_removals(plan))
+        await app.session.provisioner.carry_out(planning.with_removals(plan))
     elif plan.needed:
         await _carry_out_consumer(app, plan)
 
@@ -97,15 +83,15 @@ async def effective_policy(app: App, name: str) -> list[PolicyRow]:
     """
     spec = _spec(app.config, name)
     info = await app.session.backend.stream_info(spec.name)
-    plan = streams.plan(spec, info.config, Stored())
+    plan = planning.plan(spec, info.config, Stored())
     differing = {difference.field for difference in (*plan.differences, *plan.fixed)}
-    configured = streams.stated(spec)
+    configured = specs.stated(spec)
     return [
         PolicyRow(
             field=field,
             key=key,
-            configured=streams.readable(field, configured[field]) if field in configured else "-",
-            effective=streams.readable(field, info.config.get(field)),
+            configured=readable(field, configured[field]) if field in configured else "-",
+            effective=readable(field, info.config.get(field)),
             follows=field not in differing,
         )
         for field, key in _keys(app.config, spec, name)
@@ -124,7 +110,7 @@ def _specs(config: Config) -> list[StreamSpec]:
 def _keys(config: Config, spec: StreamSpec, name: str) -> Iterator[tuple[str, str]]:
     """The fields to show, and where each is configured."""
     if name in config.notification_schema:
-        yield from ((field, key) for field, key in KEYS.items() if field not in spec.further)
+        yield from ((field, key) for field, key in streams.SHOWN.items() if field not in spec.further)
     yield from ((field, f"streams.{spec.name}.{field}") for field in spec.further)
 
 

@@ -13,7 +13,7 @@ from datetime import datetime
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.engine import consumer_records
 from aviso_workers.engine.consumer_records import ConsumerRecord
-from aviso_workers.streams import SECOND
+from aviso_workers.jetstream.fields import SECOND
 
 __all__ = ["unfinished_since", "why_stuck"]
 

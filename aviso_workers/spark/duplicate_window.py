@@ -11,10 +11,10 @@ import math
 
 import anyio
 
-from aviso_workers import streams
 from aviso_workers.backends import Backend
-from aviso_workers.config import Config
+from aviso_workers.config import Config, streams
 from aviso_workers.errors import NotFoundError, UnknownEventTypeError
+from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
 from aviso_workers.spark.job_events import EVENT_TYPE
 
 __all__ = ["DuplicateWindow"]
@@ -49,5 +49,5 @@ class DuplicateWindow:
         if EVENT_TYPE not in known:
             raise UnknownEventTypeError(EVENT_TYPE, known)
         info = await backend.stream_info(streams.event_stream(EVENT_TYPE, known[EVENT_TYPE], self._config).name)
-        window = info.config.get("duplicate_window") or streams.DEFAULT_DUPLICATE_WINDOW
-        return min(MOST_SECONDS, window / streams.SECOND / 2)
+        window = info.config.get("duplicate_window") or DEFAULT_DUPLICATE_WINDOW
+        return min(MOST_SECONDS, window / SECOND / 2)

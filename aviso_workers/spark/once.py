@@ -10,7 +10,7 @@ from __future__ import annotations
 from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F  # noqa: N812
 
-from aviso_workers import streams
+from aviso_workers.config import streams
 from aviso_workers.errors import NotFoundError, UnknownEventTypeError
 from aviso_workers.spark.connecting import connected, load_config
 

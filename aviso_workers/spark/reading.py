@@ -27,10 +27,10 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from aviso_workers import schema, streams, topics
+from aviso_workers import schema, topics
 from aviso_workers.backends import Backend, Chunk, Message, StreamInfo
 from aviso_workers.codec import NotificationReader, is_marker
-from aviso_workers.config import Config
+from aviso_workers.config import Config, streams
 from aviso_workers.errors import (
     InvalidOptionError,
     NotFoundError,

@@ -23,9 +23,8 @@ from pyspark.sql.datasource import (
     WriterCommitMessage,
 )
 
-from aviso_workers import streams
 from aviso_workers.backends import OutgoingChunk
-from aviso_workers.config import Config
+from aviso_workers.config import Config, streams
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publishing import Publisher
 from aviso_workers.errors import DuplicateIdError, InvalidNotificationError

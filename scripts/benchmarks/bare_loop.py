@@ -11,7 +11,8 @@ import anyio
 
 from aviso_workers import App
 from aviso_workers.backends import Delivery
-from aviso_workers.streams import SECOND, ConsumerSpec
+from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.jetstream.specs import ConsumerSpec
 from benchmarks.filling import FILTER, STREAM
 from benchmarks.tally import Tally
 

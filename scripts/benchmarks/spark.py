@@ -26,7 +26,8 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.streaming.query import StreamingQuery
 
-from aviso_workers import App, Notify, streams
+from aviso_workers import App, Notify
+from aviso_workers.config import streams
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import archiving, register
 from benchmarks.ground import Cores

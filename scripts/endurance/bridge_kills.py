@@ -17,12 +17,13 @@ from pathlib import Path
 import anyio
 from msgspec import Struct
 
-from aviso_workers import App, streams
+from aviso_workers import App
+from aviso_workers.config import streams
 from aviso_workers.errors import BackendError
+from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.spark import event_log, job_events
 from aviso_workers.spark.event_log import EventLogReader, Position
 from aviso_workers.spark.job_events import Application
-from aviso_workers.streams import SECOND
 from endurance.deployment import COMMAND, environment
 from main_job.children import Child, running
 

@@ -10,9 +10,9 @@ import pytest
 
 from aviso_workers import App, Notify
 from aviso_workers.errors import RefusedError
+from aviso_workers.jetstream.plans import Plan
 from aviso_workers.ops import stream_policy
 from aviso_workers.server import NatsServer
-from aviso_workers.streams import Plan
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]

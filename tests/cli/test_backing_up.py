@@ -11,8 +11,8 @@ import anyio
 import pytest
 
 from aviso_workers import App
+from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import backups
-from aviso_workers.streams import StreamSpec
 from tests.cli.conftest import Ran
 from tests.ops.backups.test_encryption import Key
 

@@ -15,7 +15,8 @@ import msgspec
 import pytest
 
 from aviso_workers import App
-from aviso_workers.streams import SECOND, ConsumerSpec
+from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.jetstream.specs import ConsumerSpec
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]

@@ -20,8 +20,8 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend, wire
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.errors import BackendError
+from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.server import NatsServer
-from aviso_workers.streams import ConsumerSpec, StreamSpec
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config
 from tests.waits import PATIENCE_SECONDS

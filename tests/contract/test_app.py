@@ -19,8 +19,8 @@ from aviso_workers.errors import (
     UnknownEventTypeError,
 )
 from aviso_workers.events import Event, StreamGone, StreamMadeAgain
+from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import wiping
-from aviso_workers.streams import StreamSpec
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
 

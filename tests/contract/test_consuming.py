@@ -8,10 +8,10 @@ from datetime import UTC, datetime, timedelta
 import anyio
 import pytest
 
-from aviso_workers import streams
 from aviso_workers.backends import Backend, Consumer
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
-from aviso_workers.streams import ConsumerSpec
+from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream.specs import ConsumerSpec
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -775,7 +775,7 @@ class TestAReset:
         await create()
         for step in range(4):
             await publish(f"mars.{step}")
-        await ensure(**streams.starting(start))
+        await ensure(**metadata.starting(start))
         info = await backend.reset_consumer("MARS", "agent", sequence=2)
         assert info.num_pending == 3
         async with open_reader(inbox):

@@ -17,11 +17,11 @@ from aviso_workers.config.settings import DeadLetters
 from aviso_workers.engine import settling
 from aviso_workers.engine.dead_lettering import STREAM
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.literals import Size
 from aviso_workers.ops import observing, steering
 from aviso_workers.ops.dead_letters import DeadLetter, DeadLetterOffice, Selection
 from aviso_workers.positions import Position
-from aviso_workers.streams import ConsumerSpec
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS

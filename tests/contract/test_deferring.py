@@ -16,7 +16,7 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.engine import deferring
 from aviso_workers.errors import InvalidNotificationError, RefusedError, UnavailableError, UnknownEventTypeError
-from aviso_workers.streams import SECOND
+from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS

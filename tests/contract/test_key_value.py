@@ -9,7 +9,7 @@ import pytest
 
 from aviso_workers.backends import Backend, Entry, KeyValue
 from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError
-from aviso_workers.streams import StreamSpec
+from aviso_workers.jetstream.specs import StreamSpec
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio

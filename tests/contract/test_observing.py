@@ -12,8 +12,9 @@ import pytest
 from aviso_workers import App, Backoff, Notification
 from aviso_workers.engine import sweeping
 from aviso_workers.errors import NotFoundError
+from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import observing
-from aviso_workers.streams import SECOND, ConsumerSpec
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
 

@@ -13,7 +13,8 @@ from nats.aio.client import Client, ServerVersion
 from aviso_workers import App, Notification
 from aviso_workers.backends import Backend, Consumer, ConsumerInfo
 from aviso_workers.errors import RefusedError
-from aviso_workers.streams import GROUP, PINNED, PRIORITIZED, ConsumerSpec, filters_of
+from aviso_workers.jetstream.info import filters_of
+from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSpec
 from aviso_workers.testing import harness
 from tests.contract.conftest import SECOND, Inbox
 from tests.contract.settings import app_config, mars

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from aviso_workers.backends import Backend
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.events import ConsumerDiffers, Event, Events
-from aviso_workers.streams import ConsumerSpec
+from aviso_workers.jetstream.specs import ConsumerSpec
 
 pytestmark = pytest.mark.anyio
 

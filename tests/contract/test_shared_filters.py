@@ -16,7 +16,9 @@ from aviso_workers.engine.dead_lettering import RETRIES, retry_subject
 from aviso_workers.engine.replaying import message_at
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import AckWaitDiffers, AgentStarted, FiltersDiffer
-from aviso_workers.streams import SECOND, ConsumerSpec, Version, shared
+from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.jetstream.metadata import Version, shared
+from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS

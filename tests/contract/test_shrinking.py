@@ -8,11 +8,11 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
-from aviso_workers import streams
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.events import Event, Events
-from aviso_workers.streams import StreamSpec
+from aviso_workers.jetstream import plans
+from aviso_workers.jetstream.specs import StreamSpec
 
 pytestmark = pytest.mark.anyio
 
@@ -141,7 +141,7 @@ async def test_an_operator_can_have_it_done(stored, backend, provisioner, stated
     await stored()
     plan = await provisioner.plan(replace(WANTED, max_msgs=2, max_age=120 * SECOND))
 
-    await provisioner.carry_out(streams.with_removals(plan))
+    await provisioner.carry_out(plans.with_removals(plan))
 
     info = await backend.stream_info("MARS")
     assert (info.messages, info.config["max_msgs"], info.config["max_age"]) == (2, 2, 120 * SECOND)

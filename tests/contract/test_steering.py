@@ -9,11 +9,11 @@ import pytest
 
 from aviso_workers import Notification
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
+from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_report, steering
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
 from aviso_workers.ops.steering import UNTIL_RESUMED, Steered
 from aviso_workers.positions import Position
-from aviso_workers.streams import ConsumerSpec
 from aviso_workers.testing import Harness
 from tests.contract.settings import mars
 

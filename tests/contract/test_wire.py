@@ -15,10 +15,11 @@ from msgspec.structs import replace
 from nats.aio.client import Client, ServerVersion
 from nats.js.api import StreamConfig
 
-from aviso_workers import App, Notification, streams
+from aviso_workers import App, Notification
 from aviso_workers.errors import RefusedError
+from aviso_workers.jetstream.info import filters_of
+from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.server import NatsServer
-from aviso_workers.streams import ConsumerSpec
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
 
@@ -214,7 +215,7 @@ async def test_a_consumer_with_one_filter_is_not_updated_for_the_way_in_which_it
     backend = app.session.backend
     await backend.ensure_consumer("MARS", spec)
     info = await backend.ensure_consumer("MARS", replace(spec, filter_subjects=("mars.od.>", "mars.rd.>")))
-    assert streams.filters_of(info.config) == ["mars.od.>", "mars.rd.>"]
+    assert filters_of(info.config) == ["mars.od.>", "mars.rd.>"]
     asked = [(await requests.next_msg()).subject.split(".")[3] for _ in range(3)]
     assert asked == ["INFO", "INFO", "CREATE"], "the first look found nothing to update"
 

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import anyio
 import pytest
 
-from aviso_workers import Agent, Notify, Receipt, Router, config, streams
+from aviso_workers import Agent, Notify, Receipt, Router, config
 from aviso_workers.backends import Message
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.config import Config, NotificationBackend
+from aviso_workers.config import Config, NotificationBackend, streams
 from aviso_workers.engine.session import Session
 from aviso_workers.events import AgentDisturbed, AgentStarted, Event, Events
 from aviso_workers.schema import EventType, IntHandler, StringHandler, Topic

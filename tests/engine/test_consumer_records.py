@@ -18,7 +18,7 @@ from aviso_workers.engine.consumer_records import BUCKET, ConsumerRecord, Consum
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.events import ConsumerNotRecorded, Events
-from aviso_workers.streams import ConsumerSpec, StreamSpec
+from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.verdicts import Backoff
 
 pytestmark = pytest.mark.anyio

@@ -12,8 +12,8 @@ from aviso_workers import windows
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.engine.counted import PAGES, Counted
 from aviso_workers.engine.tabling import SteadyBucket
+from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.key_value import Entry
-from aviso_workers.streams import StreamSpec
 from aviso_workers.windows import Page, Settled, State
 
 pytestmark = pytest.mark.anyio

@@ -16,7 +16,7 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.events import StreamProvisioned
-from aviso_workers.streams import StreamSpec
+from aviso_workers.jetstream.specs import StreamSpec
 from tests.engine.conftest import Facts
 
 pytestmark = pytest.mark.anyio

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from aviso_workers import streams
 from aviso_workers.backends import ConsumerInfo, Message
 from aviso_workers.engine.repeats import MOST_REMEMBERED, Repeats
 from aviso_workers.errors import UnavailableError
+from aviso_workers.jetstream import metadata
 
 pytestmark = pytest.mark.anyio
 
@@ -111,7 +111,7 @@ async def test_what_comes_again_is_acknowledged_again(repeats: Repeats) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        consumer(metadata=streams.after_reset({})),
+        consumer(metadata=metadata.after_reset({})),
         consumer(created=NOW + timedelta(seconds=1)),
         consumer(deliveries=3),
     ],

@@ -17,7 +17,8 @@ from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.shared_filters import GONE_SECONDS, LOOK_AGAIN_SECONDS, LOOK_SECONDS, SharedFilter
 from aviso_workers.errors import UnavailableError
 from aviso_workers.events import Events, FiltersDiffer
-from aviso_workers.streams import RESETS, VERSIONS, ConsumerSpec, StreamSpec, Version, shared
+from aviso_workers.jetstream.metadata import RESETS, VERSIONS, Version, shared
+from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 
 pytestmark = pytest.mark.anyio
 

@@ -19,7 +19,7 @@ from aviso_workers.engine.session import Session
 from aviso_workers.engine.supervising import HEALTHY_SECONDS, supervise_task
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Settled, TaskFailed
-from aviso_workers.streams import ConsumerSpec
+from aviso_workers.jetstream.specs import ConsumerSpec
 from tests.engine.conftest import Facts
 
 pytestmark = pytest.mark.anyio

@@ -18,8 +18,8 @@ from aviso_workers import App, Notify, config
 from aviso_workers.backends import Message, Outgoing, PubAck
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.errors import OutcomeUnknownError, RefusedError
+from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.server import NatsServer
-from aviso_workers.streams import StreamSpec
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio

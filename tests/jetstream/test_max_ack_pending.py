@@ -9,8 +9,8 @@ import pytest
 
 from aviso_workers import config
 from aviso_workers.backends.jetstream import JetStreamBackend
+from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.server import NatsServer
-from aviso_workers.streams import ConsumerSpec, StreamSpec
 
 pytestmark = pytest.mark.anyio
 

@@ -18,8 +18,8 @@ from aviso_workers.backends import Message, Outgoing
 from aviso_workers.backends.jetstream import JetStreamBackend, pulling, reading, wire
 from aviso_workers.backends.jetstream.wire import Interest
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.server import NatsServer
-from aviso_workers.streams import StreamSpec
 from tests.jetstream.conftest import PlayedConnection
 from tests.stories.processes import cluster
 from tests.waits import PATIENCE_SECONDS

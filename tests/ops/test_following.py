@@ -13,12 +13,12 @@ import pytest
 from aviso_workers import App
 from aviso_workers.backends import Administration, Message, Outgoing
 from aviso_workers.errors import BackupError, UnavailableError
+from aviso_workers.jetstream.metadata import UNFINISHED
 from aviso_workers.ops import backups, copying, following, mirroring
 from aviso_workers.ops.backups import restoring
 from aviso_workers.ops.copying import Copied
 from aviso_workers.ops.following import Followed
 from aviso_workers.server import NatsServer
-from aviso_workers.streams import UNFINISHED
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio

@@ -11,8 +11,8 @@ from aviso_workers import config
 from aviso_workers.backends import Backend, OutgoingChunk
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.errors import DuplicateIdError
+from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.spark import duplicates
-from aviso_workers.streams import StreamSpec
 
 pytestmark = pytest.mark.anyio
 COUNT = 40

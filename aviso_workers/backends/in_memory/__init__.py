@@ -39,7 +39,7 @@ from aviso_workers.backends.in_memory.consuming import Dispatcher, InMemoryConsu
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, RefusedError
-from aviso_workers.streams import ConsumerSpec, StreamSpec
+from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.subjects import pattern
 
 __all__ = ["InMemoryBackend"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from aviso_workers import config, streams
+from aviso_workers import config
 from aviso_workers.backends import Outgoing, PubAck
 from aviso_workers.backends.in_memory import schedules
 from aviso_workers.backends.in_memory.durable import Durable
@@ -18,7 +18,8 @@ from aviso_workers.backends.in_memory.stream import Stream, complete, header_siz
 from aviso_workers.clocks import Clock
 from aviso_workers.codec import Message
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
-from aviso_workers.streams import ConsumerSpec, StreamSpec
+from aviso_workers.jetstream import specs
+from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.subjects import overlap
 from aviso_workers.topics import LONGEST_SUBJECT
 
@@ -70,7 +71,7 @@ class Account:
 
     def create(self, spec: StreamSpec) -> Stream:
         """The new stream, or the one that was created with the same configuration."""
-        wanted = complete(streams.stated(spec))
+        wanted = complete(specs.stated(spec))
         found = self._streams.get(spec.name)
         if found is None:
             self._refuse_overlap(wanted)

@@ -23,7 +23,7 @@ from aviso_workers.backends.in_memory.stream import Stream
 from aviso_workers.clocks import Clock, Timer
 from aviso_workers.codec import Message
 from aviso_workers.errors import NotFoundError, UnavailableError
-from aviso_workers.streams import PINNED, PRIORITIZED
+from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
 
 __all__ = ["Dispatcher", "InMemoryConsumer"]
 

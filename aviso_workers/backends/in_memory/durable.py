@@ -16,11 +16,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from aviso_workers import streams
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import RefusedError
-from aviso_workers.streams import ConsumerSpec
+from aviso_workers.jetstream import metadata, plans
+from aviso_workers.jetstream.plans import UPDATABLE
+from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.subjects import pattern
 
 __all__ = ["Durable"]
@@ -90,8 +91,8 @@ class Durable:
 
     def update(self, spec: ConsumerSpec) -> None:
         """Take over what can be updated; the rest stays as it was created."""
-        differences = streams.consumer_differences(spec, self.config)
-        self._configure({each.field: each.wanted for each in differences if each.field in streams.UPDATABLE})
+        differences = plans.consumer_differences(spec, self.config)
+        self._configure({each.field: each.wanted for each in differences if each.field in UPDATABLE})
 
     def reset(self, sequence: int) -> None:
         """Go on at `sequence`, and know nothing of what was delivered before."""
@@ -100,7 +101,7 @@ class Durable:
         self._outstanding.clear()
         self._due.clear()
         self.last_delivered_ns = self.last_settled_ns = 0
-        self._configure({"metadata": streams.after_reset(self.config.get("metadata"))})
+        self._configure({"metadata": metadata.after_reset(self.config.get("metadata"))})
 
     def offer(self, message: Message) -> None:
         """The stream has stored a message."""

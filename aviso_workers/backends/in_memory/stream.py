@@ -22,25 +22,12 @@ from aviso_workers.backends import StreamInfo
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.codec import MARKER_HEADER, Message, store_time
 from aviso_workers.errors import ConflictError, FullError, NotFoundError, RefusedError
+from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, STREAM
 from aviso_workers.subjects import pattern
 
 __all__ = ["Stream", "complete", "header_size", "total_of", "ttl_of"]
 
-DEFAULTS = {
-    "retention": "limits",
-    "max_consumers": -1,
-    "max_msgs": -1,
-    "max_bytes": -1,
-    "max_age": 0,
-    "max_msgs_per_subject": -1,
-    "max_msg_size": -1,
-    "discard": "old",
-    "storage": "file",
-    "num_replicas": 1,
-    "compression": "none",
-    "allow_direct": False,
-}
-DEFAULT_DUPLICATE_WINDOW = 120_000_000_000
+DEFAULTS = {name: field.zero for name, field in STREAM.items() if field.zero not in (None, [])}
 INVALID_CONFIGURATION = 10052
 WRONG_LAST_SEQUENCE = 10071
 MESSAGE_OVERHEAD = 16

@@ -19,7 +19,7 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from aviso_workers import config, streams
+from aviso_workers import config
 from aviso_workers.backends import (
     BulkKeyValue,
     Chunk,
@@ -41,7 +41,9 @@ from aviso_workers.backends.jetstream.publishing import Publisher
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
-from aviso_workers.streams import ConsumerSpec, StreamSpec
+from aviso_workers.jetstream import metadata, plans, specs
+from aviso_workers.jetstream.plans import UPDATABLE
+from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 
 __all__ = ["JetStreamBackend"]
 
@@ -125,7 +127,7 @@ class JetStreamBackend:
         return self._stream_info(await self._connection.api(f"STREAM.INFO.{stream}"))
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:
-        config = streams.stated(spec)
+        config = specs.stated(spec)
         if spec.takes_batches and self._has_server(2, 14):
             config.setdefault("allow_batched", True)  # ours to say as long as nobody else has made the stream
         if spec.takes_batches and self._has_server(2, 12):
@@ -180,8 +182,8 @@ class JetStreamBackend:
             found = await self._connection.api(f"CONSUMER.INFO.{stream}.{spec.durable_name}")
         except NotFoundError:
             return await self._put_consumer(subject, "create", stream, msgspec.to_builtins(spec))
-        differences = streams.consumer_differences(spec, found["config"])
-        updates = {each.field: each.wanted for each in differences if each.field in streams.UPDATABLE}
+        differences = plans.consumer_differences(spec, found["config"])
+        updates = {each.field: each.wanted for each in differences if each.field in UPDATABLE}
         if not updates:
             return _consumer_info(found)
         config = {**found["config"], **updates}
@@ -219,7 +221,7 @@ class JetStreamBackend:
     async def reset_consumer(self, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
         self.require_server(2, 14, to="reset a consumer")
         found = await self.consumer_info(stream, consumer)  # a server does not answer about one that is missing
-        config = {**found.config, "metadata": streams.after_reset(found.config.get("metadata"))}
+        config = {**found.config, "metadata": metadata.after_reset(found.config.get("metadata"))}
         create = f"CONSUMER.CREATE.{stream}.{consumer}"
         # Before it is done: a worker that is given something again must find that it was meant to be.
         await self._connection.api(create, {"stream_name": stream, "config": config, "action": "update"})

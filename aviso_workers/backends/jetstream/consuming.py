@@ -25,14 +25,14 @@ from typing import NamedTuple
 
 import anyio
 
-from aviso_workers import streams
 from aviso_workers.backends import Delivery
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubscription, decode
 from aviso_workers.backends.jetstream.wire import Arrival
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
-from aviso_workers.streams import GROUP, PINNED
+from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream.specs import GROUP, PINNED
 
 __all__ = ["Outbox", "PullConsumer"]
 
@@ -263,7 +263,7 @@ class PullConsumer:
         self._made_at = self._made[self._consumer] = info["created"]
         if info["config"].get("priority_policy") == PINNED:
             # The ack_wait may become as short as that while this is open, when the workers of other versions are gone.
-            self._hold_seconds = min(each.ack_wait for each in streams.noted_versions(info["config"])) / SECOND
+            self._hold_seconds = min(each.ack_wait for each in metadata.noted_versions(info["config"])) / SECOND
         await self._pulls.open(limits=info["config"], priority=self._priority)
         await self._check_settling()
         self._ask()

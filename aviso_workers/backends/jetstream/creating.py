@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from aviso_workers import streams
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.errors import BackendError, RefusedError, UnreadableStreamError
+from aviso_workers.jetstream.specs import UNREADABLE
 
 __all__ = ["create", "mark"]
 
@@ -54,13 +54,13 @@ async def create(connection: Connection, config: Mapping[str, Any]) -> dict[str,
 
 async def _require_no_mark(connection: Connection, name: str) -> None:
     try:
-        found = await connection.api(f"STREAM.INFO.{streams.UNREADABLE}", timeout_seconds=ASK_SECONDS)
+        found = await connection.api(f"STREAM.INFO.{UNREADABLE}", timeout_seconds=ASK_SECONDS)
     except RefusedError:
         return  # there is none, or we may not ask
     raise UnreadableStreamError(
         f"stream {name} is not created, because the server cannot read one that it has "
         f"({found['config'].get('description', '')}) and could erase others: {CURE}. Where everything is there, remove "
-        f"the mark: aviso-workers streams rm {streams.UNREADABLE}",
+        f"the mark: aviso-workers streams rm {UNREADABLE}",
         code=NOT_CREATED,
     )
 
@@ -68,9 +68,9 @@ async def _require_no_mark(connection: Connection, name: str) -> None:
 async def mark(connection: Connection, name: str) -> None:
     """Leave the mark, because the server cannot read the stream `name`. Raises `BackendError`."""
     await connection.api(
-        f"STREAM.CREATE.{streams.UNREADABLE}",
+        f"STREAM.CREATE.{UNREADABLE}",
         {
-            "name": streams.UNREADABLE,
+            "name": UNREADABLE,
             "subjects": [MARK_SUBJECT],
             "storage": "memory",
             "max_msgs": 1,

@@ -26,7 +26,7 @@ from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.wire import Arrival, HeaderBlocks, Headers, Interest, Listener, status
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
-from aviso_workers.streams import PINNED, PRIORITIZED
+from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
 
 __all__ = ["HEARTBEAT_SECONDS", "PullSubscription", "decode", "decode_all", "place_of"]
 

@@ -25,7 +25,7 @@ from aviso_workers.backends import Administration, Heard, Snapshot
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
-from aviso_workers.streams import UNFINISHED
+from aviso_workers.jetstream.metadata import UNFINISHED
 
 __all__ = ["restore", "snapshot"]
 

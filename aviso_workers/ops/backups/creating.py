@@ -11,7 +11,6 @@ from pathlib import Path
 import anyio.to_thread
 from msgspec import Struct
 
-from aviso_workers import streams
 from aviso_workers.app import App
 from aviso_workers.errors import (
     BackupError,
@@ -20,6 +19,7 @@ from aviso_workers.errors import (
     UnavailableError,
     UnknownEventTypeError,
 )
+from aviso_workers.jetstream import metadata
 from aviso_workers.ops import wiping
 from aviso_workers.ops.backups import archive, chains, completing, increments, s2
 from aviso_workers.ops.backups.archive import Entry
@@ -66,7 +66,7 @@ async def create(
         completing.snapshot(app, stream, beside=to, encrypted=bool(encrypt_to), earlier=earlier) as snapshot,
         aclosing(snapshot.chunks) as chunks,
     ):
-        if streams.is_unfinished(snapshot.config):
+        if metadata.is_unfinished(snapshot.config):
             raise BackupError(f"{stream} is what a restore left that was interrupted: restore it again first")
         if since and snapshot.state["last_seq"] < since.state["last_seq"]:
             raise StreamReplacedError(

@@ -13,9 +13,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from aviso_workers import streams
 from aviso_workers.app import App
 from aviso_workers.errors import AvisoWorkersError, BackupError, NotFoundError
+from aviso_workers.jetstream.specs import UNREADABLE
 from aviso_workers.ops.backups import completing, set_order, sets
 from aviso_workers.ops.backups.restoring import SCRATCH
 from aviso_workers.ops.backups.sets import Member, Written
@@ -86,7 +86,7 @@ async def _streams(app: App) -> dict[str, tuple[datetime | None, dict[str, Any]]
     backend = app.session.backend
     found = {}
     for name in await backend.stream_names():
-        if name == streams.UNREADABLE:
+        if name == UNREADABLE:
             raise BackupError(
                 "the server cannot read all of its streams (JS042), so a set of those that it knows is not whole"
             )

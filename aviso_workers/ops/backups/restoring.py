@@ -11,10 +11,11 @@ import anyio
 import anyio.to_thread
 from msgspec import Struct
 
-from aviso_workers import streams
 from aviso_workers.app import App
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackupError, NotFoundError
+from aviso_workers.jetstream import metadata, specs
+from aviso_workers.jetstream.specs import LONGEST_NAME
 from aviso_workers.ops.backups import archive, chains, completing, consumer_entries
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces
@@ -136,9 +137,9 @@ async def drill(
 
 def require_name(name: str | None) -> None:
     """Raise `BackupError` for a name that no stream can have."""
-    if name is not None and not streams.is_name(name):
+    if name is not None and not specs.is_name(name):
         raise BackupError(
-            f"{name!r} is no name of a stream: it has 1 to {streams.LONGEST_NAME} characters, none of them a blank, "
+            f"{name!r} is no name of a stream: it has 1 to {LONGEST_NAME} characters, none of them a blank, "
             "a dot, a star, '>', a slash or a backslash"
         )
 
@@ -179,12 +180,12 @@ async def _make_room(app: App, config: Mapping[str, Any]) -> None:
     except NotFoundError:
         pass
     else:
-        if not streams.is_unfinished(found.config):
+        if not metadata.is_unfinished(found.config):
             raise BackupError(
                 f"stream {name} exists, with {found.messages} messages: "
                 "restore under another name (--as NAME), or delete that stream first"
             )
-        if streams.is_of_set(found.config):
+        if metadata.is_of_set(found.config):
             raise BackupError(f"stream {name} is of a set that is not whole yet: do `backup restore --all` again")
         await anyio.sleep(STANDSTILL_SECONDS)
         if (await backend.stream_info(name)).last_sequence != found.last_sequence:

@@ -1,8 +1,9 @@
 """A set of backups restored as one: all of its streams, and agents that go on where no effect is missing.
 
 Called by `backup restore --all`. Workers and publishers are kept out until the set is whole, in the way in which a
-single restore keeps them out: a stream that is not whole has a mark and none of its subjects (`streams.is_unfinished`),
-and whoever uses a stream refuses such a one. Each step can be repeated after this process was killed at any moment:
+single restore keeps them out: a stream that is not whole has a mark and none of its subjects
+(`metadata.is_unfinished`), and whoever uses a stream refuses such a one. Each step can be repeated after this process
+was killed at any moment:
 
 1. Every stream of the set is made, empty and marked, so that no worker makes it meanwhile.
 2. One after the other is replaced by what its backup holds. Its consumers are taken back to the positions of the set.
@@ -23,10 +24,12 @@ import anyio
 import anyio.to_thread
 from msgspec import Struct
 
-from aviso_workers import streams
 from aviso_workers.app import App
 from aviso_workers.backends import ConsumerInfo, StreamInfo
 from aviso_workers.errors import BackendError, BackupError, NotFoundError, UnavailableError
+from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream.info import filters_of
+from aviso_workers.jetstream.metadata import OF_SET, UNFINISHED
 from aviso_workers.ops.backups import consumer_entries, sets
 from aviso_workers.ops.backups.consumer_entries import StoredConsumer
 from aviso_workers.ops.backups.encryption import Identities
@@ -104,14 +107,14 @@ class _Restoring:
         self._backend = app.session.backend
         self._server = app.session.backend.administration()
         self._set = found
-        self._whole, self._held = (f"{what}, {streams.OF_SET}{found.id}" for what in ("whole", "empty"))
+        self._whole, self._held = (f"{what}, {OF_SET}{found.id}" for what in ("whole", "empty"))
         self._configs = configs
 
     async def begin(self) -> None:
         """Make the streams that are missing, marked. Raises `BackupError` where one is there that is not ours."""
         infos = {stream: await self._info(stream) for stream in self._configs}
         whole = [stream for stream, info in infos.items() if info and self._mark(info) == self._whole]
-        strange = [stream for stream, info in infos.items() if info and not streams.is_unfinished(info.config)]
+        strange = [stream for stream, info in infos.items() if info and not metadata.is_unfinished(info.config)]
         unmade = [stream for stream, info in infos.items() if not info or self._mark(info) not in ("", self._whole)]
         if strange and (unmade or not whole):
             all_are = (
@@ -124,7 +127,9 @@ class _Restoring:
         for stream, config in self._configs.items():
             if found := await taken(self._server, config.get("subjects") or (), besides=self._configs):
                 raise BackupError(f"{found} of {stream}: delete it first")
-        await self._require_standstill([info for info in infos.values() if info and streams.is_unfinished(info.config)])
+        await self._require_standstill(
+            [info for info in infos.values() if info and metadata.is_unfinished(info.config)]
+        )
         for stream, info in infos.items():
             if info is None:
                 await self._hold(stream)
@@ -144,7 +149,7 @@ class _Restoring:
             for consumer in await self._durables(backup, identities):
                 await self._take_back(stream, consumer, positions.get(consumer, 0) + 1)
             info = await self._backend.stream_info(stream)
-            metadata = {**info.config["metadata"], streams.UNFINISHED: self._whole}
+            metadata = {**info.config["metadata"], UNFINISHED: self._whole}
             await self._backend.update_stream({**info.config, "metadata": metadata})
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -172,7 +177,7 @@ class _Restoring:
         ahead = consumer.num_pending + consumer.num_ack_pending
         new: int | None = None
         if stored is not None:
-            filters = streams.filters_of(consumer.config)
+            filters = filters_of(consumer.config)
             with suppress(BackendError):  # a work queue has no further reader
                 undelivered = await self._backend.count(
                     stream, filter_subjects=filters, start_sequence=stored.state.delivered.stream_seq + 1
@@ -184,7 +189,7 @@ class _Restoring:
     async def finish(self, stream: str) -> None:
         """Give a whole stream its subjects, and take its mark away."""
         info = await self._info(stream)
-        if info is not None and streams.is_unfinished(info.config):
+        if info is not None and metadata.is_unfinished(info.config):
             await self._server.api(f"STREAM.UPDATE.{stream}", self._configs[stream])
 
     async def _durables(self, backup: Backup, identities: Identities | None) -> list[str]:
@@ -213,12 +218,12 @@ class _Restoring:
 
     async def _hold(self, stream: str) -> None:
         """Make a stream that only holds the name. Raises `BackupError` where somebody else was faster."""
-        empty = {"name": stream, "subjects": [stream], "metadata": {streams.UNFINISHED: self._held}}
+        empty = {"name": stream, "subjects": [stream], "metadata": {UNFINISHED: self._held}}
         try:
             await self._server.api(f"STREAM.CREATE.{stream}", empty)
         except BackendError as error:
             appeared = await self._info(stream)
-            if appeared is not None and streams.is_unfinished(appeared.config):  # a killed restore had asked
+            if appeared is not None and metadata.is_unfinished(appeared.config):  # a killed restore had asked
                 await self._require_standstill([appeared])
                 return
             raise BackupError(
@@ -244,4 +249,4 @@ class _Restoring:
 
     @staticmethod
     def _mark(info: StreamInfo) -> str:
-        return str((info.config.get("metadata") or {}).get(streams.UNFINISHED, ""))
+        return str((info.config.get("metadata") or {}).get(UNFINISHED, ""))

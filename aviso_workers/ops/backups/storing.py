@@ -29,9 +29,10 @@ from typing import IO, Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from aviso_workers import files, streams
+from aviso_workers import files
 from aviso_workers.codec import UNREADABLE_JSON
 from aviso_workers.errors import BackupError
+from aviso_workers.jetstream import specs
 from aviso_workers.ops.backups import archive, encryption
 from aviso_workers.ops.backups.s2 import MalformedError, Readable
 
@@ -186,7 +187,7 @@ def load(directory: Path) -> Backup:
         below = next((f"; it holds {place}" for place in places(directory) if place != directory), "")
         raise BackupError(f"{directory} is no backup: {error.filename}: {error.strerror}{below}") from error
     name = meta.config.get("name")
-    if not isinstance(name, str) or not streams.is_name(name):
+    if not isinstance(name, str) or not specs.is_name(name):
         raise BackupError(f"{directory / META}: the stream's configuration has no name, or none that a stream can have")
     record = meta.aviso_workers
     if found.name.startswith(INCREMENT) != bool(record and record.previous) or (

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from aviso_workers.streams import START
+from aviso_workers.jetstream.metadata import START
 
 __all__ = [
     "Account",

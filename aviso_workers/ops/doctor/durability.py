@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.literals import Duration
 from aviso_workers.ops.doctor.answers import Stream
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.streams import SECOND
 
 __all__ = ["Standing", "standings"]
 

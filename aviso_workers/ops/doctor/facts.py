@@ -20,14 +20,15 @@ import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream
 from msgspec import Struct, structs
 
-from aviso_workers import streams
 from aviso_workers.agents import Agent
 from aviso_workers.app import App
 from aviso_workers.backends import Administration, Heard
-from aviso_workers.config import Config
-from aviso_workers.config.stream_keys import event_streams
+from aviso_workers.config import Config, streams
+from aviso_workers.config.streams import event_streams
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import BackendError, NotFoundError, ServerProcessError, UnavailableError
+from aviso_workers.jetstream import plans
+from aviso_workers.jetstream.plans import Plan, Stored
 from aviso_workers.ops import backups, observing
 from aviso_workers.ops.backups import Backup
 from aviso_workers.ops.doctor import monitoring
@@ -35,7 +36,6 @@ from aviso_workers.ops.doctor.answers import Account, Advisory, Consumer, Server
 from aviso_workers.ops.doctor.monitoring import Monitored
 from aviso_workers.ops.mirroring import Link, Mirrors
 from aviso_workers.ops.observing import RunAlone
-from aviso_workers.streams import Plan, Stored
 
 __all__ = ["Facts", "Need", "Sample", "Scope", "gather"]
 
@@ -370,7 +370,7 @@ def _plans(
     wanted = {f"event type {name}": streams.event_stream(name, each, config) for name, each in event_types}
     wanted |= {f"streams.{spec.name}": spec for spec in streams.declared(config)}
     return {
-        by: streams.plan(spec, configurations.get(spec.name), _stored(found.get(spec.name)))
+        by: plans.plan(spec, configurations.get(spec.name), _stored(found.get(spec.name)))
         for by, spec in wanted.items()
     }
 

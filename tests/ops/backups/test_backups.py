@@ -21,10 +21,11 @@ import anyio
 import anyio.from_thread
 import pytest
 
-from aviso_workers import App, streams
+from aviso_workers import App
 from aviso_workers.backends import Administration
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.errors import BackupError, InvalidIdentifierError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream import metadata
 from aviso_workers.ops import backups, stream_policy
 from aviso_workers.ops.backups import Backup, Forgotten, Keep, restoring
 from aviso_workers.ops.backups.storing import Draft
@@ -288,7 +289,7 @@ async def test_what_a_killed_restore_left_is_marked_and_replaced(
 ) -> None:
     run_until_killed(write_config(nats_server.url), original.backup.directory, MANY_BYTES, "restore")
     left = await site.account()
-    assert streams.is_unfinished(left["config"])
+    assert metadata.is_unfinished(left["config"])
     assert (left["config"]["subjects"], left["state"]["messages"] < STORED - 1) == (["MARS"], True), left
     [plan] = [plan for plan in await stream_policy.plans(site.app) if plan.stream == "MARS"]
     with pytest.raises(UnavailableError, match="MARS is being restored"):

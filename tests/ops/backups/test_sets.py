@@ -15,9 +15,11 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from aviso_workers import App, Notification, Tick, Window, Windowing, streams
+from aviso_workers import App, Notification, Tick, Window, Windowing
 from aviso_workers.backends import ConsumerInfo, StreamInfo
 from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationError, NotFoundError, UnavailableError
+from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream.metadata import UNFINISHED
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, restoring_sets, scheduling, set_order
 from aviso_workers.server import NatsServer
@@ -365,7 +367,7 @@ async def test_a_set_is_gone_on_with_after_a_kill(
         killed = await anyio.run_process([sys.executable, "-c", KILLED, str(config), str(tmp_path)], check=False)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         infos = [await site.app.session.backend.stream_info(name) for name in there]
-        assert all(streams.is_unfinished(info.config) for info in infos), "no worker can use any of them"
+        assert all(metadata.is_unfinished(info.config) for info in infos), "no worker can use any of them"
         await site.restore(tmp_path)
         assert await messages(site) == there
         with pytest.raises(BackupError, match=r"exist: nothing is restored; which are all streams of the set"):
@@ -390,7 +392,7 @@ async def test_what_a_killed_restore_had_asked_for_is_taken_over_though_a_server
                 begun = {
                     "name": stream,
                     "subjects": ["begun"],
-                    "metadata": {streams.UNFINISHED: "by one who was killed"},
+                    "metadata": {UNFINISHED: "by one who was killed"},
                 }
                 await backend.administration().api(f"STREAM.CREATE.{stream}", begun)
                 raise NotFoundError("stream not found")
@@ -566,7 +568,7 @@ async def test_a_consumer_that_cannot_be_taken_back_ends_the_restore(
         monkeypatch.setattr(type(backend), "reset_consumer", never)
         with pytest.raises(BackupError, match="consumer slow of MARS cannot be taken back to 1: no answer in time"):
             await site.restore(tmp_path)
-        assert streams.is_unfinished((await backend.stream_info("MARS")).config), "no worker uses it"
+        assert metadata.is_unfinished((await backend.stream_info("MARS")).config), "no worker uses it"
 
 
 async def test_a_set_is_refused_before_anything_is_touched(site: Site, tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from aviso_workers import App
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.engine import dead_lettering
+from aviso_workers.jetstream.metadata import FENCED, OF_SET, UNFINISHED
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Lost, Origin
 from aviso_workers.ops.mirroring import PROMOTED
-from aviso_workers.streams import FENCED, OF_SET, UNFINISHED
 from tests.ops.doctor.conftest import (
     SECOND,
     Seen,

@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 
 from aviso_workers import outputs
 from aviso_workers.agents import Agent
+from aviso_workers.jetstream.fields import SECOND, readable
 from aviso_workers.ops.doctor import certificates
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, check
 from aviso_workers.ops.doctor.monitoring import LOOPBACK
-from aviso_workers.streams import SECOND, readable
 
 __all__ = ["CHECKS"]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from functools import partial
 
 from aviso_workers.engine import dead_lettering, deferring, sweeping
+from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.ops.doctor.answers import Consumer, Group, Stream
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
-from aviso_workers.streams import SECOND
 
 __all__ = ["CHECKS"]
 

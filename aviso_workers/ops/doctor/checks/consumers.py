@@ -10,15 +10,16 @@ from functools import partial
 from msgspec import structs
 
 from aviso_workers import schema, topics
-from aviso_workers.config.stream_keys import event_streams
+from aviso_workers.config.streams import event_streams
 from aviso_workers.engine import sweeping
+from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.jetstream.info import filters_of
 from aviso_workers.notifications import Batch
 from aviso_workers.ops import agent_report
 from aviso_workers.ops.doctor.answers import Consumer
 from aviso_workers.ops.doctor.checks.streams import overlap
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
-from aviso_workers.streams import SECOND, filters_of
 
 __all__ = ["CHECKS"]
 

@@ -10,11 +10,11 @@ from functools import partial
 
 from aviso_workers import agents, schema, topics
 from aviso_workers.backends import ConsumerInfo
+from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.ops import observing, stuck
 from aviso_workers.ops.doctor.answers import Consumer, Stream
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
-from aviso_workers.streams import SECOND
 
 __all__ = ["CHECKS"]
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 
+from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.ops.doctor import durability
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, check
 from aviso_workers.ops.doctor.monitoring import LOOPBACK
-from aviso_workers.streams import SECOND
 
 __all__ = ["CHECKS"]
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from aviso_workers.config.stream_keys import OURS
+from aviso_workers.config.streams import OURS
 from aviso_workers.engine import dead_lettering, deferring, sweeping, tabling
+from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.jetstream.metadata import OF_SET, UNFINISHED
+from aviso_workers.jetstream.specs import stated
 from aviso_workers.ops.doctor.answers import NEVER, Stream
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, check
 from aviso_workers.ops.mirroring import STALE_SECONDS
-from aviso_workers.streams import OF_SET, SECOND, UNFINISHED, stated
 
 __all__ = ["CHECKS", "overlap"]
 

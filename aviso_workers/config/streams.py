@@ -1,7 +1,8 @@
-"""What is said of a stream, under whichever key: Aviso's own, and those of the section `streams`.
+"""The streams that a configuration states, under whichever key: Aviso's own, and those of the section `streams`.
 
-`loading` calls `mistakes` for what types cannot say of declared streams. Only what contradicts itself is found here;
-what a server has already and does not change is known to `aviso_workers.streams`, and the rest to the server.
+`event_stream`, `declared` and `own_stream` make the specs that the engine brings about. `loading` calls `mistakes` for
+what types cannot say of declared streams. Only what contradicts itself is found here; what a server has already and
+does not change is known to `jetstream.plans`, and the rest to the server.
 """
 
 from __future__ import annotations
@@ -9,60 +10,41 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
+from msgspec import UNSET
+
 from aviso_workers import schema, topics
-from aviso_workers.config.declared_streams import DeclaredConsumer, DeclaredStream, as_jetstream, jetstream_value
-from aviso_workers.config.settings import JetStream
+from aviso_workers.config.settings import Config, JetStream
+from aviso_workers.jetstream.fields import (
+    CONSUMER,
+    STREAM,
+    DeclaredConsumer,
+    DeclaredStream,
+    as_jetstream,
+    jetstream_value,
+)
+from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.schema import EventType
 
-__all__ = ["event_streams", "mistakes", "stated_by_aviso"]
+__all__ = ["OURS", "SHOWN", "declared", "event_stream", "event_streams", "mistakes", "own_stream", "stated_by_aviso"]
 
 OURS = "aviso_workers_"
 """What the names of streams of our own begin with."""
 
-STREAM_EXCLUSIONS: tuple[tuple[str, Any, str, Any], ...] = (
-    ("allow_rollup_hdrs", True, "deny_purge", True),
-    ("discard_new_per_subject", True, "discard", "old"),
-    ("allow_msg_counter", True, "retention", "interest"),
-    ("allow_msg_counter", True, "retention", "workqueue"),
-    ("allow_msg_counter", True, "discard", "new"),
-    ("allow_msg_counter", True, "allow_msg_ttl", True),
-    ("allow_msg_schedules", True, "discard", "new"),
-    ("persist_mode", "async", "allow_atomic", True),
-    ("persist_mode", "async", "storage", "memory"),
-)
-"""Two settings of a stream that a server does not take together."""
-
-NOT_FOR_EVENTS: tuple[tuple[str, Any, str], ...] = (
-    ("no_ack", True, "publishing waits for the acknowledgement"),
-    ("persist_mode", "async", "what was acknowledged must be stored"),
-    ("allow_msg_counter", True, "a notification is no number"),
-    ("subject_transform", ..., "agents find notifications by their subject"),
-)
-
-NOT_FOR_MIRRORS = (
-    "subjects",
-    "sources",
-    "subject_transform",
-    "first_seq",
-    "duplicate_window",
-    "allow_atomic",
-    "allow_batched",
-    "allow_msg_counter",
-    "allow_msg_schedules",
-)
-"""What a mirror has from its origin, or is of no use without publishes."""
-
-CONSUMER_NEEDS = {
-    "deliver_group": ("deliver_subject",),
-    "idle_heartbeat": ("deliver_subject",),
-    "flow_control": ("deliver_subject", "idle_heartbeat"),
-    "rate_limit_bps": ("deliver_subject",),
-    "priority_groups": ("priority_policy",),
-    "priority_policy": ("priority_groups",),
-    "priority_timeout": ("priority_policy",),
+SHOWN = {
+    "subjects": "topic.base",
+    "storage": "storage_type",
+    "retention": "retention_policy",
+    "discard": "discard_policy",
+    "max_msgs": "max_messages",
+    "max_bytes": "max_bytes / storage_policy.max_size",
+    "max_age": "retention_time",
+    "max_msgs_per_subject": "storage_policy.allow_duplicates",
+    "num_replicas": "replicas",
+    "compression": "storage_policy.compression",
+    "duplicate_window": "(the server's, at most max_age)",
 }
-ONLY_PULLED = ("max_waiting", "max_batch", "max_expires", "max_bytes", "priority_groups")
-BEGINNINGS = {"opt_start_seq": "by_start_sequence", "opt_start_time": "by_start_time"}
+"""Aviso's keys for the fields of an event type's stream, in the order in which they are shown."""
 
 
 def event_streams(event_types: Mapping[str, EventType]) -> dict[str, str]:
@@ -102,6 +84,47 @@ def stated_by_aviso(name: str, event_type: EventType, jetstream: JetStream) -> d
         ),
     }
     return {field: (jetstream_value(value), key) for field, (value, key) in stated.items() if value is not None}
+
+
+def event_stream(name: str, event_type: EventType, config: Config) -> StreamSpec:
+    """The stream of an event type's base: as Aviso's keys state it, and the section `streams` beyond them."""
+    of_aviso = stated_by_aviso(name, event_type, config.notification_backend.jetstream)
+    stream = topics.stream_name(schema.topic_of(name, event_type).base)
+    further = as_jetstream(config.streams.get(stream))
+    mirrors = "mirror" in further
+    if mirrors:
+        del of_aviso["subjects"]  # it takes its origin's messages and no publishes
+    spec = {
+        "name": stream,
+        **{field: value for field, (value, _) in of_aviso.items()},
+        "further": {field: value for field, value in further.items() if field not in of_aviso},
+        "takes_batches": not mirrors,
+        "keys": _keys(stream, further) | {field: key for field, (_, key) in of_aviso.items()},
+    }
+    return msgspec.convert(spec, StreamSpec)
+
+
+def declared(config: Config) -> list[StreamSpec]:
+    """The streams of the section `streams` that no event type has."""
+    of_events = event_streams(config.notification_schema)
+    found = {name: as_jetstream(stream) for name, stream in config.streams.items() if name not in of_events}
+    return [
+        StreamSpec(name=name, further=further, takes_batches=False, keys=_keys(name, further))
+        for name, further in found.items()
+    ]
+
+
+def own_stream(name: str, subject: str, config: Config, **stated: Any) -> StreamSpec:
+    """A stream of our own state: kept by limits, stored and copied as the configuration says."""
+    jetstream = config.notification_backend.jetstream
+    return StreamSpec(
+        name=name,
+        subjects=(subject,),
+        storage=jetstream.storage_type,
+        retention="limits",
+        num_replicas=config.workers.dead_letters.replicas or jetstream.replicas or UNSET,
+        **stated,
+    )
 
 
 def _first(above: tuple[Any, str], below: tuple[Any, str]) -> tuple[Any, str]:
@@ -146,9 +169,13 @@ def _event_stream_mistakes(
         aviso, key = of_aviso.get(field, (value, ""))
         if _limit(aviso) != _limit(value):
             yield f"{path}.{field}", f"contradicts {key}: leave one of them out, or make them say the same"
-    for field, value, why in NOT_FOR_EVENTS:
-        if field in declared and value in (..., declared[field]):
-            yield f"{path}.{field}", f"is not for the stream of an event type: {why}"
+    for field, value in declared.items():
+        if STREAM[field].not_for_events and _is_set(field, value):
+            yield f"{path}.{field}", f"is not for the stream of an event type: {STREAM[field].not_for_events}"
+
+
+def _is_set(field: str, value: Any) -> bool:
+    return bool(value) and value != STREAM[field].zero
 
 
 def _limit(value: Any) -> Any:
@@ -157,12 +184,14 @@ def _limit(value: Any) -> Any:
 
 def _stream_mistakes(stated: Mapping[str, tuple[Any, str]]) -> Iterator[tuple[str, str]]:
     values = {field: value for field, (value, _) in stated.items()}
-    for field in NOT_FOR_MIRRORS:
-        if values.get("mirror") and values.get(field):
+    for field, value in values.items():
+        if values.get("mirror") and value and STREAM[field].of_origin:
             yield stated[field][1], f"must not be combined with {stated['mirror'][1]}: a mirror takes no publishes"
-    for field, value, other, excluded in STREAM_EXCLUSIONS:
-        if values.get(field) == value and values.get(other) == excluded:
-            yield stated[field][1], f"must not be combined with {stated[other][1]}: JetStream refuses the two together"
+    for field, value in values.items():
+        for other, excluded in STREAM[field].excludes.items() if _is_set(field, value) else ():
+            if values.get(other) in excluded:
+                together = "JetStream refuses the two together"
+                yield stated[field][1], f"must not be combined with {stated[other][1]}: {together}"
     if values.get("max_age") and values.get("duplicate_window", 0) > values["max_age"]:
         yield stated["duplicate_window"][1], f"must not be longer than {stated['max_age'][1]}"
     if values.get("discard_new_per_subject") and values.get("max_msgs_per_subject", 1) < 1:
@@ -171,18 +200,15 @@ def _stream_mistakes(stated: Mapping[str, tuple[Any, str]]) -> Iterator[tuple[st
 
 def _consumer_mistakes(path: str, consumer: DeclaredConsumer) -> Iterator[tuple[str, str]]:
     given = as_jetstream(consumer)
-    for field, needed in CONSUMER_NEEDS.items():
-        for other in needed:
-            if given.get(field) and not given.get(other):
-                yield f"{path}.{field}", f"needs {other}"
-    for field in ONLY_PULLED:
-        if consumer.deliver_subject and field in given:
-            yield f"{path}.{field}", "must not be combined with deliver_subject: it is about pull requests"
-    for field, policy in BEGINNINGS.items():
-        if field in given and consumer.deliver_policy != policy:
-            yield f"{path}.{field}", f"needs deliver_policy: {policy}"
-        if field not in given and consumer.deliver_policy == policy:
-            yield f"{path}.deliver_policy", f"needs {field}"
+    for name, field in CONSUMER.items():
+        for other in field.needs:
+            if given.get(name) and not given.get(other):
+                yield f"{path}.{name}", f"needs {other}"
+        if consumer.deliver_subject and field.only_pulled and name in given:
+            yield f"{path}.{name}", "must not be combined with deliver_subject: it is about pull requests"
+        if (policy := field.needs_deliver_policy) and (name in given) != (consumer.deliver_policy == policy):
+            key, needed = (name, f"deliver_policy: {policy}") if name in given else ("deliver_policy", name)
+            yield f"{path}.{key}", f"needs {needed}"
     if consumer.deliver_policy == "last_per_subject" and not consumer.filter_subjects:
         yield f"{path}.deliver_policy", "needs filter_subjects"
     if not consumer.backoff:
@@ -191,3 +217,7 @@ def _consumer_mistakes(path: str, consumer: DeclaredConsumer) -> Iterator[tuple[
         yield f"{path}.ack_wait", "must be left out: with backoff, its first delay takes the place of ack_wait"
     if 0 < (consumer.max_deliver or -1) < len(consumer.backoff):
         yield f"{path}.max_deliver", f"must be at least {len(consumer.backoff)}, as many as backoff has delays"
+
+
+def _keys(stream: str, further: Mapping[str, Any]) -> dict[str, str]:
+    return {field: f"streams.{stream}.{field}" for field in further}

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from msgspec import UNSET, structs
 
-from aviso_workers import streams
-from aviso_workers.config import Config, DeclaredStream, JetStream, NotificationBackend
+from aviso_workers.config import Config, DeclaredStream, JetStream, NotificationBackend, streams
+from aviso_workers.jetstream import plans
+from aviso_workers.jetstream.plans import Plan, Stored
+from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.literals import Duration, Size
 from aviso_workers.schema import EventType, StoragePolicy, StringHandler, Topic
-from aviso_workers.streams import ConsumerSpec, Stored, StreamSpec
 
 SECOND = 1_000_000_000
 MINUTE = 60 * SECOND
@@ -51,9 +52,9 @@ REPORTED: dict[str, Any] = {
 """As a server reports `SPEC`."""
 
 
-def plan_of(wanted: StreamSpec, found: dict[str, Any] | None, **stored: int) -> streams.Plan:
+def plan_of(wanted: StreamSpec, found: dict[str, Any] | None, **stored: int) -> Plan:
     """The plan for a stream that is empty, or stores so much."""
-    return streams.plan(wanted, found, Stored(**stored))
+    return plans.plan(wanted, found, Stored(**stored))
 
 
 class TestThePlan:
@@ -190,7 +191,7 @@ class TestWhatWouldBeRemoved:
         assert [str(each.removal) for each in plan.removing] == ([told] if told else [])
         assert [each.field for each in plan.differences] == ([] if told else [field])
         assert plan.config[field] == (found if told else wanted)
-        assert streams.with_removals(plan).config[field] == wanted
+        assert plans.with_removals(plan).config[field] == wanted
 
     @pytest.mark.parametrize("older", [0, 7])
     def test_by_an_age_is_what_is_older(self, older: int) -> None:
@@ -214,7 +215,7 @@ class TestWhatWouldBeRemoved:
     def test_takes_the_duplicate_window_along(self) -> None:
         plan = plan_of(structs.replace(SPEC, max_age=MINUTE), REPORTED, **STORED)
         assert plan.differences == ()
-        whole = streams.with_removals(plan)
+        whole = plans.with_removals(plan)
         assert (whole.config["max_age"], whole.config["duplicate_window"]) == (MINUTE, MINUTE)
 
     def test_names_the_key_that_says_so(self) -> None:
@@ -263,7 +264,7 @@ def test_a_stream_of_our_own_keeps_its_replicas_where_the_configuration_says_not
     found = {"name": "aviso_workers_retries", "subjects": ["retries.>"], "storage": "file", "num_replicas": 3}
     config = Config(notification_backend=NotificationBackend(kind="jetstream"))
     spec = streams.own_stream("aviso_workers_retries", "retries.>", config)
-    assert not streams.plan(spec, found, Stored()).needed
+    assert not plans.plan(spec, found, Stored()).needed
 
 
 class TestTheStreamOfAnEventType:
@@ -324,7 +325,7 @@ class TestAConsumer:
     @pytest.mark.parametrize("filters", [{"filter_subjects": ["mars.od.>"]}, {"filter_subject": "mars.od.>"}])
     def test_is_as_wanted_whatever_else_a_server_reports(self, filters: dict[str, Any]) -> None:
         found = {**structs.asdict(self.WANTED), "filter_subjects": None, **filters, "max_waiting": 512, "newer": True}
-        assert streams.consumer_differences(self.WANTED, found) == ()
+        assert plans.consumer_differences(self.WANTED, found) == ()
 
     def test_differs_field_by_field_as_people_write_it(self) -> None:
         found = structs.asdict(self.WANTED) | {
@@ -333,7 +334,7 @@ class TestAConsumer:
             "ack_policy": "none",
             "max_deliver": 5,
         }
-        told = [str(difference) for difference in streams.consumer_differences(self.WANTED, found)]
+        told = [str(difference) for difference in plans.consumer_differences(self.WANTED, found)]
         assert told == [
             "filter_subjects: everything -> mars.od.>",
             "ack_wait: 30s -> 0.5s",
@@ -344,7 +345,7 @@ class TestAConsumer:
     def test_that_serves_some_readers_first_differs_as_people_write_it(self) -> None:
         pins = {"priority_policy": "pinned_client", "priority_groups": ["workers"], "priority_timeout": 20 * SECOND}
         found = structs.asdict(self.WANTED) | {"filter_subjects": ["mars.od.>"], **pins}
-        told = [str(difference) for difference in streams.consumer_differences(self.WANTED, found)]
+        told = [str(difference) for difference in plans.consumer_differences(self.WANTED, found)]
         assert told == [
             "priority_policy: pinned_client -> none",
             "priority_groups: workers -> none",
@@ -353,4 +354,4 @@ class TestAConsumer:
 
     def test_may_be_prioritized_by_workers_that_are_far(self) -> None:
         found = {"priority_policy": "prioritized", "priority_groups": ["workers"], "filter_subject": "mars.od.>"}
-        assert streams.consumer_differences(self.WANTED, structs.asdict(self.WANTED) | found) == ()
+        assert plans.consumer_differences(self.WANTED, structs.asdict(self.WANTED) | found) == ()

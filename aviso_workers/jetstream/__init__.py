@@ -1,0 +1,1 @@
+"""JetStream in our words: fields, what is wanted of streams and consumers, and what servers answer."""

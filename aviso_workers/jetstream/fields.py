@@ -1,0 +1,454 @@
+"""The fields of streams and consumers: one table of each, in JetStream's own names.
+
+`DeclaredStream` and `DeclaredConsumer` say what an operator can state, and beside each field what JetStream does with
+it: its zero value, when it can be changed, what it excludes or needs. `STREAM` and `CONSUMER` are the same as data.
+From them come the section `streams` of the configuration, the difference between two configurations (`plans`), what
+the in-memory backend reports, and how values are shown.
+
+A field that is not given is not ours to say: nobody compares it, and nobody changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct, inspect, structs
+
+from aviso_workers.literals import Duration, Size, SizeLimit
+
+__all__ = [
+    "CONSUMER",
+    "DAY",
+    "DEFAULT_DUPLICATE_WINDOW",
+    "SECOND",
+    "STREAM",
+    "ConsumerLimits",
+    "DeclaredConsumer",
+    "DeclaredStream",
+    "External",
+    "Field",
+    "Origin",
+    "Placement",
+    "Republish",
+    "SubjectTransform",
+    "as_jetstream",
+    "comparable",
+    "jetstream_value",
+    "normalised",
+    "readable",
+    "something",
+]
+
+SECOND = 1_000_000_000
+"""JetStream's durations are nanoseconds."""
+DAY = 86_400 * SECOND
+DEFAULT_DUPLICATE_WINDOW = 120 * SECOND
+
+Change = Literal["always", "when created", "only on"]
+"""When a server lets a field be changed; `only on`: it can be switched on, and never off again."""
+Kind = Literal["limit", "duration", "list", "time", "word", "flag", "other"]
+
+
+class Field(Struct, frozen=True, kw_only=True):
+    """What JetStream does with one field."""
+
+    name: str
+    kind: Kind
+    zero: Any = None
+    """What a server means that leaves the field out, or reports null; None where nothing is meant by that."""
+    nothing: str = ""
+    """How people write the zero value."""
+    change: Change = "always"
+    excludes: Mapping[str, tuple[Any, ...]] = {}
+    """By other field, the values that a server does not take together with this one."""
+    needs: tuple[str, ...] = ()
+    """Other fields without which it means nothing."""
+    needs_deliver_policy: str = ""
+    only_pulled: bool = False
+    """It is about pull requests, which a consumer with a `deliver_subject` does not take."""
+    of_origin: bool = False
+    """A mirror has it from its origin, or has no use for it without publishes."""
+    not_for_events: str = ""
+    """Why the stream of an event type must not have it."""
+
+
+Text = Annotated[str, Meta(min_length=1)]
+Positive = Annotated[int, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=0)]
+Limit = Annotated[int, Meta(ge=-1)]
+Time = Annotated[datetime, Meta(tz=True)]
+
+
+def about(description: str, **known: Any) -> Meta:
+    """What a field is, for people, and what else its `Field` says."""
+    return Meta(description=description, extra={"field": known})
+
+
+class Placement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which servers may hold the copies of a stream."""
+
+    cluster: Annotated[Text | None, about("Name of the cluster. Default: that of whoever creates the stream.")] = None
+    tags: Annotated[tuple[Text, ...], about("Tags that such a server must have, all of them, such as az:1.")] = ()
+
+
+class Republish(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is stored is published once more, for whoever listens without JetStream."""
+
+    src: Annotated[Text, about("Which subjects.")] = ">"
+    dest: Annotated[Text, about("Under which; wildcards are taken over, as in copy.>.")]
+    headers_only: Annotated[bool, about("Without the payload.")] = False
+
+
+class SubjectTransform(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Messages are stored under another subject than they are published to."""
+
+    src: Annotated[Text, about("Which subjects.")] = ">"
+    dest: Annotated[Text, about("Under which, such as stored.>.")]
+
+
+class External(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a stream of another domain or account is."""
+
+    api: Annotated[Text, about("Prefix of its JetStream API, such as $JS.hub.API for the domain hub.")]
+    deliver: Annotated[Text | None, about("Prefix under which another account lets it deliver.")] = None
+
+
+class Origin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A stream that is followed."""
+
+    name: Annotated[Text, about("Name of the stream.")]
+    external: Annotated[External | None, about("Where it is. Default: in the same account.")] = None
+    filter_subject: Annotated[Text | None, about("Which subjects of it. Default: all.")] = None
+    subject_transforms: Annotated[
+        tuple[SubjectTransform, ...] | None, about("Which subjects of it, and under which they are stored.")
+    ] = None
+    opt_start_seq: Annotated[Positive | None, about("From which sequence on. Default: the first.")] = None
+    opt_start_time: Annotated[Time | None, about("From which time on, such as 2026-11-20T06:00:00Z.")] = None
+
+
+class ConsumerLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What consumers of the stream have unless they say less."""
+
+    inactive_threshold: Annotated[Duration | None, about("How long one may be unused.")] = None
+    max_ack_pending: Annotated[Limit | None, about("Deliveries without acknowledgement.")] = None
+
+
+class DeclaredConsumer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A durable consumer for other programs; agents have theirs by themselves."""
+
+    description: Annotated[str | None, about("For people.")] = None
+    filter_subjects: Annotated[
+        tuple[Text, ...] | None, about("What it delivers; [] is everything.", nothing="everything")
+    ] = None
+    deliver_policy: Annotated[
+        Literal["all", "last", "new", "by_start_sequence", "by_start_time", "last_per_subject"] | None,
+        about("Where it begins. Default: all.", zero="all", change="when created"),
+    ] = None
+    opt_start_seq: Annotated[
+        Positive | None,
+        about("Where by_start_sequence begins.", change="when created", needs_deliver_policy="by_start_sequence"),
+    ] = None
+    opt_start_time: Annotated[
+        Time | None,
+        about(
+            "Where by_start_time begins, such as 2026-11-20T06:00:00Z.",
+            change="when created",
+            needs_deliver_policy="by_start_time",
+        ),
+    ] = None
+    ack_policy: Annotated[
+        Literal["explicit", "all", "none"] | None,
+        about("What an acknowledgement is for. Default: explicit.", change="when created"),
+    ] = None
+    ack_wait: Annotated[Duration | None, about("How long until it is delivered again. Default: 30s.")] = None
+    backoff: Annotated[
+        tuple[Duration, ...] | None,
+        about("How long instead, attempt by attempt; the last of them from then on.", nothing="none"),
+    ] = None
+    max_deliver: Annotated[Limit | None, about("Deliveries of a message; -1: no limit.")] = None
+    max_ack_pending: Annotated[
+        Limit | None, about("Deliveries without acknowledgement; -1: no limit. Default: 1000.")
+    ] = None
+    replay_policy: Annotated[
+        Literal["instant", "original"] | None,
+        about("At once, or as slowly as they came. Default: instant.", zero="instant", change="when created"),
+    ] = None
+    sample_freq: Annotated[
+        Annotated[int, Meta(ge=0, le=100)] | None, about("Percent of acknowledgements that are told in advisories.")
+    ] = None
+    headers_only: Annotated[bool | None, about("Without the payload.")] = None
+    inactive_threshold: Annotated[
+        Duration | None, about("After how long unused a server removes it; 0s: never.", nothing="unlimited")
+    ] = None
+    pause_until: Annotated[Time | None, about("Deliver nothing before this time; one that is over: deliver.")] = None
+    num_replicas: Annotated[Count | None, about("Copies of its state; 0: as many as of the stream.")] = None
+    mem_storage: Annotated[bool | None, about("Keep its state in memory.", change="when created")] = None
+    metadata: Annotated[dict[str, str] | None, about("Of your own, by name; others' stay.")] = None
+
+    # Pull consumers.
+    max_waiting: Annotated[
+        Positive | None, about("Pull requests that may wait. Default: 512.", change="when created", only_pulled=True)
+    ] = None
+    max_batch: Annotated[Positive | None, about("Messages that one pull request may ask for.", only_pulled=True)] = None
+    max_expires: Annotated[Duration | None, about("How long a pull request may wait.", only_pulled=True)] = None
+    max_bytes: Annotated[Size | None, about("Bytes that one pull request may ask for.", zero=-1, only_pulled=True)] = (
+        None
+    )
+    priority_groups: Annotated[
+        tuple[Text, ...] | None,
+        about("Groups of readers, which pulls name.", nothing="none", needs=("priority_policy",), only_pulled=True),
+    ] = None
+    priority_policy: Annotated[
+        Literal["overflow", "pinned_client", "prioritized"] | None,
+        about("Which readers of a group are given work.", zero="none", needs=("priority_groups",)),
+    ] = None
+    priority_timeout: Annotated[
+        Duration | None,
+        about("How long a pinned reader may be silent before another is pinned.", needs=("priority_policy",)),
+    ] = None
+
+    # Push consumers.
+    deliver_subject: Annotated[Text | None, about("Where to push; without it, readers pull.")] = None
+    deliver_group: Annotated[
+        Text | None, about("Queue group whose members share what is pushed.", needs=("deliver_subject",))
+    ] = None
+    flow_control: Annotated[
+        bool | None,
+        about(
+            "Wait for readers that are slow; needs idle_heartbeat.",
+            change="when created",
+            needs=("deliver_subject", "idle_heartbeat"),
+        ),
+    ] = None
+    idle_heartbeat: Annotated[
+        Duration | None,
+        about(
+            "Say after so long without a message that it is alive.", change="when created", needs=("deliver_subject",)
+        ),
+    ] = None
+    rate_limit_bps: Annotated[
+        Count | None, about("Bits per second at most; 0: no limit.", needs=("deliver_subject",))
+    ] = None
+
+
+class DeclaredStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A stream, or further settings of an event type's. A limit of -1, `unlimited` or 0s is none."""
+
+    description: Annotated[str | None, about("For people.")] = None
+    subjects: Annotated[
+        tuple[Text, ...] | None,
+        about("What it stores. Default: the subject of its name.", nothing="everything", of_origin=True),
+    ] = None
+    storage: Annotated[
+        Literal["file", "memory"] | None, about("Where. Default: file.", zero="file", change="when created")
+    ] = None
+    retention: Annotated[
+        Literal["limits", "interest", "workqueue"] | None,
+        about(
+            "What lets a message go: the limits, that every consumer has it, or that one has. Default: limits.",
+            zero="limits",
+        ),
+    ] = None
+    discard: Annotated[
+        Literal["old", "new"] | None, about("What gives way when the stream is full. Default: old.", zero="old")
+    ] = None
+    discard_new_per_subject: Annotated[
+        bool | None,
+        about("With discard: new, also refuse what is new where its subject is full.", excludes={"discard": ("old",)}),
+    ] = None
+    max_msgs: Annotated[Limit | None, about("Messages.", zero=-1)] = None
+    max_bytes: Annotated[SizeLimit | None, about("Bytes, such as 2Gi.", zero=-1)] = None
+    max_age: Annotated[Duration | None, about("How long a message is kept.", nothing="unlimited")] = None
+    max_msgs_per_subject: Annotated[Limit | None, about("Messages of one subject.", zero=-1)] = None
+    max_msg_size: Annotated[SizeLimit | None, about("Bytes of one message.", zero=-1)] = None
+    max_consumers: Annotated[Limit | None, about("Consumers.", zero=-1)] = None
+    num_replicas: Annotated[Annotated[int, Meta(ge=1, le=5)] | None, about("Copies in the cluster.", zero=1)] = None
+    placement: Annotated[Placement | None, about("Which servers may hold the copies; {} is any.")] = None
+    compression: Annotated[Literal["none", "s2"] | None, about("On the disk.", zero="none")] = None
+    duplicate_window: Annotated[
+        Duration | None,
+        about(
+            "How long a message id is known; no longer than max_age. Default: 2m.", nothing="unlimited", of_origin=True
+        ),
+    ] = None
+    mirror: Annotated[
+        Origin | None,
+        about(
+            "Follow that stream, under its sequences, and take no publishes. Only when it is created.",
+            change="when created",
+        ),
+    ] = None
+    sources: Annotated[
+        tuple[Origin, ...] | None, about("Take in what those streams store; [] is none.", of_origin=True)
+    ] = None
+    first_seq: Annotated[
+        Positive | None, about("The first sequence, when the stream is created.", change="when created", of_origin=True)
+    ] = None
+    subject_transform: Annotated[
+        SubjectTransform | None,
+        about(
+            "Store under another subject.", of_origin=True, not_for_events="agents find notifications by their subject"
+        ),
+    ] = None
+    republish: Annotated[Republish | None, about("Publish once more what is stored.")] = None
+    consumer_limits: Annotated[ConsumerLimits | None, about("What consumers have unless they say less.")] = None
+    metadata: Annotated[dict[str, str] | None, about("Of your own, by name; others' stay.")] = None
+    no_ack: Annotated[
+        bool | None,
+        about("Acknowledge nothing to who publishes.", not_for_events="publishing waits for the acknowledgement"),
+    ] = None
+    allow_direct: Annotated[bool | None, about("Let every copy answer who asks for a message.")] = None
+    mirror_direct: Annotated[bool | None, about("Let mirrors answer in the name of their origin.")] = None
+    allow_rollup_hdrs: Annotated[
+        bool | None,
+        about("Let a message take the place of all before it, by Nats-Rollup.", excludes={"deny_purge": (True,)}),
+    ] = None
+    allow_msg_ttl: Annotated[
+        bool | None, about("Let a message say how long it is kept. Once on, for good.", change="only on")
+    ] = None
+    subject_delete_marker_ttl: Annotated[
+        Duration | None, about("How long it is told that a subject's last message was too old.")
+    ] = None
+    allow_msg_schedules: Annotated[
+        bool | None,
+        about(
+            "Let a message say when it is to be published. Once on, for good.",
+            change="only on",
+            excludes={"discard": ("new",)},
+            of_origin=True,
+        ),
+    ] = None
+    allow_msg_counter: Annotated[
+        bool | None,
+        about(
+            "Every subject is a counter. Only when it is created.",
+            change="when created",
+            excludes={"retention": ("interest", "workqueue"), "discard": ("new",), "allow_msg_ttl": (True,)},
+            of_origin=True,
+            not_for_events="a notification is no number",
+        ),
+    ] = None
+    allow_atomic: Annotated[bool | None, about("Take several messages or none.", of_origin=True)] = None
+    allow_batched: Annotated[bool | None, about("Take fast batches.", of_origin=True)] = None
+    persist_mode: Annotated[
+        Literal["default", "async"] | None,
+        about(
+            "async: acknowledge before it is written. Only when it is created.",
+            zero="default",
+            change="when created",
+            excludes={"allow_atomic": (True,), "storage": ("memory",)},
+            not_for_events="what was acknowledged must be stored",
+        ),
+    ] = None
+    deny_delete: Annotated[bool | None, about("Refuse to delete messages. Once on, for good.", change="only on")] = None
+    deny_purge: Annotated[bool | None, about("Refuse to purge. Once on, for good.", change="only on")] = None
+    sealed: Annotated[
+        bool | None, about("Refuse every change of what is stored. Once on, for good.", change="only on")
+    ] = None
+    consumers: Annotated[dict[str, DeclaredConsumer], about("Durable consumers by name.")] = {}
+
+
+def as_jetstream(declared: Struct | None) -> dict[str, Any]:
+    """The fields that are given, in JetStream's own JSON: durations are nanoseconds, times RFC 3339."""
+    given = structs.asdict(declared) if declared else {}
+    given.pop("consumers", None)
+    if given.get("sample_freq") is not None:
+        given["sample_freq"] = str(given["sample_freq"])
+    return {name: jetstream_value(value) for name, value in given.items() if value is not None}
+
+
+def jetstream_value(value: Any) -> Any:
+    match value:
+        case Duration():
+            return int(value) * SECOND
+        case Size():
+            return int(value)
+        case datetime():
+            return value.isoformat().replace("+00:00", "Z")
+        case Struct():
+            return as_jetstream(value)
+        case tuple():
+            return [jetstream_value(item) for item in value]
+        case _:
+            return value
+
+
+def _table(declared: type[Struct]) -> dict[str, Field]:
+    info = inspect.type_info(declared)
+    assert isinstance(info, inspect.StructType)
+    return {each.name: _field(each.name, each.type) for each in info.fields if isinstance(each.type, inspect.Metadata)}
+
+
+def _field(name: str, found: inspect.Metadata) -> Field:
+    known = dict((found.extra or {})["field"])
+    inside = found.type
+    if isinstance(inside, inspect.UnionType):
+        inside = next(each for each in inside.types if not isinstance(each, inspect.NoneType))
+    if isinstance(inside, inspect.Metadata):
+        inside = inside.type
+    match inside:
+        case inspect.CustomType(cls=cls) if cls is Duration:
+            return Field(name=name, kind="duration", zero=0, **known)
+        case inspect.VarTupleType(item_type=item) if not isinstance(item, inspect.StructType):
+            return Field(name=name, kind="list", zero=[], **known)
+        case inspect.BoolType():
+            return Field(name=name, kind="flag", zero=False, **known)
+        case inspect.DateTimeType():
+            return Field(name=name, kind="time", **known)
+        case inspect.LiteralType():
+            return Field(name=name, kind="word", **known)
+    return Field(name=name, kind="limit" if known.get("zero") == -1 else "other", **known)
+
+
+STREAM = _table(DeclaredStream)
+CONSUMER = _table(DeclaredConsumer)
+_EITHER = CONSUMER | STREAM
+"""What both have, means the same."""
+
+
+def normalised(name: str, value: Any) -> Any:
+    """A value as the server reports it: it turns what is missing, and what means unlimited, into one form."""
+    match _EITHER.get(name):
+        case Field(kind="limit"):
+            return value if value and value > 0 else -1
+        case Field(kind="list"):
+            return list(value or ())
+        case Field(kind="duration" | "word" | "flag", zero=zero):
+            return value or zero
+    return value
+
+
+def comparable(name: str, value: Any) -> Any:
+    """The same for everything that means the same to a server, which also leaves out what is nothing, nought or off."""
+    if name == "sample_freq":
+        return (value or "").rstrip("%") or None
+    if name in _EITHER and _EITHER[name].kind == "time":
+        return msgspec.convert(value, datetime | None)
+    return something(normalised(name, value))
+
+
+def something(value: Any) -> Any:
+    """What of a value is not nothing, nought or off, however deep; None where all of it is."""
+    if isinstance(value, dict):
+        value = {key: kept for key, inside in value.items() if (kept := something(inside)) is not None}
+    elif isinstance(value, list):
+        value = [something(inside) for inside in value]
+    return value or None
+
+
+def readable(name: str, value: Any) -> str:
+    """The value of a field as people write it."""
+    value = normalised(name, value)
+    match _EITHER.get(name):
+        case Field(kind="list", nothing=nothing):
+            return ", ".join(each if isinstance(each, str) else f"{each / SECOND:g}s" for each in value) or nothing
+        case Field(kind="duration", nothing=nothing) if nothing and value % SECOND == 0:
+            return Duration(value // SECOND).literal() if value else nothing
+        case Field(kind="duration"):
+            return f"{value / SECOND:g}s"
+    if value is None or isinstance(value, bool | dict | list):
+        return msgspec.json.encode(value).decode() if value else "false" if value is False else "none"
+    return "unlimited" if value == -1 else str(value)

@@ -1,0 +1,115 @@
+"""What we want of a stream or a consumer, in JetStream's own field names, units (nanoseconds) and values.
+
+A field that is `UNSET`, or not among those stated, is not ours to say: it is left out when a stream is created, never
+compared, and never changed. `config.streams` makes the specs of event types, `engine` those of our own state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType, structs
+
+__all__ = [
+    "GROUP",
+    "LONGEST_NAME",
+    "PINNED",
+    "PRIORITIZED",
+    "UNREADABLE",
+    "ConsumerSpec",
+    "StreamSpec",
+    "beginning_after",
+    "is_name",
+    "stated",
+    "with_ack_wait",
+]
+
+UNREADABLE = "aviso_workers_unreadable"
+"""The empty stream that says of a server that it cannot read another one that it has."""
+LONGEST_NAME = 255
+"""Characters that the name of a stream may have."""
+PINNED = "pinned_client"
+PRIORITIZED = "prioritized"
+GROUP = "workers"
+"""A consumer of one of these two policies has one group, by which its readers ask."""
+
+
+class StreamSpec(Struct, frozen=True, kw_only=True):
+    """What we state about a stream."""
+
+    name: str
+    subjects: tuple[str, ...] | UnsetType = UNSET
+    description: str | UnsetType = UNSET
+    storage: str | UnsetType = UNSET
+    retention: str | UnsetType = UNSET
+    discard: str | UnsetType = UNSET
+    max_msgs: int | UnsetType = UNSET
+    max_bytes: int | UnsetType = UNSET
+    max_age: int | UnsetType = UNSET
+    """Nanoseconds."""
+    max_msgs_per_subject: int | UnsetType = UNSET
+    num_replicas: int | UnsetType = UNSET
+    compression: str | UnsetType = UNSET
+    duplicate_window: int | UnsetType = UNSET
+    """Nanoseconds."""
+    allow_direct: bool | UnsetType = UNSET
+    allow_rollup_hdrs: bool | UnsetType = UNSET
+    allow_msg_ttl: bool | UnsetType = UNSET
+    subject_delete_marker_ttl: int | UnsetType = UNSET
+    """Nanoseconds for which it is told that a subject's last message was too old."""
+    allow_msg_counter: bool | UnsetType = UNSET
+    allow_msg_schedules: bool | UnsetType = UNSET
+    further: Mapping[str, Any] = {}
+    """What operators declare beyond that, in JetStream's own JSON."""
+    takes_batches: bool = True
+    """Whether it takes batches, of those that its server knows, when it is created and nothing else is stated."""
+    keys: Mapping[str, str] = {}
+    """By field, the key of the configuration that states it, for people to find."""
+
+
+class ConsumerSpec(Struct, frozen=True, kw_only=True):
+    """What we state about a durable pull consumer."""
+
+    durable_name: str
+    filter_subjects: tuple[str, ...]
+    ack_wait: int
+    """Nanoseconds."""
+    max_ack_pending: int
+    max_deliver: int = -1
+    ack_policy: str = "explicit"
+    deliver_policy: str = "all"
+    opt_start_seq: int | UnsetType = UNSET
+    opt_start_time: str | UnsetType = UNSET
+    """RFC 3339."""
+    metadata: Mapping[str, str] | UnsetType = UNSET
+    priority_policy: str = "none"
+    priority_groups: tuple[str, ...] = ()
+    priority_timeout: int = 0
+    """Nanoseconds after its last request for which a pinned reader stays the only one that is served."""
+
+
+def stated(spec: StreamSpec) -> dict[str, Any]:
+    """What is stated about a stream, as one JSON object of JetStream's."""
+    fields: dict[str, Any] = msgspec.to_builtins(spec)
+    del fields["takes_batches"], fields["keys"]
+    fields |= fields.pop("further")
+    if "num_replicas" in fields:
+        fields["num_replicas"] = fields["num_replicas"] or 1
+    return fields
+
+
+def is_name(text: str) -> bool:
+    """Whether a stream may have this name."""
+    return 0 < len(text) <= LONGEST_NAME and text.isprintable() and not {*" .*>/\\"} & {*text}
+
+
+def with_ack_wait(spec: ConsumerSpec, ack_wait: int) -> ConsumerSpec:
+    """The consumer with another `ack_wait`, in nanoseconds, and with what follows from that."""
+    return structs.replace(spec, ack_wait=ack_wait, priority_timeout=ack_wait if spec.priority_timeout else 0)
+
+
+def beginning_after(spec: ConsumerSpec, sequence: int) -> ConsumerSpec:
+    """The consumer that, where it has to be made, begins after a sequence. The start that was declared stays noted."""
+    return structs.replace(spec, deliver_policy="by_start_sequence", opt_start_seq=sequence + 1, opt_start_time=UNSET)
