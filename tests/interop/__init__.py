@@ -1,0 +1,1 @@
+"""Ours beside the real programs. `scripts/interop` installs them and runs these tests."""
