@@ -1,8 +1,8 @@
 """What becomes of a notification that was not handled: the one place that decides.
 
 Pure, and two steps. The engine runs the author's function and makes a `Failure` of what went wrong, where it went
-wrong; `classify` asks the author what the exception means, and `decide` returns the verdict, which `engine.settling`
-carries out.
+wrong; `classify` asks the author what the exception means, and `decide` returns the verdict, which
+`engine.acknowledging` carries out. What becomes of a delivery in the end is one of three: `Ack`, `Nak` or `Term`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ __all__ = [
     "Failure",
     "FinalError",
     "FinalReason",
+    "Nak",
     "Record",
     "Reject",
     "Retry",
+    "Settlement",
+    "Term",
     "Verdict",
     "before_handling",
     "classify",
@@ -107,7 +110,7 @@ class Reject(Exception):  # noqa: N818 - an instruction, also given as a value
 
 
 class Ack(Struct, frozen=True):
-    """Returned by a function of `on_error`: the notification is done, although its handler raised."""
+    """The notification is done. A function of `on_error` returns it where that is so although the handler raised."""
 
 
 class Again(Struct, frozen=True, kw_only=True):
@@ -123,6 +126,18 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class Nak(Struct, frozen=True):
+    """A delivery is given back, to be delivered again when the delay is over."""
+
+    delay_seconds: float = 0.0
+
+
+class Term(Struct, frozen=True):
+    """A delivery is never to be made again."""
+
+    reason: str
+
+
 class Record(Struct, frozen=True, kw_only=True):
     """What is known of a notification that was delivered before."""
 
@@ -134,6 +149,7 @@ class Record(Struct, frozen=True, kw_only=True):
 
 
 Verdict = Again | DeadLetter
+Settlement = Ack | Nak | Term
 Instruction = Retry | Reject
 Classifier = Callable[[Exception], Retry | Reject | Ack | None]
 """What an author makes of an exception: tried again, rejected, done all the same, or (None) no answer."""

@@ -11,6 +11,7 @@ from anyio.lowlevel import checkpoint
 
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.codec import Message
+from aviso_workers.engine import acknowledging
 from aviso_workers.engine.ordering import KEY_PREFETCH, Line
 
 pytestmark = pytest.mark.anyio
@@ -327,7 +328,7 @@ class TestTheSurplus:
         head = await line.take()
         assert head is not None
         line.again(head, after_seconds=5.0)
-        assert line.abandon() == self.COUNT
+        assert acknowledging.give_back(line.withdraw_all()) == self.COUNT
         line.put(Fresh(100, "a"))  # type: ignore[arg-type]
         await clock.advance(5.0)
         assert line.surplus == 0

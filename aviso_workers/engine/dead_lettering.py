@@ -29,7 +29,7 @@ __all__ = [
     "RETRIES",
     "STREAM",
     "DeadLetter",
-    "DeadLetters",
+    "DeadLetterStore",
     "Requeued",
     "retries_spec",
     "retry_of",
@@ -96,7 +96,7 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
             raise UndecodableError(f"message {message.sequence} of {STREAM} is no dead letter: {error}") from error
 
 
-class DeadLetters:
+class DeadLetterStore:
     """Keeps the dead letters of one app."""
 
     def __init__(self, backend: Backend, *, app: str, config: Config, provisioner: Provisioner) -> None:
@@ -105,7 +105,7 @@ class DeadLetters:
         self._provisioner = provisioner
         self._spec = stream_spec(config)
 
-    async def bury(
+    async def dead_letter(
         self,
         message: Message,
         *,

@@ -27,7 +27,6 @@ from aviso_workers import schema, topics
 from aviso_workers.backends import Backend, Delivery, Outgoing
 from aviso_workers.codec import Message, store_time
 from aviso_workers.config import Config, streams
-from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.replaying import SKEW
 from aviso_workers.errors import (
     BackendError,
@@ -36,11 +35,11 @@ from aviso_workers.errors import (
     RefusedError,
     UndecodableError,
 )
-from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome, Unreadable
+from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.notifications import Notify
 from aviso_workers.schema import EventType
-from aviso_workers.verdicts import Backoff
+from aviso_workers.verdicts import Ack, Backoff, Nak, Settlement
 
 __all__ = [
     "DUE",
@@ -150,28 +149,29 @@ def original(message: Message) -> Outgoing:
 
 
 class Courier:
-    """A call form (see `pulling.Form`) of no author's: its notifications are those that are due."""
+    """Handles what is due: publishes it where it belongs."""
 
     def __init__(
-        self, backend: Backend, *, line: Line, consumer: str, event_types: Mapping[str, EventType], events: Events
+        self, backend: Backend, *, consumer: str, event_types: Mapping[str, EventType], events: Events
     ) -> None:
         """`event_types` are those of this app's configuration. What is for others is left to workers that have them."""
         self._backend = backend
-        self._line = line
         self._consumer = consumer
         bases = {name: schema.topic_of(name, event_type).base for name, event_type in event_types.items()}
         self._event_types = {topics.stream_name(base): (name, base) for name, base in bases.items()}
         """By stream: the event type, and its base."""
         self._events = events
 
-    async def work(self) -> None:
-        while (delivery := await self._line.take()) is not None:
-            try:
-                await self._deliver(delivery)
-            except UndecodableError as error:
-                delivery.term("no notification that waited")
-                self._events.emit(Unreadable(stream=STREAM, sequence=delivery.message.sequence, error=error))
-            self._line.done(delivery)
+    async def handle(self, delivery: Delivery) -> Settlement:
+        """Return how one that is due is settled. Raises `UndecodableError`."""
+        outgoing = original(delivery.message)
+        event_type, base = self._event_types.get(outgoing.stream, ("", ""))
+        if not event_type:
+            unknown = RefusedError(f"this worker's configuration has no event type of the stream {outgoing.stream}")
+            return self._give_back(delivery, outgoing, unknown)
+        if not outgoing.message.subject.startswith(f"{base}."):
+            raise UndecodableError(f"{outgoing.message.subject} is no subject of event type {event_type}")
+        return await self._deliver(delivery, outgoing, event_type)
 
     async def keep_removing(self) -> None:
         """Remove, now and then, what was delivered and is still there. Never returns."""
@@ -180,39 +180,27 @@ class Courier:
                 await self._remove_acked()
             await self._backend.clock.sleep(REMOVE_SECONDS)
 
-    async def _deliver(self, delivery: Delivery) -> None:
-        outgoing = original(delivery.message)
-        event_type, base = self._event_types.get(outgoing.stream, ("", ""))
-        if not event_type:
-            unknown = RefusedError(f"this worker's configuration has no event type of the stream {outgoing.stream}")
-            self._give_back(delivery, outgoing, unknown)
-        elif not outgoing.message.subject.startswith(f"{base}."):
-            raise UndecodableError(f"{outgoing.message.subject} is no subject of event type {event_type}")
-        else:
-            await self._bring(delivery, outgoing, event_type)
-
-    def _give_back(self, delivery: Delivery, outgoing: Outgoing, error: BackendError) -> None:
+    def _give_back(self, delivery: Delivery, outgoing: Outgoing, error: BackendError) -> Settlement:
         delay = AGAIN.delay_seconds(delivery.num_delivered)
-        delivery.nak(delay_seconds=delay)
         self._events.emit(
             Overdue(stream=outgoing.stream, message_id=outgoing.message_id, error=error, again_in_seconds=delay)
         )
+        return Nak(delay)
 
-    async def _bring(self, delivery: Delivery, outgoing: Outgoing, event_type: str) -> None:
+    async def _deliver(self, delivery: Delivery, outgoing: Outgoing, event_type: str) -> Settlement:
         try:
             again = delivery.num_delivered > 1 and await self._is_stored(outgoing, due=store_time(delivery.message))
             outcome: PublishOutcome = "duplicate" if again else await self._publish(outgoing)
         except BackendError as error:
-            self._give_back(delivery, outgoing, error)
-            return
+            return self._give_back(delivery, outgoing, error)
         try:
             await self._backend.delete_message(STREAM, delivery.message.sequence, overwrite=False)
         except NotFoundError:
             pass  # it was delivered before
         except BackendError as error:
             self._events.emit(NotRemoved(stream=STREAM, message_id=outgoing.message_id, error=error))
-        delivery.ack()
         self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=delivery.num_delivered))
+        return Ack()
 
     async def _publish(self, outgoing: Outgoing) -> Literal["stored", "duplicate"]:
         ack = await self._backend.publish(

@@ -17,19 +17,20 @@ from aviso_workers.agents import Agent
 from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.codec import NotificationReader
-from aviso_workers.engine import calling
+from aviso_workers.engine import acknowledging, calling
+from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.holding import WhileHeld
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.originating import Origin
 from aviso_workers.engine.pacing import Pace
 from aviso_workers.engine.returning import Outputs
-from aviso_workers.engine.settling import Settler
 from aviso_workers.engine.threads import Threads, in_thread
 from aviso_workers.errors import UndecodableError
+from aviso_workers.events import Events, Unreadable
 from aviso_workers.notifications import Notification
-from aviso_workers.verdicts import Failure
+from aviso_workers.verdicts import Failure, Settlement, Term
 
-__all__ = ["Kit", "OneByOne"]
+__all__ = ["Internal", "Kit", "OneByOne"]
 
 Step = Callable[[Any], Awaitable[Failure | None]]
 """What is done with what an author's function takes: None for success."""
@@ -88,6 +89,39 @@ class Kit:
         await checkpoint_if_cancelled()  # what a cancelled call returns is not published
         await self.outputs.publish(returned)
         return None
+
+
+class Internal:
+    """Runs a handler of our own, which says how each delivery is settled; no author's."""
+
+    def __init__(
+        self,
+        handle: Callable[[Delivery], Awaitable[Settlement]],
+        *,
+        line: Line,
+        stream: str,
+        unreadable_reason: str,
+        events: Events,
+    ) -> None:
+        """What the handler cannot decode is terminated with the reason, and stated; `stream` is where it came from."""
+        self._handle = handle
+        self._line = line
+        self._stream = stream
+        self._unreadable_reason = unreadable_reason
+        self._events = events
+
+    async def work(self) -> None:
+        """See `pulling.Form`."""
+        while (delivery := await self._line.take()) is not None:
+            acknowledging.settle(delivery, await self._settlement(delivery))
+            self._line.done(delivery)
+
+    async def _settlement(self, delivery: Delivery) -> Settlement:
+        try:
+            return await self._handle(delivery)
+        except UndecodableError as error:
+            self._events.emit(Unreadable(stream=self._stream, sequence=delivery.message.sequence, error=error))
+            return Term(self._unreadable_reason)
 
 
 class OneByOne:

@@ -308,13 +308,13 @@ class Line:
         while self._idle:
             self._idle.popleft().set()
 
-    def give_back(self) -> int:
-        """Give back what has not begun; returns how many those were."""
-        return self._give_back([sequence for sequence, place in self._held.items() if place.waited is None])
+    def withdraw(self) -> list[Delivery]:
+        """Hold no more what has not begun, and return it, to be given back in this order."""
+        return self._withdraw([sequence for sequence, place in self._held.items() if place.waited is None])
 
-    def abandon(self) -> int:
-        """Give back everything, what runs as well; returns how many those were."""
-        return self._give_back(list(self._held))
+    def withdraw_all(self) -> list[Delivery]:
+        """Hold nothing any more, and return all of it, also what runs, to be given back in this order."""
+        return self._withdraw(list(self._held))
 
     async def beat(self) -> None:
         """Tell the server that what is held is being worked on."""
@@ -480,12 +480,13 @@ class Line:
             self._waking = True
             self._idle.popleft().set()
 
-    def _give_back(self, sequences: list[int]) -> int:
+    def _withdraw(self, sequences: list[int]) -> list[Delivery]:
+        withdrawn = []
         for sequence in sorted(sequences):  # in order, so that they come back in order
             place = self._held.pop(sequence)
             self._waits(place)
             self._let_go(place)
-            place.delivery.nak()
+            withdrawn.append(place.delivery)
         for key, lane in tuple(self._lanes.items()):
             kept = [delivery for delivery in lane if self.holds(delivery)]
             lane.clear()
@@ -493,7 +494,7 @@ class Line:
             self._count_surplus(lane)
             if not lane:
                 del self._lanes[key]
-        return len(sequences)
+        return withdrawn
 
     def _let_go(self, place: _Place) -> None:
         self._bytes -= len(place.delivery.message.data)

@@ -13,6 +13,7 @@ import anyio
 from aviso_workers import clocks
 from aviso_workers.backends import Consumer
 from aviso_workers.clocks import Clock
+from aviso_workers.engine import acknowledging
 from aviso_workers.engine.ordering import MOST_WAITING_BYTES, Line
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.shielding import Shield
@@ -122,7 +123,7 @@ class AgentRun:
         """A consumer that is not read any more. When none is because the agent is stuck, others get what waits."""
         del self._consumers[stream]
         if self._is_stuck and not self._consumers and not self._stopping:
-            self.line.give_back()
+            acknowledging.give_back(self.line.withdraw())
 
     async def until_stuck(self) -> None:
         """Wait until nothing can be handled, however long."""
@@ -159,13 +160,13 @@ class AgentRun:
                             self._threads.close()
                         await self._stop_reading()
                         if not self.line.ordered:  # else all of it at the end, or a lane would overtake its head
-                            self.returned += self.line.give_back()
+                            self.returned += acknowledging.give_back(self.line.withdraw())
                     timer.cancel()
             finally:  # also where all of this is cancelled
                 try:
                     await self._end_redeliveries()
                 finally:
-                    self.returned += self.line.abandon()
+                    self.returned += acknowledging.give_back(self.line.withdraw_all())
             beating.cancel_scope.cancel()
 
     def _end_draining(self, draining: anyio.CancelScope) -> None:

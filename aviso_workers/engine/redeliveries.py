@@ -19,10 +19,10 @@ import anyio
 from aviso_workers import verdicts
 from aviso_workers.backends import Backend, Delivery
 from aviso_workers.clocks import Clock
+from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.ordering import Line
-from aviso_workers.engine.settling import Settler
 from aviso_workers.engine.shielding import Shield
 from aviso_workers.errors import BackendError, DeliveriesExhaustedError, NotFoundError, WorkerDiedError
 from aviso_workers.events import Events, NotReadAgain, ReadAgain
@@ -128,8 +128,7 @@ class Redeliveries:
             return False
         self._note_readable()
         if message is None or abs(message.timestamp_ns - delivery.message.timestamp_ns) > SAME_TIME_NS:
-            delivery.nak()  # it has left the stream, and a server delivers no such message again
-            self._line.done(delivery)
+            self._settler.give_up(delivery)
             return False
         self._line.restore_body(delivery, message)
         return True

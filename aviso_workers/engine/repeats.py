@@ -3,7 +3,7 @@
 An acknowledgement is lost with its connection, or leaves later than `ack_wait` where a handler has stopped the event
 loop. The server delivers the notification again, and handling it again would be a repeat, and with `order_by` one
 behind its successors. So what was settled lately is remembered, and what comes again is acknowledged again.
-`settling` notes what it settles; `supervising` asks here about each delivery of the agent's stream.
+`acknowledging` notes what it settles; `supervising` asks here about each delivery of the agent's stream.
 
 An operator who takes a consumer back (`reset`), or deletes it, wants everything handled again. Of such a consumer
 everything comes as for the first time, but another worker may have been given it before this one. So before anything
@@ -13,12 +13,13 @@ one, everything is forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.errors import BackendError
 from aviso_workers.jetstream import metadata
+from aviso_workers.verdicts import Ack, Nak, Settlement
 
 __all__ = ["Repeats"]
 
@@ -76,28 +77,18 @@ class Repeats:
         return same
 
     def add(self, delivery: Delivery) -> bool:
-        """Keep one that `includes` has found until `settle`; whether that has to be called."""
+        """Keep one that `includes` has found until `judge`; whether that has to be called."""
         self._found.append(delivery)
         return len(self._found) == 1
 
-    async def settle(self, *, handle: Callable[[Delivery], None]) -> None:
-        """Acknowledge what was found, or `handle` it where the consumer is not the one that was known."""
-        try:
+    async def judge(self) -> tuple[list[Delivery], Settlement | None]:
+        """Return what was found, and how it is settled; None where it is to be handled, as of another consumer."""
+        settlement: Settlement | None = Nak(AGAIN_SECONDS)
+        with suppress(BackendError):
             info = await self._backend.consumer_info(self._stream, self._consumer)
-        except BackendError:
-            for delivery in self._taken():
-                delivery.nak(delay_seconds=AGAIN_SECONDS)
-            return
-        same = self.opened(info)
-        for delivery in self._taken():
-            if same:
-                delivery.ack()
-            else:
-                handle(delivery)
-
-    def _taken(self) -> list[Delivery]:
+            settlement = Ack() if self.opened(info) else None
         found, self._found = self._found, []
-        return found
+        return found, settlement
 
     def _forget(self) -> None:
         self._newer, self._older = {}, {}

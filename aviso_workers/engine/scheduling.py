@@ -102,7 +102,7 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
     lease = Lease(backend, app, events=events)
     while await lease.take(stop):
         events.emit(LeadershipChanged(leads=True, token=lease.token))
-        async with lease.term(), anyio.create_task_group() as running:
+        async with lease.renewed(), anyio.create_task_group() as running:
             for timer in led:
                 of_timer = Claims(timer.name, claims, lease, hindrance, events=events)
                 running.start_soon(_keep_ticking, timer, clock, events, stop, of_timer)
@@ -195,7 +195,7 @@ class Lease:
         return revision if now - since > OVERDUE_SECONDS else 0
 
     @asynccontextmanager
-    async def term(self) -> AsyncIterator[None]:
+    async def renewed(self) -> AsyncIterator[None]:
         """What runs in here is cancelled when the lease may be over. Afterwards the lease is given back."""
         async with anyio.create_task_group() as holding:
             holding.start_soon(self.hold, holding.cancel_scope)

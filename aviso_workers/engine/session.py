@@ -23,12 +23,13 @@ from aviso_workers.engine import (
     resourcing,
     sweeping,
 )
+from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.batching import InBatches
 from aviso_workers.engine.consumer_records import ConsumerRecorder
-from aviso_workers.engine.dead_lettering import DeadLetters, Requeued, retry_subject
+from aviso_workers.engine.dead_lettering import DeadLetterStore, Requeued, retry_subject
 from aviso_workers.engine.deferring import Courier
 from aviso_workers.engine.failing import Failures
-from aviso_workers.engine.handling import Kit, OneByOne
+from aviso_workers.engine.handling import Internal, Kit, OneByOne
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.provisioning import Provisioner
@@ -39,7 +40,6 @@ from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.replaying import Replayer
 from aviso_workers.engine.returning import Outputs
 from aviso_workers.engine.scheduling import run_timers
-from aviso_workers.engine.settling import Settler
 from aviso_workers.engine.shared_filters import SharedFilter
 from aviso_workers.engine.shielding import Shield
 from aviso_workers.engine.streaming import AsStream
@@ -102,7 +102,7 @@ class Session:
         self.runs: dict[str, AgentRun] = {}
         """The agents at work, by name."""
         self._isolation = Isolation(backend.clock)
-        self._dead_letters = DeadLetters(backend, app=app, config=config, provisioner=self.own_streams)
+        self._dead_letters = DeadLetterStore(backend, app=app, config=config, provisioner=self.own_streams)
         self._app = app
         self._config = config
         self._priority = config.workers.priority
@@ -296,13 +296,13 @@ class Session:
             _consumer(durable, (retry_subject(self._app, agent.name),), policy.ack_wait), singleton=policy.singleton
         )
         everything = topics.filter_subjects(schema.parse_where(agent.event_type, declared, {}))
-        takes = None if consumer.filter_subjects == everything else shared.takes
+        leaves = None if consumer.filter_subjects == everything else shared.leaves
         feeds = [
             Feed(
                 stream=stream,
                 consumer=consumer,
                 ensure=shared.ensure,
-                takes=takes,
+                leaves=leaves,
                 repeats=repeats,
                 provisioner=self.provisioner,
                 in_order=line.ordered,
@@ -316,7 +316,7 @@ class Session:
                 ensure=lambda: shared.ensure_retries(retries_consumer),
                 provisioner=self.own_streams,
                 unwrap=Requeued,
-                takes=takes,
+                leaves=leaves,
                 room=(lambda: int(run.pinned(stream.name))) if policy.singleton else None,
             ),
         ]
@@ -350,7 +350,6 @@ class Session:
             backend=self.backend,
             app=self._app,
             stream=stream,
-            dead_letters=self._dead_letters,
             events=self._events,
             patience_seconds=self._config.notification_backend.jetstream.publish_deadline_seconds,
         )
@@ -359,13 +358,15 @@ class Session:
         """Store dead letters, until `stop`, of what the server has given up; `agents` are those that are known here."""
         clock = self.backend.clock
         line = Line(clock)
-        form = Sweep(
+        sweep = Sweep(
             self.backend,
-            line=line,
             app=self._app,
             event_types={agent.name: agent.event_type for agent in agents},
             dead_letters=self._dead_letters,
             events=self._events,
+        )
+        form = Internal(
+            sweep.handle, line=line, stream=sweeping.STREAM, unreadable_reason="no advisory", events=self._events
         )
         run = AgentRun(
             form, line=line, clock=clock, workers=1, prefetch=SWEEP_PREFETCH, ack_wait_seconds=SWEEP_ACK_WAIT
@@ -385,11 +386,17 @@ class Session:
             return  # nothing waits there
         clock = self.backend.clock
         line = Line(clock)
-        form = Courier(
+        courier = Courier(
             self.backend,
-            line=line,
             consumer=COURIER_DURABLE,
             event_types=self._config.notification_schema,
+            events=self._events,
+        )
+        form = Internal(
+            courier.handle,
+            line=line,
+            stream=deferring.STREAM,
+            unreadable_reason="no notification that waited",
             events=self._events,
         )
         run = AgentRun(
@@ -406,7 +413,7 @@ class Session:
             provisioner=self.own_streams,
         )
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(form.keep_removing)
+            tasks.start_soon(courier.keep_removing)
             await self._supervise(COURIER, run, [feed], stop)
             tasks.cancel_scope.cancel()
 

@@ -21,7 +21,7 @@ Its `max_ack_pending` is the largest as well: where a worker of another version 
 set again.
 
 A server looks at subjects only. What an agent leaves out of its own subjects, such as all numbers beyond a range, it
-acks whatever other versions want: see `settling.Settler.pass_over`.
+acks whatever other versions want: see `acknowledging.Settler.pass_over`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import filters_of
 from aviso_workers.jetstream.metadata import Version
 from aviso_workers.jetstream.specs import ConsumerSpec
+from aviso_workers.verdicts import Ack, Nak, Settlement
 
 __all__ = ["SharedFilter"]
 
@@ -140,27 +141,24 @@ class SharedFilter:
         """Those that are noted in the consumer, and this one."""
         return {self._own: 0} | (metadata.noted_versions(found.config) if found else {})
 
-    def takes(self, delivery: Delivery) -> bool:
-        """Whether this version wants the delivery; one that it does not want is settled."""
-        if self._wants(delivery.message.subject):
-            return True
-        self._leave(delivery)
-        return False
+    def leaves(self, delivery: Delivery) -> Settlement | None:
+        """Return how a delivery is settled that this version does not want; None for one that it wants.
 
-    def _leave(self, delivery: Delivery) -> None:
-        """Give it back to the other versions, or ack it where none of them wants it."""
+        It is given back to the other versions, or acked where none of them wants it.
+        """
+        if self._wants(delivery.message.subject):
+            return None
         message = delivery.message
         known = message.sequence <= self._known_up_to
         if known and not any(wants(message.subject) for wants in self._others.values()):
-            delivery.ack()
             if not self._told:
                 self._state(gone=())
-            return
+            return Ack()
         if not known:
             self._given_back = max(self._given_back, message.sequence)
             self._look_soon.set()
         delay = FIRST_DELAY_SECONDS * 2.0 ** min(delivery.num_delivered - 1, 10)
-        delivery.nak(delay_seconds=min(LONGEST_DELAY_SECONDS, delay))
+        return Nak(min(LONGEST_DELAY_SECONDS, delay))
 
     async def keep(self) -> None:
         """Look which versions there are, again and again, and take out those that are gone."""

@@ -16,7 +16,7 @@ from aviso_workers.agents import Task
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.codec import Message
-from aviso_workers.engine import calling, parts
+from aviso_workers.engine import acknowledging, calling, parts
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.pulling import AgentRun
@@ -26,7 +26,7 @@ from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Eve
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import reads_all
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-from aviso_workers.verdicts import Failure
+from aviso_workers.verdicts import Failure, Nak, Settlement
 
 __all__ = ["Feed", "supervise_agent", "supervise_task"]
 
@@ -58,8 +58,8 @@ class Feed(Struct, frozen=True, kw_only=True):
     """See `Backend.consume`."""
     ensure: Callable[[], Awaitable[ConsumerInfo]] | None = None
     """Creates the consumer or brings it in line; None where `consumer` says all that is wanted of it."""
-    takes: Callable[[Delivery], bool] | None = None
-    """Whether the agent is to have a delivery; one that it is not to have is settled by this. None: it has all."""
+    leaves: Callable[[Delivery], Settlement | None] | None = None
+    """Says how a delivery is settled that the agent is not to have. None: it has all."""
     repeats: Repeats | None = None
     """What was settled lately of the stream; None where what comes again is always handled again."""
 
@@ -172,12 +172,14 @@ async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> P
 
 def _delivering(feed: Feed, line: Line, backend: Backend, joining: TaskGroup) -> Callable[[Delivery], None]:
     """What a delivery goes through before the agent holds it."""
-    unwrap, takes = feed.unwrap, feed.takes
+    unwrap, leaves = feed.unwrap, feed.leaves
     put = line.put if feed.repeats is None else _passing_over(feed.repeats, line.put, joining)
 
     def take(delivery: Delivery) -> None:
-        if takes is None or takes(delivery):
+        if leaves is None or (settlement := leaves(delivery)) is None:
             put(delivery)
+        else:
+            acknowledging.settle(delivery, settlement)
 
     def take_unwrapped(delivery: Delivery) -> None:
         """The line holds one of each sequence. Another one of this sequence is of the agent's own stream, and settling
@@ -187,10 +189,10 @@ def _delivering(feed: Feed, line: Line, backend: Backend, joining: TaskGroup) ->
         if held is None or held.message == delivery.message:
             take(delivery)
         else:
-            delivery.nak(delay_seconds=SEQUENCE_HELD_SECONDS)
+            acknowledging.settle(delivery, Nak(SEQUENCE_HELD_SECONDS))
 
     if unwrap is None:
-        return put if takes is None else take
+        return put if leaves is None else take
 
     def deliver(delivery: Delivery) -> None:
         if parts.first_part_of(delivery.message):
@@ -204,7 +206,7 @@ def _delivering(feed: Feed, line: Line, backend: Backend, joining: TaskGroup) ->
         except UndecodableError:
             put(delivery)  # as it is, it becomes a dead letter
         except BackendError:
-            delivery.nak(delay_seconds=LONGEST_WAIT_SECONDS)
+            acknowledging.settle(delivery, Nak(LONGEST_WAIT_SECONDS))
         else:
             take_unwrapped(unwrap(delivery, message))
 
@@ -216,7 +218,7 @@ def _passing_over(repeats: Repeats, put: Callable[[Delivery], None], joining: Ta
     includes = repeats.includes
 
     async def settle() -> None:
-        await repeats.settle(handle=put)
+        await acknowledging.settle_again(repeats, handle=put)
 
     def put_new(delivery: Delivery) -> None:
         if not includes(delivery):

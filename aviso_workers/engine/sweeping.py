@@ -11,23 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta, Struct
 
 from aviso_workers.agents import NAME, durable_name
-from aviso_workers.backends import Backend
-from aviso_workers.codec import Message, is_marker, read_json
+from aviso_workers.backends import Backend, Delivery
+from aviso_workers.codec import is_marker, read_json
 from aviso_workers.config import Config, streams
-from aviso_workers.engine import parts
-from aviso_workers.engine.dead_lettering import RETRIES, DeadLetters, unwrap
-from aviso_workers.engine.ordering import Line
+from aviso_workers.engine import acknowledging, parts
+from aviso_workers.engine.acknowledging import Exceeded
+from aviso_workers.engine.dead_lettering import RETRIES, DeadLetterStore, unwrap
 from aviso_workers.engine.replaying import message_at
 from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
-from aviso_workers.events import Events, Settled, Unreadable
+from aviso_workers.events import Events
 from aviso_workers.jetstream import specs
 from aviso_workers.jetstream.fields import DAY
 from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.verdicts import Ack, Nak, Settlement
 
 __all__ = ["ADVISORIES", "STREAM", "SUBJECT", "Sweep", "advisories_spec"]
 
@@ -37,7 +38,6 @@ ADVISORIES = f"{SUBJECT}.>"
 """Always the whole of them: a filter that depends on the agents of one worker would hide those of another."""
 KEPT_DAYS = 7
 AGAIN_SECONDS = 10.0
-REASON = "max_deliveries"
 
 
 class _Advisory(Struct, frozen=True):
@@ -48,91 +48,59 @@ class _Advisory(Struct, frozen=True):
 
 
 class Sweep:
-    """A call form (see `pulling.Form`) of no author's: its notifications are advisories."""
+    """Handles advisories: stores the dead letters of what the server has given up."""
 
     def __init__(
         self,
         backend: Backend,
         *,
-        line: Line,
         app: str,
         event_types: Mapping[str, str],
-        dead_letters: DeadLetters,
+        dead_letters: DeadLetterStore,
         events: Events,
     ) -> None:
         self._backend = backend
-        self._line = line
         self._prefix = durable_name(app, "")
         self._event_types = event_types
         """By agent, as far as this worker knows them."""
         self._dead_letters = dead_letters
         self._events = events
 
-    async def work(self) -> None:
-        while (delivery := await self._line.take()) is not None:
-            try:
-                await self._sweep(read_json(delivery.message.data, _Advisory))
-            except BackendError:
-                delivery.nak(delay_seconds=AGAIN_SECONDS)
-            except UndecodableError as error:
-                delivery.term("no advisory")
-                self._events.emit(Unreadable(stream=STREAM, sequence=delivery.message.sequence, error=error))
-            else:
-                delivery.ack()
-            self._line.done(delivery)
+    async def handle(self, delivery: Delivery) -> Settlement:
+        """Return how the advisory is settled. Raises `UndecodableError`."""
+        advisory = read_json(delivery.message.data, _Advisory)
+        try:
+            exceeded = await self._find(advisory)
+        except BackendError:
+            return Nak(AGAIN_SECONDS)
+        stored = exceeded is None or await acknowledging.dead_letter_exceeded(
+            exceeded, self._dead_letters, clock=self._backend.clock, events=self._events
+        )
+        return Ack() if stored else Nak(AGAIN_SECONDS)
 
-    async def _sweep(self, advisory: _Advisory) -> None:
+    async def _find(self, advisory: _Advisory) -> Exceeded | None:
+        """Return the notification that an advisory is about; None where it is another app's, or gone."""
         if not advisory.consumer.startswith(self._prefix):
-            return  # another app's
+            return None
         stream, agent = advisory.stream, advisory.consumer.removeprefix(self._prefix)
         if not (specs.is_name(stream) and NAME.fullmatch(agent)):  # both become part of subjects
             raise UndecodableError(f"no consumer {advisory.consumer!r} of a stream {stream!r}")
         try:
             message = await message_at(self._backend, stream, advisory.stream_seq)
         except NotFoundError:
-            return  # the stream itself is gone, and the notification with it
+            return None  # the stream itself is gone, and the notification with it
         if message is None or is_marker(message):
-            return  # replaced or deleted meanwhile, or never a notification
+            return None  # replaced or deleted meanwhile, or never a notification
         if stream == RETRIES:
             with suppress(UndecodableError):  # it becomes a dead letter without its first part
                 message = await parts.whole(self._backend, RETRIES, message)
             message, stream = unwrap(message)
-        deliveries = advisory.deliveries
-        try:
-            await self._dead_letters.bury(
-                message, agent=agent, stream=stream, reason=REASON, attempts=deliveries, error=None
-            )
-        except BackendError as error:
-            self._state(
-                agent, message, stream, "retried", reason="dead_letter_failed", deliveries=deliveries, error=error
-            )
-            raise
-        self._state(agent, message, stream, "dead_lettered", reason=REASON, deliveries=deliveries, error=None)
-
-    def _state(
-        self,
-        agent: str,
-        message: Message,
-        stream: str,
-        outcome: Literal["retried", "dead_lettered"],
-        *,
-        reason: str,
-        deliveries: int,
-        error: Exception | None,
-    ) -> None:
-        self._events.emit(
-            Settled(
-                agent=agent,
-                event_type=self._event_types.get(agent, stream),
-                sequence=message.sequence,
-                outcome=outcome,
-                reason=reason,
-                seconds=0.0,
-                waited_seconds=0.0,
-                stored_to_settled_seconds=(self._backend.clock.time_ns() - message.timestamp_ns) / 1e9,
-                num_delivered=deliveries,
-                error=error,
-            )
+        return Exceeded(
+            agent=agent,
+            event_type=self._event_types.get(agent, stream),
+            stream=stream,
+            message=message,
+            deliveries=advisory.deliveries,
         )
 
 

@@ -24,13 +24,13 @@ import anyio
 import msgspec
 from msgspec import Meta, Struct, structs
 
-from aviso_workers import clocks, verdicts, windows
+from aviso_workers import clocks, windows
 from aviso_workers.agents import Agent
 from aviso_workers.backends import Backend, ConsumerInfo
 from aviso_workers.codec import UNREADABLE_JSON, Message, read_json
 from aviso_workers.engine import calling, counted
 from aviso_workers.engine.counted import PROGRESS, Counted
-from aviso_workers.engine.dead_lettering import RETRIED, DeadLetters
+from aviso_workers.engine.dead_lettering import RETRIED
 from aviso_workers.engine.handling import Kit, OneByOne
 from aviso_workers.engine.scheduling import Lease, drained
 from aviso_workers.engine.tabling import CachedBucket, SteadyBucket
@@ -69,7 +69,6 @@ class AsWindows:
         backend: Backend,
         app: str,
         stream: str,
-        dead_letters: DeadLetters,
         events: Events,
         patience_seconds: float,
     ) -> None:
@@ -80,7 +79,6 @@ class AsWindows:
         self._app = app
         self._stream = stream
         self._durable = agent.durable_name(app)
-        self._dead_letters = dead_letters
         self._events = events
         self._states = _States(agent, on_unreadable=self._tell_unreadable)
         bucket = SteadyBucket(backend, bucket_of(app, agent.name), patience_seconds=patience_seconds)
@@ -107,7 +105,7 @@ class AsWindows:
         async with in_time, anyio.create_task_group() as keeping:
             keeping.start_soon(self._bucket.keep)
             while await self._lease.take(stop):
-                async with self._lease.term():
+                async with self._lease.renewed():
                     await self._keep_closing(stop)
             keeping.cancel_scope.cancel()
 
@@ -262,9 +260,7 @@ class AsWindows:
         kit.outputs.origin().begin_with(f"{window.start:%Y%m%dT%H%M%SZ}", of=f"{window.end.isoformat()} {window.key}")
         began = kit.clock.monotonic()
         failure = await calling.attempt(kit.step, window)
-        verdict = self._verdict(place, failure)
-        if failure is not None and isinstance(verdict, DeadLetter):
-            verdict = await self._store(window, start, verdict, failure)
+        verdict = await self._judge(window, start, failure) if failure is not None else None
         again = self._again_in_seconds(place, verdict)
         if again is None:
             await self._update(window.key, lambda state: windows.without(state, start))
@@ -283,41 +279,25 @@ class AsWindows:
             )
         )
 
-    def _verdict(self, place: tuple[str, int], failure: Failure | None) -> Verdict | None:
-        """What becomes of a window for which the function was run; None where it is done."""
-        if failure is None:
-            return None
-        classified = verdicts.classify(failure, self._agent.classifiers)
-        if isinstance(classified, Ack):
-            return None
-        return verdicts.decide(classified, failures=self._failures.get(place, 0), retry=self._agent.policy.retry)
-
-    async def _store(self, window: Window[Any], start: int, verdict: DeadLetter, failure: Failure) -> Verdict:
-        """Store the dead letter of a window. Where that fails, the function is run again."""
-        failures, end = self._failures.get((window.key, start), 0), window.end.timestamp()
+    async def _judge(self, window: Window[Any], start: int, failure: Failure) -> Ack | Verdict:
+        """What becomes of a window for which the function has failed; its dead letter is stored."""
+        end = int(window.end.timestamp())
         bucket, spelled = bucket_of(self._app, self._agent.name), _spelled(window.key)
-        kept = KeptWindow(start=start, end=int(end), value=window.value)
+        kept = KeptWindow(start=start, end=end, value=window.value)
         message = Message(
             subject=f"$KV.{bucket}.{spelled}",
             data=msgspec.json.encode(kept),
-            timestamp_ns=max(0, int(end)) * 1_000_000_000,
+            timestamp_ns=max(0, end) * 1_000_000_000,
         )
-        try:
-            await self._dead_letters.bury(
-                message,
-                agent=self._agent.name,
-                stream=f"KV_{bucket}",
-                reason=verdict.reason,
-                attempts=failures + 1,
-                error=failure.error,
-                part=f"{spelled}@{start}",
-            )
-        except BackendError:
-            delay = self._agent.policy.retry.delay_seconds(failures + 1)
-            return Again(after_seconds=delay, reason="dead_letter_failed")
-        return verdict
+        return await self._kit.settler.judge_window(
+            message,
+            failure,
+            failures=self._failures.get((window.key, start), 0),
+            stream=f"KV_{bucket}",
+            part=f"{spelled}@{start}",
+        )
 
-    def _again_in_seconds(self, place: tuple[str, int], verdict: Verdict | None) -> float | None:
+    def _again_in_seconds(self, place: tuple[str, int], verdict: Ack | Verdict | None) -> float | None:
         """After how long the function is to be run again for a window; None where it is not."""
         if not isinstance(verdict, Again):
             return None

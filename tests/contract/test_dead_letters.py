@@ -14,7 +14,7 @@ from aviso_workers import App, Backoff, Notification, Reject
 from aviso_workers.backends import Message, Outgoing, PubAck
 from aviso_workers.config import Config
 from aviso_workers.config.settings import DeadLetters
-from aviso_workers.engine import settling
+from aviso_workers.engine import acknowledging
 from aviso_workers.engine.dead_lettering import STREAM
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.specs import ConsumerSpec
@@ -454,7 +454,7 @@ async def test_a_letter_of_an_agent_that_nobody_runs_stays(app: App, testing: Te
 async def test_when_the_dead_letters_are_full_what_fails_waits_and_says_so(
     app: App, config: Config, testing: Testing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settling, "REFUSED", Backoff(first=0.2, factor=1, jitter=0))
+    monkeypatch.setattr(acknowledging, "REFUSED", Backoff(first=0.2, factor=1, jitter=0))
     full = msgspec.structs.replace(config.workers, dead_letters=DeadLetters(max_bytes=Size(1500)))
     app.configure(msgspec.structs.replace(config, workers=full))
 
@@ -487,7 +487,7 @@ async def test_originals_wait_for_as_long_as_their_dead_letters_are_refused(
     testing: Testing,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(settling, "REFUSED", Backoff(first=0.05, factor=1, jitter=0))
+    monkeypatch.setattr(acknowledging, "REFUSED", Backoff(first=0.05, factor=1, jitter=0))
     full = msgspec.structs.replace(config.workers, dead_letters=DeadLetters(max_bytes=Size(500)))
     app.configure(msgspec.structs.replace(config, workers=full))
 

@@ -14,7 +14,7 @@ import pytest
 from aviso_workers import Ack, App, Backoff, Notification, Notify, Reject, Retry, Window, Windowing, windows
 from aviso_workers.clocks import LoopClock
 from aviso_workers.engine import windowing
-from aviso_workers.engine.dead_lettering import DeadLetters
+from aviso_workers.engine.dead_lettering import DeadLetterStore
 from aviso_workers.engine.windowing import AsWindows
 from aviso_workers.errors import LateError, RefusedError, UndecodableError
 from aviso_workers.events import Event, Published, Unreadable, WindowDone
@@ -411,14 +411,14 @@ async def test_a_window_whose_dead_letter_is_not_stored_is_run_again(
     app: App, url: str | None, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusals = [RefusedError("full")] * 2
-    bury = DeadLetters.bury
+    dead_letter = DeadLetterStore.dead_letter
 
     async def refuse(*given: Any, **stated: Any) -> None:
         if refusals:
             raise refusals.pop()
-        await bury(*given, **stated)
+        await dead_letter(*given, **stated)
 
-    monkeypatch.setattr(DeadLetters, "bury", refuse)
+    monkeypatch.setattr(DeadLetterStore, "dead_letter", refuse)
     agent = declare(hourly(), retry=Backoff(first=0.05, factor=1, attempts=1, jitter=0))
     async with harness(app, server=url) as t:
         t.fail(agent, ConnectionError("no database"), times=3)

@@ -12,14 +12,15 @@ import pytest
 from aviso_workers import Notification, Router, config
 from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.engine.dead_lettering import DeadLetters
+from aviso_workers.engine import acknowledging
+from aviso_workers.engine.acknowledging import Settler
+from aviso_workers.engine.dead_lettering import DeadLetterStore
 from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.isolation import ALONE_SECONDS, Isolation
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
-from aviso_workers.engine.settling import Settler
 from aviso_workers.engine.shielding import Shield
 from aviso_workers.events import Settled
 from aviso_workers.verdicts import Failure
@@ -93,7 +94,7 @@ class Worker:
             line=self.line,
             repeats=Repeats(backend, stream="MARS", consumer="index"),
             failures=self.failures,
-            dead_letters=DeadLetters(backend, app="tests", config=settings, provisioner=provisioner),
+            dead_letters=DeadLetterStore(backend, app="tests", config=settings, provisioner=provisioner),
             shield=shield,
             clock=clock,
             events=facts.events,
@@ -185,7 +186,7 @@ async def test_one_that_was_given_back_while_another_ran_alone_does_not_keep_oth
         assert await here.line.take() is first
         here.line.put(second)
         await anyio.wait_all_tasks_blocked()
-        here.line.give_back()
+        acknowledging.give_back(here.line.withdraw())
         here.line.put(third)
         here.line.done(first)
         assert await here.line.take() is third
@@ -250,7 +251,7 @@ async def test_what_was_given_back_while_it_was_looked_up_is_not_settled_as_well
         here.line.put(delivery)
         await anyio.sleep(SLOW_SECONDS / 2)
         here.line.close()
-        here.line.give_back()
+        acknowledging.give_back(here.line.withdraw())
     assert delivery.settled == ["nak"]
     assert facts.of(Settled) == []
     assert await began(here, backend, facts, delivery) == "alone"
@@ -270,7 +271,7 @@ async def test_what_was_given_back_while_it_ran_is_not_settled_as_well(
     here, delivery = worker(), Delivered(1, num_delivered=1)
     here.line.put(delivery)
     await here.line.take()
-    here.line.abandon()
+    acknowledging.give_back(here.line.withdraw_all())
     if settle == "passed over":
         await here.settler.pass_over(delivery)
     else:

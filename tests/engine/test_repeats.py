@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from aviso_workers.backends import ConsumerInfo, Message
+from aviso_workers.engine import acknowledging
 from aviso_workers.engine.repeats import MOST_REMEMBERED, Repeats
 from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream import metadata
@@ -72,7 +73,7 @@ async def settled(repeats: Repeats, delivery: Delivery) -> str:
     def handle(delivery: Any) -> None:
         delivery.became = "handled"
 
-    await repeats.settle(handle=handle)
+    await acknowledging.settle_again(repeats, handle=handle)
     return delivery.became
 
 

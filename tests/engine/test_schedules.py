@@ -20,7 +20,7 @@ from msgspec import Struct, structs
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Reject, Stream
 from aviso_workers.backends.in_memory.consuming import InMemoryDelivery
 from aviso_workers.config import Config
-from aviso_workers.engine.settling import REFUSED
+from aviso_workers.engine.acknowledging import REFUSED
 from aviso_workers.events import Settled
 from aviso_workers.schema import StoragePolicy
 from aviso_workers.testing import Harness, harness

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from aviso_workers.backends import Backend, ConsumerInfo, Message
 from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.engine import acknowledging
 from aviso_workers.engine.consumer_records import ConsumerRecorder
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.shared_filters import GONE_SECONDS, LOOK_AGAIN_SECONDS, LOOK_SECONDS, SharedFilter
@@ -191,7 +192,9 @@ class TestWhatNoVersionIsKnownToWant:
 
     def leave(self, filters: SharedFilter, sequence: int) -> str:
         delivery = Delivered("mars.rd", sequence=sequence)
-        assert not filters.takes(delivery)
+        settlement = filters.leaves(delivery)
+        assert settlement is not None
+        acknowledging.settle(delivery, settlement)
         return delivery.settled
 
     async def test_is_given_back_before_that_look(

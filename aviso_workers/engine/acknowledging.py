@@ -1,29 +1,43 @@
-"""The end of every delivery: judged, settled, stated. The only place that acks, gives back and dead-letters."""
+"""The end of every delivery: nothing else of the engine acks, naks, terminates or stores dead letters.
+
+`Settler` ends the deliveries of an agent: it has a failure judged (`verdicts.decide`), stores the dead letter before
+the original is terminated, counts the failure before it is given back, and states what became of it. It judges windows
+as well. `dead_letter_exceeded` does the same for what the server has given up.
+
+Whoever knows without a handler what is to become of a delivery says so by a `Settlement` and has `settle` carry it out:
+`max_deliveries`, `delayed`, `shared_filters` for what another version wants, `repeats` for what was settled before.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from aviso_workers import verdicts
 from aviso_workers.agents import Agent
 from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock, Timer
+from aviso_workers.codec import Message
 from aviso_workers.engine import parts
-from aviso_workers.engine.dead_lettering import DeadLetters
+from aviso_workers.engine.dead_lettering import DeadLetterStore
 from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shielding import Shield
 from aviso_workers.errors import BackendError
 from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, Settled, SettledOutcome
-from aviso_workers.verdicts import Ack, Again, Backoff, DeadLetter, Failure
+from aviso_workers.verdicts import Ack, Again, Backoff, DeadLetter, Failure, Nak, Settlement, Term, Verdict
 
-__all__ = ["Settler"]
+__all__ = ["Exceeded", "Settler", "dead_letter_exceeded", "give_back", "settle", "settle_again"]
 
 REFUSED = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
 """How long an agent stores no dead letter after one could not be stored. Their originals wait as long."""
+
+
+EXCEEDED = "max_deliveries"
 
 
 class _End(NamedTuple):
@@ -42,6 +56,76 @@ ACKED = _End("acked")
 TAKEN_OVER = _End("retried", "taken_over")
 
 
+def settle(delivery: Delivery, settlement: Settlement) -> None:
+    """Ack, nak or terminate a delivery that no handler has run for."""
+    match settlement:
+        case Ack():
+            delivery.ack()
+        case Nak(delay_seconds=delay_seconds):
+            delivery.nak(delay_seconds=delay_seconds)
+        case Term(reason=reason):
+            delivery.term(reason)
+
+
+async def settle_again(repeats: Repeats, *, handle: Callable[[Delivery], None]) -> None:
+    """Settle what was settled here before and has come again, or `handle` it where its consumer is another one now."""
+    found, settlement = await repeats.judge()
+    for delivery in found:
+        if settlement is None:
+            handle(delivery)
+        else:
+            settle(delivery, settlement)
+
+
+def give_back(deliveries: Sequence[Delivery]) -> int:
+    """Nak the deliveries of a worker that stops, in this order, and return how many there are."""
+    for delivery in deliveries:
+        delivery.nak()
+    return len(deliveries)
+
+
+class Exceeded(Struct, frozen=True, kw_only=True):
+    """A notification that the server has given up, because it was delivered as often as its consumer allows."""
+
+    agent: str
+    event_type: str
+    """The name of its stream, where this worker does not know the agent."""
+    stream: str
+    message: Message
+    deliveries: int
+
+
+async def dead_letter_exceeded(exceeded: Exceeded, store: DeadLetterStore, *, clock: Clock, events: Events) -> bool:
+    """Store the dead letter of what the server has given up, and state so; return whether it could be stored."""
+    refused: BackendError | None = None
+    try:
+        await store.dead_letter(
+            exceeded.message,
+            agent=exceeded.agent,
+            stream=exceeded.stream,
+            reason=EXCEEDED,
+            attempts=exceeded.deliveries,
+            error=None,
+        )
+    except BackendError as error:
+        refused = error
+    events.emit(
+        Settled(
+            agent=exceeded.agent,
+            event_type=exceeded.event_type,
+            sequence=exceeded.message.sequence,
+            outcome="retried" if refused else "dead_lettered",
+            reason="dead_letter_failed" if refused else EXCEEDED,
+            seconds=0.0,
+            waited_seconds=0.0,
+            stored_to_settled_seconds=(clock.time_ns() - exceeded.message.timestamp_ns) / 1e9,
+            num_delivered=exceeded.deliveries,
+            error=refused,
+        )
+    )
+    return refused is None
+
+
 class Settler:
     """Settles the deliveries of one agent."""
 
@@ -53,7 +137,7 @@ class Settler:
         line: Line,
         repeats: Repeats,
         failures: Failures,
-        dead_letters: DeadLetters,
+        dead_letters: DeadLetterStore,
         shield: Shield,
         clock: Clock,
         events: Events,
@@ -64,6 +148,7 @@ class Settler:
         self._repeats = repeats
         self._failures = failures
         self._shield = shield
+        self._dead_letters = dead_letters
         self._storing = _Storing(agent.name, dead_letters, stream=stream, clock=clock, events=events)
         self._clock = clock
         self._events = events
@@ -75,6 +160,39 @@ class Settler:
             await self._failures.forget(delivery)
         else:
             self._line.done(delivery)
+
+    def give_up(self, delivery: Delivery) -> None:
+        """Nak a delivery whose message has left the stream: a server delivers no such message again."""
+        delivery.nak()
+        self._line.done(delivery)
+
+    async def judge_window(
+        self, window: Message, failure: Failure, *, failures: int, stream: str, part: str
+    ) -> Ack | Verdict:
+        """Return what becomes of a window for which the function has failed, after `failures` earlier ones.
+
+        The dead letter of a `DeadLetter` is stored, with `window` as the original. Where that fails, it is `Again`.
+        """
+        retry = self._agent.policy.retry
+        classified = verdicts.classify(failure, self._agent.classifiers)
+        if isinstance(classified, Ack):
+            return classified
+        verdict = verdicts.decide(classified, failures=failures, retry=retry)
+        if isinstance(verdict, Again):
+            return verdict
+        try:
+            await self._dead_letters.dead_letter(
+                window,
+                agent=self._agent.name,
+                stream=stream,
+                reason=verdict.reason,
+                attempts=failures + 1,
+                error=failure.error,
+                part=part,
+            )
+        except BackendError:
+            return Again(after_seconds=retry.delay_seconds(failures + 1), reason="dead_letter_failed")
+        return verdict
 
     async def settle(self, delivery: Delivery, failure: Failure | None, *, started: float) -> None:
         """End a delivery whose handling succeeded (None) or failed, and state what became of it.
@@ -169,7 +287,7 @@ class Settler:
 class _Storing:
     """Stores the dead letters of one agent, and waits with all of them after one could not be stored."""
 
-    def __init__(self, agent: str, dead_letters: DeadLetters, *, stream: str, clock: Clock, events: Events) -> None:
+    def __init__(self, agent: str, dead_letters: DeadLetterStore, *, stream: str, clock: Clock, events: Events) -> None:
         self._agent = agent
         self._dead_letters = dead_letters
         self._stream = stream
@@ -189,7 +307,7 @@ class _Storing:
         if self._refusal is not None and now < self._again_at:
             return self._refused(self._refusal, self._again_at - now)
         try:
-            await self._dead_letters.bury(
+            await self._dead_letters.dead_letter(
                 delivery.message,
                 agent=self._agent,
                 stream=self._stream,

@@ -1,0 +1,38 @@
+"""What docs/architecture.md says of the code and import-linter cannot check: who calls what."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import aviso_workers
+
+ENGINE = Path(aviso_workers.__file__).parent / "engine"
+SETTLEMENTS = {"ack", "nak", "term", "dead_letter"}
+
+
+def calls(path: Path) -> Iterator[tuple[str, int, str]]:
+    """The method calls of a module: the function that makes them, their line, and the method's name."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    yield function.name, node.lineno, node.func.attr
+
+
+def test_one_module_of_the_engine_acks_naks_terminates_and_dead_letters() -> None:
+    """A delivery that is made of another one hands its own settlement on."""
+    others = [
+        f"{path.name}:{line} calls {method}"
+        for path in sorted(ENGINE.glob("**/*.py"))
+        if path.name != "acknowledging.py"
+        for function, line, method in calls(path)
+        if method in SETTLEMENTS and function != method
+    ]
+    assert others == []
+
+
+def test_one_module_of_the_engine_decides_what_becomes_of_a_failure() -> None:
+    deciding = {path.name for path in ENGINE.glob("**/*.py") for _, _, method in calls(path) if method == "decide"}
+    assert deciding == {"acknowledging.py"}
