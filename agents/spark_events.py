@@ -48,6 +48,7 @@ from aviso_workers.errors import (
     UnavailableError,
     UnknownEventTypeError,
 )
+from aviso_workers.jetstream import error_codes
 from aviso_workers.spark import job_events, log_directories
 from aviso_workers.spark.duplicate_window import DuplicateWindow
 from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
@@ -69,7 +70,7 @@ RETRY_SECONDS = 1.0
 """The wait after the server did not answer, or had no room."""
 PASSING = (UnavailableError, OutcomeUnknownError, FullError)
 """What a server answers, or does not, until it is back or somebody has made room."""
-OF_ONE_EVENT = (None, 10054, 10077)
+OF_ONE_EVENT = (None, error_codes.MESSAGE_TOO_LARGE, error_codes.STREAM_FULL)
 """JetStream's codes of a refusal that is of one event: it is too large, or its subject has all that it may have. Where
 there is none, the event was refused before it was sent."""
 SLACK_SECONDS = 600.0

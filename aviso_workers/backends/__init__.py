@@ -361,7 +361,7 @@ class Backend(Protocol):
         """Raises `NotFoundError`."""
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:
-        """Raises `RefusedError` with JetStream's code; 10058 where a peer created it differently."""
+        """Raises `RefusedError` with JetStream's code, STREAM_NAME_IN_USE where a peer created it differently."""
 
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
         """Replace a stream's configuration by this whole one."""

@@ -18,7 +18,7 @@ from msgspec import UNSET
 from aviso_workers.backends import Backend, Outgoing, PubAck
 from aviso_workers.codec import MARKER_HEADER, Message, store_time
 from aviso_workers.errors import ConflictError, NotFoundError, RefusedError, UnavailableError
-from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream import error_codes, metadata
 from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.key_value import Entry
@@ -31,7 +31,6 @@ MOST_HISTORY = 64
 MARKER_SECONDS = 60
 """For how long it can be read that a key was deleted or forgotten."""
 TIMEOUT_SECONDS = 5.0
-NAME_IN_USE = 10058
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 DELETED = {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}
 TTL = "Nats-TTL"
@@ -65,7 +64,7 @@ async def open_bucket(
         try:
             info = await backend.create_stream(spec)
         except RefusedError as error:
-            if error.code != NAME_IN_USE:
+            if error.code != error_codes.STREAM_NAME_IN_USE:
                 raise
             info = await backend.stream_info(spec.name)  # somebody else was faster, and made it a little different
     if metadata.is_unfinished(info.config):

@@ -21,7 +21,6 @@ from aviso_workers.agents import Agent
 from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock, Timer
 from aviso_workers.codec import Message
-from aviso_workers.engine import parts
 from aviso_workers.engine.dead_lettering import DeadLetterStore
 from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.ordering import Line
@@ -29,6 +28,7 @@ from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shielding import Shield
 from aviso_workers.errors import BackendError
 from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, Settled, SettledOutcome
+from aviso_workers.jetstream import error_codes
 from aviso_workers.verdicts import Ack, Again, Backoff, DeadLetter, Failure, Nak, Settlement, Term, Verdict
 
 __all__ = ["Exceeded", "Settler", "dead_letter_exceeded", "give_back", "settle", "settle_again"]
@@ -322,7 +322,7 @@ class _Storing:
 
     def _refuse(self, refusal: BackendError) -> DeadLettersRefused:
         now = self._clock.monotonic()
-        if refusal.code == parts.TOO_LARGE:
+        if refusal.code == error_codes.MESSAGE_TOO_LARGE:
             delay = REFUSED.max  # this one will not be stored soon, and others can be
         elif now < self._again_at:
             return self._refused(refusal, self._again_at - now)  # under way when the first was refused

@@ -22,6 +22,7 @@ from aviso_workers.engine import parts
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.replaying import message_at
 from aviso_workers.errors import RefusedError, UnavailableError, UndecodableError, describe
+from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.fields import DAY, SECOND
 from aviso_workers.jetstream.specs import StreamSpec
 
@@ -47,8 +48,6 @@ RETRIES_ONCE_SECONDS = 3600
 """A retry that is broken off and repeated within this time is stored once."""
 RETRIED = "Aviso-Retried"
 """The header of what is tried again: which letter it was."""
-FULL = 10077
-"""JetStream: the stream refuses, because it has reached one of its limits."""
 TIMEOUT_SECONDS = 10.0
 LONGEST_ERROR = 2000
 """Characters of an error's text that are kept."""
@@ -162,11 +161,11 @@ class DeadLetterStore:
             self._provisioner.forget(STREAM)  # it may have been deleted
             raise
         except RefusedError as error:
-            if error.code != FULL:
+            if error.code != error_codes.STREAM_FULL:
                 raise
             raise RefusedError(
                 f"stream {STREAM} is full: retry or drop dead letters, or raise workers.dead_letters.max_bytes",
-                code=FULL,
+                code=error_codes.STREAM_FULL,
             ) from error
 
 

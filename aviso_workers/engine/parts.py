@@ -19,8 +19,9 @@ from aviso_workers.backends import Backend, PubAck
 from aviso_workers.codec import Message, read_number
 from aviso_workers.engine.replaying import message_at
 from aviso_workers.errors import RefusedError, UndecodableError
+from aviso_workers.jetstream import error_codes
 
-__all__ = ["HEADERS", "TOO_LARGE", "first_part_of", "fits", "is_first_part", "joined", "store", "whole"]
+__all__ = ["HEADERS", "first_part_of", "fits", "is_first_part", "joined", "store", "whole"]
 
 FIRST_PART = "Aviso-First-Part"
 """The header of a rest: the sequence of its first part."""
@@ -31,9 +32,7 @@ HEADERS = (FIRST_PART, IS_FIRST_PART, HEADER_BYTES)
 OURS = "Aviso-"
 LINE_END = b"\r\n"
 MOST_HEADER_BYTES = 65_535
-"""JetStream stores no message with more (10097)."""
-TOO_LARGE = 10054
-"""JetStream: the message is larger than it may be."""
+"""JetStream stores no message with more."""
 SUBJECT_END = ".part"
 ADDED_BYTES = 1024
 """What publishing adds to the headers, and the headers' own frame."""
@@ -45,7 +44,7 @@ Publish = Callable[[Message, str], Awaitable[PubAck]]
 async def store(message: Message, message_id: str, publish: Publish, *, max_payload: int) -> None:
     """Store it, in two parts where it is larger than `max_payload` bytes.
 
-    Raises as `publish` does, and `RefusedError` with the code `TOO_LARGE` where its headers leave no room for a part.
+    Raises as `publish` does, and `RefusedError` with `MESSAGE_TOO_LARGE` where its headers leave no room for a part.
     """
     if fits(message, max_payload=max_payload):
         await publish(message, message_id)
@@ -54,7 +53,9 @@ async def store(message: Message, message_id: str, publish: Publish, *, max_payl
         message = _with_headers_in_body(message)
     half = len(message.data) // 2
     if _header_size(message) + len(message.data) - half > max_payload:
-        raise RefusedError(f"{message.subject}: it does not fit into two messages of {max_payload}", code=TOO_LARGE)
+        raise RefusedError(
+            f"{message.subject}: it does not fit into two messages of {max_payload}", code=error_codes.MESSAGE_TOO_LARGE
+        )
     first = await publish(
         structs.replace(
             message,

@@ -15,13 +15,12 @@ from msgspec import UNSET, structs
 from aviso_workers.backends import Backend, ConsumerInfo, StreamInfo
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.events import ConsumerDiffers, Events, StreamProvisioned
-from aviso_workers.jetstream import plans
+from aviso_workers.jetstream import error_codes, plans
 from aviso_workers.jetstream.plans import Difference, Plan, Stored
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 
 __all__ = ["Provisioner"]
 
-NAME_IN_USE = 10058
 """JetStream: a stream of this name exists with another configuration."""
 
 
@@ -171,7 +170,7 @@ class Provisioner:
         try:
             await self.carry_out(plan)
         except RefusedError as error:
-            if error.code != NAME_IN_USE:
+            if error.code != error_codes.STREAM_NAME_IN_USE:
                 raise
         return await self.plan(plan.wanted)
 

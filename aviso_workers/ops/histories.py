@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackendError, NotFoundError
-from aviso_workers.ops.inspecting import NO_MESSAGE
+from aviso_workers.jetstream import error_codes
 
 __all__ = ["Comparison", "compare", "next_sequence"]
 
@@ -198,7 +198,7 @@ async def _message(server: Administration, stream: str, request: Mapping[str, An
     try:
         answer = await server.api(f"STREAM.MSG.GET.{stream}", request, prefix=api)
     except NotFoundError as error:
-        if error.code != NO_MESSAGE:
+        if error.code != error_codes.NO_MESSAGE:
             raise
         return None
     return msgspec.convert(answer["message"], Found)

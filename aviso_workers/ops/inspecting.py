@@ -15,6 +15,7 @@ from msgspec import Struct, json
 
 from aviso_workers.app import App
 from aviso_workers.errors import NotFoundError, RefusedError
+from aviso_workers.jetstream import error_codes
 
 __all__ = [
     "Gaps",
@@ -34,7 +35,6 @@ __all__ = [
 
 DETAILS_SECONDS = 60.0
 """A stream may have millions of gaps, and a server lists each."""
-NO_MESSAGE = 10037
 
 
 class Gaps(Struct, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ async def direct_message(
     answer = await administration.request(*asked)
     headers = dict(answer.headers)
     if "Nats-Sequence" not in headers:
-        raise NotFoundError(f"{stream}: {headers.get('Description', 'no such message')}", code=NO_MESSAGE)
+        raise NotFoundError(f"{stream}: {headers.get('Description', 'no such message')}", code=error_codes.NO_MESSAGE)
     headers.pop("Nats-Stream")
     return StoredMessage(
         stream=stream,

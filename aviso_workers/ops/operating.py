@@ -15,6 +15,7 @@ from msgspec import Struct
 from aviso_workers.app import App
 from aviso_workers.engine import consumer_records
 from aviso_workers.errors import BackendError, DeclarationError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream import error_codes
 from aviso_workers.ops import inspecting, observing
 
 __all__ = [
@@ -31,8 +32,6 @@ __all__ = [
     "unpin",
 ]
 
-NO_OTHER_SERVER = 10075
-"""JetStream: peer remap failed."""
 ELECTION_SECONDS = 10.0
 ANSWER_SECONDS = 0.5
 LOOK_AGAIN_SECONDS = 0.05
@@ -156,7 +155,7 @@ async def remove_peer(app: App, stream: str, peer: str) -> None:
     try:
         await app.session.backend.administration().api(f"STREAM.PEER.REMOVE.{stream}", {"peer": peer})
     except BackendError as error:
-        if error.code != NO_OTHER_SERVER:
+        if error.code != error_codes.NO_OTHER_PEER:
             raise
         raise RefusedError(
             f"{peer} keeps its copy of {stream}, because no other server may hold one ({error}). To have it made anew "

@@ -18,7 +18,7 @@ from aviso_workers.backends.in_memory.stream import Stream, complete, header_siz
 from aviso_workers.clocks import Clock
 from aviso_workers.codec import Message
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
-from aviso_workers.jetstream import specs
+from aviso_workers.jetstream import error_codes, specs
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.subjects import overlap
 from aviso_workers.topics import LONGEST_SUBJECT
@@ -47,7 +47,7 @@ class Account:
         """The stream as it is now. Raises `NotFoundError`."""
         stream = self._streams.get(name)
         if stream is None:
-            raise NotFoundError(f"stream {name}: not found", code=10059)
+            raise NotFoundError(f"stream {name}: not found", code=error_codes.STREAM_NOT_FOUND)
         stream.expire(self._clock.time_ns())
         return stream
 
@@ -66,7 +66,7 @@ class Account:
         """Raises `NotFoundError`."""
         durable = self.stream(stream).durables.get(name)
         if durable is None:
-            raise NotFoundError(f"consumer {name} of stream {stream}: not found", code=10014)
+            raise NotFoundError(f"consumer {name} of stream {stream}: not found", code=error_codes.CONSUMER_NOT_FOUND)
         return durable
 
     def create(self, spec: StreamSpec) -> Stream:
@@ -81,7 +81,9 @@ class Account:
                 wanted, history=self._settings.max_history_per_topic, created_ns=created_ns
             )
         elif found.config != wanted:
-            raise RefusedError(f"stream {spec.name}: in use with a different configuration", code=10058)
+            raise RefusedError(
+                f"stream {spec.name}: in use with a different configuration", code=error_codes.STREAM_NAME_IN_USE
+            )
         return self.stream(spec.name)
 
     def update(self, config: Mapping[str, Any]) -> Stream:
@@ -89,7 +91,9 @@ class Account:
         wanted = complete(config)
         self._refuse_overlap(wanted)
         if wanted["storage"] != stream.config["storage"]:
-            raise RefusedError(f"stream {config['name']}: its storage cannot be changed", code=10052)
+            raise RefusedError(
+                f"stream {config['name']}: its storage cannot be changed", code=error_codes.INVALID_STREAM_CONFIG
+            )
         stream.configure(wanted)
         return stream
 
@@ -156,21 +160,27 @@ class Account:
         if taker is None:
             raise UnavailableError(f"publish {message.subject}: no stream takes this subject")
         if taker.config["name"] != stream:
-            raise RefusedError(f"publish {message.subject}: it does not belong to stream {stream}", code=10060)
+            raise RefusedError(
+                f"publish {message.subject}: it does not belong to stream {stream}", code=error_codes.WRONG_STREAM
+            )
         headers = message.headers or {}
         if ttl_of(message) is not None and not taker.config.get("allow_msg_ttl"):
             raise RefusedError(
-                f"publish {message.subject}: stream {stream} does not take it, switch on its allow_msg_ttl", code=10166
+                f"publish {message.subject}: stream {stream} does not take it, switch on its allow_msg_ttl",
+                code=error_codes.TTL_OFF,
             )
         schedules.refuse(message, taker)
         if "Nats-Rollup" in headers and not taker.config.get("allow_rollup_hdrs"):
-            raise RefusedError(f"publish {message.subject}: rollup is not permitted", code=10111)
+            raise RefusedError(
+                f"publish {message.subject}: rollup is not permitted", code=error_codes.ROLLUP_NOT_PERMITTED
+            )
         # A server stores these two beside the publisher's headers.
         headers = {**headers, "Nats-Msg-Id": outgoing.message_id, "Nats-Expected-Stream": stream}
         whole = msgspec.structs.replace(message, headers=headers)
         if header_size(whole) > MAX_HEADERS:
             raise RefusedError(
-                f"publish {message.subject}: its headers are larger than {MAX_HEADERS} bytes", code=10097
+                f"publish {message.subject}: its headers are larger than {MAX_HEADERS} bytes",
+                code=error_codes.HEADERS_TOO_LARGE,
             )
         if header_size(whole) + len(whole.data) > MAX_PAYLOAD:
             raise RefusedError(f"publish {message.subject}: headers and body are larger than {MAX_PAYLOAD} bytes")
@@ -209,5 +219,5 @@ class Account:
                 if any(overlap(subject, taken) for taken in other.config["subjects"]):
                     raise RefusedError(
                         f"stream {wanted['name']}: {subject} overlaps with stream {other.config['name']}",
-                        code=10065,
+                        code=error_codes.SUBJECTS_OVERLAP,
                     )

@@ -23,6 +23,7 @@ from aviso_workers.backends.in_memory.stream import Stream
 from aviso_workers.clocks import Clock, Timer
 from aviso_workers.codec import Message
 from aviso_workers.errors import NotFoundError, UnavailableError
+from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
 
 __all__ = ["Dispatcher", "InMemoryConsumer"]
@@ -64,7 +65,7 @@ class InMemoryConsumer:
 
     async def lost(self) -> None:
         await self.gone.wait()
-        raise NotFoundError(f"{self._dispatcher.name}: was deleted", code=10014)
+        raise NotFoundError(f"{self._dispatcher.name}: was deleted", code=error_codes.CONSUMER_NOT_FOUND)
 
     async def settled(self) -> None:
         await self.connection.reach()

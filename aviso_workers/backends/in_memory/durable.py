@@ -19,7 +19,7 @@ from msgspec import Struct
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import RefusedError
-from aviso_workers.jetstream import metadata, plans
+from aviso_workers.jetstream import error_codes, metadata, plans
 from aviso_workers.jetstream.plans import UPDATABLE
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.subjects import pattern
@@ -49,7 +49,7 @@ class Durable:
             raise RefusedError(
                 f"consumer {spec.durable_name}: in memory there are ack_policy explicit and deliver_policy "
                 f"{', '.join(POLICIES)}, found {spec.ack_policy} and {spec.deliver_policy}",
-                code=10012,
+                code=error_codes.CONSUMER_NOT_CREATED,
             )
         self.config: dict[str, Any] = {"name": spec.durable_name}
         self._messages = messages
@@ -175,7 +175,10 @@ class Durable:
         filters: Sequence[str] = {**self.config, **stated}["filter_subjects"]
         # As a server sees it: one lies within another. Two that only cross are taken.
         if any(pattern([wide]).fullmatch(narrow) for wide, narrow in permutations(filters, 2)):
-            raise RefusedError(f"consumer {self.config['name']}: its filters {', '.join(filters)} overlap", code=10138)
+            raise RefusedError(
+                f"consumer {self.config['name']}: its filters {', '.join(filters)} overlap",
+                code=error_codes.FILTERS_OVERLAP,
+            )
         self.config |= {**stated, "filter_subjects": list(filters)}
         self._wanted = pattern(filters)
         self._waiting = OrderedDict.fromkeys(

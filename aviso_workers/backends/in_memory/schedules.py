@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from aviso_workers.backends.in_memory.stream import Stream
 from aviso_workers.codec import Message
 from aviso_workers.errors import RefusedError
+from aviso_workers.jetstream import error_codes
 
 __all__ = ["due_ns", "produced", "refuse"]
 
@@ -30,25 +31,33 @@ def due_ns(message: Message) -> int | None:
     except ValueError:
         time = None
     if not schedule.startswith(AT) or time is None or time.tzinfo is None:
-        raise RefusedError(f"publish {message.subject}: in memory there is no schedule {schedule!r}", code=10189)
+        raise RefusedError(
+            f"publish {message.subject}: in memory there is no schedule {schedule!r}", code=error_codes.INVALID_SCHEDULE
+        )
     return (time - EPOCH) // timedelta(microseconds=1) * 1000
 
 
 def refuse(message: Message, taker: Stream) -> None:
     """Raise `RefusedError` for a schedule that the stream does not take, and for what only a schedule produces."""
     if PRODUCED_BY in _headers(message) and taker.config.get("allow_msg_schedules"):
-        raise RefusedError(f"publish {message.subject}: it says itself that a schedule has produced it", code=10212)
+        raise RefusedError(
+            f"publish {message.subject}: it says itself that a schedule has produced it",
+            code=error_codes.SAYS_IT_WAS_SCHEDULED,
+        )
     if due_ns(message) is None:
         return
     if not taker.config.get("allow_msg_schedules"):
         raise RefusedError(
             f"publish {message.subject}: stream {taker.config['name']} does not take it, "
             "switch on its allow_msg_schedules",
-            code=10188,
+            code=error_codes.SCHEDULES_OFF,
         )
     target = _headers(message).get(TARGET, "")
     if target == message.subject or {"*", ">", ""} & set(target.split(".")) or not taker.takes(target):
-        raise RefusedError(f"publish {message.subject}: its schedule cannot lead to {target!r}", code=10190)
+        raise RefusedError(
+            f"publish {message.subject}: its schedule cannot lead to {target!r}",
+            code=error_codes.INVALID_SCHEDULE_TARGET,
+        )
 
 
 def produced(schedule: Message) -> Message:

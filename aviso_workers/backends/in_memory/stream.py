@@ -22,14 +22,13 @@ from aviso_workers.backends import StreamInfo
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.codec import MARKER_HEADER, Message, store_time
 from aviso_workers.errors import ConflictError, FullError, NotFoundError, RefusedError
+from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, STREAM
 from aviso_workers.subjects import pattern
 
 __all__ = ["Stream", "complete", "header_size", "total_of", "ttl_of"]
 
 DEFAULTS = {name: field.zero for name, field in STREAM.items() if field.zero not in (None, [])}
-INVALID_CONFIGURATION = 10052
-WRONG_LAST_SEQUENCE = 10071
 MESSAGE_OVERHEAD = 16
 TTL = re.compile(r"(?P<number>[0-9]+)(?P<unit>ms|s|m|h|)")
 TTL_UNITS = {"ms": 10**6, "s": 10**9, "": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}
@@ -45,10 +44,12 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
     if whole["retention"] != "limits":
         raise RefusedError(
             f"stream {name}: in memory there is retention limits, found {whole['retention']}",
-            code=INVALID_CONFIGURATION,
+            code=error_codes.INVALID_STREAM_CONFIG,
         )
     if whole["duplicate_window"] > max_age:
-        raise RefusedError(f"stream {name}: duplicate_window is longer than max_age", code=INVALID_CONFIGURATION)
+        raise RefusedError(
+            f"stream {name}: duplicate_window is longer than max_age", code=error_codes.INVALID_STREAM_CONFIG
+        )
     return whole
 
 
@@ -135,7 +136,9 @@ class Stream:
 
     def delete(self, sequence: int) -> None:
         if sequence not in self.messages:
-            raise NotFoundError(f"stream {self.config['name']}: no message {sequence}", code=10057)
+            raise NotFoundError(
+                f"stream {self.config['name']}: no message {sequence}", code=error_codes.MESSAGE_NOT_DELETED
+            )
         self._remove(sequence)
         self._changed()
 
@@ -209,12 +212,17 @@ class Stream:
         newest = self.newest(message.subject)
         found = newest.sequence if newest else 0
         if expected is not None and int(expected) != found:
-            raise ConflictError(f"stream {self.config['name']}: wrong last sequence: {found}", code=WRONG_LAST_SEQUENCE)
+            raise ConflictError(
+                f"stream {self.config['name']}: wrong last sequence: {found}", code=error_codes.WRONG_LAST_SEQUENCE
+            )
 
     def _counted(self, message: Message) -> Message:
         increment = (message.headers or {}).get("Nats-Incr")
         if increment is None:
-            raise RefusedError(f"stream {self.config['name']}: message counter increment is missing", code=10169)
+            raise RefusedError(
+                f"stream {self.config['name']}: message counter increment is missing",
+                code=error_codes.COUNTER_INCREMENT_MISSING,
+            )
         total = total_of(self.newest(message.subject)) + int(increment)
         return msgspec.structs.replace(message, data=msgspec.json.encode({"val": str(total)}))
 
@@ -237,9 +245,13 @@ class Stream:
             too_many = max(0, len(held) + count - self._subject_limit)
             leaving += [self.messages[sequence] for position, sequence in enumerate(held) if position < too_many]
         if len(self.messages) - len(leaving) + len(messages) > self._limit("max_msgs"):
-            raise FullError(f"stream {self.config['name']} is full: maximum messages exceeded", code=10077)
+            raise FullError(
+                f"stream {self.config['name']} is full: maximum messages exceeded", code=error_codes.STREAM_FULL
+            )
         if self._bytes - sum(map(_size, leaving)) + sum(map(_size, messages)) > self._limit("max_bytes"):
-            raise FullError(f"stream {self.config['name']} is full: maximum bytes exceeded", code=10077)
+            raise FullError(
+                f"stream {self.config['name']} is full: maximum bytes exceeded", code=error_codes.STREAM_FULL
+            )
 
     def _add(self, message: Message) -> None:
         self.messages[message.sequence] = message
@@ -284,7 +296,7 @@ def ttl_of(message: Message) -> int | None:
     if (ttl := (message.headers or {}).get("Nats-TTL")) is None:
         return None
     if not (found := TTL.fullmatch(ttl)):
-        raise RefusedError(f"publish {message.subject}: invalid per-message TTL {ttl!r}", code=10165)
+        raise RefusedError(f"publish {message.subject}: invalid per-message TTL {ttl!r}", code=error_codes.INVALID_TTL)
     return int(found["number"]) * TTL_UNITS[found["unit"]]
 
 

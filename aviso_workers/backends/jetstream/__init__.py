@@ -41,18 +41,14 @@ from aviso_workers.backends.jetstream.publishing import Publisher
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
-from aviso_workers.jetstream import metadata, plans, specs
+from aviso_workers.jetstream import error_codes, metadata, plans, specs
 from aviso_workers.jetstream.plans import UPDATABLE
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 
 __all__ = ["JetStreamBackend"]
 
-DELETE_FAILED = 10057
-INVALID_RESET = 10204
-MAX_ACK_PENDING_EXCEEDED = 10121
 LIMIT = re.compile(r"limit of (\d+)")
-"""What the description of the latter says is allowed."""
-NO_MESSAGE = 10037
+"""What the description of MAX_ACK_PENDING_EXCEEDED says is allowed."""
 LEAVE_SECONDS = 2.0
 SILENT_NANOSECONDS = 5_000_000_000
 """A leader hears of the other replicas every second, and takes one that has died for current until much later."""
@@ -146,7 +142,7 @@ class JetStreamBackend:
             request = {"seq": sequence, "no_erase": not overwrite}
             await self._connection.api(f"STREAM.MSG.DELETE.{stream}", request)
         except RefusedError as error:
-            if error.code != DELETE_FAILED:
+            if error.code != error_codes.MESSAGE_NOT_DELETED:
                 raise
             # The server has one code for "no such message" and for what really failed: ask for the message itself.
             await self._connection.api(f"STREAM.MSG.GET.{stream}", {"seq": sequence})
@@ -168,7 +164,7 @@ class JetStreamBackend:
         try:
             answer = await self._connection.api(f"STREAM.MSG.GET.{stream}", which)
         except NotFoundError as error:
-            if error.code != NO_MESSAGE:
+            if error.code != error_codes.NO_MESSAGE:
                 raise
             return None
         return reading.message_of(answer["message"])
@@ -197,7 +193,7 @@ class JetStreamBackend:
         try:
             return _consumer_info(await self._connection.api(subject, request))
         except RefusedError as error:
-            if error.code != MAX_ACK_PENDING_EXCEEDED or not (allowed := LIMIT.search(str(error))):
+            if error.code != error_codes.MAX_ACK_PENDING_EXCEEDED or not (allowed := LIMIT.search(str(error))):
                 raise
         request["config"] = {**config, "max_ack_pending": int(allowed[1])}
         return _consumer_info(await self._connection.api(subject, request))
@@ -228,7 +224,7 @@ class JetStreamBackend:
         try:
             answer = await self._connection.api(f"CONSUMER.RESET.{stream}.{consumer}", {"seq": sequence})
         except RefusedError as error:
-            if error.code != INVALID_RESET:
+            if error.code != error_codes.INVALID_RESET:
                 raise
             # It was made to begin later than that: one that begins there takes its place.
             await self.delete_consumer(stream, consumer)

@@ -1,7 +1,7 @@
 """Streams are created, unless that could erase one.
 
 A nats-server that was started with the wrong encryption key goes on without the streams that it cannot read. It answers
-that they do not exist, until one is to be created in the place of such a stream: it refuses that once, with 10049, and
+that they do not exist, until one is to be created in the place of such a stream: it refuses that once, and
 erases the files of the old one. The second attempt succeeds, with an empty stream.
 
 So the first refusal is the last attempt. It leaves a mark on the server, which everybody asks for before a stream is
@@ -16,14 +16,14 @@ from typing import Any
 
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.errors import BackendError, RefusedError, UnreadableStreamError
+from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.specs import UNREADABLE
 
 __all__ = ["create", "mark"]
 
 MARK_SUBJECT = "aviso_workers.unreadable"
-NOT_CREATED = 10049
 ABOUT_ITS_FILES = "store"
-"""In the description of 10049, which has other reasons as well."""
+"""In the description of STREAM_NOT_CREATED, which has other reasons as well."""
 ASK_SECONDS = 2.0
 CURE = (
     "stop the server, and look at its encryption key, its store_dir and its log: with the right key the streams are "
@@ -41,14 +41,14 @@ async def create(connection: Connection, config: Mapping[str, Any]) -> dict[str,
     try:
         return await connection.api(f"STREAM.CREATE.{name}", config)
     except RefusedError as error:
-        if error.code != NOT_CREATED or ABOUT_ITS_FILES not in str(error):
+        if error.code != error_codes.STREAM_NOT_CREATED or ABOUT_ITS_FILES not in str(error):
             raise
         with suppress(BackendError):
             await mark(connection, name)
         raise UnreadableStreamError(
             f"stream {name} is not created, because the server has files of a stream of that name and cannot use them "
             f"({error}); it erases them when it refuses. Nothing else is created until it is restarted: {CURE}",
-            code=NOT_CREATED,
+            code=error_codes.STREAM_NOT_CREATED,
         ) from error
 
 
@@ -61,7 +61,7 @@ async def _require_no_mark(connection: Connection, name: str) -> None:
         f"stream {name} is not created, because the server cannot read one that it has "
         f"({found['config'].get('description', '')}) and could erase others: {CURE}. Where everything is there, remove "
         f"the mark: aviso-workers streams rm {UNREADABLE}",
-        code=NOT_CREATED,
+        code=error_codes.STREAM_NOT_CREATED,
     )
 
 

@@ -1,7 +1,6 @@
-"""What a server's or nats-py's error means to us: one table, decided by JetStream's `err_code`.
+"""What a server's or nats-py's error means to us, decided by JetStream's `err_code` (`jetstream.error_codes`).
 
-nats-py's classes follow the HTTP-like code, and that says little: a full stream is a 503 that no retry cures, a
-refused update a 500 that is final. Codes as listed in nats-server's errors.json.
+nats-py's classes follow the HTTP-like code, and that says little.
 """
 
 from __future__ import annotations
@@ -22,40 +21,12 @@ from aviso_workers.errors import (
     RefusedError,
     UnavailableError,
 )
+from aviso_workers.jetstream import error_codes
 
 __all__ = ["from_api", "outcome_unknown", "refusal", "translated"]
 
-NOT_FOUND = {
-    10014,  # consumer not found
-    10037,  # no message found
-    10043,  # sequence to delete not found
-    10059,  # stream not found
-}
-CONFLICT = {
-    10071,  # wrong last sequence, and which one it is
-    10164,  # wrong last sequence
-}
-FULL = 10077
 PER_SUBJECT = "per subject"
-"""In the description of 10077: a stream refuses a second message of a subject, which no waiting cures."""
-TRANSIENT = {
-    10004,  # peers are rebuilding
-    10007,  # cluster no longer a member
-    10008,  # JetStream system temporarily unavailable
-    10009,  # no leader
-    10023,  # insufficient resources
-    10028,  # resource limits exceeded
-    10047,  # insufficient storage
-    10118,  # stream offline
-    10119,  # consumer offline
-    10158,  # a publish of this message id is in process
-    10163,  # replication lag
-    10167,  # too many requests
-    10194,  # stream offline, reason given
-    10195,  # consumer offline, reason given
-    10210,  # too many in-flight batches
-    10211,  # too many in-flight batch messages
-}
+"""In the description of STREAM_FULL: a stream refuses a second message of a subject, which no waiting cures."""
 REFUSALS = {
     "authorization violation": "refused the credentials",
     "authorization failed": "refused the credentials",  # nats-py's word for it
@@ -81,13 +52,13 @@ def from_api(what: str, error: Mapping[str, Any]) -> BackendError:
     message = f"{what}: {error.get('description', 'no description')}"
     if code:
         message = f"{message} (JetStream {code})"
-    if code in NOT_FOUND:
+    if code in error_codes.NOT_FOUND:
         return NotFoundError(message, code=code)
-    if code in CONFLICT:
+    if code in error_codes.CONFLICT:
         return ConflictError(message, code=code)
-    if code == FULL and PER_SUBJECT not in message:
+    if code == error_codes.STREAM_FULL and PER_SUBJECT not in message:
         return FullError(message, code=code)
-    if code in TRANSIENT:
+    if code in error_codes.TRANSIENT:
         return UnavailableError(message, code=code)
     return RefusedError(message, code=code)
 

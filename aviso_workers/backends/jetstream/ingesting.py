@@ -28,6 +28,7 @@ from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.publishing import Publisher, encode, encode_all
 from aviso_workers.backends.jetstream.wire import Arrival
 from aviso_workers.errors import BackendError, RefusedError
+from aviso_workers.jetstream import error_codes
 
 __all__ = ["Ingester"]
 
@@ -36,7 +37,6 @@ FEWEST = 10
 FLOW = 500
 """The server says how far it is after so many messages at the latest, and more often at first."""
 START, ADD, COMMIT = 0, 1, 2
-NO_FAST_BATCHES = 10205
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -169,7 +169,7 @@ class Ingester:
             if batch is None or batch.answer:
                 continue
             answer = _decode_answer(data) if data else _Answer()  # without data it is a status: no stream takes it
-            if answer.error.get("err_code") == NO_FAST_BATCHES:
+            if answer.error.get("err_code") == error_codes.FAST_BATCHES_OFF:
                 self._streams.discard(answer.stream)
             if not answer.type:
                 batch.ends(answer)

@@ -19,14 +19,12 @@ from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.wire import Arrival, header_block, status
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
+from aviso_workers.jetstream import error_codes
 from aviso_workers.topics import LONGEST_SUBJECT
 
 __all__ = ["Publisher", "encode", "encode_all"]
 
 
-SWITCHED_OFF: dict[object, str] = {10166: "allow_msg_ttl", 10174: "allow_atomic", 10188: "allow_msg_schedules"}
-"""Stream settings, by the code that a server has for what they would allow."""
-DUPLICATE_IN_BATCH = 10201
 MOST_BYTES_OF_CHARACTER = 4
 
 
@@ -95,7 +93,7 @@ class Publisher:
         [result] = await self.publish([last], timeout_seconds=timeout_seconds)
         if isinstance(result, PubAck):
             return result
-        if result.code == DUPLICATE_IN_BATCH:
+        if result.code == error_codes.DUPLICATE_IN_BATCH:
             return PubAck(stream=last.stream, sequence=0, duplicate=True)
         raise result
 
@@ -207,7 +205,7 @@ def _result(outgoing: Outgoing, headers: bytes, data: bytes) -> PubAck | Backend
         return UnavailableError(f"{_what(outgoing)}: no stream takes this subject, or its leader is being elected")
     answer = _decode_answer(data)
     if answer.error is not None:
-        if setting := SWITCHED_OFF.get(answer.error.get("err_code")):
+        if setting := error_codes.OF_SETTING.get(answer.error.get("err_code")):
             answer.error["description"] = f"stream {outgoing.stream} does not take it, switch on its {setting}"
         return faults.from_api(_what(outgoing), answer.error)
     total = int(answer.val) if answer.val is not None else None

@@ -35,6 +35,7 @@ from aviso_workers.backends.jetstream.pulling import (
 from aviso_workers.backends.jetstream.wire import Arrival, Headers
 from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
+from aviso_workers.jetstream import error_codes
 
 __all__ = ["count", "message_of", "read", "read_chunks"]
 
@@ -53,7 +54,6 @@ CREATE_SECONDS = 1.0
 CREATE_TRIES = 3
 ELECTION_SECONDS = 8.0
 """Longer than the servers take to elect another leader for one that has died."""
-NO_MESSAGE = 10037
 SECOND = 1_000_000_000
 
 
@@ -115,7 +115,7 @@ async def next_sequence(connection: Connection, stream: str, subject: str, *, af
     try:
         answer = await connection.api(f"STREAM.MSG.GET.{stream}", {"seq": after + 1, "next_by_subj": subject})
     except NotFoundError as error:
-        if error.code != NO_MESSAGE:
+        if error.code != error_codes.NO_MESSAGE:
             raise
         return None
     return int(answer["message"]["seq"])

@@ -34,12 +34,12 @@ from aviso_workers.backends import Snapshot
 from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackupError, NotFoundError
+from aviso_workers.jetstream import error_codes
 from aviso_workers.ops import stream_pairs
 from aviso_workers.ops.backups import archive, s2
 from aviso_workers.ops.backups.archive import Entry
 from aviso_workers.ops.backups.s2 import MalformedError
 from aviso_workers.ops.backups.spools import Spool, spool
-from aviso_workers.ops.inspecting import NO_MESSAGE
 
 __all__ = ["arriving", "may_lack", "snapshot", "spooled"]
 
@@ -151,7 +151,7 @@ async def _one_by_one(app: App, stream: str, *, after: int, last: int) -> AsyncG
         try:
             answer = await server.api(f"STREAM.MSG.GET.{stream}", {"seq": after + 1, "next_by_subj": ">"})
         except NotFoundError as error:
-            if error.code != NO_MESSAGE:
+            if error.code != error_codes.NO_MESSAGE:
                 raise
             return
         found = answer["message"]
