@@ -12,10 +12,10 @@ import typer
 from aviso_workers.app import App
 from aviso_workers.cli.administering import streams
 from aviso_workers.cli.finding import ConfigOption, connected
-from aviso_workers.cli.printing import print_json, print_table
+from aviso_workers.cli.printing import end_where_silent, print_json, print_table
 from aviso_workers.errors import DeclarationError
 from aviso_workers.ops import inspecting, stream_policy
-from aviso_workers.ops.inspecting import StoredMessage
+from aviso_workers.ops.inspecting import Listed, StoredMessage
 
 __all__ = ["Consumer", "Stream", "account", "consumers"]
 
@@ -28,16 +28,18 @@ Consumer = Annotated[str, typer.Argument(metavar="CONSUMER", help="Its name.")]
 
 @streams.command()
 def ls(config: ConfigOption = None) -> None:
-    """List all streams of the account, and whether the configuration has them."""
+    """List all streams of the account, and whether the configuration has them; exit 1 where one does not answer."""
 
-    async def run(app: App) -> None:
+    async def run(app: App) -> Listed:
         configured = stream_policy.sections(app.config)
+        listed = await inspecting.streams(app)
         print_table(
             ("stream", "configured", "messages", "bytes", "first", "last", "deleted", "consumers", "leader", "copies"),
-            [_stream_row(stream, configured) for stream in await inspecting.streams(app)],
+            [_stream_row(stream, configured) for stream in listed.found],
         )
+        return listed
 
-    connected(config, run)
+    end_where_silent(connected(config, run).silent)
 
 
 @streams.command()
@@ -84,15 +86,17 @@ def get(
 
 @consumers.command("ls")
 def list_consumers(stream: Stream, config: ConfigOption = None) -> None:
-    """List a stream's consumers, agents' included, and how far they have come."""
+    """List a stream's consumers, agents' included, and how far they have come; exit 1 where one does not answer."""
 
-    async def run(app: App) -> None:
+    async def run(app: App) -> Listed:
+        listed = await inspecting.consumers(app, stream)
         print_table(
             ("consumer", "delivers", "ack", "pending", "unacknowledged", "redelivered", "ack floor", "state"),
-            [_consumer_row(consumer) for consumer in await inspecting.consumers(app, stream)],
+            [_consumer_row(consumer) for consumer in listed.found],
         )
+        return listed
 
-    connected(config, run)
+    end_where_silent(connected(config, run).silent)
 
 
 @consumers.command()

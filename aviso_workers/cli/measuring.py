@@ -18,7 +18,7 @@ from rich.text import Text
 from aviso_workers.app import App
 from aviso_workers.cli.finding import ConfigOption, connected, connected_app, run_connected
 from aviso_workers.cli.mirroring import status as mirrors
-from aviso_workers.cli.printing import print_json, print_table, printable, table, terminal
+from aviso_workers.cli.printing import end_where_silent, print_json, print_table, printable, table, terminal
 from aviso_workers.errors import BackendError
 from aviso_workers.ops import observing, reports
 from aviso_workers.ops.reports import ConsumerRow, Look, ServerRow, StreamRow
@@ -57,6 +57,7 @@ def streams(
     servers: list[ServerRow] = connected(config, lambda app: reports.servers(app, monitor or ()))
     if servers:
         _print(SERVERS, map(_server_row, servers), servers, as_json=as_json)
+    end_where_silent(now.silent)
     if any(row.trouble for row in rows) or any(row.trouble for row in servers):
         raise typer.Exit(1)
 
@@ -65,16 +66,15 @@ def streams(
 def consumers(seconds: Seconds = 2.0, as_json: AsJson = False, config: ConfigOption = None) -> None:
     """Lag of all consumers, its rate and when it is gone; exit 1 where one is stuck."""
     now, before = _looks(config, seconds)
-    _print_consumers(reports.consumers(now, before), as_json=as_json)
+    _print_consumers(reports.consumers(now, before), now, as_json=as_json)
 
 
 @report.command()
 def agents(seconds: Seconds = 2.0, as_json: AsJson = False, config: ConfigOption = None) -> None:
     """As `consumers`, of agents only, of whatever app."""
     now, before = _looks(config, seconds)
-    _print_consumers(
-        [row for row in reports.consumers(now, before) if observing.agent_of(row.consumer)], as_json=as_json
-    )
+    rows = [row for row in reports.consumers(now, before) if observing.agent_of(row.consumer)]
+    _print_consumers(rows, now, as_json=as_json)
 
 
 def top(seconds: Seconds = 2.0, config: ConfigOption = None) -> None:
@@ -126,7 +126,8 @@ class _Screen:
             lags = self._lags[consumer.stream, consumer.consumer]
             lags.append(consumer.lag)
             consumers.append((*_consumer_row(consumer), _sparkline(lags)))
-        return Group(table((*STREAMS, "rate"), streams), table((*CONSUMERS, "lag"), consumers))
+        silent = [Text(printable(f"no server answers for {', '.join(now.silent)}"))] if now.silent else []
+        return Group(table((*STREAMS, "rate"), streams), table((*CONSUMERS, "lag"), consumers), *silent)
 
 
 STREAMS = ("stream", "messages", "bytes", "used", "gaps", "per second", "last", "consumers", "replicas", "trouble")
@@ -144,8 +145,9 @@ def _print(columns: Sequence[str], rows: Iterable[Sequence[str]], documents: Seq
         typer.echo("there are none")
 
 
-def _print_consumers(rows: Sequence[ConsumerRow], *, as_json: bool) -> None:
+def _print_consumers(rows: Sequence[ConsumerRow], now: Look, *, as_json: bool) -> None:
     _print(CONSUMERS, map(_consumer_row, rows), rows, as_json=as_json)
+    end_where_silent(now.silent)
     if any(row.stuck for row in rows):
         raise typer.Exit(1)
 

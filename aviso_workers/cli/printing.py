@@ -19,7 +19,17 @@ from aviso_workers.app import App
 from aviso_workers.events import Skipped
 from aviso_workers.literals import printable, printable_lines
 
-__all__ = ["Columns", "echo", "print_json", "print_table", "printable", "skipped_told", "table", "terminal"]
+__all__ = [
+    "Columns",
+    "echo",
+    "end_where_silent",
+    "print_json",
+    "print_table",
+    "printable",
+    "skipped_told",
+    "table",
+    "terminal",
+]
 
 WIDE = 10_000
 MOST_SKIPPED = 10
@@ -93,3 +103,11 @@ def print_json(document: Any) -> None:
 def echo(text: str, *, err: bool = False) -> None:
     """Print text of which some may be anybody's."""
     typer.echo(printable_lines(text), err=err)
+
+
+def end_where_silent(names: Sequence[str]) -> None:
+    """End the command with exit code 1 and a line for each of these, if there are any: no server answers for them."""
+    for name in names:
+        echo(f"{name}: no server answers for it, so that it is not shown", err=True)
+    if names:
+        raise typer.Exit(1)

@@ -68,10 +68,21 @@ class Use(Struct, frozen=True, kw_only=True):
     limit: int
 
 
-async def streams(app: App) -> list[dict[str, Any]]:
-    """All streams of the account, as JetStream tells of them, by name. Raises `BackendError`."""
-    found = await app.session.backend.administration().pages("STREAM.LIST", "streams")
-    return sorted(found, key=lambda stream: str(stream["config"]["name"]))
+class Listed(Struct, frozen=True, kw_only=True):
+    """What JetStream lists. A cluster leaves out what no server answers for: the only one that has it may be down."""
+
+    found: list[dict[str, Any]]
+    """As JetStream tells of it, by name."""
+    silent: list[str]
+    """The names of those that were left out."""
+
+
+async def streams(app: App) -> Listed:
+    """All streams of the account. Raises `BackendError`."""
+    server = app.session.backend.administration()
+    names = await server.pages("STREAM.NAMES", "streams")
+    found = {stream["config"]["name"]: stream for stream in await server.pages("STREAM.LIST", "streams")}
+    return _listed(names, found)
 
 
 async def stream_info(app: App, stream: str) -> dict[str, Any]:
@@ -150,10 +161,16 @@ async def direct_message(
     )
 
 
-async def consumers(app: App, stream: str) -> list[dict[str, Any]]:
-    """All consumers of a stream, as JetStream tells of them, by name. Raises `NotFoundError`."""
-    found = await app.session.backend.administration().pages(f"CONSUMER.LIST.{stream}", "consumers")
-    return sorted(found, key=lambda consumer: str(consumer["name"]))
+async def consumers(app: App, stream: str) -> Listed:
+    """All consumers of a stream. Raises `NotFoundError`."""
+    server = app.session.backend.administration()
+    names = await server.pages(f"CONSUMER.NAMES.{stream}", "consumers")
+    found = {consumer["name"]: consumer for consumer in await server.pages(f"CONSUMER.LIST.{stream}", "consumers")}
+    return _listed(names, found)
+
+
+def _listed(names: Iterable[str], found: dict[str, dict[str, Any]]) -> Listed:
+    return Listed(found=[found[name] for name in sorted(found)], silent=sorted(set(names) - found.keys()))
 
 
 async def consumer_info(app: App, stream: str, consumer: str) -> dict[str, Any]:

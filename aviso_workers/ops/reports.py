@@ -21,7 +21,7 @@ from aviso_workers.backends import ConsumerInfo
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import NotFoundError, ServerProcessError
 from aviso_workers.jetstream.info import part_used
-from aviso_workers.ops import observing, stuck
+from aviso_workers.ops import inspecting, observing, stuck
 from aviso_workers.ops.doctor import monitoring
 from aviso_workers.ops.doctor.monitoring import Monitored
 
@@ -34,6 +34,8 @@ class Look(Struct, frozen=True, kw_only=True):
     at: float
     """In seconds of a clock that only goes forward."""
     streams: dict[str, dict[str, Any]]
+    silent: list[str]
+    """Streams for which no server answers: neither they nor their consumers are in here."""
     consumers: dict[tuple[str, str], ConsumerInfo]
     """By stream and name."""
     records: Mapping[tuple[str, str], ConsumerRecord] = {}
@@ -108,7 +110,8 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
 async def look(app: App) -> Look:
     """Ask the server. Inside of `async with app:`. Raises `BackendError`."""
     backend = app.session.backend
-    streams = {each["config"]["name"]: each for each in await backend.administration().pages("STREAM.LIST", "streams")}
+    listed = await inspecting.streams(app)
+    streams = {each["config"]["name"]: each for each in listed.found}
     consumers: dict[tuple[str, str], ConsumerInfo] = {}
 
     for name in [name for name, found in streams.items() if found["state"].get("consumer_count")]:
@@ -118,7 +121,7 @@ async def look(app: App) -> Look:
         except NotFoundError:
             streams.pop(name)  # it was deleted meanwhile
     records = await observing.records(app)
-    return Look(at=anyio.current_time(), streams=streams, consumers=consumers, records=records)
+    return Look(at=anyio.current_time(), streams=streams, silent=listed.silent, consumers=consumers, records=records)
 
 
 def streams(now: Look, before: Look) -> list[StreamRow]:

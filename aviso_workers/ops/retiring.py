@@ -14,8 +14,9 @@ from msgspec import Struct
 
 from aviso_workers.app import App
 from aviso_workers.engine import consumer_records, dead_lettering, failing, scheduling, tabling, windowing
-from aviso_workers.errors import NotFoundError, RefusedError
+from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.ops import inspecting, observing
+from aviso_workers.ops.inspecting import Listed
 
 __all__ = ["Retirement", "plan", "retire"]
 
@@ -45,14 +46,15 @@ class Retirement(Struct, frozen=True, kw_only=True):
 async def plan(app: App, owner: str, agent: str = "") -> Retirement:
     """What there is of the app named `owner`, on the server that `app` is connected to.
 
-    Raises `NotFoundError` where there is nothing, `RefusedError` where a worker of it asks for notifications.
+    Raises `NotFoundError` where there is nothing, `RefusedError` where a worker of it asks for notifications,
+    `UnavailableError` where no server answers for something that may be the app's.
     """
-    streams = await inspecting.streams(app)
+    streams = _all(await inspecting.streams(app))
     consumers = [
         consumer
         for stream in streams
         if stream["state"].get("consumer_count")
-        for consumer in await inspecting.consumers(app, stream["config"]["name"])
+        for consumer in _all(await inspecting.consumers(app, stream["config"]["name"]))
         if _is_of(consumer["name"], owner, agent)
     ]
     if at_work := sorted({consumer["name"] for consumer in consumers if consumer.get("num_waiting")}):
@@ -74,6 +76,12 @@ async def plan(app: App, owner: str, agent: str = "") -> Retirement:
     if found.nothing:
         raise NotFoundError(f"there is nothing of {f'agent {agent} of ' if agent else ''}app {owner} on this server")
     return found
+
+
+def _all(listed: Listed) -> list[dict[str, Any]]:
+    if listed.silent:
+        raise UnavailableError(f"no server answers for {', '.join(listed.silent)}: start the server that has it first")
+    return listed.found
 
 
 async def retire(app: App, plan: Retirement) -> None:

@@ -50,7 +50,8 @@ ANSWER_SECONDS = 4.0
 SILENT_SECONDS = 1.0
 """The same for a server that has not answered before."""
 LISTING_SECONDS = 30.0
-"""The same for the consumers of a stream, of which there may be a hundred thousand."""
+"""The same for streams and consumers, of which there may be a hundred thousand. A cluster waits for 4 s for those whose
+server is down before it lists the others; who does not answer a request at all is left sooner."""
 AT_ONCE = 32
 """Questions that are asked side by side."""
 LISTINGS = ("NAMES", "LIST")
@@ -213,7 +214,7 @@ async def _ask_once(app: App, asking: _Asking, after: Sample, server: Server, sc
         found.run_alone = tuple(await asking.ask("records", lambda: observing.run_alone(app, after.streams)) or ())
 
     async def links() -> None:
-        found.links = tuple(await asking.ask("streams", Mirrors(app).links) or ())
+        found.links = tuple(await asking.ask("streams", Mirrors(app).links, within=LISTING_SECONDS) or ())
 
     async def monitored() -> None:
         urls = monitoring.urls(app.config, scope.monitors)
@@ -264,7 +265,9 @@ class _Asking:
 
     async def sample(self) -> Sample:
         listings = await self._all(
-            "streams", [partial(self._api.pages, f"STREAM.{what}", "streams") for what in LISTINGS]
+            "streams",
+            [partial(self._api.pages, f"STREAM.{what}", "streams") for what in LISTINGS],
+            within=LISTING_SECONDS,
         )
         names, listed = (listing or [] for listing in listings)
         self.configurations = {one["config"]["name"]: one["config"] for one in listed}

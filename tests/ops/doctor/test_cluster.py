@@ -20,7 +20,8 @@ from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Replica
 from aviso_workers.server import running
 from aviso_workers.server.running import Node
-from tests.ops.doctor.conftest import Seen, add_stream, examined, gathered, judged, write
+from tests.ops.conftest import Run
+from tests.ops.doctor.conftest import Seen, add_consumer, add_stream, examined, gathered, judged, write
 from tests.waits import PATIENCE_SECONDS
 
 SERVER = """
@@ -56,11 +57,13 @@ def cluster(directory: Path) -> Iterator[Cluster]:
 
 
 async def use_badly(loaded: Config) -> None:
-    """Three copies, two of them, and one server that leads nearly everything."""
+    """Three copies, two of them, one, and one server that leads nearly everything."""
     async with App("using", config=loaded) as app:
         server = app.session.backend.administration()
         await add_stream(server, "MARS", subjects=["mars.>"], num_replicas=3)
         await add_stream(server, "TWO", num_replicas=2)
+        await add_stream(server, "ONE", num_replicas=1, placement={"tags": ["az:2"]})
+        await add_consumer(server, "ONE", "reader")
         for i in range(12):
             await add_stream(server, f"S{i}", num_replicas=3)
             await lead(server, f"S{i}", leader="n-1")
@@ -174,6 +177,33 @@ def test_one_server_that_was_killed(cluster: Cluster, maimed: Seen) -> None:
     assert maimed.found("JS049")["n-1"] == "connected to n-3, in a cluster of 3"
     assert maimed.state("JS042") is State.PASS
     assert maimed.state("JS053") is not State.PASS  # n-2 is not seen
+
+
+def test_streams_of_the_others_are_told_of_beside_one_that_went_down_with_its_server(maimed: Seen) -> None:
+    """A cluster waits for 4 s for what is on that server, and then lists the others."""
+    assert "streams" not in maimed.facts.unknown
+    assert maimed.found("JS017")["ONE"] == "nobody answers for it: it has no leader"
+    leaderless = [where for where, found in maimed.found("JS017").items() if "nobody answers" in found]
+    assert leaderless == ["ONE"]
+
+
+@pytest.mark.parametrize("command", ["streams ls", "report streams", "report consumers"])
+def test_commands_that_list_tell_what_went_down_with_its_server(
+    directory: Path, run: Run, maimed: Seen, command: str
+) -> None:
+    listed = run(*command.split(), "--config", directory / "config.yaml")
+    assert listed.code == 1
+    assert listed.err.splitlines()[0] == "ONE: no server answers for it, so that it is not shown"
+
+
+def test_the_consumers_of_a_stream_that_went_down_with_its_server(directory: Path, run: Run, maimed: Seen) -> None:
+    listed = run("consumers", "ls", "ONE", "--config", directory / "config.yaml")
+    assert (listed.code, listed.err) == (1, "reader: no server answers for it, so that it is not shown\n")
+
+
+def test_an_app_is_not_retired_by_halves(directory: Path, run: Run, maimed: Seen) -> None:
+    refused = run("retire", "fields", "--config", directory / "config.yaml")
+    assert (refused.code, "no server answers for ONE" in refused.err) == (1, True)
 
 
 def test_the_monitoring_port_of_a_server_that_was_killed_is_not_asked_for(maimed: Seen) -> None:
