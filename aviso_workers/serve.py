@@ -79,8 +79,6 @@ async def serve(app: App, *, status_port: int | None = None, member: Member | No
     if member is not None:
         structlog.contextvars.bind_contextvars(process=member.name)
         app.events.listen(member.observe, Settled)
-    for warning in app.warnings():
-        log.warning("config.warning", text=warning)
     readiness = _Readiness(app)
     health = readiness.health
     metrics = Metrics(app, ready=lambda: not health.unready, loop_lag_seconds=health.late_seconds)
@@ -127,6 +125,8 @@ async def _work(
         await watching.start(_obey_signals, connected, stop, readiness, watching.cancel_scope)
         watching.start_soon(readiness.health.keep_turning)
         watching.start_soon(failures.keep_counting)
+        for warning in app.warnings():  # whoever reads the first line of the log may tell the worker to stop
+            log.warning("config.warning", text=warning)
         log.info("worker.started", app=app.name, agents=[agent.name for agent in app.agents], status=status_url)
         try:
             async with app:

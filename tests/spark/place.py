@@ -124,12 +124,15 @@ def run_to_its_end(start: Callable[[], StreamingQuery]) -> StreamingQuery:
     """Start a query that ends by itself, and return it when it has.
 
     Spark gives a Python worker ten seconds to start. On a machine that is too busy for that the query ends before it
-    has begun, and is started again as an operator would.
+    has begun, or waits for that worker without end, and is started again as an operator would.
     """
     for _ in range(5):
         query = start()
         try:
-            assert query.awaitTermination(PATIENCE_SECONDS)
+            if not query.awaitTermination(PATIENCE_SECONDS):
+                query.stop()
+                assert query.lastProgress is None, "it has begun and does not end"
+                continue
         except StreamingQueryException as error:
             if "Python worker failed to connect back" not in str(error):
                 raise

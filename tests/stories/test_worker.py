@@ -349,3 +349,16 @@ class TestAWorkerThatCannotStart:
         assert worker.end() == 1
         (told,) = worker.told
         assert told.startswith(f"aviso-workers: the connection to {nats_server.url} is lost for good: ")
+
+
+def test_a_worker_that_has_said_anything_stops_in_order_when_it_is_told_to(
+    config: Path, start: Callable[..., Command]
+) -> None:
+    config.write_text(
+        config.read_text().replace('"storage_policy": {"allow_duplicates": true}', '"storage_policy": {}')
+    )
+    worker = start("worker", "agents:app", "--config", config)
+
+    worker.until("config.warning")
+
+    assert worker.end(signal.SIGTERM) == 0, worker.log
