@@ -7,8 +7,13 @@ Spark reads it; each of its files is a whole list here, because the step that ad
 after it has merged them. The number of the file is that of the batch: a batch that is there is not written again.
 
 Readers that know no such log look at the directories of the days. So what was merged is removed in the same step, and
-what a run left that was killed in the middle of one is removed when the next begins. A query of Spark that had begun
-with files that were merged since ends with an error. Lists that were followed by others stay for an hour.
+what a run left that was killed in the middle of one is removed when the next has done that step again. A query of
+Spark that had begun with files that were merged since ends with an error. Lists that were followed by others stay for
+an hour.
+
+Two runs at the same time write the same batch, under names of their own. The one that lists it first has done it, and
+the other one removes what it wrote. So a file of a batch that is in no list yet is never removed: the run that wrote it
+may be about to list it.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from uuid import uuid4
 
@@ -26,6 +31,7 @@ from msgspec import Struct, structs
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.types import StructType
 
 from aviso_workers.errors import PipelineError
 from aviso_workers.spark.files import File, Files
@@ -39,11 +45,13 @@ VERSION = "v1"
 """First line of each file in the log."""
 WRITTEN = re.compile(r"date=[^/]+/[^/]+\.parquet")
 """The files of a micro-batch, below the directory where Spark writes them."""
-OURS = re.compile(r"date=[^/]+/\d+-\d+(-[0-9a-f]{8})?\.parquet")
+OURS = re.compile(r"date=[^/]+/(\d+)-\d+(-[0-9a-f]{8})?\.parquet")
 """The files of an archive, below its directory: the number of the batch, of the file in it, and the writing run."""
 DAY = "date_from_unix_date(CAST(unix_seconds(time) DIV 86400 AS INT))"
 """The day in UTC, whatever the session's time zone is."""
 
+ALL_FILES = {"mergeSchema": True, "ignoreCorruptFiles": False, "ignoreMissingFiles": False}
+"""How an archive is read, whatever the session's settings are: none of its rows or fields may be left out unsaid."""
 MANY = 16
 """So many small files of one day are merged."""
 SMALL_BYTES = 32 * 1024 * 1024
@@ -83,6 +91,7 @@ def archive(notifications: DataFrame, to: str, *, every_seconds: float | None = 
     """
     archive = _Archive(Files(notifications.sparkSession, to))
     archive.prepare()
+    archive.check_types(notifications)
     writer = notifications.withColumn("date", F.expr(DAY)).writeStream.foreachBatch(archive.add)
     writer = writer.option("checkpointLocation", f"{archive.root}/{CHECKPOINT}").queryName(f"archive {to}")
     if every_seconds is None:
@@ -100,7 +109,7 @@ def read(spark: SparkSession, path: str) -> DataFrame:
     files = Files(spark, path)
     if not files.exists(""):
         raise PipelineError(f"there is no archive in {path}: `aviso-workers spark archive` makes one")
-    reader = spark.read.option("mergeSchema", True)
+    reader = spark.read.options(**ALL_FILES)
     if moved := _Archive(files).moved():
         return reader.option("basePath", files.root).parquet(*moved)
     return reader.parquet(path)
@@ -116,7 +125,7 @@ class _Archive:
         self.root = files.root
 
     def prepare(self) -> None:
-        """Remove what a run left that was killed. Raise `PipelineError` where no query can go on with what is there."""
+        """Remove what earlier runs left. Raise `PipelineError` where no query can go on with what is there."""
         lists = self._files.list(LOG)
         if any(file.name.isdigit() for file in lists):
             raise PipelineError(f"{self.root} is written by Spark's own file sink: archive to a directory of its own")
@@ -130,10 +139,10 @@ class _Archive:
                 f"{self.root} is an archive whose {LOG} is gone, so nobody knows what belongs to it: "
                 "archive to a new directory"
             )
-        there = self._files.list("")
-        newest, known = self._newest()  # after them: another run may be about to list what it has written
+        newest, _ = self._newest()
         self._check_same_age(newest)
-        self._remove_left(there, known)
+        self._remove_left(file.name for file in self._files.list(""))
+        self._remove_aside()
 
     def _check_same_age(self, newest: int) -> None:
         """Raise `PipelineError` where the log and the checkpoint cannot be of one moment.
@@ -152,6 +161,19 @@ class _Archive:
             raise PipelineError(
                 f"{self.root} is an archive whose {LOG} is older than its {CHECKPOINT}: it ends with batch {newest}, "
                 f"and batch {committed} was archived. Put the newer {LOG} back, or archive to a new directory"
+            )
+
+    def check_types(self, notifications: DataFrame) -> None:
+        """Raise `PipelineError` where a column or field has another type than the archive's newest file has it: no
+        query reads both as one table."""
+        _, known = self._newest()
+        if not known:
+            return
+        spark = notifications.sparkSession
+        newest = spark.read.options(**ALL_FILES).parquet(f"{self.root}/{known[-1].name}")
+        if changed := next(_changed_types(newest.schema, notifications.schema), None):
+            raise PipelineError(
+                f"{self.root} has {changed}, and no query reads both as one table: archive to a new directory"
             )
 
     def _last_batch(self, kind: str) -> int:
@@ -179,14 +201,26 @@ class _Archive:
         rows.write.mode("overwrite").partitionBy("date").parquet(f"{self.root}/{self._staging}")
         added = self._take_in(number)
         kept = [structs.replace(entry, path=self._files.url(entry.name)) for entry in known if entry not in merged]
-        self._files.write(f"{LOG}/{number}.compact", _text([*kept, *added]))
-        for entry in merged:
-            self._files.delete(entry.name)
+        self._list(number, kept, added)
+        days = {entry.day for entry in (*merged, *added)}
+        self._remove_left([f"{day}/{file.name}" for day in days for file in self._files.list(day)])
         self._files.delete(self._staging)
         self._remove_old_lists()
 
+    def _list(self, number: int, kept: list[Entry], added: list[Entry]) -> None:
+        """Write the list of a batch, unless another run has: that has archived the same notifications."""
+        newest, _ = self._newest()
+        if newest >= number:
+            return
+        if not all(self._files.exists(entry.name) for entry in added):
+            raise PipelineError(
+                f"somebody has removed files that this run wrote to {self.root}: let one run at a time write there; "
+                "the next one archives them"
+            )
+        self._files.write_new(f"{LOG}/{number}.compact", _text([*kept, *added]), aside=f"{self._staging}/list")
+
     def _merge(self, merged: list[Entry], batch: DataFrame) -> DataFrame:
-        reader = batch.sparkSession.read.options(mergeSchema=True, basePath=self.root)
+        reader = batch.sparkSession.read.options(basePath=self.root, **ALL_FILES)
         files = reader.parquet(*(f"{self.root}/{entry.name}" for entry in merged))
         partitions = math.ceil(sum(entry.size for entry in merged) / WHOLE_BYTES)
         return files.coalesce(partitions).sortWithinPartitions("date", "sequence")
@@ -201,11 +235,6 @@ class _Archive:
             name = f"{day}/{number}-{index}-{self._run}.parquet"
             self._files.move(f"{self._staging}/{file.name}", name)
             moved.append(Entry(path=self._files.url(name), size=file.size, modification_time=file.modified_ms))
-        if not all(self._files.exists(entry.name) for entry in moved):
-            raise PipelineError(
-                f"another run that began meanwhile has removed what this one wrote to {self.root}: let one at a time "
-                "write there; the next one archives it"
-            )
         return moved
 
     def _lists(self) -> list[tuple[int, File]]:
@@ -223,14 +252,23 @@ class _Archive:
             raise PipelineError(f"{self.root}/{LOG}/{file.name} is of format {version!r}, {VERSION} is known")
         return [msgspec.json.decode(line, type=Entry) for line in lines]
 
-    def _remove_left(self, there: Iterable[File], known: Iterable[Entry]) -> None:
-        """Remove what a killed run moved in and did not list, or merged and did not remove, or left aside."""
+    def _remove_left(self, there: Iterable[str]) -> None:
+        """Remove files whose batch is listed, and which are in no list themselves: a killed run merged them and did not
+        remove them, or another run listed the batch first."""
+        written = list(there)
+        newest, known = self._newest()  # after them: another run may be about to list what it has written
         names = {entry.name for entry in known}
+        for name in written:
+            ours = OURS.fullmatch(name)
+            if ours and int(ours[1]) <= newest and name not in names:
+                self._files.delete(name)
+
+    def _remove_aside(self) -> None:
+        """Remove what killed runs left aside long ago."""
         long_ago = time.time() * 1000 - READERS_MS
-        for file in there:
-            is_aside = file.name.startswith(f"{STAGING}/") and file.modified_ms < long_ago
-            if is_aside or (OURS.fullmatch(file.name) and file.name not in names):
-                self._files.delete(file.name)
+        for file in self._files.list(STAGING):
+            if file.modified_ms < long_ago:
+                self._files.delete(f"{STAGING}/{file.name}")
 
     def _remove_old_lists(self) -> None:
         """Remove what nobody reads any more. The two newest lists stay: Spark tells by them that each is a whole."""
@@ -239,6 +277,16 @@ class _Archive:
         for file, successor in pairwise(lists[:-1]):
             if successor.modified_ms < long_ago:
                 self._files.delete(f"{LOG}/{file.name}")
+
+
+def _changed_types(archived: StructType, given: StructType, above: str = "") -> Iterator[str]:
+    """Yield the columns and fields that both have with different types."""
+    for name in set(archived.names) & set(given.names):
+        before, now = archived[name].dataType, given[name].dataType
+        if isinstance(before, StructType) and isinstance(now, StructType):
+            yield from _changed_types(before, now, f"{above}{name}.")
+        elif before.typeName() != now.typeName():
+            yield f"{above}{name} as {before.typeName()}, which is {now.typeName()} now"
 
 
 def _small(entries: Iterable[Entry]) -> list[Entry]:

@@ -81,6 +81,18 @@ class Files:
         self._write_whole(f"{name}.writing", text)
         self.move(f"{name}.writing", name)
 
+    def write_new(self, name: str, text: str, *, aside: str) -> None:
+        """All of it at once, by way of the file `aside`. A file that is there already stays as it is.
+
+        Raises `PipelineError`.
+        """
+        self._write_whole(aside, text)
+        self._system.mkdirs(self._path(name).getParent())
+        if self.exists(name):  # a rename on this machine would replace it, on HDFS it fails
+            return
+        if not self._system.rename(self._path(aside), self._path(name)) and not self.exists(name):
+            raise PipelineError(f"cannot move {aside} to {name} in {self.root}")
+
     def _write_whole(self, name: str, text: str) -> None:
         stream = self._system.create(self._path(name), True)
         try:

@@ -67,9 +67,9 @@ def crash_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, str], None]:
     def crash_after(owner: type, deed: str) -> None:
         original = getattr(owner, deed)
 
-        def crash(*arguments: Any) -> None:
+        def crash(*arguments: Any, **options: Any) -> None:
             monkeypatch.setattr(owner, deed, original)
-            original(*arguments)
+            original(*arguments, **options)
             raise RuntimeError(f"ended after {deed}")
 
         monkeypatch.setattr(owner, deed, crash)
@@ -118,6 +118,10 @@ class TestArchive:
         """By the numbers of the batch and of the file in it."""
         return sorted(path.name.rpartition("-")[0] for path in Path(self.path(place)).glob("date=*/*.parquet"))
 
+    def batch(self, place: Pipelines, *sequences: int) -> DataFrame:
+        stored = [(sequence, datetime(2026, 11, 20, tzinfo=UTC), date(2026, 11, 20)) for sequence in sequences]
+        return place.spark.createDataFrame(stored, "sequence BIGINT, time TIMESTAMP, date DATE")
+
     def test_notifications_are_kept_by_the_day_in_utc(self, place: Pipelines):
         place.publish(*range(5), payload={"location": "/a"})
 
@@ -153,7 +157,7 @@ class TestArchive:
 
         assert self.archived(place) == [1, 2, 3]
 
-    @pytest.mark.parametrize(("owner", "deed"), [(archiving._Archive, "_take_in"), (Files, "write")])
+    @pytest.mark.parametrize(("owner", "deed"), [(archiving._Archive, "_take_in"), (Files, "write_new")])
     def test_a_crash_before_and_after_a_batch_is_told_of_loses_and_doubles_nothing(
         self, place: Pipelines, crash_after: Callable[..., None], owner: type, deed: str
     ):
@@ -196,7 +200,7 @@ class TestArchive:
         with pytest.raises(Py4JJavaError, match="FileNotFoundException"):
             reader.count()
 
-    @pytest.mark.parametrize(("owner", "deed"), [(archiving._Archive, "_take_in"), (Files, "write")])
+    @pytest.mark.parametrize(("owner", "deed"), [(archiving._Archive, "_take_in"), (Files, "write_new")])
     def test_what_a_run_left_that_was_killed_is_removed_by_the_next(
         self,
         place: Pipelines,
@@ -224,30 +228,53 @@ class TestArchive:
         foreign.unlink()
         assert self.archived(place) == self.listed(place) == [0, 1, 2, 3]
 
+    @pytest.mark.parametrize("name", ["move", "write_new"])
     def test_a_run_that_begins_beside_another_loses_nothing_of_it(
-        self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
+        self, place: Pipelines, monkeypatch: pytest.MonkeyPatch, name: str
     ):
+        """What a run has not listed yet looks like what a run left that was killed."""
         place.publish(0)
         self.archive(place)
         place.publish(1)
-        move = Files.move
+        deed = getattr(Files, name)
 
-        def begin_another(files: Files, source: str, target: str) -> None:
-            move(files, source, target)
-            if target.startswith("date="):
-                archiving._Archive(files).prepare()
+        def begin_another(files: Files, *arguments: str, **options: str) -> None:
+            archiving._Archive(files).prepare()
+            deed(files, *arguments, **options)
+            archiving._Archive(files).prepare()
 
-        monkeypatch.setattr(Files, "move", begin_another)
-        with pytest.raises(PySparkException, match="another run that began meanwhile has removed"):
-            self.archive(place)
-        monkeypatch.setattr(Files, "move", move)
+        monkeypatch.setattr(Files, name, begin_another)
+        self.archive(place)
+        monkeypatch.setattr(Files, name, deed)
         self.archive(place)
 
         assert self.archived(place) == self.listed(place) == [0, 1]
 
+    def test_a_run_that_slept_while_another_archived_its_batch_changes_nothing(
+        self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr(archiving, "MANY", 2)
+        slow, quick = (archiving._Archive(Files(place.spark, self.path(place))) for _ in range(2))
+        slow.add(self.batch(place, 0), 0)
+        slow.add(self.batch(place, 1), 1)
+        take_in = archiving._Archive._take_in
+
+        def sleep_then(run: archiving._Archive, number: int) -> list[archiving.Entry]:
+            taken = take_in(run, number)
+            if run is slow:
+                quick.add(self.batch(place, 2), 2)
+                quick.add(self.batch(place, 3), 3)
+            return taken
+
+        monkeypatch.setattr(archiving._Archive, "_take_in", sleep_then)
+        slow.add(self.batch(place, 2), 2)
+
+        kept = archiving.read(place.spark, self.path(place))
+        assert sorted(row["sequence"] for row in kept.collect()) == [0, 1, 2, 3]
+        assert dataset(self.path(place), format="parquet", partitioning="hive").to_table().num_rows == 4
+
     def test_two_runs_that_add_one_batch_keep_all_of_it(self, place: Pipelines, monkeypatch: pytest.MonkeyPatch):
-        stored = [(number, datetime(2026, 11, 20, tzinfo=UTC), date(2026, 11, 20)) for number in range(9)]
-        batch = place.spark.createDataFrame(stored, "sequence BIGINT, time TIMESTAMP, date DATE")
+        batch = self.batch(place, *range(9))
         first, second = (archiving._Archive(Files(place.spark, self.path(place))) for _ in range(2))
         take_in = archiving._Archive._take_in
 
@@ -332,6 +359,39 @@ class TestArchive:
         done = backfilling.backfill(kept, "copy", dead_letters=f"{place.directory}/bad", config=str(place.config))
         assert done == Backfilled(published=1, present=0, refused=2), "two have no step"
         assert place.steps("copy") == [5]
+
+    def test_a_damaged_file_is_not_merged_and_removed_where_spark_is_told_to_pass_over_it(
+        self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr(archiving, "MANY", 2)
+        for step in range(2):
+            place.publish(step)
+            self.archive(place)
+        damaged, _ = sorted(Path(self.path(place)).glob("date=*/*.parquet"))
+        damaged.write_bytes(damaged.read_bytes()[:100])
+        damaged.with_name(f".{damaged.name}.crc").unlink()
+        place.publish(2)
+        place.spark.conf.set("spark.sql.files.ignoreCorruptFiles", "true")
+        try:
+            with pytest.raises((PySparkException, Py4JJavaError), match=damaged.name):
+                self.archive(place)
+            with pytest.raises((PySparkException, Py4JJavaError), match=damaged.name):
+                archiving.read(place.spark, self.path(place)).collect()
+        finally:
+            place.spark.conf.unset("spark.sql.files.ignoreCorruptFiles")
+        assert damaged.exists()
+
+    def test_a_field_that_has_changed_its_type_is_refused(self, place: Pipelines):
+        place.publish(0)
+        self.archive(place)
+        document = json.loads(place.config.read_text())
+        document["notification_schema"]["mars"]["identifier"]["step"] = {"type": "StringHandler", "required": True}
+        place.config.write_text(json.dumps(document))
+        place.publish(1)
+
+        with pytest.raises(PipelineError, match=r"has identifier\.step as long, which is string now"):
+            self.archive(place)
+        assert self.archived(place) == [0]
 
     @pytest.mark.parametrize(
         ("name", "said"),
