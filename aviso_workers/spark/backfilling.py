@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import pyarrow as pa
@@ -156,12 +157,21 @@ def _matches(reader: NotificationReader, topic: str, identifier: Mapping[str, An
 
 
 def _bury(bad: DataFrame, table: str) -> None:
-    """Add the rows to the table, those that an earlier run has not left there."""
+    """Add the rows to the table, those that an earlier run has not left there.
+
+    They are written to a place of this run's own and moved in: two runs that Spark lets append to one directory have
+    one place aside, which the first that ends removes, with what the other has written.
+    """
+    files, aside = Files(bad.sparkSession, table), f"_{uuid4().hex}"
     # A run that was killed leaves files in directories which Spark does not read.
-    if any(WRITTEN.fullmatch(file.name) for file in Files(bad.sparkSession, table).list("")):
+    if any(WRITTEN.fullmatch(file.name) for file in files.list("")):
         known = bad.sparkSession.read.parquet(table).select("id", "reason")
         bad = bad.join(known, ["id", "reason"], "left_anti")
-    bad.write.mode("append").parquet(table)
+    bad.write.parquet(f"{files.root}/{aside}")
+    for file in files.list(aside):
+        if WRITTEN.fullmatch(file.name):
+            files.move(f"{aside}/{file.name}", file.name)
+    files.delete(aside)
 
 
 def _refusal(bad: DataFrame, count: int, event: str) -> PipelineError:

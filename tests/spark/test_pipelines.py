@@ -492,6 +492,26 @@ class TestBackfill:
         assert out_of_range["topic"] == "mars.od.20261120.0600.2"
         assert not_json["reason"].startswith("the payload is not JSON")
 
+    def test_two_at_a_time_lose_none_of_each_others_dead_letters(
+        self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
+    ):
+        """Spark writes both to one place aside, and what ends first removes that."""
+        table = f"{place.directory}/bad"
+        wrong = [F.col("step").cast("string").alias("id"), F.lit("wrong").alias("reason")]
+        first, second = (place.rows(2, first=number).select(*wrong) for number in (0, 2))
+        moved = Files.move
+
+        def be_overtaken(files: Files, source: str, target: str) -> None:
+            monkeypatch.setattr(Files, "move", moved)
+            backfilling._bury(second, table)
+            moved(files, source, target)
+
+        monkeypatch.setattr(Files, "move", be_overtaken)
+        backfilling._bury(first, table)
+
+        assert sorted(row["id"] for row in place.spark.read.parquet(table).collect()) == ["0", "1", "2", "3"]
+        assert not list(Path(table).glob("_*"))
+
     def test_it_is_done_again_after_it_was_killed_while_it_wrote_dead_letters(self, place: Pipelines):
         place.publish(1, 2)
         step = F.when(F.col("sequence") == 2, F.lit(-1)).otherwise(F.col("identifier.step"))
