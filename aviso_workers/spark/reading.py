@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -403,8 +403,6 @@ async def _count(backend: Backend, stream: str, filters: Sequence[str], start: i
 
 async def _first_since(backend: Backend, stream: str, since: datetime, info: StreamInfo) -> int:
     """The sequence of the first message that was stored at that time or later; the next one, if there is none."""
-    if since >= datetime.now(UTC):
-        return info.last_sequence + 1
     reading = backend.read(stream, filter_subjects=(), start_time=since, last_sequence=info.last_sequence)
     async with aclosing(reading):
         message = await anext(reading, None)

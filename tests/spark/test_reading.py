@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any
 
 import pytest
@@ -133,6 +134,25 @@ class TestTasks:
 
 
 class TestPlanning:
+    def test_times_are_those_of_the_server_where_the_clock_of_the_driver_is_behind(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ):
+        class Behind(datetime):
+            @classmethod
+            def now(cls, tz: tzinfo | None = None) -> Behind:
+                return super().now(tz) - timedelta(hours=1)
+
+        monkeypatch.setattr(reading, "datetime", Behind, raising=False)
+        place.publish_numbered(COUNT)
+        before = datetime.now(UTC) - timedelta(minutes=30)
+
+        (since,) = batch_reader(place, startingTimestamp=before.isoformat()).partitions()
+        until = batch_reader(place, endingTimestamp=before.isoformat()).partitions()
+        after = batch_reader(place, startingTimestamp=(before + timedelta(hours=1)).isoformat()).partitions()
+
+        assert (since.first, since.last) == (1, COUNT)
+        assert until == after == []
+
     def test_a_batch_read_waits_for_a_server_that_is_away(self, place: Place):
         place.publish(1, 2)
         reader = batch_reader(place)
