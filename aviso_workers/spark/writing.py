@@ -10,6 +10,7 @@ the stream discards, since it can only be the same row. With ids of a column eac
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,9 +28,15 @@ from aviso_workers.backends import OutgoingChunk
 from aviso_workers.config import Config, streams
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publishing import Publisher
-from aviso_workers.errors import DuplicateIdError, InvalidNotificationError
+from aviso_workers.errors import (
+    DataLossError,
+    DuplicateIdError,
+    InvalidNotificationError,
+    NotFoundError,
+    UnavailableError,
+)
 from aviso_workers.events import Events
-from aviso_workers.spark import dead_letters, duplicates
+from aviso_workers.spark import dead_letters, duplicates, offsets
 from aviso_workers.spark.connecting import Connection, connected, load_config
 from aviso_workers.spark.dead_letters import DeadLetters
 from aviso_workers.spark.message_ids import ColumnIds, ContentIds
@@ -39,6 +46,8 @@ from aviso_workers.spark.rows import Rows
 __all__ = ["BatchWriter", "StreamWriter", "Written"]
 
 QUERY, BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
+
+AGAIN_AFTER_SECONDS = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +65,8 @@ class Written(WriterCommitMessage):
     """Rows that are no notifications, in the dead letters."""
     dead_letters: str = ""
     """The file that has them."""
+    created: str = ""
+    """When the stream was created that has the rows; empty where none were stored."""
 
 
 class _Writer:
@@ -80,8 +91,11 @@ class _Writer:
         raise NotImplementedError
 
     def _report(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Raises `PipelineError` where dead letters went to a place that the driver does not see."""
+        """Raises `PipelineError` where dead letters went to a place that the driver does not see, and `DataLossError`
+        where the stream of some tasks is not that of others."""
         tasks = [message for message in messages if isinstance(message, Written)]
+        if len(streams_seen := sorted({task.created for task in tasks if task.created})) > 1:
+            raise _made_again(self._writing.event, streams_seen[-1])
         if files := [task.dead_letters for task in tasks if task.dead_letters]:
             dead_letters.check_present(str(self._writing.dead_letters), files)
         told = _told(self._writing, tasks)
@@ -121,9 +135,12 @@ class _Task:
         event, event_type = writing.event, settings.notification_schema[writing.event]
         self._writing = writing
         self._connection = connection
+        self._backend = connection.backend
         self._partition = partition
-        self._stream = streams.event_stream(event, event_type, settings).name
-        self._publisher = _publisher(connection.backend, settings)
+        self._spec = streams.event_stream(event, event_type, settings)
+        self._patience_seconds = settings.notification_backend.jetstream.publish_deadline_seconds
+        self._provisioner = _provisioner(connection.backend, settings)
+        self._publisher = _publisher(connection.backend, settings, self._provisioner)
         self._made = Rows(event, event_type, most_bytes=self._publisher.most_bytes)
         column = writing.id_column
         self._ids = ContentIds(run, partition=partition) if column is None else ColumnIds(column)
@@ -143,7 +160,13 @@ class _Task:
         self._written.rows += len(batch)
 
     def end(self) -> Written:
-        """What was done, when the dead letters are on their disk."""
+        """Return what was done, when the dead letters are on their disk.
+
+        Raises `DataLossError` where the stream is not the one any more that the first rows were stored in: whoever
+        publishes makes a stream that is missing, and what it held before is gone.
+        """
+        if self._written.created and (now := self._created()) != self._written.created:
+            raise _made_again(self._writing.event, now)
         if self._refused is not None:
             self._written.refused, self._written.dead_letters = len(self._refused), self._refused.save()
         return self._written
@@ -158,6 +181,8 @@ class _Task:
 
     def _store(self, chunk: OutgoingChunk, batch: pa.RecordBatch, first: int) -> None:
         """Store rows. Where their ids are of a column, those that the stream discarded are held against what it has."""
+        if not self._written.created:
+            self._written.created = self._created()
         if self._writing.id_column is None:
             self._connection.call(self._publisher.store_chunk, self._writing.event, chunk)
             return
@@ -166,7 +191,9 @@ class _Task:
         if not discarded:
             return
         try:
-            replaced = self._connection.call(duplicates.check, self._connection.backend, self._stream, chunk, discarded)
+            replaced = self._connection.call(
+                duplicates.check, self._connection.backend, self._spec.name, chunk, discarded
+            )
         except DuplicateIdError as error:
             raise DuplicateIdError(f"{self._row(batch, first + error.place)}: {error}") from error
         if self._writing.on_duplicate == "fail":
@@ -177,6 +204,27 @@ class _Task:
             )
         self._written.duplicates += len(discarded)
         self._written.replaced += replaced
+
+    def _created(self) -> str:
+        """Return when the stream was created, which is made where it is missing. Waits as publishing does."""
+        deadline = time.monotonic() + self._patience_seconds
+        while True:
+            try:
+                return self._connection.call(self._created_now)
+            except UnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(AGAIN_AFTER_SECONDS)
+
+    async def _created_now(self) -> str:
+        await self._provisioner.ensure(self._spec)
+        try:
+            info = await self._backend.stream_info(self._spec.name)
+        except NotFoundError:  # it was deleted since
+            self._provisioner.forget(self._spec.name)
+            await self._provisioner.ensure(self._spec)
+            info = await self._backend.stream_info(self._spec.name)
+        return offsets.created(info)
 
     def _row(self, batch: pa.RecordBatch, place: int) -> str:
         number = self._written.rows + place
@@ -197,9 +245,19 @@ def _told(writing: Writing, tasks: Sequence[Written]) -> str:
     return told
 
 
-def _publisher(backend: Any, settings: Config) -> Publisher:
-    events = Events()
+def _made_again(event: str, created: str) -> DataLossError:
+    return DataLossError(
+        f"{event}: its stream was deleted and created again at {created}, while rows were written: those that were "
+        "stored before are gone. Write all of them again"
+    )
+
+
+def _provisioner(backend: Any, settings: Config) -> Provisioner:
     management = settings.notification_backend.jetstream.stream_management
-    provisioner = Provisioner(backend, management=management, events=events)
+    return Provisioner(backend, management=management, events=Events())
+
+
+def _publisher(backend: Any, settings: Config, provisioner: Provisioner) -> Publisher:
+    events = Events()
     own_streams = Provisioner(backend, management="reconcile", events=events, removes_replicas=False)
     return Publisher(backend, config=settings, provisioner=provisioner, own_streams=own_streams, events=events)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from pyspark.errors import PySparkException, StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
+from aviso_workers.errors import DataLossError
+from aviso_workers.spark import writing
+from aviso_workers.spark.data_source import AvisoDataSource
 from tests.spark.place import Place
 from tests.waits import PATIENCE_SECONDS
 
@@ -81,6 +86,36 @@ class TestAChangedRepeat:
         place.write(rows.mapInArrow(other_rows_at_each_attempt, rows.schema), event="copy")
 
         assert copied(place) == list(range(40)), "also what only the first attempt had"
+
+
+class TestAStreamThatIsMadeAgain:
+    """Whoever publishes makes a stream that is missing, so the rows that come after a deletion find a new one."""
+
+    @pytest.fixture
+    def writer(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> writing.BatchWriter:
+        task = SimpleNamespace(partitionId=lambda: 0)
+        monkeypatch.setattr(writing, "TaskContext", SimpleNamespace(get=lambda: task))
+        return AvisoDataSource(place.options("copy")).writer(place.rows(0).schema, False)
+
+    def test_while_a_task_writes_fails_the_task(self, place: Place, writer: writing.BatchWriter):
+        def deleting() -> Iterator[pa.RecordBatch]:
+            first, second = place.rows(6).toArrow().to_batches(max_chunksize=3)
+            yield first
+            place.do("delete_stream", "COPY")
+            yield second
+
+        with pytest.raises(DataLossError, match=r"copy: its stream was deleted and created again at .*, while"):
+            writer.write(deleting())
+
+    def test_between_tasks_fails_the_write(self, place: Place, writer: writing.BatchWriter):
+        first = writer.write(iter(place.rows(3).toArrow().to_batches()))
+        place.do("delete_stream", "COPY")
+        second = writer.write(iter(place.rows(3, first=3).toArrow().to_batches()))
+        nothing = writer.write(iter([]))
+
+        with pytest.raises(DataLossError, match=r"copy: its stream was deleted and created again at .*, while"):
+            writer.commit([first, nothing, second])
+        writer.commit([second, nothing])
 
 
 class TestMessageIds:
