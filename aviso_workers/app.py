@@ -25,8 +25,8 @@ from aviso_workers.agents import Agent, Router, check_name
 from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, examine, load
 from aviso_workers.engine.publishing import encode
-from aviso_workers.engine.pulling import AgentRun
 from aviso_workers.engine.session import Session, open_session
+from aviso_workers.engine.subscription import Run
 from aviso_workers.errors import (
     ConfigError,
     DeclarationError,
@@ -98,7 +98,7 @@ class App(Router):
         return self._session
 
     @property
-    def runs(self) -> Mapping[str, AgentRun]:
+    def runs(self) -> Mapping[str, Run]:
         """The agents at work in this process, by name."""
         return self._session.runs if self._session else {}
 

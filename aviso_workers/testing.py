@@ -29,7 +29,7 @@ import anyio
 from anyio.abc import TaskStatus
 from msgspec import structs
 
-from aviso_workers.agents import Agent
+from aviso_workers.agents import Agent, durable_name
 from aviso_workers.app import App
 from aviso_workers.backends import (
     Backend,
@@ -48,10 +48,10 @@ from aviso_workers.codec import Message, NotificationReader
 from aviso_workers.config import Config, JetStream, streams
 from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
-from aviso_workers.engine import dead_lettering, deferring, parts, sweeping, windowing
+from aviso_workers.engine import dead_lettering, deferring, delayed_delivery, max_deliveries, parts, windowing
 from aviso_workers.engine.dead_lettering import DeadLetter
 from aviso_workers.engine.ordering import Line
-from aviso_workers.engine.session import COURIER, COURIER_DURABLE, SWEEP, Session, open_session
+from aviso_workers.engine.session import Session, open_session
 from aviso_workers.engine.threads import in_thread
 from aviso_workers.errors import (
     AvisoWorkersError,
@@ -273,7 +273,7 @@ class Harness:
     @asynccontextmanager
     async def _own_streams_removed(self) -> AsyncIterator[None]:
         before = set(await self._watch.stream_names())
-        ours = {dead_lettering.STREAM, dead_lettering.RETRIES, sweeping.STREAM, deferring.STREAM}
+        ours = {dead_lettering.STREAM, dead_lettering.RETRIES, max_deliveries.STREAM, deferring.STREAM}
         if taken := before & {*self._readers, *ours}:
             raise AvisoWorkersError(
                 f"{self._server} has the streams {', '.join(sorted(taken))} already: a test makes and removes "
@@ -374,10 +374,11 @@ class Harness:
                 facts.append(f"{over} windows over and not done")
             if any(facts):
                 left.append(f"{agent.name}: {'; '.join([*filter(None, facts), *self._reasons(agent.name)])}")
-        if self.app.agents and (swept := await self._left_of(sweeping.STREAM, f"{self.app.name}__{SWEEP}")):
-            left.append(f"{SWEEP}: {swept}")
-        if deferring.STREAM in self._made and (due := await self._left_of(deferring.STREAM, COURIER_DURABLE)):
-            left.append(f"{COURIER}: {due}")
+        reader = durable_name(self.app.name, max_deliveries.NAME)
+        if self.app.agents and (exceeded := await self._left_of(max_deliveries.STREAM, reader)):
+            left.append(f"{max_deliveries.NAME}: {exceeded}")
+        if deferring.STREAM in self._made and (due := await self._left_of(deferring.STREAM, delayed_delivery.DURABLE)):
+            left.append(f"{delayed_delivery.NAME}: {due}")
         return left
 
     async def _left_of(self, stream: str, durable: str) -> str:

@@ -36,3 +36,23 @@ def test_one_module_of_the_engine_acks_naks_terminates_and_dead_letters() -> Non
 def test_one_module_of_the_engine_decides_what_becomes_of_a_failure() -> None:
     deciding = {path.name for path in ENGINE.glob("**/*.py") for _, _, method in calls(path) if method == "decide"}
     assert deciding == {"acknowledging.py"}
+
+
+def test_constructors_of_the_engine_change_nothing_but_what_they_make() -> None:
+    """No callback is put into a collaborator, and no ContextVar is set: what is called comes as an argument."""
+    changes = []
+    for path in sorted(ENGINE.glob("**/*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and function.name == "__init__":
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Assign | ast.AnnAssign):
+                        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                        others = [
+                            ast.unparse(each)
+                            for each in targets
+                            if isinstance(each, ast.Attribute) and ast.unparse(each.value) != "self"
+                        ]
+                        changes += [f"{path.name}:{node.lineno} sets {other}" for other in others]
+                    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "set":
+                        changes.append(f"{path.name}:{node.lineno} calls {ast.unparse(node.func)}")
+    assert changes == []

@@ -8,7 +8,7 @@ from aviso_workers import clocks, verdicts
 from aviso_workers.backends import Delivery
 from aviso_workers.engine import calling
 from aviso_workers.engine.handling import Kit
-from aviso_workers.engine.originating import Origin
+from aviso_workers.engine.idempotency import IdempotencyKeys
 from aviso_workers.notifications import Batch, Notification
 from aviso_workers.verdicts import Failure
 
@@ -22,27 +22,27 @@ class InBatches:
         self._kit = kit
 
     async def work(self) -> None:
-        """See `pulling.Form`."""
+        """See `subscription.Handler`."""
         kit, line, batching = self._kit, self._kit.line, self._kit.agent.policy.batch
-        origin = kit.outputs.origin()
-        while first := await line.take():
-            deliveries = [first]
-            apart: Delivery | None = None
-            if not line.alone(first):
-                with clocks.move_on_after(kit.clock, batching.within):
-                    while len(deliveries) < batching.size and (delivery := await line.take()):
-                        if line.alone(delivery):
-                            apart = delivery
-                            break
-                        deliveries.append(delivery)
-            await kit.pace.wait()
-            await self._handle(deliveries, origin)
-            if apart is not None:
-                await self._handle([apart], origin)
-            if kit.threads.left_behind:
-                await kit.threads.wait_for_turn()
+        with kit.outputs.keys() as keys:
+            while first := await line.take():
+                deliveries = [first]
+                apart: Delivery | None = None
+                if not line.alone(first):
+                    with clocks.move_on_after(kit.clock, batching.within):
+                        while len(deliveries) < batching.size and (delivery := await line.take()):
+                            if line.alone(delivery):
+                                apart = delivery
+                                break
+                            deliveries.append(delivery)
+                await kit.pace.wait()
+                await self._handle(deliveries, keys)
+                if apart is not None:
+                    await self._handle([apart], keys)
+                if kit.threads.left_behind:
+                    await kit.threads.wait_for_turn()
 
-    async def _handle(self, deliveries: list[Delivery], origin: Origin) -> None:
+    async def _handle(self, deliveries: list[Delivery], keys: IdempotencyKeys) -> None:
         kit = self._kit
         started = kit.clock.monotonic()
         wanted: list[tuple[Delivery, Notification[Any]]] = []
@@ -55,7 +55,7 @@ class InBatches:
         if not wanted:
             return
         batch = Batch([notification for _, notification in wanted])
-        origin.begin(*[delivery.message for delivery, _ in wanted])
+        keys.begin(*[delivery.message for delivery, _ in wanted])
         rest = await calling.attempt(kit.step, batch)
         for delivery, notification in wanted:
             await kit.settler.settle(delivery, _failure_of(notification, batch, rest), started=started)

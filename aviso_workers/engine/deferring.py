@@ -2,49 +2,34 @@
 
 They wait on the server, as message schedules (NATS ADR-51). What a schedule produces stays in its stream, and the
 stream of an event holds what an aviso-server would write there and nothing else; so they wait in a stream of our own,
-and when one is due the server moves it to where couriers read. Every worker of whatever app runs a courier. One of
-them publishes it where it belongs, under the message id that it was given at first, and then acknowledges it. When a
-courier dies in between another one does it again: within the duplicate window the stream stores it once, and after that
-the courier finds it there by its id. It is removed from where it waited too; whether that succeeds changes nothing of
-this, and what was left is removed later.
+and when one is due the server moves it to where `delayed_delivery` reads.
 
 A schedule's subject follows from stream and message id, and a subject has one schedule: what is published again under
 its id while it waits takes its own place. The server says, with what is due, which subject that was, and takes no
 message that says so itself. So whoever may write below `aviso_workers.schedule.wait.MARS` has something published to
-the stream MARS, and nowhere else; and only under the base of an event type that the courier's configuration has.
+the stream MARS, and nowhere else; and only under the base of an event type that the worker's configuration has.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from contextlib import aclosing, suppress
 from datetime import UTC, datetime, timedelta
-from typing import Literal
 
-from aviso_workers import schema, topics
-from aviso_workers.backends import Backend, Delivery, Outgoing
-from aviso_workers.codec import Message, store_time
+from aviso_workers import topics
+from aviso_workers.backends import Backend, Outgoing
+from aviso_workers.codec import Message
 from aviso_workers.config import Config, streams
-from aviso_workers.engine.replaying import SKEW
 from aviso_workers.errors import (
-    BackendError,
     InvalidNotificationError,
-    NotFoundError,
-    RefusedError,
     UndecodableError,
 )
-from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.notifications import Notify
-from aviso_workers.schema import EventType
-from aviso_workers.verdicts import Ack, Backoff, Nak, Settlement
 
 __all__ = [
     "DUE",
     "STREAM",
-    "Courier",
     "due_of",
     "is_later",
     "original",
@@ -57,19 +42,13 @@ __all__ = [
 STREAM = "aviso_workers_schedule"
 SUBJECT = "aviso_workers.schedule"
 DUE = f"{SUBJECT}.due"
-"""Beneath it, by stream, is what couriers read."""
-MESSAGE_ID = "Nats-Msg-Id"
+"""Beneath it, by stream, is what `delayed_delivery` reads."""
 SCHEDULED_BY = "Nats-Scheduler"
 """The header that the server gives to what is due: the subject under which it waited."""
 TTL = "Nats-TTL"
 KEPT_TTL = "Aviso-TTL"
 """The header of one that waits: its time to live begins when it is delivered."""
 DIGEST_BYTES = 16
-TIMEOUT_SECONDS = 10.0
-REMOVE_SECONDS = 600.0
-"""How often it is looked whether there is something that was delivered and not removed."""
-AGAIN = Backoff(first=1, factor=2, max=60)
-"""When a courier tries again to store what its stream does not take: without end, because it must not be lost."""
 
 
 def require_server(backend: Backend) -> None:
@@ -148,97 +127,6 @@ def original(message: Message) -> Outgoing:
     return Outgoing(Message(subject=subject, data=message.data, headers=kept), message_id, stream)
 
 
-class Courier:
-    """Handles what is due: publishes it where it belongs."""
-
-    def __init__(
-        self, backend: Backend, *, consumer: str, event_types: Mapping[str, EventType], events: Events
-    ) -> None:
-        """`event_types` are those of this app's configuration. What is for others is left to workers that have them."""
-        self._backend = backend
-        self._consumer = consumer
-        bases = {name: schema.topic_of(name, event_type).base for name, event_type in event_types.items()}
-        self._event_types = {topics.stream_name(base): (name, base) for name, base in bases.items()}
-        """By stream: the event type, and its base."""
-        self._events = events
-
-    async def handle(self, delivery: Delivery) -> Settlement:
-        """Return how one that is due is settled. Raises `UndecodableError`."""
-        outgoing = original(delivery.message)
-        event_type, base = self._event_types.get(outgoing.stream, ("", ""))
-        if not event_type:
-            unknown = RefusedError(f"this worker's configuration has no event type of the stream {outgoing.stream}")
-            return self._give_back(delivery, outgoing, unknown)
-        if not outgoing.message.subject.startswith(f"{base}."):
-            raise UndecodableError(f"{outgoing.message.subject} is no subject of event type {event_type}")
-        return await self._deliver(delivery, outgoing, event_type)
-
-    async def keep_removing(self) -> None:
-        """Remove, now and then, what was delivered and is still there. Never returns."""
-        while True:
-            with suppress(BackendError):  # the next time; what could not be removed was told of
-                await self._remove_acked()
-            await self._backend.clock.sleep(REMOVE_SECONDS)
-
-    def _give_back(self, delivery: Delivery, outgoing: Outgoing, error: BackendError) -> Settlement:
-        delay = AGAIN.delay_seconds(delivery.num_delivered)
-        self._events.emit(
-            Overdue(stream=outgoing.stream, message_id=outgoing.message_id, error=error, again_in_seconds=delay)
-        )
-        return Nak(delay)
-
-    async def _deliver(self, delivery: Delivery, outgoing: Outgoing, event_type: str) -> Settlement:
-        try:
-            again = delivery.num_delivered > 1 and await self._is_stored(outgoing, due=store_time(delivery.message))
-            outcome: PublishOutcome = "duplicate" if again else await self._publish(outgoing)
-        except BackendError as error:
-            return self._give_back(delivery, outgoing, error)
-        try:
-            await self._backend.delete_message(STREAM, delivery.message.sequence, overwrite=False)
-        except NotFoundError:
-            pass  # it was delivered before
-        except BackendError as error:
-            self._events.emit(NotRemoved(stream=STREAM, message_id=outgoing.message_id, error=error))
-        self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=delivery.num_delivered))
-        return Ack()
-
-    async def _publish(self, outgoing: Outgoing) -> Literal["stored", "duplicate"]:
-        ack = await self._backend.publish(
-            outgoing.message, message_id=outgoing.message_id, stream=outgoing.stream, timeout_seconds=TIMEOUT_SECONDS
-        )
-        return "duplicate" if ack.duplicate else "stored"
-
-    async def _is_stored(self, outgoing: Outgoing, *, due: datetime) -> bool:
-        """Whether an earlier delivery has stored it. The stream may not remember message ids for as long as that."""
-        subject, stream = outgoing.message.subject, outgoing.stream
-        try:
-            last = (await self._backend.stream_info(stream)).last_sequence
-            reading = self._backend.read(stream, filter_subjects=(subject,), start_time=due - SKEW, last_sequence=last)
-            async with aclosing(reading):
-                return any([(each.headers or {}).get(MESSAGE_ID) == outgoing.message_id async for each in reading])
-        except NotFoundError:
-            return False
-
-    async def _remove_acked(self) -> None:
-        acked = (await self._backend.consumer_info(STREAM, self._consumer)).ack_floor
-        if not acked:
-            return
-        reading = self._backend.read(STREAM, filter_subjects=(f"{DUE}.>",), last_sequence=acked)
-        async with aclosing(reading):
-            left = [message.sequence async for message in reading if _is_ours(message)]
-        for sequence in left:
-            with suppress(NotFoundError):  # another worker's courier was faster
-                await self._backend.delete_message(STREAM, sequence, overwrite=False)
-
-
-def _is_ours(message: Message) -> bool:
-    try:
-        original(message)
-    except UndecodableError:
-        return False  # it was delivered nowhere, and is kept for whoever looks for it
-    return True
-
-
 def stream_spec(config: Config) -> StreamSpec:
-    """The stream of what waits, and of what is due until a courier has brought it."""
+    """The stream of what waits, and of what is due until it is published."""
     return streams.own_stream(STREAM, f"{SUBJECT}.>", config, allow_msg_schedules=True)

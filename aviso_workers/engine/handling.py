@@ -8,6 +8,7 @@ the agent's line, take the steps of a `Kit`, and hand what came of them to the s
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from anyio.lowlevel import checkpoint_if_cancelled
@@ -17,20 +18,19 @@ from aviso_workers.agents import Agent
 from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.codec import NotificationReader
-from aviso_workers.engine import acknowledging, calling
+from aviso_workers.engine import calling
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.holding import WhileHeld
+from aviso_workers.engine.idempotency import IdempotencyKeys
 from aviso_workers.engine.ordering import Line
-from aviso_workers.engine.originating import Origin
 from aviso_workers.engine.pacing import Pace
 from aviso_workers.engine.returning import Outputs
 from aviso_workers.engine.threads import Threads, in_thread
 from aviso_workers.errors import UndecodableError
-from aviso_workers.events import Events, Unreadable
 from aviso_workers.notifications import Notification
-from aviso_workers.verdicts import Failure, Settlement, Term
+from aviso_workers.verdicts import Failure
 
-__all__ = ["Internal", "Kit", "OneByOne"]
+__all__ = ["Kit", "OneByOne"]
 
 Step = Callable[[Any], Awaitable[Failure | None]]
 """What is done with what an author's function takes: None for success."""
@@ -49,7 +49,9 @@ class Kit:
         settler: Settler,
         threads: Threads,
         clock: Clock,
+        while_held: WhileHeld | None = None,
     ) -> None:
+        """`while_held` is a singleton's."""
         self.agent = agent
         self.line = line
         self.reader = reader
@@ -61,8 +63,8 @@ class Kit:
         self._call = _caller(agent, clock, outputs=outputs, threads=threads)
         self.step: Step = self._call_and_publish
         """Calls the author's function and publishes what it returns. None when both succeeded."""
-        if agent.policy.singleton:
-            self.step = WhileHeld(self.step, line)
+        if while_held is not None:
+            self.step = partial(while_held.call, self._call_and_publish, line)
 
     def read(self, delivery: Delivery) -> Notification[Any] | Failure | None:
         """Return the notification, or why it cannot be read; None where the agent did not ask for it."""
@@ -91,39 +93,6 @@ class Kit:
         return None
 
 
-class Internal:
-    """Runs a handler of our own, which says how each delivery is settled; no author's."""
-
-    def __init__(
-        self,
-        handle: Callable[[Delivery], Awaitable[Settlement]],
-        *,
-        line: Line,
-        stream: str,
-        unreadable_reason: str,
-        events: Events,
-    ) -> None:
-        """What the handler cannot decode is terminated with the reason, and stated; `stream` is where it came from."""
-        self._handle = handle
-        self._line = line
-        self._stream = stream
-        self._unreadable_reason = unreadable_reason
-        self._events = events
-
-    async def work(self) -> None:
-        """See `pulling.Form`."""
-        while (delivery := await self._line.take()) is not None:
-            acknowledging.settle(delivery, await self._settlement(delivery))
-            self._line.done(delivery)
-
-    async def _settlement(self, delivery: Delivery) -> Settlement:
-        try:
-            return await self._handle(delivery)
-        except UndecodableError as error:
-            self._events.emit(Unreadable(stream=self._stream, sequence=delivery.message.sequence, error=error))
-            return Term(self._unreadable_reason)
-
-
 class OneByOne:
     """Runs `async def agent(notification: Notification[T])`, or something else for each."""
 
@@ -132,23 +101,24 @@ class OneByOne:
         self._step = step or kit.step
 
     async def work(self) -> None:
-        """See `pulling.Form`."""
+        """See `subscription.Handler`."""
         kit = self._kit
-        origin, run = kit.outputs.origin(), calling.runner(self._step)
-        while (delivery := await kit.line.take()) is not None:
-            if kit.pace.limited:
-                await kit.pace.wait()
-            await self._handle(delivery, origin, run)
-            if kit.threads.left_behind:
-                await kit.threads.wait_for_turn()
+        run = calling.runner(self._step)
+        with kit.outputs.keys() as keys:
+            while (delivery := await kit.line.take()) is not None:
+                if kit.pace.limited:
+                    await kit.pace.wait()
+                await self._handle(delivery, keys, run)
+                if kit.threads.left_behind:
+                    await kit.threads.wait_for_turn()
 
-    async def _handle(self, delivery: Delivery, origin: Origin, run: Step) -> None:
+    async def _handle(self, delivery: Delivery, keys: IdempotencyKeys, run: Step) -> None:
         started = self._kit.clock.monotonic()
         notification = self._kit.read(delivery)
         if not isinstance(notification, Notification):
             await self._kit.settle_unread(delivery, notification)
             return
-        origin.begin(delivery.message)
+        keys.begin(delivery.message)
         failure = await run(notification)
         await self._kit.settler.settle(delivery, failure, started=started)
 

@@ -28,22 +28,26 @@ _HANDLED: ContextVar[Delivery | None] = ContextVar("handled", default=None)
 class WhileHeld:
     """Calls a singleton's function, one call at a time, and ends it when what it handles is lost."""
 
-    def __init__(self, call: Callable[[Any], Awaitable[Failure | None]], line: Line) -> None:
-        self._call = call
-        self._line = line
+    def __init__(self) -> None:
         self._handled: Delivery | None = None
         self._scope = anyio.CancelScope()
-        line.on_lost = self._end
 
-    async def __call__(self, notification: Any) -> Failure | None:
-        self._handled = self._line.delivery_of(notification.sequence)
-        _HANDLED.set(self._handled)
-        check()
-        with anyio.CancelScope() as self._scope:
-            return await calling.call(self._call, notification)
-        raise TakenOverError
+    async def call(
+        self, function: Callable[[Any], Awaitable[Failure | None]], line: Line, notification: Any
+    ) -> Failure | None:
+        """Return what the function returns. Raises `TakenOverError` where another worker may have the notification."""
+        self._handled = line.delivery_of(notification.sequence)
+        token = _HANDLED.set(self._handled)
+        try:
+            check()
+            with anyio.CancelScope() as self._scope:
+                return await calling.call(function, notification)
+            raise TakenOverError
+        finally:
+            _HANDLED.reset(token)
 
-    def _end(self, delivery: Delivery) -> None:
+    def end(self, delivery: Delivery) -> None:
+        """Cancel the call if it is what handles this delivery, which may have been given to another worker."""
         if delivery is self._handled:
             self._scope.cancel()
 

@@ -1,15 +1,15 @@
 """The deliveries that a worker process holds for one agent, from arrival to settlement, and which is next.
 
-`pulling` puts arrivals in, a call form takes them out, the settler says when one is done. Next is what came first; or,
-with `order_by`, what came first of each key: a key's lane is strictly in order of sequence, and what follows waits
+`subscription` puts arrivals in, a handler takes them out, the settler says when one is done. Next is what came first;
+or, with `order_by`, what came first of each key: a key's lane is strictly in order of sequence, and what follows waits
 until the head is done, also while the head waits to be tried again. That wait is here and not on the server, which
 would hand out what follows meanwhile. A server gives a delivery to somebody else when it hears nothing of it for
 `ack_wait`: `beat` keeps it patient for all that is held.
 
 A server delivers in the order of the stream, so a key that fails or is slow brings more and more that has to wait here
 before anything of other keys comes. All of that stays here: `surplus` says how much of what waits belongs to such keys,
-and `pulling` asks for more in its place. Only the bodies of the surplus are left out where they are too large together;
-`redeliveries` reads them again when their turn comes.
+and `prefetch` asks for more in its place. Only the bodies of the surplus are left out where they are too large
+together; `redeliveries` reads them again when their turn comes.
 
 What a dead worker held comes in the order in which its time ran out. So a worker that begins gathers it, and hands out
 nothing before all of it is here.
@@ -43,6 +43,10 @@ MOST_SURPLUS_BYTES = MOST_WAITING_BYTES // 2
 """Once so much waits, the surplus is kept without its bodies, so that there is room for other keys."""
 
 
+def _nobody(*_: object) -> None:
+    """What is called where nobody wants to know."""
+
+
 class _Place:
     """A delivery's place in the line."""
 
@@ -73,9 +77,20 @@ class Line:
     """Deliveries that wait or run. With `key` of a subject, those of one key form a lane; without, each is its own."""
 
     def __init__(
-        self, clock: Clock, *, key: Callable[[str], Hashable] | None = None, isolation: Isolation | None = None
+        self,
+        clock: Clock,
+        *,
+        key: Callable[[str], Hashable] | None = None,
+        isolation: Isolation | None = None,
+        on_begin: Callable[[Line], None] = _nobody,
+        on_surplus: Callable[[], None] = _nobody,
+        on_lost: Callable[[Delivery], None] | None = None,
     ) -> None:
-        """With `isolation`, what was delivered before is given to `take_redelivered` first."""
+        """With `isolation`, what was delivered before is given to `take_redelivered` first.
+
+        `on_begin` is called when one waits no more, `on_surplus` when what came is surplus, so that more may be asked
+        for in its place, and `on_lost`, at every beat, with what may have been given to somebody else.
+        """
         self.ordered = key is not None
         self.closed = False
         """Whether nothing is handed out any more."""
@@ -108,12 +123,9 @@ class Line:
         """Deliveries whose handling has begun."""
         self.finished = 0
         """Deliveries that came to their end here."""
-        self.made_room: Callable[[], None] = _nobody
-        """Called when one waits no more."""
-        self.on_surplus: Callable[[], None] = _nobody
-        """Called when what came is surplus, so that more may be asked for in its place."""
-        self.on_lost: Callable[[Delivery], None] = _nobody
-        """Called with what may have been given to somebody else, at every beat."""
+        self._on_begin = on_begin
+        self._on_surplus = on_surplus
+        self._on_lost = on_lost or _nobody
 
     def __len__(self) -> int:
         return len(self._held)
@@ -214,7 +226,7 @@ class Line:
         place.waited = now - place.since
         self.running += 1
         self._running_bytes += len(place.delivery.message.data)
-        self.made_room()
+        self._on_begin(self)
         if place.begin is not None:
             begin, place.begin = place.begin, None
             await begin()
@@ -324,7 +336,7 @@ class Line:
             if place.delivery.held:
                 place.delivery.in_progress()
             else:
-                self.on_lost(place.delivery)
+                self._on_lost(place.delivery)
             if number % BEATS_AT_ONCE == 0:
                 await checkpoint()
 
@@ -351,7 +363,7 @@ class Line:
         self._gathered.append(delivery)
         self._leave_out_body(delivery)
         if self.gathers:
-            self.on_surplus()
+            self._on_surplus()
         else:
             self.release()
 
@@ -374,7 +386,7 @@ class Line:
         if lane.stopped or len(lane) > KEY_PREFETCH:
             self._count_surplus(lane)
             self._leave_out_body(delivery)
-            self.on_surplus()
+            self._on_surplus()
 
     def _overtakes(self, lane: _Lane, delivery: Delivery) -> bool:
         """Insert one that comes late where its sequence belongs; whether it has become the head of its lane."""
@@ -503,7 +515,3 @@ class Line:
 
 def _sequence(delivery: Delivery) -> int:
     return delivery.message.sequence
-
-
-def _nobody(*_: object) -> None:
-    pass

@@ -21,7 +21,7 @@ from msgspec import Struct, structs
 from aviso_workers.backends import Backend, Outgoing, OutgoingChunk, PubAck
 from aviso_workers.codec import Message, NotificationWriter
 from aviso_workers.config import Config, streams
-from aviso_workers.engine import deferring, holding, originating
+from aviso_workers.engine import deferring, holding, idempotency
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import (
     BackendError,
@@ -226,7 +226,7 @@ class Publisher:
         return structs.replace(prepared, schedule=schedule, due=due)
 
     def _message_id(self, message: Message, *, when: str = "") -> str:
-        return originating.message_id(message, when=when) or self._new_message_id()
+        return idempotency.message_id(message, when=when) or self._new_message_id()
 
     def _new_message_id(self) -> str:
         return f"{self._nonce}{next(self._numbers):x}"

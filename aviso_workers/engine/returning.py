@@ -12,7 +12,7 @@ from typing import Any
 
 from aviso_workers import verdicts
 from aviso_workers.agents import Agent
-from aviso_workers.engine.originating import Origin
+from aviso_workers.engine.idempotency import IdempotencyKeys
 from aviso_workers.engine.publishing import Publisher
 from aviso_workers.errors import InvalidNotificationError
 from aviso_workers.notifications import Notify
@@ -29,9 +29,9 @@ class Outputs:
         self._prefix = f"{app}.{agent.name}.{stream}"
         self._publisher = publisher
 
-    def origin(self) -> Origin:
-        """Of what is published in this task from now on."""
-        return Origin(self._prefix)
+    def keys(self) -> IdempotencyKeys:
+        """Return the idempotency keys of what one task of the agent publishes."""
+        return IdempotencyKeys(self._prefix)
 
     async def publish(self, output: object) -> None:
         """Raises `FinalError` for what is no valid notification, else as `Publisher.notify` does."""

@@ -85,7 +85,7 @@ class SharedFilter:
         on_ack_wait: Callable[[float], None],
     ) -> None:
         """`on_ack_wait` is called with the seconds within which the worker has to report what it holds."""
-        self._consumer = consumer
+        self.consumer = consumer
         self._agent = agent
         self._stream = stream
         self._backend = backend
@@ -120,7 +120,7 @@ class SharedFilter:
         found = await self._recorder.found()
         versions = self._versions(found)
         self._given_back = self._known_up_to = 0  # the stream may be another one now, and count from 1 again
-        info = await self._recorder.ensure(metadata.shared(self._consumer, versions), found)
+        info = await self._recorder.ensure(metadata.shared(self.consumer, versions), found)
         self._granted = info.config["max_ack_pending"]
         self._follow(info)
         self._note(versions)
@@ -178,11 +178,11 @@ class SharedFilter:
     async def _look(self) -> None:
         stored_before = self._given_back
         try:
-            found = await self._backend.consumer_info(self._stream, self._consumer.durable_name)
+            found = await self._backend.consumer_info(self._stream, self.consumer.durable_name)
             self._follow(found)
             noted = metadata.noted_versions(found.config)
             versions = self._still_there(noted)
-            wanted = specs.beginning_after(metadata.shared(self._consumer, versions), found.ack_floor)
+            wanted = specs.beginning_after(metadata.shared(self.consumer, versions), found.ack_floor)
             if versions != noted or not _is_as(wanted, found) or found.config["max_ack_pending"] < self._granted:
                 self._follow(await self._backend.ensure_consumer(self._stream, wanted))
         except BackendError:
@@ -235,7 +235,7 @@ class SharedFilter:
             AckWaitDiffers(
                 agent=self._agent,
                 stream=self._stream,
-                consumer=self._consumer.durable_name,
+                consumer=self.consumer.durable_name,
                 own_seconds=own_seconds,
                 in_effect_seconds=in_effect_seconds,
             )
@@ -247,7 +247,7 @@ class SharedFilter:
             FiltersDiffer(
                 agent=self._agent,
                 stream=self._stream,
-                consumer=self._consumer.durable_name,
+                consumer=self.consumer.durable_name,
                 own=self._own.filter_subjects,
                 others=tuple(self._others),
                 gone=gone,

@@ -14,7 +14,7 @@ from aviso_workers import clocks
 from aviso_workers.backends import Delivery
 from aviso_workers.engine import calling
 from aviso_workers.engine.handling import Kit
-from aviso_workers.engine.originating import Origin
+from aviso_workers.engine.idempotency import IdempotencyKeys
 from aviso_workers.notifications import Notification, Stream
 from aviso_workers.verdicts import Failure
 
@@ -28,24 +28,24 @@ class AsStream:
         self._kit = kit
 
     async def work(self) -> None:
-        """See `pulling.Form`. The function is run again and again, each time when there is something for it."""
+        """See `subscription.Handler`. The function is run again and again, each time when there is something for it."""
         kit = self._kit
-        origin = kit.outputs.origin()
-        delivery = await kit.line.take()
-        while delivery is not None:
-            source = _Source(delivery, kit=kit, origin=origin)
-            failure = await calling.attempt(kit.step, Stream(source))
-            delivery = await source.end(failure) or await kit.line.take()
+        with kit.outputs.keys() as keys:
+            delivery = await kit.line.take()
+            while delivery is not None:
+                source = _Source(delivery, kit=kit, keys=keys)
+                failure = await calling.attempt(kit.step, Stream(source))
+                delivery = await source.end(failure) or await kit.line.take()
 
 
 class _Source:
     """What one run of the function takes from the line, beginning with a delivery that was taken already."""
 
-    def __init__(self, first: Delivery, *, kit: Kit, origin: Origin) -> None:
+    def __init__(self, first: Delivery, *, kit: Kit, keys: IdempotencyKeys) -> None:
         self._next_up: Delivery | None = first
         """Taken from the line, and not handed out yet."""
         self._kit = kit
-        self._origin = origin
+        self._keys = keys
         self._handed_out: list[tuple[Delivery, float]] = []
 
     async def next(self, *, within_seconds: float | None = None) -> Notification[Any] | None:
@@ -82,7 +82,7 @@ class _Source:
 
     async def _settle(self, failure: Failure | None) -> None:
         handed_out, self._handed_out = self._handed_out, []
-        self._origin.begin()
+        self._keys.begin()
         for delivery, started in handed_out:
             await self._kit.settler.settle(delivery, failure, started=started)
 
@@ -102,6 +102,6 @@ class _Source:
             await self._kit.pace.wait()
             self._next_up = None
             self._handed_out.append((delivery, self._kit.clock.monotonic()))
-            self._origin.also(delivery.message)
+            self._keys.also(delivery.message)
             return notification
         return None

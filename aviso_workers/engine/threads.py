@@ -5,8 +5,8 @@ its thread runs on for as long as it likes. So it goes on counting: an agent has
 the workers of a call form wait for their turn before they take the next notification. With `order_by`, the key that
 such a thread works on is blocked in the line until it ends.
 
-When all threads of an agent have run on for a while, the agent is stuck: `pulling` gives back what waits, and
-`supervising` reads nothing until one of them ends.
+When all threads of an agent have run on for a while, the agent is stuck: `subscription` gives back what waits, and
+reads nothing until one of them ends.
 """
 
 from __future__ import annotations

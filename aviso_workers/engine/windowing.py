@@ -71,6 +71,7 @@ class AsWindows:
         stream: str,
         events: Events,
         patience_seconds: float,
+        drain_timeout_seconds: float,
     ) -> None:
         agent = self._agent = kit.agent
         self._kit = kit
@@ -79,6 +80,7 @@ class AsWindows:
         self._app = app
         self._stream = stream
         self._durable = agent.durable_name(app)
+        self._drain_timeout_seconds = drain_timeout_seconds
         self._events = events
         self._states = _States(agent, on_unreadable=self._tell_unreadable)
         bucket = SteadyBucket(backend, bucket_of(app, agent.name), patience_seconds=patience_seconds)
@@ -96,12 +98,12 @@ class AsWindows:
         self._again_at: dict[tuple[str, int], float] = {}
 
     async def work(self) -> None:
-        """See `pulling.Form`."""
+        """See `subscription.Handler`."""
         await self._counting.work()
 
-    async def close(self, stop: anyio.Event, drain_timeout_seconds: float) -> None:
+    async def close(self, stop: anyio.Event) -> None:
         """Run the function for windows that are over, whenever this worker holds the lease, until `stop`."""
-        in_time = drained(stop, clock=self._kit.clock, timeout_seconds=drain_timeout_seconds)
+        in_time = drained(stop, clock=self._kit.clock, timeout_seconds=self._drain_timeout_seconds)
         async with in_time, anyio.create_task_group() as keeping:
             keeping.start_soon(self._bucket.keep)
             while await self._lease.take(stop):
@@ -257,9 +259,10 @@ class AsWindows:
     async def _finish(self, window: Window[Any], start: int) -> None:
         """Run the function, publish, and forget the window; or see to it that it is run again."""
         kit, place = self._kit, (window.key, start)
-        kit.outputs.origin().begin_with(f"{window.start:%Y%m%dT%H%M%SZ}", of=f"{window.end.isoformat()} {window.key}")
         began = kit.clock.monotonic()
-        failure = await calling.attempt(kit.step, window)
+        with kit.outputs.keys() as keys:
+            keys.begin_with(f"{window.start:%Y%m%dT%H%M%SZ}", of=f"{window.end.isoformat()} {window.key}")
+            failure = await calling.attempt(kit.step, window)
         verdict = await self._judge(window, start, failure) if failure is not None else None
         again = self._again_in_seconds(place, verdict)
         if again is None:

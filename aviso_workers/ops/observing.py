@@ -15,7 +15,7 @@ from aviso_workers import agents as agents_
 from aviso_workers.app import App
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.config import streams
-from aviso_workers.engine import consumer_records, dead_lettering, deferring, failing, sweeping
+from aviso_workers.engine import consumer_records, dead_lettering, deferring, failing, max_deliveries
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import NotFoundError, UndecodableError
 from aviso_workers.jetstream import info as infos
@@ -59,7 +59,7 @@ def streams_of(app: App) -> list[str]:
     """The streams that agents read, and what works for them: those of the configured event types, and our own."""
     event_types = app.config.notification_schema.items()
     of_events = [streams.event_stream(name, event_type, app.config).name for name, event_type in event_types]
-    return [*of_events, dead_lettering.RETRIES, sweeping.STREAM, deferring.STREAM]
+    return [*of_events, dead_lettering.RETRIES, max_deliveries.STREAM, deferring.STREAM]
 
 
 async def agents(app: App, stream: str) -> dict[tuple[str, str], ConsumerInfo]:
@@ -158,7 +158,7 @@ async def given_up(app: App) -> dict[tuple[str, ...], int]:
 
     It does when the worker died on each of the deliveries that there can be; told are the last days' cases.
     """
-    counts = await _subject_counts(app, sweeping.STREAM)
+    counts = await _subject_counts(app, max_deliveries.STREAM)
     return {
         (*found, subject.split(".")[-2]): count
         for subject, count in counts.items()

@@ -17,8 +17,7 @@ from aviso_workers.agents import Agent
 from aviso_workers.app import App
 from aviso_workers.config import Config, streams
 from aviso_workers.config.nats_server import Permissions, Subjects
-from aviso_workers.engine import dead_lettering, deferring, own_buckets, sweeping, tabling
-from aviso_workers.engine.session import COURIER_DURABLE, SWEEP
+from aviso_workers.engine import dead_lettering, deferring, delayed_delivery, max_deliveries, own_buckets, tabling
 from aviso_workers.jetstream.specs import UNREADABLE
 from aviso_workers.tables import Counter
 
@@ -131,7 +130,7 @@ def _working(api: _Api, app: App, buckets: Iterable[str]) -> Iterator[str]:
         yield from _dead_letters(api, app)
     yield from api.read(deferring.STREAM)
     yield f"{api.prefix}.STREAM.MSG.DELETE.{deferring.STREAM}"
-    yield from api.consume(deferring.STREAM, COURIER_DURABLE, reads=True)
+    yield from api.consume(deferring.STREAM, delayed_delivery.DURABLE, reads=True)
     own = own_buckets.of_app(app.name, agents=app.agents, timers=app.timers, tables=app.tables)
     for bucket in (*own.by_key, *own.listed):
         yield from _bucket(api, bucket)
@@ -160,8 +159,8 @@ def _dead_letters(api: _Api, app: App) -> Iterator[str]:
     yield from api.read(dead_lettering.STREAM)
     yield from api.use(dead_lettering.RETRIES)
     yield from api.read(dead_lettering.RETRIES)
-    yield from api.use(sweeping.STREAM)
-    yield from api.consume(sweeping.STREAM, f"{app.name}__{SWEEP}", reads=False)
+    yield from api.use(max_deliveries.STREAM)
+    yield from api.consume(max_deliveries.STREAM, f"{app.name}__{max_deliveries.NAME}", reads=False)
 
 
 def _bucket(api: _Api, bucket: str, *, updates: bool = True) -> Iterator[str]:

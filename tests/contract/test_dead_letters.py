@@ -348,7 +348,7 @@ async def test_two_workers_that_have_other_agents_lose_nothing_of_what_the_serve
 
     async with testing() as (t, office), anyio.create_task_group() as beside:
         stop = anyio.Event()
-        beside.start_soon(app.session.run_sweep, newer.agents, stop)
+        beside.start_soon(app.session.run_max_deliveries, newer.agents, stop)
         for step in range(20):
             await t.notify("mars", mars(step=step), {})
         await t.settle()

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Backoff, Notification
-from aviso_workers.engine import sweeping
+from aviso_workers.engine import max_deliveries
 from aviso_workers.errors import NotFoundError
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec
@@ -165,7 +165,7 @@ async def test_agents_are_known_by_their_consumers_also_when_nobody_runs_them(ap
     assert {agent: (info.num_pending, info.num_ack_pending) for agent, info in found.items()} == {
         ("contract", "index"): (1, 0)
     }
-    assert list(await observing.agents(app, sweeping.STREAM)) == [("contract", "dead-letter-sweep")]
+    assert list(await observing.agents(app, max_deliveries.STREAM)) == [("contract", "dead-letter-sweep")]
 
 
 async def test_streams_that_do_not_exist_have_nothing_to_tell(app: App) -> None:
@@ -187,7 +187,7 @@ async def test_dead_letters_are_counted_by_agent(app: App) -> None:
 
 async def test_what_the_server_gave_up_is_counted_by_agent_and_stream(app: App, inbox: Any) -> None:
     backend = app.session.backend
-    await backend.create_stream(sweeping.advisories_spec(app.config))
+    await backend.create_stream(max_deliveries.advisories_spec(app.config))
     for step in range(2):
         await app.notify("mars", mars(step=step), {})
     await backend.ensure_consumer("MARS", durable("contract__index", ack_wait_seconds=0.1, max_deliver=1))

@@ -13,7 +13,7 @@ from aviso_workers import App, Backoff, Notification, Notify
 from aviso_workers.backends import Backend, Delivery, Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
-from aviso_workers.engine import ordering, pulling
+from aviso_workers.engine import ordering, prefetch
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import NotReadAgain, ReadAgain
 from aviso_workers.testing import Harness, harness
@@ -22,7 +22,7 @@ from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-PREFETCH = pulling.MOST_PREFETCH
+PREFETCH = prefetch.MOST_PREFETCH
 LATER = Backoff(first=3600.0, factor=1.0, attempts=5, jitter=0.0)
 SOON = Backoff(first=0.05, factor=1.0, attempts=2, jitter=0.0)
 BACKENDS = (InMemoryBackend, JetStreamBackend)
@@ -134,7 +134,7 @@ class TestWhatIsTooLargeTogether:
     @pytest.fixture(autouse=True)
     def small_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ordering, "MOST_SURPLUS_BYTES", 10_000)
-        monkeypatch.setattr(pulling, "MOST_WAITING_BYTES", 20_000)
+        monkeypatch.setattr(prefetch, "MOST_WAITING_BYTES", 20_000)
 
     async def test_is_handled_whole_and_in_order(self, app: App, url: str | None) -> None:
         handled, goes_on = held_up(app)

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Notify, Receipt, Reject, Retry, Stream
 from aviso_workers.codec import Message
-from aviso_workers.engine.originating import Origin, message_id
+from aviso_workers.engine.idempotency import IdempotencyKeys, message_id
 from aviso_workers.engine.publishing import Publisher
 from aviso_workers.errors import DeclarationError, RefusedError
 from aviso_workers.testing import Harness, harness
@@ -308,22 +308,22 @@ def test_an_id_says_where_it_comes_from() -> None:
 
 
 def look_at_ids() -> None:
-    origin = Origin("app.agent.MARS")
-    output = Message(subject="plain.1.x", data=b"null")
-    assert message_id(output) is None, "nothing is handled yet"
-    handled = Message(subject="mars.od", data=b"", sequence=4711, timestamp_ns=1)
-    origin.begin(handled)
-    first = message_id(output)
-    assert first is not None
-    assert first.startswith("app.agent.MARS.4711.")
-    origin.begin(handled)
-    assert message_id(output) == first
-    assert message_id(output) != first, "it is published a second time"
-    origin.begin(structs.replace(handled, timestamp_ns=2))
-    assert message_id(output) != first, "a stream was made anew, and its sequences begin again"
-    origin.begin(handled, structs.replace(handled, sequence=4712))
-    of_two = message_id(output)
-    origin.begin(handled, structs.replace(handled, sequence=4713))
-    assert len({first, of_two, message_id(output)}) == 3, "batches that begin alike are several"
-    origin.begin(handled)
-    assert message_id(structs.replace(output, headers={"Nats-TTL": "60s"})) != first, "it lives for another time"
+    with IdempotencyKeys("app.agent.MARS") as keys:
+        output = Message(subject="plain.1.x", data=b"null")
+        assert message_id(output) is None, "nothing is handled yet"
+        handled = Message(subject="mars.od", data=b"", sequence=4711, timestamp_ns=1)
+        keys.begin(handled)
+        first = message_id(output)
+        assert first is not None
+        assert first.startswith("app.agent.MARS.4711.")
+        keys.begin(handled)
+        assert message_id(output) == first
+        assert message_id(output) != first, "it is published a second time"
+        keys.begin(structs.replace(handled, timestamp_ns=2))
+        assert message_id(output) != first, "a stream was made anew, and its sequences begin again"
+        keys.begin(handled, structs.replace(handled, sequence=4712))
+        of_two = message_id(output)
+        keys.begin(handled, structs.replace(handled, sequence=4713))
+        assert len({first, of_two, message_id(output)}) == 3, "batches that begin alike are several"
+        keys.begin(handled)
+        assert message_id(structs.replace(output, headers={"Nats-TTL": "60s"})) != first, "it lives for another time"

@@ -11,7 +11,7 @@ import pytest
 
 from aviso_workers import App
 from aviso_workers.backends import Message
-from aviso_workers.engine import consumer_records, dead_lettering, deferring, sweeping
+from aviso_workers.engine import consumer_records, dead_lettering, deferring, max_deliveries
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import Overdue, Skipped
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
@@ -61,12 +61,12 @@ async def test_advisories_that_are_none_are_left_out(app: App, t: Harness) -> No
         advisory(consumer="contract__a.b"),
     ]
     for data in [*forged, advisory(stream_seq=receipt.sequence)]:
-        await put(app, sweeping.STREAM, f"{sweeping.SUBJECT}.MARS.contract__index", data)
+        await put(app, max_deliveries.STREAM, f"{max_deliveries.SUBJECT}.MARS.contract__index", data)
     await t.advance(1)
 
     letters = [letter async for letter in DeadLetterOffice(app).letters(Selection())]
     assert [(letter.agent, letter.original.sequence) for letter in letters] == [("index", receipt.sequence)]
-    found = await app.session.backend.consumer_info(sweeping.STREAM, "contract__dead-letter-sweep")
+    found = await app.session.backend.consumer_info(max_deliveries.STREAM, "contract__dead-letter-sweep")
     assert found.num_ack_pending == 0, "none of them comes again"
 
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from aviso_workers.backends import Message
-from aviso_workers.engine import deferring
+from aviso_workers.engine import deferring, delayed_delivery
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import NotRemoved, Overdue, Published
@@ -31,7 +31,7 @@ async def session(backend: FlakyBackend, facts: Facts) -> AsyncGenerator[Session
     """With a courier at work."""
     session, stop = Session(backend, app="tests", config=config_with(), events=facts.events), anyio.Event()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(session.run_courier, stop)
+        tasks.start_soon(session.run_delayed_delivery, stop)
         yield session
         stop.set()
 
@@ -86,7 +86,7 @@ async def test_one_that_may_not_be_removed_is_stored_once_and_the_missing_right_
         assert len(await stored("MARS")) == 1
         assert len(facts.of(NotRemoved)) == 1
         assert await backend.subject_counts(deferring.STREAM) == {f"{deferring.DUE}.MARS": 1}
-    await anyio.sleep(deferring.REMOVE_SECONDS)
+    await anyio.sleep(delayed_delivery.REMOVE_SECONDS)
     assert await backend.subject_counts(deferring.STREAM) == {}, "it may be removed now"
     assert len(await stored("MARS")) == 1
 
@@ -100,7 +100,7 @@ async def test_what_is_not_stored_yet_is_not_removed_with_what_is(
     backend.failures = ["unavailable"] * 40
     began = anyio.current_time()
     await facts.wait_for(Published, 4)
-    assert anyio.current_time() - began > 2 * deferring.REMOVE_SECONDS
+    assert anyio.current_time() - began > 2 * delayed_delivery.REMOVE_SECONDS
     assert [message.headers["Nats-Msg-Id"] for message in await stored("MARS")] == ["first", "second"]
 
 
@@ -111,5 +111,5 @@ async def test_what_somebody_else_has_put_there_is_kept_for_whoever_looks_for_it
     foreign = Message(subject=f"{deferring.DUE}.MARS", data=b"")
     await backend.publish(foreign, message_id="1", stream=deferring.STREAM, timeout_seconds=1.0)
     await facts.wait_for(Published, 2)
-    await anyio.sleep(2 * deferring.REMOVE_SECONDS)
+    await anyio.sleep(2 * delayed_delivery.REMOVE_SECONDS)
     assert await backend.subject_counts(deferring.STREAM) == {f"{deferring.DUE}.MARS": 1}

@@ -15,12 +15,12 @@ from msgspec import Struct, structs
 from aviso_workers import Backoff, Notification, Reject, Router, Stream, codec, config
 from aviso_workers.backends import Message, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.engine import parts, sweeping
+from aviso_workers.engine import max_deliveries, parts
 from aviso_workers.engine.dead_lettering import LONGEST_ERROR, RETRIES, STREAM, DeadLetter, retry_of
 from aviso_workers.engine.failing import Failures
 from aviso_workers.engine.session import Session
 from aviso_workers.engine.shielding import Shield
-from aviso_workers.engine.supervising import LONGEST_WAIT_SECONDS
+from aviso_workers.engine.subscription import LONGEST_WAIT_SECONDS
 from aviso_workers.errors import BackendError, OutcomeUnknownError, RefusedError, UnavailableError, UndecodableError
 from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, FailuresNotStored, Settled
 from tests.engine.conftest import Facts
@@ -671,7 +671,7 @@ async def sweeping_up(session: Session, *agents: Any) -> AsyncIterator[None]:
     """A worker that has these agents reads in the block what its server gave up."""
     stop = anyio.Event()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(session.run_sweep, agents, stop)
+        tasks.start_soon(session.run_max_deliveries, agents, stop)
         await anyio.wait_all_tasks_blocked()
         yield
         stop.set()
@@ -679,8 +679,8 @@ async def sweeping_up(session: Session, *agents: Any) -> AsyncIterator[None]:
 
 async def advise(backend: GraveyardGuard, advisory: bytes) -> None:
     """What a server publishes when it gives a message up."""
-    message = Message(subject=f"{sweeping.SUBJECT}.any", data=advisory)
-    await backend.publish(message, message_id="1", stream=sweeping.STREAM, timeout_seconds=1)
+    message = Message(subject=f"{max_deliveries.SUBJECT}.any", data=advisory)
+    await backend.publish(message, message_id="1", stream=max_deliveries.STREAM, timeout_seconds=1)
 
 
 async def test_what_its_server_gave_up_is_kept_although_the_dead_letter_cannot_be_stored_at_once(
@@ -735,7 +735,7 @@ async def test_an_advisory_of_nothing_that_could_be_kept_is_read_once(
     async with sweeping_up(session):
         await advise(backend, advisory)
         await anyio.sleep(1)
-        [consumer] = await backend.consumers(sweeping.STREAM)
+        [consumer] = await backend.consumers(max_deliveries.STREAM)
         assert (consumer.num_pending, consumer.num_ack_pending) == (0, 0)
     assert facts.of(Settled) == []
 

@@ -13,12 +13,13 @@ import pytest
 from aviso_workers import Notification, Router
 from aviso_workers.backends import Message
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.clocks import LoopClock, VirtualClock
+from aviso_workers.clocks import Clock, LoopClock, VirtualClock
 from aviso_workers.config import Config
-from aviso_workers.engine import pulling
+from aviso_workers.engine import prefetch
 from aviso_workers.engine.ordering import Line
-from aviso_workers.engine.pulling import MOST_PREFETCH, PREFETCH_SECONDS, AgentRun
+from aviso_workers.engine.prefetch import MOST_PREFETCH, PREFETCH_SECONDS, Prefetch
 from aviso_workers.engine.session import Session
+from aviso_workers.engine.subscription import Run
 from aviso_workers.events import AgentStopped, Settled
 from tests.engine.conftest import Facts, config_with
 
@@ -113,10 +114,14 @@ class Discarding:
             self._line.done(delivery)
 
 
-def run_of(form: Callable[[Line], Any]) -> AgentRun:
+def run_of(form: Callable[[Line], Any]) -> Run:
     clock = LoopClock()
-    line = Line(clock)
-    return AgentRun(form(line), line=line, clock=clock, workers=1, prefetch=2, ack_wait_seconds=20.0)
+    return run_with(form, clock=clock, prefetch=Prefetch(clock, workers=1, least=2))
+
+
+def run_with(form: Callable[[Line], Any], *, clock: Clock, prefetch: Prefetch, **line_with: Any) -> Run:
+    line = Line(clock, on_begin=prefetch.note_begin, on_surplus=prefetch.ask, **line_with)
+    return Run(form(line), line=line, prefetch=prefetch, clock=clock, ack_wait_seconds=20.0)
 
 
 async def test_its_consumer_is_told_when_there_is_room_again() -> None:
@@ -162,16 +167,13 @@ async def test_consumer_of_an_agent_that_holds_one_at_a_time_is_asked_again_when
                 self._line.done(delivery)
 
     clock = LoopClock()
-    line = Line(clock)
-    run = AgentRun(
-        Counting(line), line=line, clock=clock, workers=1, prefetch=1, most_prefetch=1, ack_wait_seconds=20.0
-    )
+    run = run_with(Counting, clock=clock, prefetch=Prefetch(clock, workers=1, least=1, most=1))
     run.attach("MARS", Consumer())  # type: ignore[arg-type]
     stop = anyio.Event()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=1.0))
         for sequence in range(1, 401):
-            line.put(Delivery(sequence))  # type: ignore[arg-type]
+            run.line.put(Delivery(sequence))  # type: ignore[arg-type]
             await anyio.sleep(PREFETCH_SECONDS / 50)
         stop.set()
     assert refilled_after == list(range(400)), "a refill before each of them is counted"
@@ -336,8 +338,8 @@ async def test_a_lane_does_not_overtake_a_head_that_the_drain_timeout_cuts_off(
 
 async def test_what_it_asks_for_follows_the_pace_at_which_handling_begins() -> None:
     clock = VirtualClock()
-    line = Line(clock)
-    run = AgentRun(Discarding(line), line=line, clock=clock, workers=1, prefetch=2, ack_wait_seconds=20.0)
+    run = run_with(Discarding, clock=clock, prefetch=Prefetch(clock, workers=1, least=2))
+    line = run.line
     numbers = itertools.count(1)
 
     async def begin(count: int, *, every_seconds: float) -> None:
@@ -362,13 +364,13 @@ class TestBytes:
 
     @pytest.fixture(autouse=True)
     def small_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pulling, "MOST_WAITING_BYTES", 1000)
+        monkeypatch.setattr(prefetch, "MOST_WAITING_BYTES", 1000)
 
     @staticmethod
-    def run_with_room_for(count: int) -> AgentRun:
+    def run_with_room_for(count: int) -> Run:
         clock = LoopClock()
-        line = Line(clock, key=lambda subject: subject)
-        return AgentRun(Discarding(line), line=line, clock=clock, workers=1, prefetch=count, ack_wait_seconds=20.0)
+        prefetch = Prefetch(clock, workers=1, least=count)
+        return run_with(Discarding, clock=clock, prefetch=prefetch, key=lambda subject: subject)
 
     async def test_as_many_are_asked_for_as_fit(self) -> None:
         run = self.run_with_room_for(100)

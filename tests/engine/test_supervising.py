@@ -16,7 +16,7 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.in_memory.consuming import InMemoryConsumer
 from aviso_workers.clocks import LoopClock
 from aviso_workers.engine.session import Session
-from aviso_workers.engine.supervising import HEALTHY_SECONDS, supervise_task
+from aviso_workers.engine.subscription import HEALTHY_SECONDS, supervise_task
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Settled, TaskFailed
 from aviso_workers.jetstream.specs import ConsumerSpec

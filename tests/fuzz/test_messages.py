@@ -20,8 +20,8 @@ from aviso_workers.engine import (
     dead_lettering,
     deferring,
     failing,
+    max_deliveries,
     parts,
-    sweeping,
     windowing,
 )
 from aviso_workers.engine.scheduling import Claim
@@ -102,7 +102,7 @@ OF_HEADERS: dict[str, Callable[[Message], object]] = {
     "two parts": lambda message: (parts.first_part_of(message), parts.joined(message.data, message)),
 }
 OF_JSON: dict[str, tuple[bytes, type]] = {
-    "an advisory": (b'{"stream":"MARS","consumer":"c__index","stream_seq":1,"deliveries":2}', sweeping._Advisory),
+    "an advisory": (b'{"stream":"MARS","consumer":"c__index","stream_seq":1,"deliveries":2}', max_deliveries._Advisory),
     "a claim": (b'{"time":"2026-11-22T06:00:00Z","token":3}', Claim),
     "a record": (
         b'{"stream_created":"2026-11-22T06:00:00Z","ack_floor":3,"filter_subjects":["a.>"],'

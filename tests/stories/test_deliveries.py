@@ -12,7 +12,7 @@ import pytest
 from aviso_workers import App
 from aviso_workers.engine.dead_lettering import STREAM as DEAD_LETTERS
 from aviso_workers.engine.dead_lettering import DeadLetter
-from aviso_workers.engine.pulling import MOST_PREFETCH
+from aviso_workers.engine.prefetch import MOST_PREFETCH
 from aviso_workers.errors import NotFoundError
 from tests.contract.settings import app_config
 from tests.stories.agents import ACK_WAIT_SECONDS, RETRY

@@ -18,7 +18,7 @@ from msgspec import structs
 from aviso_workers import App, Backoff, Notification, Notify, Stream, outputs
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
-from aviso_workers.engine import dead_lettering, sweeping
+from aviso_workers.engine import dead_lettering, max_deliveries
 from aviso_workers.ops.doctor import State
 from tests.ops.doctor.conftest import (
     SECOND,
@@ -63,15 +63,15 @@ async def leave_behind(server: Administration) -> None:
     await add_stream(server, "LONG", subjects=["long.>"], duplicate_window=3600 * SECOND)
     await add_stream(server, dead_lettering.STREAM, subjects=[f"{dead_lettering.SUBJECT}.>"])
     await server.request(f"{dead_lettering.SUBJECT}.field.index", b"{}")
-    await add_stream(server, sweeping.STREAM, subjects=[f"{sweeping.SUBJECT}.>"])
+    await add_stream(server, max_deliveries.STREAM, subjects=[f"{max_deliveries.SUBJECT}.>"])
     await publish(server, "mars", 1)
     await add_consumer(server, "MARS", "field__index", max_deliver=1, ack_wait=SECOND // 10)
-    async with server.listen(f"{sweeping.SUBJECT}.>") as given_up:
+    async with server.listen(f"{max_deliveries.SUBJECT}.>") as given_up:
         await pull(server, "MARS", "field__index", 1)
         with anyio.fail_after(PATIENCE_SECONDS):
             await given_up.receive()
     with anyio.fail_after(PATIENCE_SECONDS):  # the stream has it a little later than who listens
-        while not (await server.api(f"STREAM.INFO.{sweeping.STREAM}"))["state"]["messages"]:
+        while not (await server.api(f"STREAM.INFO.{max_deliveries.STREAM}"))["state"]["messages"]:
             await anyio.lowlevel.checkpoint()
 
 

@@ -14,7 +14,7 @@ from msgspec import Struct, structs
 from aviso_workers import App, Notification, Notify, Reject, Router, config
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
-from aviso_workers.engine.session import SWEEP
+from aviso_workers.engine import max_deliveries
 from aviso_workers.events import AgentStarted, Settled
 from aviso_workers.ops import stream_policy
 from aviso_workers.ops.doctor import State, durability
@@ -93,12 +93,12 @@ async def work_on(loaded: Config, notifications: list[Notify]) -> None:
     app, stop, done = App("field", config=loaded), anyio.Event(), anyio.Semaphore(0)
     app.include(router)
     app.events.listen(lambda _: done.release(), Settled)
-    app.events.listen(lambda started: done.release() if started.agent == SWEEP else None, AgentStarted)
+    app.events.listen(lambda started: done.release() if started.agent == max_deliveries.NAME else None, AgentStarted)
     async with app, create_task_group() as working:
         working.start_soon(app.work, stop)
         await app.notify_many(notifications)
         with anyio.fail_after(PATIENCE_SECONDS):
-            for _ in (*notifications, SWEEP):
+            for _ in (*notifications, max_deliveries.NAME):
                 await done.acquire()
         stop.set()
 

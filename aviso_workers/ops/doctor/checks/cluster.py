@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
-from aviso_workers.engine import dead_lettering, deferring, sweeping
+from aviso_workers.engine import dead_lettering, deferring, max_deliveries
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.ops.doctor.answers import Consumer, Group, Stream
 from aviso_workers.ops.doctor.facts import Facts
@@ -127,7 +127,7 @@ def own_streams_refused(facts: Facts) -> Iterator[Finding]:
     if not facts.after.account.limits.max_bytes_required:
         return
     letters = [] if facts.config.workers.dead_letters.max_bytes else [dead_lettering.STREAM]
-    for name in (*letters, dead_lettering.RETRIES, deferring.STREAM, sweeping.STREAM):
+    for name in (*letters, dead_lettering.RETRIES, deferring.STREAM, max_deliveries.STREAM):
         if name not in facts.streams:
             yield Finding(stream=name, found="the account has max_bytes_required, and refuses it")
 

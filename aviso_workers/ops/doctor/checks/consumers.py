@@ -11,7 +11,7 @@ from msgspec import structs
 
 from aviso_workers import schema, topics
 from aviso_workers.config.streams import event_streams
-from aviso_workers.engine import sweeping
+from aviso_workers.engine import max_deliveries
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import filters_of
 from aviso_workers.notifications import Batch
@@ -67,7 +67,7 @@ def never_gives_up(facts: Facts) -> Iterator[Finding]:
     "What is given up is kept",
     why="the server tells of a message over max_deliver once, to whoever listens at that time",
     cure="declare a stream whose subjects are `"
-    + sweeping.SUBJECT
+    + max_deliveries.SUBJECT
     + ".{stream}.{consumer}`"
     + APPLY
     + "; agents of ours do it by themselves, and make dead letters of them while a worker runs",
@@ -75,7 +75,7 @@ def never_gives_up(facts: Facts) -> Iterator[Finding]:
 def nobody_listens(facts: Facts) -> Iterator[Finding]:
     kept = [subject for stream in facts.streams.values() for subject in stream.config.subjects]
     for consumer in facts.consumers.values():
-        told = f"{sweeping.SUBJECT}.{consumer.stream_name}.{consumer.name}"
+        told = f"{max_deliveries.SUBJECT}.{consumer.stream_name}.{consumer.name}"
         if consumer.config.max_deliver > 0 and not any(overlap(subject, told) for subject in kept):
             yield about(consumer, f"max_deliver {consumer.config.max_deliver}, and no stream keeps what is given up")
 

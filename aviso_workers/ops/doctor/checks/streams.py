@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from aviso_workers.config.streams import OURS
-from aviso_workers.engine import dead_lettering, deferring, sweeping, tabling
+from aviso_workers.engine import dead_lettering, deferring, max_deliveries, tabling
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.metadata import OF_SET, UNFINISHED
 from aviso_workers.jetstream.specs import stated
@@ -24,7 +24,7 @@ COPIES = 3
 NEARLY_FULL, FULL = 0.80, 0.95
 MANY_GAPS, GAPS_PER_MESSAGE = 10_000, 10
 BY_KEY = "KV_"
-OF_SHORT_LIVES = (dead_lettering.RETRIES, sweeping.STREAM)
+OF_SHORT_LIVES = (dead_lettering.RETRIES, max_deliveries.STREAM)
 """Streams of ours that forget within days, and hold only what failed."""
 
 OUR_COPIES = "set notification_backend.jetstream.replicas: 3, and start a worker that uses {stream}"

@@ -1,4 +1,4 @@
-"""Where a notification comes from that is published while another one is handled; its message id follows from that.
+"""The message ids (idempotency keys) of what is published while something else is handled: they follow from that.
 
 The call forms say what they handle, `publishing` asks for ids. A handler that is run again, because it failed or its
 worker died, publishes the same under the same ids, and the stream's duplicate window stores it once. The content is
@@ -11,26 +11,33 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 
 from aviso_workers.codec import Message
 
-__all__ = ["Origin", "message_id"]
+__all__ = ["IdempotencyKeys", "message_id"]
 
 DIGEST_BYTES = 12
 
 
-class Origin:
-    """What one call of an agent handles; everything that is published in its task comes from there.
+class IdempotencyKeys:
+    """What one call of an agent handles; what is published inside of the `with` block is given ids that follow from it.
 
-    An agent has as many as it makes calls at a time. Made in the task that makes the calls.
+    An agent has as many as it makes calls at a time, each around the calls of one task.
     """
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._handled: tuple[Message, ...] = ()
         self._ids: _Ids | None = None
-        _ORIGIN.set(self)
+        self._token: Token[IdempotencyKeys | None]
+
+    def __enter__(self) -> IdempotencyKeys:
+        self._token = _KEYS.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _KEYS.reset(self._token)
 
     def begin(self, *handled: Message) -> None:
         """These are handled from now on, and nothing has been published yet."""
@@ -72,7 +79,7 @@ class _Ids:
         return f"{self._prefix}.{content.hex()}.{self._counts[content]}"
 
 
-_ORIGIN: ContextVar[Origin | None] = ContextVar("origin", default=None)
+_KEYS: ContextVar[IdempotencyKeys | None] = ContextVar("keys", default=None)
 
 
 def message_id(message: Message, *, when: str = "") -> str | None:
@@ -80,5 +87,5 @@ def message_id(message: Message, *, when: str = "") -> str | None:
 
     `when` it is to be delivered, in the handler's own words, is part of its content.
     """
-    origin = _ORIGIN.get()
-    return origin.message_id(message, when=when) if origin is not None else None
+    keys = _KEYS.get()
+    return keys.message_id(message, when=when) if keys is not None else None

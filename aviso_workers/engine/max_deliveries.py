@@ -9,20 +9,26 @@ agents that it does not know, and what a retired agent left behind is kept as we
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from aviso_workers.agents import NAME, durable_name
+from aviso_workers import agents
+from aviso_workers.agents import Agent
 from aviso_workers.backends import Backend, Delivery
 from aviso_workers.codec import is_marker, read_json
 from aviso_workers.config import Config, streams
 from aviso_workers.engine import acknowledging, parts
 from aviso_workers.engine.acknowledging import Exceeded
 from aviso_workers.engine.dead_lettering import RETRIES, DeadLetterStore, unwrap
+from aviso_workers.engine.internal import Internal
+from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.prefetch import Prefetch
+from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.replaying import message_at
+from aviso_workers.engine.subscription import Feed, Run, Subscription, consumer_spec
 from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
 from aviso_workers.events import Events
 from aviso_workers.jetstream import specs
@@ -30,12 +36,15 @@ from aviso_workers.jetstream.fields import DAY
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.verdicts import Ack, Nak, Settlement
 
-__all__ = ["ADVISORIES", "STREAM", "SUBJECT", "Sweep", "advisories_spec"]
+__all__ = ["ADVISORIES", "NAME", "STREAM", "SUBJECT", "advisories_spec", "subscription"]
 
 STREAM = "aviso_workers_advisories"
 SUBJECT = "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES"
 ADVISORIES = f"{SUBJECT}.>"
 """Always the whole of them: a filter that depends on the agents of one worker would hide those of another."""
+NAME = "dead-letter-sweep"
+ACK_WAIT_SECONDS = 60.0
+PREFETCH = 16
 KEPT_DAYS = 7
 AGAIN_SECONDS = 10.0
 
@@ -47,7 +56,35 @@ class _Advisory(Struct, frozen=True):
     deliveries: Annotated[int, Meta(ge=1)]
 
 
-class Sweep:
+def subscription(
+    known: Iterable[Agent[Any, Any]],
+    *,
+    backend: Backend,
+    app: str,
+    config: Config,
+    own_streams: Provisioner,
+    dead_letters: DeadLetterStore,
+    events: Events,
+) -> Subscription:
+    """Return the subscription that stores the dead letters of what the server has given up.
+
+    `known` are the app's agents in this worker.
+    """
+    clock = backend.clock
+    event_types = {agent.name: agent.event_type for agent in known}
+    exceeded = _MaxDeliveries(backend, app=app, event_types=event_types, dead_letters=dead_letters, events=events)
+    prefetch = Prefetch(clock, workers=1, least=PREFETCH)
+    line = Line(clock, on_begin=prefetch.note_begin, on_surplus=prefetch.ask)
+    handler = Internal(exceeded.handle, line=line, stream=STREAM, unreadable_reason="no advisory", events=events)
+    consumer = consumer_spec(agents.durable_name(app, NAME), (ADVISORIES,), ACK_WAIT_SECONDS)
+    return Subscription(
+        name=NAME,
+        feeds=[Feed(stream=advisories_spec(config), consumer=consumer, provisioner=own_streams)],
+        run=Run(handler, line=line, prefetch=prefetch, clock=clock, ack_wait_seconds=ACK_WAIT_SECONDS),
+    )
+
+
+class _MaxDeliveries:
     """Handles advisories: stores the dead letters of what the server has given up."""
 
     def __init__(
@@ -60,7 +97,7 @@ class Sweep:
         events: Events,
     ) -> None:
         self._backend = backend
-        self._prefix = durable_name(app, "")
+        self._prefix = agents.durable_name(app, "")
         self._event_types = event_types
         """By agent, as far as this worker knows them."""
         self._dead_letters = dead_letters
@@ -83,7 +120,7 @@ class Sweep:
         if not advisory.consumer.startswith(self._prefix):
             return None
         stream, agent = advisory.stream, advisory.consumer.removeprefix(self._prefix)
-        if not (specs.is_name(stream) and NAME.fullmatch(agent)):  # both become part of subjects
+        if not (specs.is_name(stream) and agents.NAME.fullmatch(agent)):  # both become part of subjects
             raise UndecodableError(f"no consumer {advisory.consumer!r} of a stream {stream!r}")
         try:
             message = await message_at(self._backend, stream, advisory.stream_seq)

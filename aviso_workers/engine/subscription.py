@@ -1,11 +1,17 @@
-"""Agents and tasks kept running: opened, watched, opened again after a wait, stopped in order."""
+"""A subscription at work: its consumers opened, watched and opened again after a wait, its workers drained in order.
+
+`session` hands in a `Subscription`: an agent (`agent_subscriptions`), what exceeds its deliveries (`max_deliveries`),
+or what is delivered later (`delayed_delivery`). Each delivery goes from the consumer into the line, from which a
+handler takes it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import anyio
 from anyio.abc import TaskGroup
@@ -13,23 +19,35 @@ from msgspec import UNSET, Struct
 
 from aviso_workers import clocks
 from aviso_workers.agents import Task
-from aviso_workers.backends import Backend, ConsumerInfo, Delivery
+from aviso_workers.backends import Backend, Consumer, ConsumerInfo, Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.codec import Message
 from aviso_workers.engine import acknowledging, calling, parts
 from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.prefetch import Prefetch
 from aviso_workers.engine.provisioning import Provisioner
-from aviso_workers.engine.pulling import AgentRun
+from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
+from aviso_workers.engine.shielding import Shield
+from aviso_workers.engine.threads import Threads
 from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, Passed, TaskFailed
+from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import reads_all
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.verdicts import Failure, Nak, Settlement
 
-__all__ = ["Feed", "supervise_agent", "supervise_task"]
+__all__ = ["Feed", "Handler", "Run", "Subscription", "consumer_spec", "keep_running", "supervise_task"]
 
+MAX_ACK_PENDING = 100_000
+"""Unsettled notifications of one agent over all its workers; those that wait for a retry count, so that an agent
+handles nothing new while so many wait. More would not be better: a nats-server moves the whole queue of what is due
+for each one that it delivers again. Where 100,000 were due at one moment, nats-server 2.15 delivered 15,000 a second
+and the new ones beside them; of 300,000 it delivered 700 a second, and nothing new for minutes.
+"""
+BEATS = 3
+"""How often what is held is reported in progress while one `ack_wait` passes."""
 LONGEST_WAIT_SECONDS = 10.0
 HEALTHY_SECONDS = 30.0
 """Who ran for so long before failing starts again without a wait that has grown."""
@@ -40,6 +58,138 @@ EXPIRY_SECONDS = 1.0
 """How much later than after `ack_wait` a server may notice that a delivery was not settled."""
 QUIET_SECONDS = 1.0
 """When nothing has come for so long, a server has delivered all that was due."""
+
+
+class Handler(Protocol):
+    """What takes deliveries from a line and settles them: a call form of authors' functions, or `Internal`."""
+
+    async def work(self) -> None:
+        """Take from the line and settle, until the line is closed."""
+
+
+class Run:
+    """A subscription's workers, which outlive a lost consumer: what runs goes on while the consumer is opened anew."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        line: Line,
+        prefetch: Prefetch,
+        clock: Clock,
+        ack_wait_seconds: float,
+        redeliveries: Redeliveries | None = None,
+        threads: Threads | None = None,
+        shield: Shield | None = None,
+    ) -> None:
+        """`line` was made with `prefetch`: it tells it what begins."""
+        self.line = line
+        self.returned = 0
+        """Deliveries that were given back because the worker stops."""
+        self._handler = handler
+        self._prefetch = prefetch
+        self._redeliveries = redeliveries
+        self._threads = threads
+        self._shield = shield or Shield(clock)
+        self._clock = clock
+        self._beat_seconds = ack_wait_seconds / BEATS
+        self._beat_again = anyio.Event()
+        self._stopping = False
+
+    def room(self) -> int:
+        """How many deliveries could be taken now."""
+        if self._stopping or self._is_stuck:
+            return 0
+        return self._prefetch.capacity(self.line)
+
+    def pinned(self, stream: str) -> bool:
+        """Whether this worker is the one that is given everything of the stream; see `Consumer.pinned`."""
+        return self._prefetch.pinned(stream)
+
+    def keep_within(self, ack_wait_seconds: float) -> None:
+        """Let no such time pass from now on without a report that what is held here is in progress."""
+        self._beat_seconds = ack_wait_seconds / BEATS
+        self._beat_again.set()
+
+    def attach(self, stream: str, consumer: Consumer) -> None:
+        """A consumer that is read now; it is told when there is room."""
+        self._prefetch.attach(stream, consumer)
+
+    def detach(self, stream: str) -> None:
+        """A consumer that is not read any more. When none is because the agent is stuck, others get what waits."""
+        self._prefetch.detach(stream)
+        if self._is_stuck and not self._prefetch.consumers and not self._stopping:
+            acknowledging.give_back(self.line.withdraw())
+
+    async def until_stuck(self) -> None:
+        """Wait until nothing can be handled, however long."""
+        if self._threads is None:
+            await anyio.sleep_forever()
+        else:
+            await self._threads.until_stuck()
+
+    async def until_not_stuck(self) -> None:
+        if self._threads is not None:
+            await self._threads.until_not_stuck()
+
+    async def work(self, *, stop: anyio.Event, drain_timeout_seconds: float) -> None:
+        """Handle what arrives until `stop`; then give back what has not begun, and finish what has.
+
+        What still runs after the drain timeout is cancelled and given back too.
+        """
+        async with anyio.create_task_group() as beating:
+            beating.start_soon(self._beat)
+            beating.start_soon(self._shield.watch)
+            try:
+                with anyio.CancelScope() as draining:
+                    async with anyio.create_task_group() as workers:
+                        if self._redeliveries is not None:
+                            workers.start_soon(self._redeliveries.work)
+                        for _ in range(self._prefetch.workers):
+                            workers.start_soon(self._handler.work)
+                        await stop.wait()
+                        drained_by = self._clock.monotonic() + drain_timeout_seconds
+                        timer = self._clock.call_at(drained_by, partial(self._end_draining, draining))
+                        self._stopping = True
+                        self.line.close()
+                        if self._threads is not None:
+                            self._threads.close()
+                        await self._stop_reading()
+                        if not self.line.ordered:  # else all of it at the end, or a lane would overtake its head
+                            self.returned += acknowledging.give_back(self.line.withdraw())
+                    timer.cancel()
+            finally:  # also where all of this is cancelled
+                try:
+                    await self._end_redeliveries()
+                finally:
+                    self.returned += acknowledging.give_back(self.line.withdraw_all())
+            beating.cancel_scope.cancel()
+
+    def _end_draining(self, draining: anyio.CancelScope) -> None:
+        draining.cancel()
+        self._shield.limit()
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self._threads is not None and self._threads.stuck
+
+    async def _end_redeliveries(self) -> None:
+        """Before what was cancelled is given back, or it would look like what ended its worker."""
+        if self._redeliveries is not None:
+            async with self._shield.hold():
+                await self._redeliveries.end()
+
+    async def _beat(self) -> None:
+        while True:
+            with clocks.move_on_after(self._clock, self._beat_seconds):
+                await self._beat_again.wait()
+            self._beat_again = anyio.Event()
+            await self.line.beat()
+
+    async def _stop_reading(self) -> None:
+        """Before anything is given back: it would come here again."""
+        for consumer in self._prefetch.consumers:
+            await consumer.stop()
 
 
 class Feed(Struct, frozen=True, kw_only=True):
@@ -64,29 +214,64 @@ class Feed(Struct, frozen=True, kw_only=True):
     """What was settled lately of the stream; None where what comes again is always handled again."""
 
 
-async def supervise_agent(
-    name: str,
-    run: AgentRun,
-    feeds: Sequence[Feed],
+class Subscription(Struct, frozen=True, kw_only=True):
+    """What reads durable consumers and handles what comes: an agent, or one of our own."""
+
+    name: str
+    feeds: Sequence[Feed]
+    run: Run
+    beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+    """Run beside it, for as long as it runs."""
+    also: Callable[[anyio.Event], Coroutine[Any, Any, None]] | None = None
+    """Works beside the handlers until it is told to stop, and ends by itself."""
+    at_end: Callable[[], Awaitable[None]] | None = None
+    """Run when all of it has ended."""
+
+
+def consumer_spec(
+    durable: str,
+    filters: tuple[str, ...],
+    ack_wait: float,
     *,
-    backend: Backend,
-    events: Events,
-    stop: anyio.Event,
-    drain_timeout_seconds: float,
+    max_ack_pending: int = MAX_ACK_PENDING,
+    start: str = "all",
+) -> ConsumerSpec:
+    """Return the durable consumer of a subscription; `ack_wait` is in seconds."""
+    return ConsumerSpec(
+        durable_name=durable,
+        filter_subjects=filters,
+        ack_wait=int(ack_wait * SECOND),
+        max_ack_pending=max_ack_pending,
+        max_deliver=-1,  # only an agent gives up, when its dead letter is stored
+        **metadata.starting(start),
+    )
+
+
+async def keep_running(
+    subscription: Subscription, *, backend: Backend, events: Events, stop: anyio.Event, drain_timeout_seconds: float
 ) -> None:
-    """Run an agent until `stop`, then let it finish. A lost consumer or stream is made anew."""
+    """Run a subscription until `stop`, then let it finish. A lost consumer or stream is made anew."""
+    run = subscription.run
     drained = anyio.Event()
-    async with anyio.create_task_group() as tasks:
-        for feed in feeds:
-            tasks.start_soon(_keep_reading, name, run, feed, backend, events, stop, drained)
-        await run.work(stop=stop, drain_timeout_seconds=drain_timeout_seconds)
-        drained.set()
-    events.emit(AgentStopped(agent=name, finished=run.line.finished, returned=run.returned))
+    async with anyio.create_task_group() as beside:
+        for each in subscription.beside:
+            beside.start_soon(each)
+        async with anyio.create_task_group() as tasks:
+            if subscription.also is not None:
+                tasks.start_soon(subscription.also, stop)
+            for feed in subscription.feeds:
+                tasks.start_soon(_keep_reading, subscription.name, run, feed, backend, events, stop, drained)
+            await run.work(stop=stop, drain_timeout_seconds=drain_timeout_seconds)
+            drained.set()
+        events.emit(AgentStopped(agent=subscription.name, finished=run.line.finished, returned=run.returned))
+        beside.cancel_scope.cancel()
+    if subscription.at_end is not None:
+        await subscription.at_end()
 
 
 async def _keep_reading(
     name: str,
-    run: AgentRun,
+    run: Run,
     feed: Feed,
     backend: Backend,
     events: Events,
@@ -110,7 +295,7 @@ async def _keep_reading(
 
 async def _read(
     name: str,
-    run: AgentRun,
+    run: Run,
     feed: Feed,
     backend: Backend,
     events: Events,

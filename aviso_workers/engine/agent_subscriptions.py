@@ -1,0 +1,268 @@
+"""An agent as a subscription: its two consumers, its line, its handler, and what ends its deliveries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec import structs
+
+from aviso_workers import schema, topics
+from aviso_workers.agents import Agent
+from aviso_workers.backends import Backend
+from aviso_workers.codec import NotificationReader
+from aviso_workers.config import Config, streams
+from aviso_workers.engine import consumer_records, dead_lettering
+from aviso_workers.engine.acknowledging import Settler
+from aviso_workers.engine.batching import InBatches
+from aviso_workers.engine.consumer_records import ConsumerRecorder
+from aviso_workers.engine.dead_lettering import DeadLetterStore, Requeued, retry_subject
+from aviso_workers.engine.failing import Failures
+from aviso_workers.engine.handling import Kit, OneByOne
+from aviso_workers.engine.holding import WhileHeld
+from aviso_workers.engine.isolation import Isolation
+from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.prefetch import MOST_PREFETCH, Prefetch
+from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.engine.publishing import Publisher
+from aviso_workers.engine.redeliveries import Redeliveries
+from aviso_workers.engine.repeats import Repeats
+from aviso_workers.engine.returning import Outputs
+from aviso_workers.engine.shared_filters import SharedFilter
+from aviso_workers.engine.shielding import Shield
+from aviso_workers.engine.streaming import AsStream
+from aviso_workers.engine.subscription import Feed, Handler, Run, Subscription, consumer_spec
+from aviso_workers.engine.threads import Threads
+from aviso_workers.engine.windowing import AsWindows
+from aviso_workers.events import Events
+from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSpec, StreamSpec
+from aviso_workers.notifications import Batch, Notification, Stream
+from aviso_workers.schema import EventType, Where
+
+__all__ = ["AgentSubscriptions"]
+
+LANES_PREFETCH = 1000
+"""What may wait with an ordered agent: more than its concurrency, because what waits in a lane holds a place."""
+STREAM_PREFETCH = 16
+"""What may wait for each call of a function of a Stream, which can take many before the first of them is done."""
+SINGLETON_BEAT_SECONDS = 3.0
+"""A singleton that has lost what it handles is ended within a third of this."""
+HANDLERS: dict[type, Callable[[Kit], Handler]] = {Notification: OneByOne, Batch: InBatches, Stream: AsStream}
+
+
+class AgentSubscriptions:
+    """Makes the subscriptions of an app's agents; those of one process share an isolation."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        app: str,
+        config: Config,
+        provisioner: Provisioner,
+        own_streams: Provisioner,
+        publisher: Publisher,
+        dead_letters: DeadLetterStore,
+        events: Events,
+    ) -> None:
+        self._backend = backend
+        self._app = app
+        self._config = config
+        self._provisioner = provisioner
+        self._own_streams = own_streams
+        self._publisher = publisher
+        self._dead_letters = dead_letters
+        self._events = events
+        self._isolation = Isolation(backend.clock)
+
+    def subscription(self, agent: Agent[Any, Any], event_type: EventType) -> Subscription:
+        """Return the agent's subscription. Raises as `parse_where` does."""
+        where = schema.parse_where(agent.event_type, event_type, agent.where)
+        stream = streams.event_stream(agent.event_type, event_type, self._config)
+        clock, policy = self._backend.clock, agent.policy
+        while_held = WhileHeld() if policy.singleton else None
+        prefetch = Prefetch(
+            clock,
+            workers=policy.concurrency,
+            least=_prefetch(agent),
+            # A singleton holds one at a time, and asks for the next one whenever one begins.
+            most=1 if policy.singleton else MOST_PREFETCH,
+        )
+        line = Line(
+            clock,
+            key=topics.key_of(where.topic, policy.order_by) if policy.order_by else None,
+            isolation=self._isolation,
+            on_begin=prefetch.note_begin,
+            on_surplus=prefetch.ask,
+            on_lost=while_held.end if while_held else None,
+        )
+        shield = Shield(clock)
+        failures = Failures(
+            self._backend, app=self._app, agent=agent.name, stream=stream.name, shield=shield, events=self._events
+        )
+        repeats = Repeats(self._backend, stream=stream.name, consumer=agent.durable_name(self._app))
+        settler = Settler(
+            agent,
+            stream=stream.name,
+            line=line,
+            repeats=repeats,
+            failures=failures,
+            dead_letters=self._dead_letters,
+            shield=shield,
+            clock=clock,
+            events=self._events,
+        )
+        threads = Threads(agent, line=line, clock=clock, events=self._events)
+        kit = Kit(
+            agent,
+            line=line,
+            reader=NotificationReader(agent.event_type, event_type, where=where, payload_type=agent.payload_type),
+            outputs=Outputs(agent, app=self._app, stream=stream.name, publisher=self._publisher),
+            settler=settler,
+            threads=threads,
+            clock=clock,
+            while_held=while_held,
+        )
+        windows = self._windows(kit, stream.name)
+        run = Run(
+            windows or HANDLERS[agent.form](kit),
+            line=line,
+            prefetch=prefetch,
+            clock=clock,
+            ack_wait_seconds=_reported_within(agent, policy.ack_wait),
+            redeliveries=Redeliveries(
+                backend=self._backend,
+                agent=agent.name,
+                stream=stream.name,
+                line=line,
+                failures=failures,
+                settler=settler,
+                isolation=self._isolation,
+                shield=shield,
+                attempts=policy.retry.attempts,
+                clock=clock,
+                events=self._events,
+            ),
+            threads=threads,
+            shield=shield,
+        )
+        shared = self._shared_filter(agent, where, stream, run)
+        return Subscription(
+            name=agent.name,
+            feeds=self._feeds(agent, event_type, stream, shared, run, repeats),
+            run=run,
+            beside=[shared.keep],
+            also=windows.close if windows is not None else None,
+            at_end=shared.record_last,
+        )
+
+    def _windows(self, kit: Kit, stream: str) -> AsWindows | None:
+        """Of an agent that has some."""
+        if kit.agent.policy.window is None:
+            return None
+        return AsWindows(
+            kit,
+            kit.agent.policy.window,
+            backend=self._backend,
+            app=self._app,
+            stream=stream,
+            events=self._events,
+            patience_seconds=self._config.notification_backend.jetstream.publish_deadline_seconds,
+            drain_timeout_seconds=self._config.workers.drain_timeout_seconds,
+        )
+
+    def _shared_filter(self, agent: Agent[Any, Any], where: Where, stream: StreamSpec, run: Run) -> SharedFilter:
+        policy = agent.policy
+        consumer = consumer_spec(
+            agent.durable_name(self._app), topics.filter_subjects(where), policy.ack_wait, start=policy.start
+        )
+        return SharedFilter(
+            _served(consumer, singleton=policy.singleton, priority=self._config.workers.priority),
+            agent=agent.name,
+            stream=stream.name,
+            backend=self._backend,
+            recorder=self._recorder(agent, stream.name, self._provisioner),
+            retries=self._recorder(agent, dead_lettering.RETRIES, self._own_streams),
+            events=self._events,
+            on_ack_wait=lambda seconds: run.keep_within(_reported_within(agent, seconds)),
+        )
+
+    def _feeds(
+        self,
+        agent: Agent[Any, Any],
+        event_type: EventType,
+        stream: StreamSpec,
+        shared: SharedFilter,
+        run: Run,
+        repeats: Repeats,
+    ) -> Sequence[Feed]:
+        """The stream of the event type, and what is tried again of the agent's dead letters."""
+        policy = agent.policy
+        consumer = consumer_spec(shared.consumer.durable_name, (retry_subject(self._app, agent.name),), policy.ack_wait)
+        retries_consumer = _served(consumer, singleton=policy.singleton)
+        everything = topics.filter_subjects(schema.parse_where(agent.event_type, event_type, {}))
+        leaves = None if shared.consumer.filter_subjects == everything else shared.leaves
+        return [
+            Feed(
+                stream=stream,
+                consumer=shared.consumer,
+                ensure=shared.ensure,
+                leaves=leaves,
+                repeats=repeats,
+                provisioner=self._provisioner,
+                in_order=run.line.ordered,
+                # Who is busy, or waits for something to come, goes on asking, or would not stay pinned.
+                room=(lambda: 1) if policy.singleton else None,
+                priority=self._config.workers.priority,
+            ),
+            Feed(
+                stream=dead_lettering.retries_spec(self._config),
+                consumer=retries_consumer,
+                ensure=lambda: shared.ensure_retries(retries_consumer),
+                provisioner=self._own_streams,
+                unwrap=Requeued,
+                leaves=leaves,
+                room=(lambda: int(run.pinned(stream.name))) if policy.singleton else None,
+            ),
+        ]
+
+    def _recorder(self, agent: Agent[Any, Any], stream: str, provisioner: Provisioner) -> ConsumerRecorder:
+        return ConsumerRecorder(
+            self._backend,
+            provisioner,
+            app=self._app,
+            agent=agent.name,
+            stream=stream,
+            longest_seconds=consumer_records.longest_seconds(agent.policy),
+            events=self._events,
+        )
+
+
+def _reported_within(agent: Agent[Any, Any], ack_wait_seconds: float) -> float:
+    """Within how many seconds the agent's worker has to report what it holds."""
+    return min(ack_wait_seconds, SINGLETON_BEAT_SECONDS) if agent.policy.singleton else ack_wait_seconds
+
+
+def _prefetch(agent: Agent[Any, Any]) -> int:
+    """As many as can begin at once, so that a worker that becomes free finds work."""
+    policy = agent.policy
+    if policy.order_by:
+        return max(LANES_PREFETCH, policy.concurrency)
+    return policy.concurrency * {Batch: policy.batch.size, Stream: STREAM_PREFETCH}.get(agent.form, 1)
+
+
+def _served(consumer: ConsumerSpec, *, singleton: bool, priority: int = 0) -> ConsumerSpec:
+    """The consumer, with which of its readers are served first."""
+    if singleton:
+        # One at a time, for whoever is pinned: so what follows waits on the server until this one has come to its end,
+        # also while it waits to be tried again, and while it is given to another worker.
+        return structs.replace(
+            consumer,
+            max_ack_pending=1,
+            priority_policy=PINNED,
+            priority_groups=(GROUP,),
+            priority_timeout=consumer.ack_wait,
+        )
+    if priority:
+        return structs.replace(consumer, priority_policy=PRIORITIZED, priority_groups=(GROUP,))
+    return consumer

@@ -1,0 +1,155 @@
+"""What was to be stored later and is due: read by one consumer for all workers of all apps, and published.
+
+See `deferring` for how it waits. A notification is published under the message id that it was given at first, and
+acknowledged after that. Where a worker dies in between, another one does it again: within the duplicate window the
+stream stores it once, and after that it is found there by its id. It is removed from where it waited too; whether that
+succeeds changes nothing of this, and what was left is removed later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import aclosing, suppress
+from datetime import datetime
+from typing import Literal
+
+from aviso_workers import schema, topics
+from aviso_workers.backends import Backend, Delivery, Outgoing
+from aviso_workers.codec import Message, store_time
+from aviso_workers.config import Config
+from aviso_workers.engine import deferring
+from aviso_workers.engine.deferring import DUE, STREAM
+from aviso_workers.engine.internal import Internal
+from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.prefetch import Prefetch
+from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.engine.replaying import SKEW
+from aviso_workers.engine.subscription import Feed, Run, Subscription, consumer_spec
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
+from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome
+from aviso_workers.schema import EventType
+from aviso_workers.verdicts import Ack, Backoff, Nak, Settlement
+
+__all__ = ["DURABLE", "NAME", "REMOVE_SECONDS", "subscription"]
+
+NAME = "schedule-courier"
+DURABLE = f"aviso_workers__{NAME}"
+"""One for all apps, so that it does not matter whose workers run."""
+ACK_WAIT_SECONDS = 5.0
+CONCURRENCY = 16
+PREFETCH = 64
+MESSAGE_ID = "Nats-Msg-Id"
+TIMEOUT_SECONDS = 10.0
+REMOVE_SECONDS = 600.0
+"""How often it is looked whether there is something that was delivered and not removed."""
+AGAIN = Backoff(first=1, factor=2, max=60)
+"""When it is tried again to store what its stream does not take: without end, because it must not be lost."""
+
+
+def subscription(backend: Backend, *, config: Config, own_streams: Provisioner, events: Events) -> Subscription:
+    """Return the subscription that brings what is due to the streams it was meant for, whichever app has published it.
+
+    Raises `RefusedError` where the server is too old: then nothing waits there.
+    """
+    deferring.require_server(backend)
+    delayed = _DelayedDelivery(backend, event_types=config.notification_schema, events=events)
+    prefetch = Prefetch(backend.clock, workers=CONCURRENCY, least=PREFETCH)
+    line = Line(backend.clock, on_begin=prefetch.note_begin, on_surplus=prefetch.ask)
+    handler = Internal(
+        delayed.handle, line=line, stream=STREAM, unreadable_reason="no notification that waited", events=events
+    )
+    consumer = consumer_spec(DURABLE, (f"{DUE}.>",), ACK_WAIT_SECONDS, max_ack_pending=-1)
+    return Subscription(
+        name=NAME,
+        feeds=[Feed(stream=deferring.stream_spec(config), consumer=consumer, provisioner=own_streams)],
+        run=Run(handler, line=line, prefetch=prefetch, clock=backend.clock, ack_wait_seconds=ACK_WAIT_SECONDS),
+        beside=[delayed.keep_removing],
+    )
+
+
+class _DelayedDelivery:
+    """Handles what is due: publishes it where it belongs."""
+
+    def __init__(self, backend: Backend, *, event_types: Mapping[str, EventType], events: Events) -> None:
+        """`event_types` are those of this app's configuration. What is for others is left to workers that have them."""
+        self._backend = backend
+        bases = {name: schema.topic_of(name, event_type).base for name, event_type in event_types.items()}
+        self._event_types = {topics.stream_name(base): (name, base) for name, base in bases.items()}
+        """By stream: the event type, and its base."""
+        self._events = events
+
+    async def handle(self, delivery: Delivery) -> Settlement:
+        """Return how one that is due is settled. Raises `UndecodableError`."""
+        outgoing = deferring.original(delivery.message)
+        event_type, base = self._event_types.get(outgoing.stream, ("", ""))
+        if not event_type:
+            unknown = RefusedError(f"this worker's configuration has no event type of the stream {outgoing.stream}")
+            return self._give_back(delivery, outgoing, unknown)
+        if not outgoing.message.subject.startswith(f"{base}."):
+            raise UndecodableError(f"{outgoing.message.subject} is no subject of event type {event_type}")
+        return await self._deliver(delivery, outgoing, event_type)
+
+    async def keep_removing(self) -> None:
+        """Remove, now and then, what was delivered and is still there. Never returns."""
+        while True:
+            with suppress(BackendError):  # the next time; what could not be removed was told of
+                await self._remove_acked()
+            await self._backend.clock.sleep(REMOVE_SECONDS)
+
+    def _give_back(self, delivery: Delivery, outgoing: Outgoing, error: BackendError) -> Settlement:
+        delay = AGAIN.delay_seconds(delivery.num_delivered)
+        self._events.emit(
+            Overdue(stream=outgoing.stream, message_id=outgoing.message_id, error=error, again_in_seconds=delay)
+        )
+        return Nak(delay)
+
+    async def _deliver(self, delivery: Delivery, outgoing: Outgoing, event_type: str) -> Settlement:
+        try:
+            again = delivery.num_delivered > 1 and await self._is_stored(outgoing, due=store_time(delivery.message))
+            outcome: PublishOutcome = "duplicate" if again else await self._publish(outgoing)
+        except BackendError as error:
+            return self._give_back(delivery, outgoing, error)
+        try:
+            await self._backend.delete_message(STREAM, delivery.message.sequence, overwrite=False)
+        except NotFoundError:
+            pass  # it was delivered before
+        except BackendError as error:
+            self._events.emit(NotRemoved(stream=STREAM, message_id=outgoing.message_id, error=error))
+        self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=delivery.num_delivered))
+        return Ack()
+
+    async def _publish(self, outgoing: Outgoing) -> Literal["stored", "duplicate"]:
+        ack = await self._backend.publish(
+            outgoing.message, message_id=outgoing.message_id, stream=outgoing.stream, timeout_seconds=TIMEOUT_SECONDS
+        )
+        return "duplicate" if ack.duplicate else "stored"
+
+    async def _is_stored(self, outgoing: Outgoing, *, due: datetime) -> bool:
+        """Whether an earlier delivery has stored it. The stream may not remember message ids for as long as that."""
+        subject, stream = outgoing.message.subject, outgoing.stream
+        try:
+            last = (await self._backend.stream_info(stream)).last_sequence
+            reading = self._backend.read(stream, filter_subjects=(subject,), start_time=due - SKEW, last_sequence=last)
+            async with aclosing(reading):
+                return any([(each.headers or {}).get(MESSAGE_ID) == outgoing.message_id async for each in reading])
+        except NotFoundError:
+            return False
+
+    async def _remove_acked(self) -> None:
+        acked = (await self._backend.consumer_info(STREAM, DURABLE)).ack_floor
+        if not acked:
+            return
+        reading = self._backend.read(STREAM, filter_subjects=(f"{DUE}.>",), last_sequence=acked)
+        async with aclosing(reading):
+            left = [message.sequence async for message in reading if _is_ours(message)]
+        for sequence in left:
+            with suppress(NotFoundError):  # another worker was faster
+                await self._backend.delete_message(STREAM, sequence, overwrite=False)
+
+
+def _is_ours(message: Message) -> bool:
+    try:
+        deferring.original(message)
+    except UndecodableError:
+        return False  # it was delivered nowhere, and is kept for whoever looks for it
+    return True

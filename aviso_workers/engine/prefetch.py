@@ -1,0 +1,95 @@
+"""How many deliveries an agent asks for ahead of what its workers handle: the backpressure towards the server.
+
+`subscription` asks here for the capacity of its consumers; the line says here whenever a handler begins.
+"""
+
+from __future__ import annotations
+
+from aviso_workers.backends import Consumer
+from aviso_workers.clocks import Clock
+from aviso_workers.engine.ordering import MOST_WAITING_BYTES, Line
+
+__all__ = ["MOST_PREFETCH", "PREFETCH_SECONDS", "Prefetch"]
+
+PREFETCH_SECONDS = 0.1
+CHECKS = 8
+"""How often the capacity is looked at while as many begin as are asked for at a time."""
+MOST_PREFETCH = 1000
+"""More at a time makes nothing faster."""
+
+
+class Prefetch:
+    """How much is asked for of the consumers of one agent.
+
+    Besides what runs, that is what is begun within a tenth of a second, so that what one process hoards is soon done:
+    at least `least` and at most `most`. Where notifications are large, it is as many as fit into a budget of bytes, if
+    they are as large as those that wait. The budget makes nobody wait: while a worker is idle and nothing that is held
+    may begin, only the number counts.
+
+    With `order_by`, much of what is held may wait behind a few keys. Where fewer are ready to begin than there are
+    workers, notifications of other keys are asked for in their place, until the server delivers no more because too
+    many are not acknowledged.
+    """
+
+    def __init__(self, clock: Clock, *, workers: int, least: int, most: int = MOST_PREFETCH) -> None:
+        self.workers = workers
+        self._clock = clock
+        self._least = self._prefetch = least
+        self._most = most
+        self._check_after = max(1, least // CHECKS)
+        """The capacity is looked at when so many have begun."""
+        self._fills_budget = False
+        """Whether there was capacity for more, but for their size."""
+        self._begun = 0
+        self._begun_since = clock.monotonic()
+        self._consumers: dict[str, Consumer] = {}
+        """By stream."""
+
+    @property
+    def consumers(self) -> tuple[Consumer, ...]:
+        """Those that are read now."""
+        return tuple(self._consumers.values())
+
+    def attach(self, stream: str, consumer: Consumer) -> None:
+        """A consumer that is read now; it is told when there is capacity."""
+        self._consumers[stream] = consumer
+
+    def detach(self, stream: str) -> None:
+        """A consumer that is not read any more."""
+        del self._consumers[stream]
+
+    def pinned(self, stream: str) -> bool:
+        """Whether this worker is the one that is given everything of the stream; see `Consumer.pinned`."""
+        consumer = self._consumers.get(stream)
+        return consumer is not None and consumer.pinned
+
+    def capacity(self, line: Line) -> int:
+        """Return how many deliveries the line could be given now."""
+        if line.gathers:
+            return min(line.gathers, self._prefetch)
+        capacity = self._prefetch - line.waiting
+        if line.surplus and line.ready < self.workers:
+            capacity += line.surplus
+        if not line.waiting_bytes:
+            return capacity
+        fitting = int((MOST_WAITING_BYTES - line.waiting_bytes) / line.mean_bytes)
+        self._fills_budget = fitting < capacity and not line.starved
+        return fitting if self._fills_budget else capacity
+
+    def note_begin(self, line: Line) -> None:
+        """One that the line held begins to be handled: ask for another, and learn at which pace they begin."""
+        self._begun += 1
+        if self._begun % self._check_after and not self._fills_budget and not line.surplus:
+            return
+        seconds = self._clock.monotonic() - self._begun_since
+        if seconds >= PREFETCH_SECONDS:
+            pace = int(self._begun * PREFETCH_SECONDS / seconds)
+            self._prefetch = max(self._least, min(pace, self._most))
+            self._check_after = max(1, self._prefetch // CHECKS)
+            self._begun, self._begun_since = 0, self._begun_since + seconds
+        self.ask()
+
+    def ask(self) -> None:
+        """Have the consumers ask for as much as there is capacity for."""
+        for consumer in self._consumers.values():
+            consumer.refill()
