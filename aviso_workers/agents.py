@@ -20,9 +20,10 @@ from aviso_workers import positions, resources, timers
 from aviso_workers.errors import DeclarationError, InvalidPositionError
 from aviso_workers.notifications import Batch, Batching, Notification, Stream
 from aviso_workers.resources import Resource
+from aviso_workers.retry import Backoff
 from aviso_workers.tables import Counter, Table
 from aviso_workers.timers import Schedule, Timer
-from aviso_workers.verdicts import Backoff, Classifier, Reject, Retry
+from aviso_workers.verdicts import Classifier, Reject, Retry
 from aviso_workers.windows import Window, Windowing
 
 __all__ = ["Agent", "Policy", "Router", "Task", "check_name", "durable_name"]

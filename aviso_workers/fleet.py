@@ -30,8 +30,8 @@ from aviso_workers.app import App
 from aviso_workers.config import Secret
 from aviso_workers.errors import ConfigError, WorkerProcessError
 from aviso_workers.metrics import FleetMetrics
+from aviso_workers.retry import Backoff, Restarts
 from aviso_workers.status import Health, StatusServer
-from aviso_workers.verdicts import Backoff
 
 __all__ = ["Fleet", "Plan", "run"]
 
@@ -174,9 +174,9 @@ class Fleet:
 
     async def _keep(self, place: _Place) -> None:
         """Have a process in this place, one after another, until the fleet stops."""
-        crashes = 0
+        restarts = Restarts(RESTARTS, healthy_seconds=HEALTHY_SECONDS)
         while not self._stopping:
-            began = time.monotonic()
+            restarts.note_start(time.monotonic())
             code = await self._run(place)
             if self._stopping:
                 log.info("process.stopped", process=place.name, exit_code=code)
@@ -186,17 +186,16 @@ class Fleet:
             if in_order:
                 log.info("process.replaced", process=place.name)
                 continue
-            crashes = 1 if time.monotonic() - began > HEALTHY_SECONDS else crashes + 1
-            await self._recover(place, code, crashes)
+            await self._recover(place, code, restarts)
 
-    async def _recover(self, place: _Place, code: int, crashes: int) -> None:
+    async def _recover(self, place: _Place, code: int, restarts: Restarts) -> None:
         """Wait until a crashed process may be started again, or give the fleet up."""
+        delay, crashes = restarts.next_wait(time.monotonic()), restarts.failures
         how = f"exit code {code}" if code > 0 else f"signal {-code} ({signal.strsignal(-code)})"
         if self._sources is not None:
             log.error("process.crashed", process=place.name, ended_with=how, again="after a change")
             await self._woken.wait()
         elif crashes < RESTARTS.attempts:
-            delay = RESTARTS.delay_seconds(crashes)
             log.error("process.crashed", process=place.name, ended_with=how, again_in_seconds=round(delay, 1))
             with anyio.move_on_after(delay):
                 await self._woken.wait()

@@ -8,18 +8,17 @@ wrong; `classify` asks the author what the exception means, and `decide` returns
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 from msgspec import Struct
 
 from aviso_workers.errors import DeclarationError
+from aviso_workers.retry import Backoff
 
 __all__ = [
     "Ack",
     "Again",
-    "Backoff",
     "Classifier",
     "DeadLetter",
     "Failure",
@@ -45,42 +44,6 @@ SUSPECT_AFTER = 2
 the number of deliveries says nothing: workers that stop, and those of another version, give back without a failure."""
 UNCOUNTED_DELIVERIES = 20
 """How many deliveries of a notification may have ended without a failure, where failures cannot be stored."""
-
-_SENSIBLE = {
-    "first": (0, math.inf),
-    "factor": (1, 1000),
-    "max": (0, math.inf),
-    "attempts": (1, math.inf),
-    "jitter": (0, 1),
-}
-
-
-class Backoff(Struct, frozen=True, kw_only=True):
-    """How often and how fast a failed notification is tried again.
-
-    The wait after the n-th failure is `first * factor ** (n - 1)` seconds, at most `max`, varied by
-    plus or minus `jitter` of itself, so that what failed together does not come back together. The default waits for 71
-    seconds in all: with handlers of up to 8 seconds, all six tries are within a duplicate window of 2 minutes, so that
-    what each of them publishes is stored once. Raises `DeclarationError` for numbers that make no sense.
-    """
-
-    first: float = 1.0
-    factor: float = 2.5
-    max: float = 600.0
-    attempts: int = 6
-    """Tries in all; after the last one the notification becomes a dead letter."""
-    jitter: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name, (least, most) in _SENSIBLE.items():
-            if not least <= (found := getattr(self, name)) <= most:
-                raise DeclarationError(f"Backoff: {name} must be from {least} to {most}, found {found}")
-
-    def delay_seconds(self, failures: int) -> float:
-        """The wait after this many failures, jitter included."""
-        # The exponent is capped so that a forever-retrying policy cannot overflow a float.
-        plain = min(self.max, self.first * self.factor ** min(failures - 1, 64))
-        return plain * random.uniform(1 - self.jitter, 1 + self.jitter)
 
 
 class Retry(Exception):  # noqa: N818 - an instruction, also given as a value

@@ -18,7 +18,7 @@ from aviso_workers.errors import ConfigError, WorkerProcessError
 from aviso_workers.fleet import Fleet, Plan
 from aviso_workers.literals import Size
 from aviso_workers.member import Limits, Member
-from aviso_workers.verdicts import Backoff
+from aviso_workers.retry import Backoff
 from tests.stories.processes import until
 
 pytestmark = pytest.mark.anyio

@@ -29,7 +29,8 @@ from aviso_workers.engine.shielding import Shield
 from aviso_workers.errors import BackendError
 from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, Settled, SettledOutcome
 from aviso_workers.jetstream import error_codes
-from aviso_workers.verdicts import Ack, Again, Backoff, DeadLetter, Failure, Nak, Settlement, Term, Verdict
+from aviso_workers.retry import Backoff
+from aviso_workers.verdicts import Ack, Again, DeadLetter, Failure, Nak, Settlement, Term, Verdict
 
 __all__ = ["Exceeded", "Settler", "dead_letter_exceeded", "give_back", "settle", "settle_again"]
 

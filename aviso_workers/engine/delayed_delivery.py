@@ -27,8 +27,9 @@ from aviso_workers.engine.replaying import SKEW
 from aviso_workers.engine.subscription import Feed, Run, Subscription, consumer_spec
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome
+from aviso_workers.retry import Backoff
 from aviso_workers.schema import EventType
-from aviso_workers.verdicts import Ack, Backoff, Nak, Settlement
+from aviso_workers.verdicts import Ack, Nak, Settlement
 
 __all__ = ["DURABLE", "NAME", "REMOVE_SECONDS", "subscription"]
 

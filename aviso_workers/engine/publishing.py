@@ -35,6 +35,7 @@ from aviso_workers.errors import (
 from aviso_workers.events import Events, Published, PublishOutcome
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.notifications import Notify, Receipt
+from aviso_workers.retry import Backoff, Tries
 
 __all__ = ["Publisher", "encode", "size_of", "too_large"]
 
@@ -104,6 +105,9 @@ class Publisher:
         self._backend = backend
         self._config = config
         self._settings = config.notification_backend.jetstream
+        base_seconds = self._settings.publish_retry_base_delay_ms / 1000
+        longest_seconds = max(LONGEST_DELAY_SECONDS, base_seconds)
+        self._backoff = Backoff(first=base_seconds, factor=2.0, max=longest_seconds, jitter=0.0)
         self._provisioner = provisioner
         self._own_streams = own_streams
         self._schedules = deferring.stream_spec(config)
@@ -298,11 +302,16 @@ class Publisher:
     ) -> list[PubAck]:
         """Try until all are acknowledged, or too much time is over."""
         clock = self._backend.clock
-        deadline = clock.monotonic() + self._settings.publish_deadline_seconds
+        tries = Tries(
+            self._backoff,
+            until=clock.monotonic() + self._settings.publish_deadline_seconds,
+            least=self._settings.publish_retry_attempts,
+        )
         acks: dict[int, PubAck] = {}
-        attempt, left = 1, list(enumerate(chunk))
+        left = list(enumerate(chunk))
         failure: type[BackendError] = UnavailableError
         while True:
+            attempt = tries.failed + 1
             stored: Counter[tuple[str, PublishOutcome]] = Counter()
             tried, left = left, []
             results = await self._attempt([each for _, each in tried], together=together, answered=answered)
@@ -322,14 +331,12 @@ class Publisher:
                 self._emit(event_type, outcome, attempt, count=count)
             if not left:
                 return [acks[place] for place in range(len(chunk))]
-            delay = self._delay_seconds(attempt)
-            in_time = clock.monotonic() + delay < deadline
-            if not in_time and attempt >= self._settings.publish_retry_attempts:
+            delay = tries.next_wait(clock.monotonic())
+            if delay is None:
                 for _, prepared in left:
                     self._emit(prepared.event_type, "failed", attempt)
                 raise failure(f"{error}; given up after {attempt} attempts", code=error.code) from error
             await clock.sleep(delay)
-            attempt += 1
 
     async def _attempt(
         self, chunk: Sequence[_Prepared], *, together: bool, answered: bool
@@ -359,10 +366,6 @@ class Publisher:
         except BackendError as error:
             return [error] * len(outgoing)
         return [ack] * len(outgoing)
-
-    def _delay_seconds(self, attempt: int) -> float:
-        base = self._settings.publish_retry_base_delay_ms / 1000
-        return float(min(max(LONGEST_DELAY_SECONDS, base), base * 2 ** min(attempt - 1, 32)))
 
     def _emit(self, event_type: str, outcome: PublishOutcome, attempts: int, *, count: int = 1) -> None:
         self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=attempts, count=count))

@@ -42,6 +42,7 @@ from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import filters_of
 from aviso_workers.jetstream.metadata import Version
 from aviso_workers.jetstream.specs import ConsumerSpec
+from aviso_workers.retry import Backoff
 from aviso_workers.verdicts import Ack, Nak, Settlement
 
 __all__ = ["SharedFilter"]
@@ -54,9 +55,8 @@ GONE_SECONDS = 300.0
 """A version that was not heard of for so long has no worker. Longer than a network is usually interrupted: what only
 workers want that are cut off for longer is given up."""
 LAST_RECORD_SECONDS = 2.0
-FIRST_DELAY_SECONDS = 0.1
-LONGEST_DELAY_SECONDS = 5.0
-"""What is given back comes again after a delay that doubles with each delivery, between these two."""
+GIVEN_BACK = Backoff(first=0.1, factor=2.0, max=5.0, jitter=0.0)
+"""When what is given back comes again, by how often it was delivered."""
 
 Filters = tuple[str, ...]
 """Filter subjects; none means everything."""
@@ -157,8 +157,7 @@ class SharedFilter:
         if not known:
             self._given_back = max(self._given_back, message.sequence)
             self._look_soon.set()
-        delay = FIRST_DELAY_SECONDS * 2.0 ** min(delivery.num_delivered - 1, 10)
-        return Nak(min(LONGEST_DELAY_SECONDS, delay))
+        return Nak(GIVEN_BACK.delay_seconds(delivery.num_delivered))
 
     async def keep(self) -> None:
         """Look which versions there are, again and again, and take out those that are gone."""

@@ -7,7 +7,6 @@ handler takes it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
@@ -36,6 +35,7 @@ from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import reads_all
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
+from aviso_workers.retry import Backoff, Restarts
 from aviso_workers.verdicts import Failure, Nak, Settlement
 
 __all__ = ["Feed", "Handler", "Run", "Subscription", "consumer_spec", "keep_running", "supervise_task"]
@@ -49,6 +49,8 @@ and the new ones beside them; of 300,000 it delivered 700 a second, and nothing 
 BEATS = 3
 """How often what is held is reported in progress while one `ack_wait` passes."""
 LONGEST_WAIT_SECONDS = 10.0
+REOPENED = Backoff(first=0.1, factor=2.0, max=LONGEST_WAIT_SECONDS, jitter=0.0)
+"""When a consumer that was lost is opened again, and a task that raised is started again."""
 HEALTHY_SECONDS = 30.0
 """Who ran for so long before failing starts again without a wait that has grown."""
 SETTLE_TIMEOUT_SECONDS = 5.0
@@ -278,16 +280,16 @@ async def _keep_reading(
     stop: anyio.Event,
     drained: anyio.Event,
 ) -> None:
-    delays = _Delays(backend.clock)
+    restarts = Restarts(REOPENED, healthy_seconds=HEALTHY_SECONDS)
     async with anyio.create_task_group() as joining:
         while not stop.is_set():
             try:
-                await _read(name, run, feed, backend, events, stop, drained, delays, joining)
+                await _read(name, run, feed, backend, events, stop, drained, restarts, joining)
                 await _until(stop, run.until_not_stuck)
             except BackendError as error:
                 if isinstance(error, NotFoundError):
                     feed.provisioner.forget(feed.stream.name)
-                delay = delays.next()
+                delay = restarts.next_wait(backend.clock.monotonic())
                 events.emit(AgentDisturbed(agent=name, stream=feed.stream.name, error=error, again_in_seconds=delay))
                 await clocks.sleep_until(backend.clock, delay, stop)
         joining.cancel_scope.cancel()
@@ -301,7 +303,7 @@ async def _read(
     events: Events,
     stop: anyio.Event,
     drained: anyio.Event,
-    delays: _Delays,
+    restarts: Restarts,
     joining: TaskGroup,
 ) -> None:
     stream, consumer = feed.stream.name, feed.consumer.durable_name
@@ -320,7 +322,7 @@ async def _read(
     async with backend.consume(stream, consumer, deliver=deliver, room=room, priority=feed.priority) as opened:
         run.attach(stream, opened)
         events.emit(AgentStarted(agent=name, stream=stream, consumer=consumer, passed=passed))
-        delays.started()
+        restarts.note_start(backend.clock.monotonic())
         if gathers:
             joining.start_soon(_release_when_quiet, run.line, backend.clock)
         try:
@@ -416,7 +418,7 @@ def _passing_over(repeats: Repeats, put: Callable[[Delivery], None], joining: Ta
 
 async def supervise_task(task: Task, app: Any, *, clock: Clock, events: Events, stop: anyio.Event) -> None:
     """Run the task until `stop`; when it raises, start it again after a wait. One that returns is done."""
-    delays = _Delays(clock)
+    restarts = Restarts(REOPENED, healthy_seconds=HEALTHY_SECONDS)
     ended: object
 
     async def run() -> None:
@@ -424,12 +426,12 @@ async def supervise_task(task: Task, app: Any, *, clock: Clock, events: Events, 
         ended = await calling.attempt(task.function, app)
 
     while not stop.is_set():
-        delays.started()
+        restarts.note_start(clock.monotonic())
         ended = None
         await _until(stop, run)
         if not isinstance(ended, Failure):
             return
-        delay = delays.next()
+        delay = restarts.next_wait(clock.monotonic())
         events.emit(TaskFailed(task=task.name, error=ended.error, again_in_seconds=delay))
         await clocks.sleep_until(clock, delay, stop)
 
@@ -453,22 +455,3 @@ async def _until(stop: anyio.Event, *functions: Callable[[], Coroutine[Any, Any,
         tasks.cancel_scope.cancel()
     if error is not None:
         raise error
-
-
-class _Delays:
-    """Waits that double, and begin anew after a healthy run."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._next = 0.1
-        self._started = math.inf
-
-    def started(self) -> None:
-        self._started = self._clock.monotonic()
-
-    def next(self) -> float:
-        if self._clock.monotonic() - self._started > HEALTHY_SECONDS:
-            self._next = 0.1
-        self._started = math.inf
-        delay, self._next = self._next, min(LONGEST_WAIT_SECONDS, self._next * 2)
-        return delay

@@ -30,6 +30,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.key_value import Entry, KeyValue
+from aviso_workers.retry import Backoff, Tries
 from aviso_workers.tables import Counter, Table
 
 __all__ = ["COUNTERS", "COUNTERS_SUBJECT", "CachedBucket", "SteadyBucket", "Sums", "Tables", "bucket_of"]
@@ -39,8 +40,8 @@ T = TypeVar("T")
 COUNTERS = "aviso_workers_counters"
 COUNTERS_SUBJECT = "aviso_workers.counters"
 TIMEOUT_SECONDS = 5.0
-FIRST_DELAY_SECONDS = 0.1
 LONGEST_DELAY_SECONDS = 1.0
+BACKOFF = Backoff(first=0.1, factor=2.0, max=LONGEST_DELAY_SECONDS, jitter=0.0)
 
 
 class Tables:
@@ -411,15 +412,14 @@ async def _steadily(attempt: Callable[[], Awaitable[T]], *, clock: Clock, patien
 
     `NotFoundError` says that what it works on was deleted: the next attempt makes it anew.
     """
-    deadline, delay = clock.monotonic() + patience_seconds, FIRST_DELAY_SECONDS
+    tries = Tries(BACKOFF, until=clock.monotonic() + patience_seconds)
     while True:
         try:
             return await attempt()
         except (UnavailableError, OutcomeUnknownError, NotFoundError):
-            if clock.monotonic() + delay > deadline:
+            if (delay := tries.next_wait(clock.monotonic())) is None:
                 raise
         await clock.sleep(delay)
-        delay = min(LONGEST_DELAY_SECONDS, delay * 2)
 
 
 def _total(message: Message) -> int:

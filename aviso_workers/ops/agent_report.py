@@ -24,7 +24,7 @@ from aviso_workers.jetstream.info import filters_of
 from aviso_workers.notifications import Batch
 from aviso_workers.ops import observing, stuck, wiping
 from aviso_workers.ops.steering import UNTIL_RESUMED
-from aviso_workers.verdicts import Backoff
+from aviso_workers.retry import Backoff
 
 __all__ = ["Progress", "differing", "of_app", "of_deployment", "policy"]
 

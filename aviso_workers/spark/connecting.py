@@ -22,11 +22,13 @@ from aviso_workers.backends import Backend, open_backend
 from aviso_workers.config import Config
 from aviso_workers.config.environment import WORKERS_FILE
 from aviso_workers.errors import UnavailableError
+from aviso_workers.retry import Backoff, Tries
 
 __all__ = ["Connection", "connected", "load_config"]
 
 COLLECT_AFTER = 100_000
-AGAIN_AFTER_SECONDS = 0.5
+AGAIN = Backoff(first=0.5, factor=1.0, jitter=0.0)
+"""When a server that was away is asked again."""
 T = TypeVar("T")
 
 
@@ -70,14 +72,19 @@ async def _opened(settings: Config, patience_seconds: float) -> AsyncIterator[Ba
 
 
 async def _open(stack: AsyncExitStack, settings: Config, patience_seconds: float) -> Backend:
-    deadline = anyio.current_time() + patience_seconds
+    left = tries(patience_seconds, now=anyio.current_time())
     while True:
         try:
             return await stack.enter_async_context(open_backend(settings))
         except UnavailableError:
-            if anyio.current_time() > deadline:
+            if (wait := left.next_wait(anyio.current_time())) is None:
                 raise
-        await anyio.sleep(AGAIN_AFTER_SECONDS)
+        await anyio.sleep(wait)
+
+
+def tries(patience_seconds: float, *, now: float) -> Tries:
+    """Return the tries at a server that may be away for so long. The last of them begins when that time is over."""
+    return Tries(AGAIN, until=now + patience_seconds + AGAIN.first)
 
 
 def load_config(path: str | None) -> Config:

@@ -39,7 +39,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.schema import EventType, Where
 from aviso_workers.spark import offsets
-from aviso_workers.spark.connecting import Connection, connected, load_config
+from aviso_workers.spark.connecting import Connection, connected, load_config, tries
 from aviso_workers.spark.offsets import Offset, Range
 from aviso_workers.spark.options import Reading, where_of
 from aviso_workers.spark.schema import Columns, Layout, check_wanted, layout
@@ -48,7 +48,6 @@ __all__ = ["BatchReader", "StreamReader", "plan"]
 
 PATIENCE_SECONDS = 30.0
 """How long a server may be away before a query fails: longer than an election, as for publishing."""
-AGAIN_AFTER_SECONDS = 0.5
 
 T = TypeVar("T")
 logger = logging.getLogger("aviso_workers.spark")
@@ -112,7 +111,7 @@ class Questions:
 
     def ask(self, question: Callable[[Connection], T]) -> T:
         """Return the answer. Raises `UnavailableError` where there is none for longer than a server may be away."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        left = tries(PATIENCE_SECONDS, now=time.monotonic())
         while True:
             try:
                 if self._connection is None:
@@ -121,9 +120,9 @@ class Questions:
                 return question(self._connection)
             except UnavailableError:
                 self.close()
-                if time.monotonic() > deadline:
+                if (wait := left.next_wait(time.monotonic())) is None:
                     raise
-                time.sleep(AGAIN_AFTER_SECONDS)
+                time.sleep(wait)
 
     def info(self, *, read: Offset | None = None) -> StreamInfo:
         """Return the state of the stream. Raises `NotFoundError`.
@@ -131,13 +130,13 @@ class Questions:
         A server may lag behind the one that gave what was `read`: then it is asked again, for as long as an election
         may take.
         """
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        left = tries(PATIENCE_SECONDS, now=time.monotonic())
         while True:
             info = self.ask(lambda connection: _info(connection, self._plan.stream))
             lags = read is not None and read.created == offsets.created(info) and read.sequence > info.last_sequence
-            if not lags or time.monotonic() > deadline:
+            if not lags or (wait := left.next_wait(time.monotonic())) is None:
                 return info
-            time.sleep(AGAIN_AFTER_SECONDS)
+            time.sleep(wait)
 
     def first_since(self, since: datetime, info: StreamInfo) -> int:
         """Return the sequence of the first message that was stored at that time or later; the next one without any."""
@@ -323,7 +322,7 @@ def _chunks(plan: Plan, range: Range) -> Iterator[Chunk]:
     read would look like the holes that deleted messages leave. Raises `DataLossError`.
     """
     settings = load_config(plan.reading.config)
-    first, deadline = range.first, time.monotonic() + PATIENCE_SECONDS
+    first, left = range.first, tries(PATIENCE_SECONDS, now=time.monotonic())
     while first <= range.last:
         try:
             with connected(settings) as connection, ExitStack() as closing:
@@ -337,14 +336,14 @@ def _chunks(plan: Plan, range: Range) -> Iterator[Chunk]:
                 while first <= range.last and (chunk := connection.call(anext, reading, None)) is not None:
                     _left_in(connection, plan, range, first, read=chunk.sequences)
                     yield chunk
-                    first, deadline = chunk.sequences[-1] + 1, time.monotonic() + PATIENCE_SECONDS
+                    first, left = chunk.sequences[-1] + 1, tries(PATIENCE_SECONDS, now=time.monotonic())
                 if first <= range.last:
                     _left_in(connection, plan, range, first)
                 return
         except UnavailableError:
-            if time.monotonic() > deadline:
+            if (wait := left.next_wait(time.monotonic())) is None:
                 raise
-            time.sleep(AGAIN_AFTER_SECONDS)
+            time.sleep(wait)
 
 
 def _left_in(connection: Connection, plan: Plan, range: Range, first: int, *, read: Sequence[int] = ()) -> int:

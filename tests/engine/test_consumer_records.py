@@ -19,7 +19,7 @@ from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.events import ConsumerNotRecorded, Events
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-from aviso_workers.verdicts import Backoff
+from aviso_workers.retry import Backoff
 
 pytestmark = pytest.mark.anyio
 

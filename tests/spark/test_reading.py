@@ -13,7 +13,8 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from aviso_workers.backends.jetstream import reading as wire_reading
 from aviso_workers.errors import DataLossError, InvalidOptionError, UnavailableError
-from aviso_workers.spark import reading
+from aviso_workers.retry import Backoff
+from aviso_workers.spark import connecting, reading
 from aviso_workers.spark.data_source import AvisoDataSource
 from aviso_workers.spark.offsets import Offset, Range
 from tests.spark.place import Place
@@ -27,7 +28,7 @@ COUNT = 100
 @pytest.fixture
 def place(spark: SparkSession, nats_server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setattr(wire_reading, "CHUNK", CHUNK)
-    monkeypatch.setattr(reading, "AGAIN_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(connecting, "AGAIN", Backoff(first=0.05, factor=1.0, jitter=0.0))
     return Place(spark, nats_server, tmp_path)
 
 

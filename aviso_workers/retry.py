@@ -1,0 +1,91 @@
+"""How often and how fast something is tried again: handlers, publishes, subscriptions, key-value, processes, Spark.
+
+Pure: who tries asks here for the wait before the next try, and waits by a clock of its own. What becomes of a
+notification that was not handled is decided in `verdicts`, by the same `Backoff`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+from msgspec import Struct
+
+from aviso_workers.errors import DeclarationError
+
+__all__ = ["Backoff", "Restarts", "Tries"]
+
+_SENSIBLE = {
+    "first": (0, math.inf),
+    "factor": (1, 1000),
+    "max": (0, math.inf),
+    "attempts": (1, math.inf),
+    "jitter": (0, 1),
+}
+
+
+class Backoff(Struct, frozen=True, kw_only=True):
+    """How often and how fast a failed notification is tried again.
+
+    The wait after the n-th failure is `first * factor ** (n - 1)` seconds, at most `max`, varied by
+    plus or minus `jitter` of itself, so that what failed together does not come back together. The default waits for 71
+    seconds in all: with handlers of up to 8 seconds, all six tries are within a duplicate window of 2 minutes, so that
+    what each of them publishes is stored once. Raises `DeclarationError` for numbers that make no sense.
+    """
+
+    first: float = 1.0
+    factor: float = 2.5
+    max: float = 600.0
+    attempts: int = 6
+    """Tries in all; after the last one the notification becomes a dead letter."""
+    jitter: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in _SENSIBLE.items():
+            if not least <= (found := getattr(self, name)) <= most:
+                raise DeclarationError(f"Backoff: {name} must be from {least} to {most}, found {found}")
+
+    def delay_seconds(self, failures: int) -> float:
+        """The wait after this many failures, jitter included."""
+        # The exponent is capped so that a forever-retrying policy cannot overflow a float.
+        plain = min(self.max, self.first * self.factor ** min(failures - 1, 64))
+        return plain * random.uniform(1 - self.jitter, 1 + self.jitter)
+
+
+class Tries:
+    """The tries of one thing that has to succeed until a time, on any clock."""
+
+    def __init__(self, backoff: Backoff, *, until: float, least: int = 1) -> None:
+        """At `least` so many are made, also where the time is over before."""
+        self.failed = 0
+        self._backoff = backoff
+        self._until = until
+        self._least = least
+
+    def next_wait(self, now: float) -> float | None:
+        """Count a try that failed, and return the seconds to wait before the next one; None where there is none."""
+        self.failed += 1
+        wait = self._backoff.delay_seconds(self.failed)
+        return wait if now + wait <= self._until or self.failed < self._least else None
+
+
+class Restarts:
+    """The waits before something is started again that runs and fails; they begin anew after a healthy run."""
+
+    def __init__(self, backoff: Backoff, *, healthy_seconds: float) -> None:
+        self.failures = 0
+        """In a row."""
+        self._backoff = backoff
+        self._healthy_seconds = healthy_seconds
+        self._started = math.inf
+
+    def note_start(self, now: float) -> None:
+        """It runs."""
+        self._started = now
+
+    def next_wait(self, now: float) -> float:
+        """Count a failure, and return the seconds to wait before it is started again."""
+        healthy = now - self._started > self._healthy_seconds
+        self.failures = 1 if healthy else self.failures + 1
+        self._started = math.inf
+        return self._backoff.delay_seconds(self.failures)
