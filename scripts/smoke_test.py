@@ -2,8 +2,8 @@
 """Publish, watch and replay on this installation, and compare a stream's policy with what is expected.
 
 The configuration is that of this installation: AVISO_WORKERS_CONFIG_FILE, else AVISOSERVER_CONFIG_FILE, else the files
-of aviso-server; smoke_test.yaml where there is none. It must have the event types `mars` and `test_polygon` of
-aviso-server's example. Streams are used as they are: none is created and none is changed.
+of aviso-server; smoke_test.yaml where there is none. It must have the event types `mars`, `dissemination` and
+`test_polygon` of aviso-server's example. Streams are used as they are: none is created and none is changed.
 
 Environment, where a variable that is empty counts as not set: BACKEND (in_memory or jetstream) and NATS_URL in place of
 what the configuration says, TIMEOUT_SECONDS (8), JETSTREAM_POLICY_STREAM_NAME (POLYGON), SMOKE_VERBOSE (true is -v),
@@ -11,7 +11,7 @@ and what the policy of that stream is compared with: EXPECT_MAX_MESSAGES, EXPECT
 EXPECT_MAX_MESSAGES_PER_SUBJECT, EXPECT_COMPRESSION (s2 or true, none or false).
 
 Prints a line for each check, and exits 0 only if none has failed. A few notifications are published to the streams of
-`mars` and `test_polygon`: agents that read these will get them, and a stream that is full gives up its oldest for them.
+these event types: agents that read them will get them, and a stream that is full gives up its oldest for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -85,14 +85,21 @@ class Installation:
         fields = {"class": "od", "expver": "1", "domain": "g", "date": "20250706", "time": "1200", "step": 1}
         return await self.publish("mars", {**fields, **identifier}, "a smoke test's")
 
+    async def publish_dissemination(self, **identifier: Any) -> Receipt:
+        fields = {"destination": "FOO", "class": "od", "expver": "1", "domain": "g", "date": "20250706", "time": "1200"}
+        return await self.publish("dissemination", {**fields, "stream": "enfo", "step": 1, **identifier}, {})
+
+    async def publish_polygon(self, date: str, time: str = "1200") -> Receipt:
+        return await self.publish("test_polygon", {"date": date, "time": time, "polygon": SQUARE}, {})
+
     async def replay(self, event_type: str, where: Mapping[str, Any], **between: Any) -> list[Notification[Any]]:
         with anyio.fail_after(self.settings.timeout_seconds):
             found = [notification async for notification in self._app.replay(event_type, where, **between)]
         self.say(f"replayed {len(found)} of {event_type} where {where}: {[each.id for each in found]}")
         return found
 
-    def watch(self, where: Mapping[str, Any], **start: Any) -> AsyncIterator[Notification[Any]]:
-        return self._app.watch("mars", where, **start)
+    def watch(self, event_type: str, where: Mapping[str, Any], **start: Any) -> AsyncIterator[Notification[Any]]:
+        return self._app.watch(event_type, where, **start)
 
     async def policy(self, stream: str) -> Mapping[str, Any]:
         """Return the stream's configuration as the server has it. Raises `NotFoundError`."""
@@ -128,53 +135,57 @@ async def publishing_is_acknowledged(installation: Installation) -> None:
 
 
 async def a_watch_sees_what_comes_and_not_what_was(installation: Installation) -> None:
-    stream = unique("watch")
-    before = await installation.publish_mars(stream=stream, step=1)
+    date = unique_date()
+    before = await installation.publish_polygon(date)
     found: list[Notification[Any]] = []
 
     async def publish_until_seen() -> None:
         """A watch does not say when it has begun: publish until it shows something."""
-        step = 2
         while not found:
-            await installation.publish_mars(stream=stream, step=step)
-            step += 1
+            await installation.publish_polygon(date, "1300")
             await anyio.sleep(0.1)
 
-    with anyio.fail_after(installation.settings.timeout_seconds):
-        async with anyio.create_task_group() as tasks, aclosing(installation.watch({"stream": stream})) as watched:
-            tasks.start_soon(publish_until_seen)
+    async def watch() -> None:
+        where = {"date": date, "polygon": SQUARE}
+        async with aclosing(installation.watch("test_polygon", where)) as watched:
             found.append(await anext(watched))
+
+    with anyio.fail_after(installation.settings.timeout_seconds):
+        await run_together(watch, publish_until_seen)
     expect(found[0].sequence > before.sequence, f"{found[0].id} came, {before.sequence} was there before")
 
 
 async def a_watch_goes_from_history_to_live(installation: Installation) -> None:
-    stream = unique("history")
-    old = await installation.publish_mars(stream=stream, step=1)
+    target = unique("target.v1")
+    await installation.publish_dissemination(target=target, step=1)
+    between = await a_date_between()
+    await installation.publish_dissemination(target=target, step=2)
     steps: list[str] = []
     with anyio.fail_after(installation.settings.timeout_seconds):
-        async with aclosing(installation.watch({"stream": stream}, from_id=old.sequence)) as notifications:
+        async with aclosing(
+            installation.watch("dissemination", {"target": target}, from_date=between)
+        ) as notifications:
             async for notification in notifications:
                 steps.append(notification.identifier["step"])
                 if len(steps) == 2:
                     break
-                await installation.publish_mars(stream=stream, step=2)
-    expect(steps == ["1", "2"], f"steps {steps}")
+                await installation.publish_dissemination(target=target, step=3)
+    expect(steps == ["2", "3"], f"steps {steps}, expected 2, which was stored after {between}, and 3, which was live")
 
 
 async def a_replay_starts_at_an_id(installation: Installation) -> None:
-    stream = unique("id")
-    one, two = [await installation.publish_mars(stream=stream, step=step) for step in (1, 2)]
-    found = [each.sequence for each in await installation.replay("mars", {"stream": stream}, from_id=two.sequence)]
+    date = unique_date()
+    one, two = [await installation.publish_polygon(date, time) for time in ("1200", "1300")]
+    found = [each.sequence for each in await installation.replay("test_polygon", {"date": date}, from_id=two.sequence)]
     expect(found == [two.sequence], f"{found} from {two.sequence} on; {one.sequence} was before")
 
 
 async def a_replay_starts_at_a_date(installation: Installation) -> None:
-    stream = unique("date")
-    await installation.publish_mars(stream=stream, step=1)
-    await anyio.sleep(1.1)  # a margin above a second, so that the date between them can be written in seconds
-    between = datetime.now(UTC) - timedelta(milliseconds=500)
-    newer = await installation.publish_mars(stream=stream, step=2)
-    found = [each.sequence for each in await installation.replay("mars", {"stream": stream}, from_date=between)]
+    date = unique_date()
+    await installation.publish_polygon(date)
+    between = await a_date_between()
+    newer = await installation.publish_polygon(date, "1300")
+    found = [each.sequence for each in await installation.replay("test_polygon", {"date": date}, from_date=between)]
     expect(found == [newer.sequence], f"{found} from {between} on, expected {newer.sequence}")
 
 
@@ -215,15 +226,16 @@ async def a_value_can_be_one_of_several(installation: Installation) -> None:
 
 
 async def a_point_finds_the_polygons_around_it(installation: Installation) -> None:
-    date = (datetime(2000, 1, 1, tzinfo=UTC) + timedelta(days=uuid.uuid4().int % 9000)).strftime("%Y%m%d")
-    receipt = await installation.publish("test_polygon", {"date": date, "time": "1200", "polygon": SQUARE}, {})
+    date = unique_date()
+    receipt = await installation.publish_polygon(date)
     for point, expected in ((INSIDE, [receipt.sequence]), (ELSEWHERE, [])):
         where = {"date": date, "point": point}
         found = await installation.replay("test_polygon", where, from_id=receipt.sequence)
         expect([each.sequence for each in found] == expected, f"{found} around {point}, expected {expected}")
 
 
-CHECKS: tuple[Callable[[Installation], Awaitable[None]], ...] = (
+Check = Callable[[Installation], Awaitable[None]]
+CHECKS: tuple[Check, ...] = (
     the_stream_policy_is_in_effect,
     publishing_is_acknowledged,
     a_watch_sees_what_comes_and_not_what_was,
@@ -243,9 +255,30 @@ def expect(holds: bool, otherwise: str) -> None:
         raise CheckFailedError(otherwise)
 
 
+async def run_together(*functions: Callable[[], Awaitable[None]]) -> None:
+    """Run all of them at the same time. Raises the first error of any as it is, not in a group."""
+    try:
+        async with anyio.create_task_group() as tasks:
+            for function in functions:
+                tasks.start_soon(function)
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
 def unique(name: str) -> str:
     """Return an identifier value that no other run has used, so that a run finds only its own notifications."""
     return f"{name}-{uuid.uuid4().hex[:8]}"
+
+
+def unique_date() -> str:
+    """Return a date that hardly any other run has used, for event types that have no other value of their own."""
+    return (datetime(2000, 1, 1, tzinfo=UTC) + timedelta(days=uuid.uuid4().int % 9000)).strftime("%Y%m%d")
+
+
+async def a_date_between() -> datetime:
+    """Return a time after all that was published so far, and before all that will be."""
+    await anyio.sleep(1.1)  # a margin above a second, so that the date can be written in seconds
+    return datetime.now(UTC) - timedelta(milliseconds=500)
 
 
 def read_settings(environ: Mapping[str, str], *, verbose: bool) -> Settings:
@@ -291,29 +324,44 @@ def read_config(environ: Mapping[str, str]) -> configuration.Config:
 
 
 async def main(settings: Settings, config: configuration.Config) -> int:
-    failures = 0
-    backend = config.notification_backend
-    async with App("smoke-test", config=config) as app:
-        installation = Installation(app, settings)
-        installation.say(f"configuration: {', '.join(config.sources)}")
-        if backend.kind == "jetstream":
-            installation.say(f"server: {', '.join(backend.jetstream.masked_servers)}")
-        for check in CHECKS:
-            name = check.__name__.replace("_", " ")
-            try:
-                await check(installation)
-            except CheckSkippedError as reason:
-                print(f"skip  {name}: {reason}")
-            except NotFoundError as error:
-                failures += 1
-                print(f"FAIL  {name}: no stream is created here, `aviso-workers streams apply` creates them: {error}")
-            except (CheckFailedError, AvisoWorkersError, TimeoutError) as error:
-                failures += 1
-                print(f"FAIL  {name}: {error or 'nothing came in time'}")
-            else:
-                print(f"ok    {name}")
-    print(f"{len(CHECKS) - failures} of {len(CHECKS)} checks without a failure on {backend.kind}")
+    async with AsyncExitStack() as opened:
+        try:
+            app = await opened.enter_async_context(App("smoke-test", config=config))
+        except AvisoWorkersError as error:
+            for check in CHECKS:
+                report("FAIL", check, str(error))
+            failures = len(CHECKS)
+        else:
+            failures = await failed_checks(Installation(app, settings), config)
+    print(f"{len(CHECKS) - failures} of {len(CHECKS)} checks without a failure on {config.notification_backend.kind}")
     return 1 if failures else 0
+
+
+async def failed_checks(installation: Installation, config: configuration.Config) -> int:
+    """Run all checks, with a line for each, and return how many failed."""
+    backend = config.notification_backend
+    installation.say(f"configuration: {', '.join(config.sources)}")
+    if backend.kind == "jetstream":
+        installation.say(f"server: {', '.join(backend.jetstream.masked_servers)}")
+    failures = 0
+    for check in CHECKS:
+        try:
+            await check(installation)
+        except CheckSkippedError as reason:
+            report("skip", check, str(reason))
+        except NotFoundError as error:
+            failures += 1
+            report("FAIL", check, f"no stream is created here, `aviso-workers streams apply` creates them: {error}")
+        except (CheckFailedError, AvisoWorkersError, TimeoutError) as error:
+            failures += 1
+            report("FAIL", check, str(error) or "nothing came in time")
+        else:
+            report("ok", check)
+    return failures
+
+
+def report(verdict: str, check: Check, reason: str = "") -> None:
+    print(f"{verdict:<4}  {check.__name__.replace('_', ' ')}" + (f": {reason}" if reason else ""))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -168,7 +168,7 @@ def test_the_smoke_test_changes_no_stream_and_removes_nothing(configured: Instal
     assert "POLYGON has max_msgs 500000, expected 100000" in result.stdout
     after = configured.states()
     assert {name: state[0] for name, state in after.items()} == {name: state[0] for name, state in before.items()}
-    assert after["POLYGON"][1] == before["POLYGON"][1] + 1
+    assert after["POLYGON"][1] > before["POLYGON"][1]
 
 
 def test_the_smoke_test_does_not_verify_limits_of_its_own(configured: Installation) -> None:
@@ -244,7 +244,8 @@ def test_a_token_is_made_and_needed_and_not_shown(environ: dict[str, str], tmp_p
         url = f"nats://localhost:{environ['NATS_PORT']}"
         refused = smoke(BACKEND="jetstream", NATS_URL=url)
         assert refused.returncode == 1
-        assert "refused the credentials" in refused.stderr
+        assert "FAIL  publishing is acknowledged" in refused.stdout
+        assert "refused the credentials" in refused.stdout
         installation = Installation(tmp_path / "installation.yaml", url)
         installation.configure()
         installation.environ["NATS_TOKEN"] = token
