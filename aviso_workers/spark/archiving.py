@@ -253,14 +253,14 @@ class _Archive:
         return [msgspec.json.decode(line, type=Entry) for line in lines]
 
     def _remove_left(self, there: Iterable[str]) -> None:
-        """Remove files whose batch is listed, and which are in no list themselves: a killed run merged them and did not
-        remove them, or another run listed the batch first."""
+        """Remove files that are in no list: a killed run merged them and did not remove them, another run listed their
+        batch first, or they are newer than an archive that was restored from a copy. Files of the next batch stay."""
         written = list(there)
         newest, known = self._newest()  # after them: another run may be about to list what it has written
         names = {entry.name for entry in known}
         for name in written:
             ours = OURS.fullmatch(name)
-            if ours and int(ours[1]) <= newest and name not in names:
+            if ours and int(ours[1]) != newest + 1 and name not in names:
                 self._files.delete(name)
 
     def _remove_aside(self) -> None:

@@ -288,6 +288,23 @@ class TestArchive:
 
         assert archiving.read(place.spark, self.path(place)).count() == 9
 
+    def test_days_with_files_that_are_newer_than_an_older_copy_lose_these(self, place: Pipelines):
+        """As where list and checkpoint were restored together, and what is in the days was left as it was."""
+        directory = Path(self.path(place))
+        run, again = (archiving._Archive(Files(place.spark, self.path(place))) for _ in range(2))
+        for number in range(3):
+            run.add(self.batch(place, number), number)
+        for number in (1, 2):
+            (directory / "_spark_metadata" / f"{number}.compact").unlink()
+        (directory / "_checkpoint" / "offsets").mkdir(parents=True)
+        (directory / "_checkpoint" / "offsets" / "0").touch()
+
+        again.prepare()
+        again.add(self.batch(place, 1), 1)
+
+        assert dataset(str(directory), format="parquet", partitioning="hive").to_table().num_rows == 2
+        assert self.files(place) == ["0-0", "1-0"]
+
     def test_an_archive_that_was_moved_is_read_and_gone_on_with_where_it_is(self, place: Pipelines):
         place.publish(0)
         self.archive(place)
