@@ -17,8 +17,8 @@ import anyio.to_thread
 import pytest
 from pyspark.sql import SparkSession
 
+from _chaos.bridge_kills import LATER_SECONDS, Growing, shorten_duplicate_window
 from aviso_workers import App
-from endurance.bridge_kills import LATER_SECONDS, Growing, shorten_duplicate_window
 from tests.commands import Command
 from tests.spark.logs import ids_in, logs_in
 from tests.spark.test_listening import work

@@ -8,7 +8,7 @@ import pytest
 from pyspark import cloudpickle
 from pyspark.sql import functions as F  # noqa: N812
 
-from benchmarks import raw_source
+from _bench import raw_source
 from tests.spark.place import Place, steps
 
 COUNT = 21_000

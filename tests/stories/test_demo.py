@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from _demo.generating import make_slice
 from aviso_workers import App, Notify
-from main_job.generating import make_slice
 from tests.waits import PATIENCE_SECONDS
 
 PROJECT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ class Demo:
     def __init__(self, directory: Path, environment: dict[str, str]) -> None:
         self.directory = directory
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "main_job"],
+            [sys.executable, "-m", "_demo"],
             env=os.environ | {"PYTHONPATH": str(PROJECT / "scripts"), "TMPDIR": str(directory)} | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from endurance.strokes import Kind, plan
+from _chaos.strokes import Kind, plan
 from tests.stories.test_demo import running_with
 from tests.waits import PATIENCE_SECONDS
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from main_job.children import wait_until
-from main_job.deployment import deployed
-from main_job.generating import make_slice
+from _demo.children import wait_until
+from _demo.deployment import deployed
+from _demo.generating import make_slice
 from tests.waits import PATIENCE_SECONDS
 
 

@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from main_job.children import wait_until
+from _demo.children import wait_until
 from tests import ports
 from tests.waits import PATIENCE_SECONDS
 
