@@ -16,7 +16,6 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aviso_workers import App, Notification, Window, Windowing
-from aviso_workers.backends import ConsumerInfo
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.codec import Message
 from aviso_workers.config import load
@@ -36,6 +35,7 @@ from aviso_workers.events import (
     Ticked,
     WindowDone,
 )
+from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
 from aviso_workers.metrics import MOST_REASONS, RETRY_REASONS, FleetMetrics, Metrics
 from tests import programs
 
@@ -227,7 +227,9 @@ def test_a_lag_that_nobody_has_asked_for_is_no_number(metrics: Metrics) -> None:
         assert sample(metrics, name, **OF_INDEX) is None, name
     metrics.lag(
         "index",
-        ConsumerInfo(name="field-index__index", config={}, time=datetime.now(UTC), num_pending=7, num_ack_pending=2),
+        ConsumerInfo(
+            name="field-index__index", config=ConsumerConfig(), time=datetime.now(UTC), num_pending=7, num_ack_pending=2
+        ),
     )
     assert (sample(metrics, "pending", **OF_INDEX), sample(metrics, "ack_pending", **OF_INDEX)) == (7, 2)
 
@@ -253,7 +255,9 @@ def test_what_a_consumer_passes_without_delivering_it_is_missed(
     assert sample(metrics, "missed_total", **OF_INDEX) is None
     metrics.observe(READ)
     for deliveries, position in came_to:
-        info = ConsumerInfo(name="i", config={}, time=datetime.now(UTC), deliveries=deliveries, position=position)
+        info = ConsumerInfo(
+            name="i", config=ConsumerConfig(), time=datetime.now(UTC), deliveries=deliveries, position=position
+        )
         metrics.lag("index", info)
     assert sample(metrics, "missed_total", **OF_INDEX) == missed
 

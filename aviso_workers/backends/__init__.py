@@ -29,6 +29,7 @@ from aviso_workers.clocks import Clock
 from aviso_workers.codec import Message
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError
+from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.key_value import BulkKeyValue, Entry, KeyValue
 
@@ -121,57 +122,6 @@ class Chunk(Struct, frozen=True, kw_only=True):
     def only(self, wanted: Sequence[bool]) -> Chunk:
         """Without those for which `wanted` is false."""
         return Chunk(**{name: list(compress(getattr(self, name), wanted)) for name in self.__struct_fields__})
-
-
-class StreamInfo(Struct, frozen=True, kw_only=True):
-    config: Mapping[str, Any]
-    """JetStream's stream configuration, whole."""
-    time: datetime
-    """When the server said this, by its clock, which store times are of too."""
-    messages: int = 0
-    bytes: int = 0
-    subjects: int = 0
-    """How many subjects the messages have."""
-    consumers: int = 0
-    first_sequence: int = 0
-    first_time: datetime | None = None
-    """When the first message was stored; None where there is none."""
-    last_sequence: int = 0
-    created: datetime | None = None
-    behind: tuple[str, ...] = ()
-    """The servers whose replica is not current, or was not heard of for some seconds."""
-
-
-class ConsumerInfo(Struct, frozen=True, kw_only=True):
-    name: str
-    config: Mapping[str, Any]
-    """JetStream's consumer configuration, whole."""
-    time: datetime
-    """When the server said this, by its clock, which store times are of too."""
-    num_pending: int = 0
-    """Messages that match and were never delivered."""
-    num_ack_pending: int = 0
-    """Messages delivered and not settled."""
-    num_redelivered: int = 0
-    deliveries: int = 0
-    """How often it has delivered, repeats included; a reset begins at 0 again."""
-    position: int = 0
-    """The stream sequence that it has come to: up to it, everything was delivered, or is not in the stream."""
-    ack_floor: int = 0
-    """The stream sequence up to which everything is settled."""
-    last_delivered: datetime | None = None
-    """When a message was last delivered."""
-    last_settled: datetime | None = None
-    """When a message was last acked or terminated, whether the floor rose or not."""
-    created: datetime | None = None
-    paused_until: datetime | None = None
-    """Before this time nothing is delivered; None where it is not paused."""
-    pinned_since: datetime | None = None
-    """Since when one reader is served alone; None where none is, or none has to be."""
-
-    @property
-    def paused(self) -> bool:
-        return self.paused_until is not None
 
 
 class Heard(Struct, frozen=True, kw_only=True):

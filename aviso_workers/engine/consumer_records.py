@@ -30,7 +30,6 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import ConsumerNotRecorded, ConsumerResumed, Events
 from aviso_workers.jetstream import metadata, specs
-from aviso_workers.jetstream.info import filters_of
 from aviso_workers.jetstream.specs import ConsumerSpec
 
 __all__ = [
@@ -185,7 +184,7 @@ class ConsumerRecorder:
         return ConsumerRecord(
             stream_created=stream_created,
             ack_floor=consumer.ack_floor,
-            filter_subjects=tuple(filters_of(consumer.config)),
+            filter_subjects=tuple(consumer.config.filters),
             time=consumer.time,
             unfinished_since=(before or consumer.time) if has_work else None,
             longest_seconds=self._longest_seconds,
@@ -234,7 +233,7 @@ async def mark_removed(backend: Backend, *, app: str, agent: str, stream: str, c
     record = ConsumerRecord(
         stream_created=info.created or info.time,
         ack_floor=consumer.ack_floor,
-        filter_subjects=tuple(filters_of(consumer.config)),
+        filter_subjects=tuple(consumer.config.filters),
         time=info.time,
         removed=True,
     )

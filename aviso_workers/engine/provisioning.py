@@ -188,7 +188,7 @@ class Provisioner:
 
 
 def _has_more_replicas(found: StreamInfo, spec: StreamSpec) -> bool:
-    return spec.num_replicas is not UNSET and found.config["num_replicas"] > spec.num_replicas
+    return spec.num_replicas is not UNSET and found.config.num_replicas > spec.num_replicas
 
 
 def _why_not_removed(plan: Plan) -> str:

@@ -39,7 +39,6 @@ from aviso_workers.errors import BackendError
 from aviso_workers.events import AckWaitDiffers, Events, FiltersDiffer
 from aviso_workers.jetstream import metadata, specs
 from aviso_workers.jetstream.fields import SECOND
-from aviso_workers.jetstream.info import filters_of
 from aviso_workers.jetstream.metadata import Version
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.retry import Backoff
@@ -121,7 +120,7 @@ class SharedFilter:
         versions = self._versions(found)
         self._given_back = self._known_up_to = 0  # the stream may be another one now, and count from 1 again
         info = await self._recorder.ensure(metadata.shared(self.consumer, versions), found)
-        self._granted = info.config["max_ack_pending"]
+        self._granted = info.config.max_ack_pending
         self._follow(info)
         self._note(versions)
         if len(versions) > 1:
@@ -182,7 +181,7 @@ class SharedFilter:
             noted = metadata.noted_versions(found.config)
             versions = self._still_there(noted)
             wanted = specs.beginning_after(metadata.shared(self.consumer, versions), found.ack_floor)
-            if versions != noted or not _is_as(wanted, found) or found.config["max_ack_pending"] < self._granted:
+            if versions != noted or not _is_as(wanted, found) or found.config.max_ack_pending < self._granted:
                 self._follow(await self._backend.ensure_consumer(self._stream, wanted))
         except BackendError:
             return
@@ -224,7 +223,7 @@ class SharedFilter:
 
     def _follow(self, consumer: ConsumerInfo) -> None:
         """Let the worker report what it holds often enough for the `ack_wait` that the server has now."""
-        ack_wait = int(consumer.config["ack_wait"])
+        ack_wait = consumer.config.ack_wait
         if ack_wait == self._in_effect:
             return
         self._in_effect = ack_wait
@@ -255,5 +254,5 @@ class SharedFilter:
 
 
 def _is_as(wanted: ConsumerSpec, found: ConsumerInfo) -> bool:
-    filters = tuple(sorted(filters_of(found.config)))
-    return filters == wanted.filter_subjects and found.config["ack_wait"] == wanted.ack_wait
+    filters = tuple(sorted(found.config.filters))
+    return filters == wanted.filter_subjects and found.config.ack_wait == wanted.ack_wait

@@ -33,7 +33,6 @@ from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, Passed, TaskFailed
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
-from aviso_workers.jetstream.info import reads_all
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.retry import Backoff, Restarts
 from aviso_workers.verdicts import Failure, Nak, Settlement
@@ -312,7 +311,7 @@ async def _read(
     passed = await _passed(backend, feed.stream, info)
     gathers = feed.in_order and info.num_ack_pending > 0 and not len(run.line)
     if gathers:
-        await clocks.sleep_until(backend.clock, info.config["ack_wait"] / SECOND + EXPIRY_SECONDS, stop)
+        await clocks.sleep_until(backend.clock, info.config.ack_wait / SECOND + EXPIRY_SECONDS, stop)
         run.line.gather(info.num_ack_pending)
 
     if feed.repeats is not None:
@@ -349,7 +348,7 @@ async def _release_when_quiet(line: Line, clock: Clock) -> None:
 
 async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> Passed | None:
     """See `AgentStarted.passed`."""
-    if stream.subjects is UNSET or not reads_all(info.config, stream.subjects):
+    if stream.subjects is UNSET or not info.config.reads_all(stream.subjects):
         return None
     if info.deliveries or not info.num_pending:
         return Passed(info.deliveries, info.position)

@@ -168,9 +168,9 @@ class DeclaredConsumer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         tuple[Duration, ...] | None,
         about("How long instead, attempt by attempt; the last of them from then on.", nothing="none"),
     ] = None
-    max_deliver: Annotated[Limit | None, about("Deliveries of a message; -1: no limit.")] = None
+    max_deliver: Annotated[Limit | None, about("Deliveries of a message; -1: no limit.", zero=-1, kind="other")] = None
     max_ack_pending: Annotated[
-        Limit | None, about("Deliveries without acknowledgement; -1: no limit. Default: 1000.")
+        Limit | None, about("Deliveries without acknowledgement; -1: no limit. Default: 1000.", zero=-1, kind="other")
     ] = None
     replay_policy: Annotated[
         Literal["instant", "original"] | None,
@@ -184,13 +184,14 @@ class DeclaredConsumer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Duration | None, about("After how long unused a server removes it; 0s: never.", nothing="unlimited")
     ] = None
     pause_until: Annotated[Time | None, about("Deliver nothing before this time; one that is over: deliver.")] = None
-    num_replicas: Annotated[Count | None, about("Copies of its state; 0: as many as of the stream.")] = None
+    num_replicas: Annotated[Count | None, about("Copies of its state; 0: as many as of the stream.", zero=0)] = None
     mem_storage: Annotated[bool | None, about("Keep its state in memory.", change="when created")] = None
     metadata: Annotated[dict[str, str] | None, about("Of your own, by name; others' stay.")] = None
 
     # Pull consumers.
     max_waiting: Annotated[
-        Positive | None, about("Pull requests that may wait. Default: 512.", change="when created", only_pulled=True)
+        Positive | None,
+        about("Pull requests that may wait. Default: 512.", zero=0, change="when created", only_pulled=True),
     ] = None
     max_batch: Annotated[Positive | None, about("Messages that one pull request may ask for.", only_pulled=True)] = None
     max_expires: Annotated[Duration | None, about("How long a pull request may wait.", only_pulled=True)] = None
@@ -400,7 +401,7 @@ def _field(name: str, found: inspect.Metadata) -> Field:
             return Field(name=name, kind="time", **known)
         case inspect.LiteralType():
             return Field(name=name, kind="word", **known)
-    return Field(name=name, kind="limit" if known.get("zero") == -1 else "other", **known)
+    return Field(name=name, **{"kind": "limit" if known.get("zero") == -1 else "other", **known})
 
 
 STREAM = _table(DeclaredStream)

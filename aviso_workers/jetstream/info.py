@@ -1,30 +1,453 @@
-"""What servers answer."""
+"""What a server answers about streams, consumers and the account: a class for each answer, and one place that reads it.
+
+The backends make these from JetStream's JSON, or from what they hold themselves. A configuration stays whole, so that a
+field which is newer than this code survives a read and an update; who looks at one of its fields reads an attribute,
+which has the field's zero value (`fields`) where the server left it out. Durations are nanoseconds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, ClassVar
 
-__all__ = ["filters_of", "part_used", "reads_all"]
+import msgspec
+from msgspec import Struct
+
+from aviso_workers.jetstream import fields
+from aviso_workers.jetstream.fields import Field
+
+__all__ = [
+    "Account",
+    "Cluster",
+    "ConsumerConfig",
+    "ConsumerInfo",
+    "Lost",
+    "PriorityGroup",
+    "Replica",
+    "Source",
+    "SourceConfig",
+    "StreamConfig",
+    "StreamInfo",
+    "Use",
+    "account",
+    "consumer",
+    "stream",
+]
+
+NEVER = -1
+"""`active` of a mirror or source that has not heard of its origin since it was made."""
+SILENT_NANOSECONDS = 5_000_000_000
+"""A leader hears of the other replicas every second, and takes one that has died for current until much later."""
 
 
-def filters_of(consumer: Mapping[str, Any]) -> list[str]:
-    """The filters of a consumer as a server reports it: a single one may be under another name than several."""
-    single = consumer.get("filter_subject")
-    return [single] if single else list(consumer.get("filter_subjects") or ())
+class _Config(dict[str, Any]):
+    """A configuration in JetStream's own JSON, whole. Only the attributes that somebody reads are declared below."""
+
+    _table: ClassVar[Mapping[str, Field]]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in self._table:
+                raise AttributeError(name)
+            value = fields.normalised(name, self.get(name))
+            return self._table[name].zero if value is None else value
+
+    @property
+    def name(self) -> str:
+        return str(self["name"])
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        return self.get("metadata") or {}
 
 
-def part_used(config: Mapping[str, Any], *, messages: int, bytes: int) -> float | None:
-    """How much of the nearest of its limits of messages and bytes a stream uses; None where it has none."""
-    parts = [
-        counted / config[limit]
-        for counted, limit in ((messages, "max_msgs"), (bytes, "max_bytes"))
-        if config.get(limit, -1) > 0
-    ]
-    return max(parts, default=None)
+class SourceConfig(Struct, frozen=True, kw_only=True):
+    """Which stream a mirror or a source follows, and what of it."""
+
+    name: str
+    external: Mapping[str, str] | None = None
+    filter_subject: str = ""
+    subject_transforms: tuple[Mapping[str, str], ...] | None = None
+
+    @property
+    def api(self) -> str:
+        """The prefix of the API where it is; empty in the same account."""
+        return (self.external or {}).get("api", "")
 
 
-def reads_all(consumer: Mapping[str, Any], subjects: Collection[str]) -> bool:
-    """Whether a consumer's filters leave out nothing of a stream of these subjects."""
-    filters = filters_of(consumer)
-    return not filters or set(subjects) <= set(filters)
+class StreamConfig(_Config):
+    _table = fields.STREAM
+
+    description: str | None
+    subjects: list[str]
+    storage: str
+    retention: str
+    discard: str
+    discard_new_per_subject: bool
+    num_replicas: int
+    max_msgs: int
+    max_bytes: int
+    max_age: int
+    max_msgs_per_subject: int
+    duplicate_window: int
+    republish: Mapping[str, str] | None
+    allow_direct: bool
+    allow_rollup_hdrs: bool
+    allow_msg_ttl: bool
+    allow_msg_schedules: bool
+    deny_delete: bool
+    deny_purge: bool
+    sealed: bool
+
+    @property
+    def mirror(self) -> SourceConfig | None:
+        found = self.get("mirror")
+        return msgspec.convert(found, SourceConfig) if found else None
+
+    @property
+    def sources(self) -> list[SourceConfig]:
+        return msgspec.convert(self.get("sources") or [], list[SourceConfig])
+
+    @property
+    def origins(self) -> list[SourceConfig]:
+        """What it follows, as a mirror or by sources."""
+        return [self.mirror, *self.sources] if self.mirror else self.sources
+
+
+class ConsumerConfig(_Config):
+    _table = fields.CONSUMER
+
+    ack_policy: str
+    ack_wait: int
+    backoff: list[int]
+    deliver_policy: str
+    deliver_subject: str | None
+    flow_control: bool
+    idle_heartbeat: int
+    inactive_threshold: int
+    max_ack_pending: int
+    max_deliver: int
+    max_waiting: int
+    num_replicas: int
+    priority_policy: str
+
+    @property
+    def durable_name(self) -> str:
+        return self.get("durable_name") or ""
+
+    @property
+    def filters(self) -> list[str]:
+        """The subjects that it takes; none means everything. A single one may be under another name than several."""
+        single = self.get("filter_subject")
+        return [single] if single else list(self.get("filter_subjects") or ())
+
+    def reads_all(self, subjects: Collection[str]) -> bool:
+        """Whether its filters leave out nothing of a stream of these subjects."""
+        return not self.filters or set(subjects) <= set(self.filters)
+
+
+class Replica(Struct, frozen=True, kw_only=True):
+    """A follower, as the leader sees it."""
+
+    name: str
+    current: bool = False
+    offline: bool = False
+    active: int = 0
+    """Nanoseconds since it was heard of."""
+    lag: int = 0
+
+
+class Cluster(Struct, frozen=True, kw_only=True):
+    """Who keeps a stream, a consumer, or what there is of both; empty on a server by itself."""
+
+    name: str = ""
+    leader: str = ""
+    replicas: tuple[Replica, ...] | None = ()
+    cluster_size: int = 0
+
+    @property
+    def followers(self) -> tuple[Replica, ...]:
+        return self.replicas or ()
+
+    @property
+    def members(self) -> frozenset[str]:
+        return frozenset({self.leader, *(replica.name for replica in self.followers)} - {""})
+
+
+class Source(Struct, frozen=True, kw_only=True):
+    """What a mirror or a source has of its origin."""
+
+    name: str
+    external: Mapping[str, str] | None = None
+    lag: int = 0
+    active: int = NEVER
+    """Nanoseconds since the origin was heard of."""
+    error: Mapping[str, Any] | None = None
+
+    @property
+    def api(self) -> str:
+        """The prefix of the API where it is; empty in the same account."""
+        return (self.external or {}).get("api", "")
+
+    @property
+    def trouble(self) -> str:
+        """Why it does not follow; empty where it does."""
+        return str((self.error or {}).get("description", ""))
+
+
+class Lost(Struct, frozen=True, kw_only=True):
+    """Messages that the server could not read when it started: their blocks are damaged."""
+
+    msgs: tuple[int, ...] | None = None
+    bytes: int = 0
+
+
+class StreamInfo(Struct, frozen=True, kw_only=True):
+    config: StreamConfig
+    time: datetime
+    """When the server said this, by its clock, which store times are of too."""
+    messages: int = 0
+    bytes: int = 0
+    subjects: int = 0
+    """How many subjects the messages have."""
+    consumers: int = 0
+    deleted: int = 0
+    """How many sequences between the first and the last have no message any more."""
+    deleted_sequences: tuple[int, ...] = ()
+    """Which ones, where they were asked for."""
+    lost: Lost | None = None
+    first_sequence: int = 0
+    first_time: datetime | None = None
+    """When the first message was stored; None where there is none."""
+    last_sequence: int = 0
+    last_time: datetime | None = None
+    """When the last message was stored; None where there is none."""
+    created: datetime | None = None
+    cluster: Cluster = Cluster()
+    mirror: Source | None = None
+    sources: tuple[Source, ...] = ()
+    answer: Mapping[str, Any] = {}
+    """As the server gave it, to be handed on; empty where there is no server."""
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def origins(self) -> tuple[Source, ...]:
+        return (self.mirror, *self.sources) if self.mirror else self.sources
+
+    @property
+    def behind(self) -> tuple[str, ...]:
+        """The servers whose replica is not current, or was not heard of for some seconds."""
+        return tuple(
+            each.name
+            for each in self.cluster.followers
+            if each.active > SILENT_NANOSECONDS or each.offline or not each.current
+        )
+
+    @property
+    def part_used(self) -> float | None:
+        """How much of the nearest of its limits of messages and bytes it uses; None where it has none."""
+        config = self.config
+        limits = ((self.messages, config.max_msgs), (self.bytes, config.max_bytes))
+        return max((counted / limit for counted, limit in limits if limit > 0), default=None)
+
+
+class PriorityGroup(Struct, frozen=True, kw_only=True):
+    """Readers of a consumer, and which of them is served alone."""
+
+    group: str
+    pinned_client_id: str = ""
+    pinned_ts: datetime | None = None
+
+
+class ConsumerInfo(Struct, frozen=True, kw_only=True):
+    name: str
+    config: ConsumerConfig
+    time: datetime
+    """When the server said this, by its clock, which store times are of too."""
+    stream: str = ""
+    num_pending: int = 0
+    """Messages that match and were never delivered."""
+    num_ack_pending: int = 0
+    """Messages delivered and not settled."""
+    num_redelivered: int = 0
+    num_waiting: int = 0
+    """Pull requests that wait."""
+    push_bound: bool = False
+    """Whether somebody subscribes to what a push consumer delivers."""
+    deliveries: int = 0
+    """How often it has delivered, repeats included; a reset begins at 0 again."""
+    position: int = 0
+    """The stream sequence that it has come to: up to it, everything was delivered, or is not in the stream."""
+    ack_floor: int = 0
+    """The stream sequence up to which everything is settled."""
+    last_delivered: datetime | None = None
+    """When a message was last delivered."""
+    last_settled: datetime | None = None
+    """When a message was last acked or terminated, whether the floor rose or not."""
+    created: datetime | None = None
+    paused_until: datetime | None = None
+    """Before this time nothing is delivered; None where it is not paused."""
+    pinned_since: datetime | None = None
+    """Since when one reader is served alone; None where none is, or none has to be."""
+    priority_groups: tuple[PriorityGroup, ...] = ()
+    cluster: Cluster = Cluster()
+    answer: Mapping[str, Any] = {}
+    """As the server gave it, to be handed on; empty where there is no server."""
+
+    @property
+    def paused(self) -> bool:
+        return self.paused_until is not None
+
+    @property
+    def durable(self) -> bool:
+        return bool(self.config.durable_name)
+
+    @property
+    def pulled(self) -> bool:
+        return not self.config.deliver_subject
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """What an account may use; -1 is no limit."""
+
+    max_memory: int = -1
+    max_storage: int = -1
+    max_streams: int = -1
+    max_consumers: int = -1
+    max_bytes_required: bool = False
+
+
+class Use(Struct, frozen=True, kw_only=True):
+    """What an account uses, altogether or in one tier."""
+
+    memory: int = 0
+    storage: int = 0
+    reserved_memory: int = 0
+    reserved_storage: int = 0
+    streams: int = 0
+    consumers: int = 0
+    limits: Limits = Limits()
+
+
+class Api(Struct, frozen=True, kw_only=True):
+    level: int = 0
+    total: int = 0
+    """Requests."""
+    errors: int = 0
+
+
+class Account(Use, frozen=True, kw_only=True):
+    api: Api = Api()
+    tiers: Mapping[str, Use] | None = None
+    """By name, as `R3`; where there are some, each has limits of its own."""
+
+
+class _StreamState(Struct, frozen=True, kw_only=True):
+    messages: int = 0
+    bytes: int = 0
+    num_subjects: int = 0
+    num_deleted: int = 0
+    deleted: tuple[int, ...] | None = ()
+    lost: Lost | None = None
+    consumer_count: int = 0
+    first_seq: int = 0
+    first_ts: datetime | None = None
+    last_seq: int = 0
+    last_ts: datetime | None = None
+
+
+class _Stream(Struct, frozen=True, kw_only=True):
+    ts: datetime
+    created: datetime | None = None
+    state: _StreamState = _StreamState()
+    cluster: Cluster | None = None
+    mirror: Source | None = None
+    sources: tuple[Source, ...] | None = ()
+
+
+class _Position(Struct, frozen=True, kw_only=True):
+    consumer_seq: int = 0
+    stream_seq: int = 0
+    last_active: datetime | None = None
+
+
+class _Consumer(Struct, frozen=True, kw_only=True):
+    stream_name: str
+    name: str
+    ts: datetime
+    created: datetime | None = None
+    delivered: _Position = _Position()
+    ack_floor: _Position = _Position()
+    num_ack_pending: int = 0
+    num_redelivered: int = 0
+    num_waiting: int = 0
+    num_pending: int = 0
+    push_bound: bool = False
+    paused: bool = False
+    priority_groups: tuple[PriorityGroup, ...] | None = ()
+    cluster: Cluster | None = None
+
+
+def stream(answer: Mapping[str, Any]) -> StreamInfo:
+    """What a server answers to STREAM.INFO, CREATE or UPDATE, or lists of a stream."""
+    found = msgspec.convert(answer, _Stream)
+    state = found.state
+    return StreamInfo(
+        config=StreamConfig(answer["config"]),
+        time=found.ts,
+        messages=state.messages,
+        bytes=state.bytes,
+        subjects=state.num_subjects,
+        consumers=state.consumer_count,
+        deleted=state.num_deleted,
+        deleted_sequences=state.deleted or (),
+        lost=state.lost,
+        first_sequence=state.first_seq,
+        first_time=state.first_ts if state.messages else None,
+        last_sequence=state.last_seq,
+        last_time=state.last_ts if state.messages else None,
+        created=found.created,
+        cluster=found.cluster or Cluster(),
+        mirror=found.mirror,
+        sources=found.sources or (),
+        answer=answer,
+    )
+
+
+def consumer(answer: Mapping[str, Any]) -> ConsumerInfo:
+    """What a server answers to CONSUMER.INFO, CREATE or RESET, or lists of a consumer."""
+    found = msgspec.convert(answer, _Consumer)
+    config = ConsumerConfig(answer["config"])
+    groups = found.priority_groups or ()
+    return ConsumerInfo(
+        name=found.name,
+        config=config,
+        time=found.ts,
+        stream=found.stream_name,
+        num_pending=found.num_pending,
+        num_ack_pending=found.num_ack_pending,
+        num_redelivered=found.num_redelivered,
+        num_waiting=found.num_waiting,
+        push_bound=found.push_bound,
+        deliveries=found.delivered.consumer_seq,
+        position=found.delivered.stream_seq,
+        ack_floor=found.ack_floor.stream_seq,
+        last_delivered=found.delivered.last_active,
+        last_settled=found.ack_floor.last_active,
+        created=found.created,
+        paused_until=msgspec.convert(config.get("pause_until"), datetime | None) if found.paused else None,
+        pinned_since=next((group.pinned_ts for group in groups if group.pinned_client_id), None),
+        priority_groups=groups,
+        cluster=found.cluster or Cluster(),
+        answer=answer,
+    )
+
+
+def account(answer: Mapping[str, Any]) -> Account:
+    """What a server answers to INFO."""
+    return msgspec.convert(answer, Account)

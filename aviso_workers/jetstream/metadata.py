@@ -16,7 +16,7 @@ from msgspec import Meta, Struct, structs
 
 from aviso_workers import subjects
 from aviso_workers.jetstream import specs
-from aviso_workers.jetstream.info import filters_of
+from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.jetstream.specs import ConsumerSpec
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "UNFINISHED",
     "Version",
     "after_reset",
+    "is_of_agent",
     "is_of_set",
     "is_unfinished",
     "noted_versions",
@@ -64,6 +65,11 @@ class Version(Struct, frozen=True, order=True):
     """Sorted; none means everything."""
     ack_wait: int
     """Nanoseconds."""
+
+
+def is_of_agent(consumer_config: ConsumerConfig) -> bool:
+    """Whether a worker made the consumer: then attempts, delays and dead letters are the worker's business."""
+    return START in consumer_config.metadata
 
 
 def is_unfinished(stream_config: Mapping[str, Any]) -> bool:
@@ -121,7 +127,7 @@ def noted_versions(consumer: Mapping[str, Any]) -> dict[Version, int]:
             heard = msgspec.json.decode(noted, type=dict[str, Annotated[int, Meta(ge=0, le=MOST_HEARD)]])
             if sum(len(name.split()) for name in heard) <= MOST_NOTED:
                 return {_version_named(name, ack_wait): number for name, number in heard.items()}
-    return {Version(tuple(sorted(filters_of(consumer))), ack_wait): 0}
+    return {Version(tuple(sorted(ConsumerConfig(consumer).filters)), ack_wait): 0}
 
 
 def shared(spec: ConsumerSpec, versions: Mapping[Version, int]) -> ConsumerSpec:

@@ -15,7 +15,7 @@ from msgspec import Struct, structs
 
 from aviso_workers.jetstream import fields, metadata, specs
 from aviso_workers.jetstream.fields import CONSUMER, DEFAULT_DUPLICATE_WINDOW, STREAM, Field
-from aviso_workers.jetstream.info import filters_of
+from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.jetstream.specs import PRIORITIZED, ConsumerSpec, StreamSpec
 
 __all__ = [
@@ -189,7 +189,7 @@ def consumer_plan(stream: str, name: str, wanted: Mapping[str, Any], found: Mapp
         # Left to a server, nothing would be acknowledged.
         config = {"durable_name": name, "name": name, "ack_policy": "explicit", **wanted}
         return ConsumerPlan(stream=stream, consumer=name, exists=False, config=config)
-    found = {**found, "filter_subjects": filters_of(found)}
+    found = {**found, "filter_subjects": ConsumerConfig(found).filters}
     found.pop("filter_subject", None)  # of the two, a server takes one
     differences, fixed = _told_apart(_differences(wanted, found), _consumer_cure)
     config = {**found, **{difference.field: difference.wanted for difference in differences}}
@@ -198,7 +198,7 @@ def consumer_plan(stream: str, name: str, wanted: Mapping[str, Any], found: Mapp
 
 def consumer_differences(wanted: ConsumerSpec, found: Mapping[str, Any]) -> tuple[Difference, ...]:
     """Where a consumer, as a server reports it, is not as wanted; of these, `UPDATABLE` can be brought in line."""
-    found = {**found, "filter_subjects": filters_of(found)}
+    found = {**found, "filter_subjects": ConsumerConfig(found).filters}
     start = _start_differs(wanted, found)
     passed_over = STARTING
     if wanted.priority_policy == "none" and found.get("priority_policy") == PRIORITIZED:

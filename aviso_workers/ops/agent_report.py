@@ -7,7 +7,7 @@ knows of an agent's two consumers, that of its events and that of what is tried 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec import Struct
@@ -20,7 +20,7 @@ from aviso_workers.config import Config
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.engine.dead_lettering import RETRIES
 from aviso_workers.jetstream.fields import SECOND
-from aviso_workers.jetstream.info import filters_of
+from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.notifications import Batch
 from aviso_workers.ops import observing, stuck, wiping
 from aviso_workers.ops.steering import UNTIL_RESUMED
@@ -166,19 +166,19 @@ def policy(app: App, agent: Agent[Any, Any]) -> dict[str, str]:
     return rows
 
 
-def differing(config: Config, agent: Agent[Any, Any], consumer: Mapping[str, Any]) -> str:
+def differing(config: Config, agent: Agent[Any, Any], consumer: ConsumerConfig) -> str:
     """What the server has in effect for an agent that is not as the code says; empty where there is nothing.
 
     `consumer` is the configuration of the agent's consumer. Workers of several versions share one, and a worker brings
     it in line when it starts.
     """
     found = []
-    if consumer["ack_wait"] != int(agent.policy.ack_wait * SECOND):
-        found.append(f"ack wait {consumer['ack_wait'] / SECOND:g} s, the code says {agent.policy.ack_wait:g} s")
+    if consumer.ack_wait != int(agent.policy.ack_wait * SECOND):
+        found.append(f"ack wait {consumer.ack_wait / SECOND:g} s, the code says {agent.policy.ack_wait:g} s")
     wanted = topics.filter_subjects(
         schema.parse_where(agent.event_type, config.notification_schema[agent.event_type], agent.where)
     )
-    filters = filters_of(consumer)
+    filters = consumer.filters
     if set(filters) != set(wanted):
         found.append(f"filters {', '.join(filters) or 'none'}, the code says {', '.join(wanted) or 'none'}")
     return "; ".join(found)

@@ -18,7 +18,6 @@ from aviso_workers.config import streams
 from aviso_workers.engine import consumer_records, dead_lettering, deferring, failing, max_deliveries
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import NotFoundError, UndecodableError
-from aviso_workers.jetstream import info as infos
 
 __all__ = [
     "DEAD_LETTERS",
@@ -138,9 +137,9 @@ async def part_used(app: App, stream: str) -> float | None:
         info = await app.session.backend.stream_info(stream)
     except NotFoundError:
         return None
-    if info.config.get("discard") != "new":
+    if info.config.discard != "new":
         return None
-    return infos.part_used(info.config, messages=info.messages, bytes=info.bytes)
+    return info.part_used
 
 
 async def dead_letters(app: App) -> dict[tuple[str, ...], int]:

@@ -149,7 +149,7 @@ class _Publishing:
     async def open(self) -> None:
         """Look what was published since the promotion."""
         info = await self._app.session.backend.stream_info(self._stream)
-        self._replaces = info.config.get("max_msgs_per_subject", -1) > 0
+        self._replaces = info.config.max_msgs_per_subject > 0
         stored = stream_pairs.read(self._app, self._stream, after=self._mirrored, last=info.last_sequence)
         async with aclosing(stored):
             async for message in stored:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
 
 import anyio
 import anyio.to_thread
-import msgspec
 from msgspec import Struct
 
 from aviso_workers.app import App
-from aviso_workers.backends import ConsumerInfo
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import NotFoundError, ServerProcessError
-from aviso_workers.jetstream.info import part_used
+from aviso_workers.jetstream import info
+from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
 from aviso_workers.ops import inspecting, observing, stuck
 from aviso_workers.ops.doctor import monitoring
 from aviso_workers.ops.doctor.monitoring import Monitored
@@ -33,7 +31,7 @@ class Look(Struct, frozen=True, kw_only=True):
 
     at: float
     """In seconds of a clock that only goes forward."""
-    streams: dict[str, dict[str, Any]]
+    streams: dict[str, StreamInfo]
     silent: list[str]
     """Streams for which no server answers: neither they nor their consumers are in here."""
     consumers: dict[tuple[str, str], ConsumerInfo]
@@ -111,10 +109,10 @@ async def look(app: App) -> Look:
     """Ask the server. Inside of `async with app:`. Raises `BackendError`."""
     backend = app.session.backend
     listed = await inspecting.streams(app)
-    streams = {each["config"]["name"]: each for each in listed.found}
+    streams = {each.name: each for each in map(info.stream, listed.found)}
     consumers: dict[tuple[str, str], ConsumerInfo] = {}
 
-    for name in [name for name, found in streams.items() if found["state"].get("consumer_count")]:
+    for name in [name for name, found in streams.items() if found.consumers]:
         try:
             for each in await backend.consumers(name):
                 consumers[name, each.name] = each
@@ -163,20 +161,18 @@ def consumers(now: Look, before: Look) -> list[ConsumerRow]:
 
 def _stream_row(name: str, now: Look, before: Look) -> StreamRow:
     found = now.streams[name]
-    config, state = found["config"], found["state"]
-    stored = state["last_seq"] - before.streams.get(name, found)["state"]["last_seq"]
     return StreamRow(
         stream=name,
-        messages=state["messages"],
-        bytes=state["bytes"],
-        used=part_used(config, messages=state["messages"], bytes=state["bytes"]),
-        deleted=state.get("num_deleted", 0),
-        rate=_per_second(stored, now, before),
-        last=_time(state["last_ts"]) if state["messages"] else None,
-        consumers=state.get("consumer_count", 0),
-        replicas=_replicas(config, found.get("cluster") or {}),
-        sealed=bool(config.get("sealed")),
-        trouble=_trouble(state, found.get("cluster") or {}),
+        messages=found.messages,
+        bytes=found.bytes,
+        used=found.part_used,
+        deleted=found.deleted,
+        rate=_per_second(found.last_sequence - before.streams.get(name, found).last_sequence, now, before),
+        last=found.last_time,
+        consumers=found.consumers,
+        replicas=_replicas(found),
+        sealed=found.config.sealed,
+        trouble=_trouble(found),
     )
 
 
@@ -205,24 +201,18 @@ def _per_second(change: int, now: Look, before: Look) -> float:
     return change / (now.at - before.at) if now.at > before.at else 0.0
 
 
-def _replicas(config: Mapping[str, Any], cluster: Mapping[str, Any]) -> str:
-    wanted = config.get("num_replicas", 1)
-    if not cluster:
+def _replicas(found: StreamInfo) -> str:
+    wanted, cluster = found.config.num_replicas, found.cluster
+    if cluster == Cluster():
         return str(wanted)
-    current = 1 + sum(bool(peer.get("current")) for peer in cluster.get("replicas") or ())
-    return f"{current} of {wanted}, led by {cluster.get('leader') or 'nobody'}"
+    current = 1 + sum(peer.current for peer in cluster.followers)
+    return f"{current} of {wanted}, led by {cluster.leader or 'nobody'}"
 
 
-def _trouble(state: Mapping[str, Any], cluster: Mapping[str, Any]) -> str:
-    if (lost := state.get("lost")) and lost.get("msgs"):
-        return f"{len(lost['msgs'])} messages are lost: a block is damaged"
-    if cluster and not cluster.get("leader"):
+def _trouble(found: StreamInfo) -> str:
+    if found.lost and found.lost.msgs:
+        return f"{len(found.lost.msgs)} messages are lost: a block is damaged"
+    if found.cluster != Cluster() and not found.cluster.leader:
         return "it has no leader"
-    behind = [peer["name"] for peer in cluster.get("replicas") or () if peer.get("offline") or not peer.get("current")]
-    if behind:
-        return f"not current: {', '.join(behind)}"
-    return ""
-
-
-def _time(found: str | None) -> datetime | None:
-    return msgspec.convert(found, datetime | None)
+    behind = [peer.name for peer in found.cluster.followers if peer.offline or not peer.current]
+    return f"not current: {', '.join(behind)}" if behind else ""

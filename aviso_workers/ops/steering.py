@@ -16,7 +16,6 @@ from aviso_workers.app import App
 from aviso_workers.engine import consumer_records
 from aviso_workers.engine.dead_lettering import RETRIES
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
-from aviso_workers.jetstream.info import filters_of
 from aviso_workers.ops import observing, wiping
 from aviso_workers.positions import Position
 
@@ -103,7 +102,7 @@ async def plan_reset(app: App, steered: Steered, to: Position) -> Reset:
     backend, stream = app.session.backend, steered.stream
     info = await backend.consumer_info(stream, steered.consumer)
     last = (await backend.stream_info(stream)).last_sequence
-    filters = filters_of(info.config)
+    filters = info.config.filters
     sequence = max(1, to.sequence or 0)
     if to.time is not None:
         reading = backend.read(stream, filter_subjects=filters, start_time=to.time, last_sequence=last)

@@ -49,5 +49,5 @@ class DuplicateWindow:
         if EVENT_TYPE not in known:
             raise UnknownEventTypeError(EVENT_TYPE, known)
         info = await backend.stream_info(streams.event_stream(EVENT_TYPE, known[EVENT_TYPE], self._config).name)
-        window = info.config.get("duplicate_window") or DEFAULT_DUPLICATE_WINDOW
+        window = info.config.duplicate_window or DEFAULT_DUPLICATE_WINDOW
         return min(MOST_SECONDS, window / SECOND / 2)

@@ -74,7 +74,7 @@ def _runs(sequences: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 async def _check_replaced(backend: Backend, stream: str, chunk: OutgoingChunk, *, place: int, sequence: int) -> None:
     """Raise `DuplicateIdError` unless the stream keeps few messages of a topic, and has a newer one of the row's."""
     info = await backend.stream_info(stream)
-    if info.config.get("max_msgs_per_subject", -1) > 0:
+    if info.config.max_msgs_per_subject > 0:
         newest = await backend.last_message(stream, chunk.subjects[place])
         if newest is not None and newest.sequence > sequence:
             return

@@ -87,7 +87,7 @@ def missing(
         )
     gone_to = min(info.first_sequence, info.last_sequence + 1) - 1 if info.first_sequence else 0
     gone_to = gone_to if last is None else min(gone_to, last)
-    if gone_to < first or (info.config.get("max_msgs_per_subject", -1) > 0 and info.messages):
+    if gone_to < first or (info.config.max_msgs_per_subject > 0 and info.messages):
         return None
     return DataLossError(
         f"stream {stream}: messages {first} to {gone_to} are gone, which the query was still to read. Set "

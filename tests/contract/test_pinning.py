@@ -13,7 +13,6 @@ from nats.aio.client import Client, ServerVersion
 from aviso_workers import App, Notification
 from aviso_workers.backends import Backend, Consumer, ConsumerInfo
 from aviso_workers.errors import RefusedError
-from aviso_workers.jetstream.info import filters_of
 from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSpec
 from aviso_workers.testing import harness
 from tests.contract.conftest import SECOND, Inbox
@@ -48,7 +47,7 @@ def spec_of(found: ConsumerInfo, **over: Any) -> ConsumerSpec:
     stated = ("ack_wait", "max_ack_pending", "max_deliver", "metadata")
     return ConsumerSpec(
         durable_name=found.name,
-        filter_subjects=tuple(filters_of(found.config)),
+        filter_subjects=tuple(found.config.filters),
         **{field: found.config[field] for field in stated},
         **over,
     )

@@ -17,7 +17,6 @@ from nats.js.api import StreamConfig
 
 from aviso_workers import App, Notification
 from aviso_workers.errors import RefusedError
-from aviso_workers.jetstream.info import filters_of
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.server import NatsServer
 from tests.contract.settings import app_config, mars
@@ -215,7 +214,7 @@ async def test_a_consumer_with_one_filter_is_not_updated_for_the_way_in_which_it
     backend = app.session.backend
     await backend.ensure_consumer("MARS", spec)
     info = await backend.ensure_consumer("MARS", replace(spec, filter_subjects=("mars.od.>", "mars.rd.>")))
-    assert filters_of(info.config) == ["mars.od.>", "mars.rd.>"]
+    assert info.config.filters == ["mars.od.>", "mars.rd.>"]
     asked = [(await requests.next_msg()).subject.split(".")[3] for _ in range(3)]
     assert asked == ["INFO", "INFO", "CREATE"], "the first look found nothing to update"
 

@@ -12,6 +12,7 @@ from aviso_workers.engine import acknowledging
 from aviso_workers.engine.repeats import MOST_REMEMBERED, Repeats
 from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream.info import ConsumerConfig
 
 pytestmark = pytest.mark.anyio
 
@@ -47,7 +48,7 @@ class Backend:
 
 def consumer(*, created: datetime = NOW, deliveries: int = 10, metadata: Any = None) -> ConsumerInfo:
     return ConsumerInfo(
-        name="index", config={"metadata": metadata or {}}, time=NOW, created=created, deliveries=deliveries
+        name="index", config=ConsumerConfig(metadata=metadata or {}), time=NOW, created=created, deliveries=deliveries
     )
 
 

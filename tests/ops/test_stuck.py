@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from aviso_workers.backends import ConsumerInfo
 from aviso_workers.engine.consumer_records import ConsumerRecord
+from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
 from aviso_workers.ops.stuck import why_stuck
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
@@ -18,7 +18,7 @@ LONG_AGO = NOW - timedelta(minutes=10)
 def consumer(**stated: Any) -> ConsumerInfo:
     """At work: one notification is delivered, and another one was settled ten minutes ago."""
     stated = {"num_ack_pending": 1, "ack_floor": 7, "deliveries": 9, "last_settled": LONG_AGO} | stated
-    return ConsumerInfo(name="a__b", config={"ack_wait": 20_000_000_000}, time=NOW, **stated)
+    return ConsumerInfo(name="a__b", config=ConsumerConfig(ack_wait=20_000_000_000), time=NOW, **stated)
 
 
 def record(**stated: Any) -> ConsumerRecord:

@@ -14,7 +14,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
-from aviso_workers.backends import StreamInfo
+from aviso_workers.jetstream.info import StreamConfig, StreamInfo
 from aviso_workers.spark import job_events, offsets
 from aviso_workers.spark.job_events import Application
 from tests.spark.place import Place, run_to_its_end
@@ -240,16 +240,21 @@ class TestLoss:
             ({"first_sequence": 0, "last_sequence": 0, "messages": 0}, 1, ""),
             ({"first_sequence": 1, "last_sequence": 9}, 10, ""),
             ({"first_sequence": 1, "last_sequence": 9}, 11, "ends at 9, and the query has read up to 10"),
-            ({"first_sequence": 7, "last_sequence": 9, "config": {"max_msgs_per_subject": 1}}, 5, ""),
+            ({"first_sequence": 7, "last_sequence": 9, "config": StreamConfig(max_msgs_per_subject=1)}, 5, ""),
             (
-                {"first_sequence": 10, "last_sequence": 9, "messages": 0, "config": {"max_msgs_per_subject": 1}},
+                {
+                    "first_sequence": 10,
+                    "last_sequence": 9,
+                    "messages": 0,
+                    "config": StreamConfig(max_msgs_per_subject=1),
+                },
                 5,
                 "messages 5 to 9 are gone",
             ),
         ],
     )
     def test_what_is_missing_is_named(self, state: dict[str, Any], first: int, gone: str):
-        info = StreamInfo(**{"config": {}, "time": datetime.now(UTC), "messages": 3, **state})
+        info = StreamInfo(**{"config": StreamConfig(), "time": datetime.now(UTC), "messages": 3, **state})
 
         loss = offsets.missing(info, stream="MARS", first=first, created_then="")
 

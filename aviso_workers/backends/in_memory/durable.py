@@ -20,6 +20,7 @@ from aviso_workers.backends import ConsumerInfo
 from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import RefusedError
 from aviso_workers.jetstream import error_codes, metadata, plans
+from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.jetstream.plans import UPDATABLE
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.subjects import pattern
@@ -70,7 +71,7 @@ class Durable:
     def info(self, *, now_ns: int) -> ConsumerInfo:
         return ConsumerInfo(
             name=self.config["name"],
-            config=dict(self.config),
+            config=ConsumerConfig(self.config),
             time=datetime.fromtimestamp(now_ns // 1000 / 1e6, UTC),
             num_pending=self.num_pending,
             num_ack_pending=len(self._outstanding),

@@ -24,6 +24,7 @@ from aviso_workers.codec import MARKER_HEADER, Message, store_time
 from aviso_workers.errors import ConflictError, FullError, NotFoundError, RefusedError
 from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, STREAM
+from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.subjects import pattern
 
 __all__ = ["Stream", "complete", "header_size", "total_of", "ttl_of"]
@@ -74,7 +75,7 @@ class Stream:
 
     def info(self, *, now_ns: int) -> StreamInfo:
         return StreamInfo(
-            config=dict(self.config),
+            config=StreamConfig(self.config),
             time=datetime.fromtimestamp(now_ns // 1000 / 1e6, UTC),
             messages=len(self.messages),
             bytes=self._bytes,

@@ -41,7 +41,7 @@ from aviso_workers.backends.jetstream.publishing import Publisher
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
-from aviso_workers.jetstream import error_codes, metadata, plans, specs
+from aviso_workers.jetstream import error_codes, info, metadata, plans, specs
 from aviso_workers.jetstream.plans import UPDATABLE
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 
@@ -50,8 +50,6 @@ __all__ = ["JetStreamBackend"]
 LIMIT = re.compile(r"limit of (\d+)")
 """What the description of MAX_ACK_PENDING_EXCEEDED says is allowed."""
 LEAVE_SECONDS = 2.0
-SILENT_NANOSECONDS = 5_000_000_000
-"""A leader hears of the other replicas every second, and takes one that has died for current until much later."""
 
 
 class JetStreamBackend:
@@ -181,7 +179,7 @@ class JetStreamBackend:
         differences = plans.consumer_differences(spec, found["config"])
         updates = {each.field: each.wanted for each in differences if each.field in UPDATABLE}
         if not updates:
-            return _consumer_info(found)
+            return info.consumer(found)
         config = {**found["config"], **updates}
         if "filter_subjects" in updates:
             config.pop("filter_subject", None)  # of the two, a server takes one
@@ -191,19 +189,19 @@ class JetStreamBackend:
         """With the `max_ack_pending` that is allowed, where the server, the account or the stream allows less."""
         request = {"stream_name": stream, "config": config, "action": action}
         try:
-            return _consumer_info(await self._connection.api(subject, request))
+            return info.consumer(await self._connection.api(subject, request))
         except RefusedError as error:
             if error.code != error_codes.MAX_ACK_PENDING_EXCEEDED or not (allowed := LIMIT.search(str(error))):
                 raise
         request["config"] = {**config, "max_ack_pending": int(allowed[1])}
-        return _consumer_info(await self._connection.api(subject, request))
+        return info.consumer(await self._connection.api(subject, request))
 
     async def consumer_info(self, stream: str, consumer: str) -> ConsumerInfo:
-        return _consumer_info(await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}"))
+        return info.consumer(await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}"))
 
     async def consumers(self, stream: str) -> list[ConsumerInfo]:
         return [
-            _consumer_info(found) for found in await self._administration.pages(f"CONSUMER.LIST.{stream}", "consumers")
+            info.consumer(found) for found in await self._administration.pages(f"CONSUMER.LIST.{stream}", "consumers")
         ]
 
     async def delete_consumer(self, stream: str, consumer: str) -> None:
@@ -217,7 +215,7 @@ class JetStreamBackend:
     async def reset_consumer(self, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
         self.require_server(2, 14, to="reset a consumer")
         found = await self.consumer_info(stream, consumer)  # a server does not answer about one that is missing
-        config = {**found.config, "metadata": metadata.after_reset(found.config.get("metadata"))}
+        config = {**found.config, "metadata": metadata.after_reset(found.config.metadata)}
         create = f"CONSUMER.CREATE.{stream}.{consumer}"
         # Before it is done: a worker that is given something again must find that it was meant to be.
         await self._connection.api(create, {"stream_name": stream, "config": config, "action": "update"})
@@ -231,16 +229,16 @@ class JetStreamBackend:
             config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": sequence}
             config.pop("opt_start_time", None)
             request = {"stream_name": stream, "config": config, "action": "create"}
-            return _consumer_info(await self._connection.api(create, request))
-        return _consumer_info(answer)
+            return info.consumer(await self._connection.api(create, request))
+        return info.consumer(answer)
 
     def _has_server(self, major: int, minor: int) -> bool:
         return self._connection.server_version >= (major, minor)
 
     def _stream_info(self, answer: Mapping[str, Any]) -> StreamInfo:
-        info = _stream_info(answer)
-        self._ingester.learn(info.config)
-        return info
+        found = info.stream(answer)
+        self._ingester.learn(found.config)
+        return found
 
     @asynccontextmanager
     async def consume(
@@ -346,54 +344,3 @@ class JetStreamBackend:
 async def _within(scope: anyio.CancelScope, reader: PullConsumer) -> None:
     with scope:
         await reader.run()
-
-
-def _stream_info(answer: Mapping[str, Any]) -> StreamInfo:
-    state = answer["state"]
-    return StreamInfo(
-        config=answer["config"],
-        time=msgspec.convert(answer["ts"], datetime),
-        messages=state["messages"],
-        bytes=state["bytes"],
-        subjects=state.get("num_subjects", 0),
-        consumers=state.get("consumer_count", 0),
-        first_sequence=state["first_seq"],
-        first_time=_time(state["first_ts"]) if state["messages"] else None,
-        last_sequence=state["last_seq"],
-        created=msgspec.convert(answer["created"], datetime),
-        behind=tuple(filter(None, map(_behind, (answer.get("cluster") or {}).get("replicas") or ()))),
-    )
-
-
-def _behind(replica: Mapping[str, Any]) -> str:
-    """The name of its server where it is not current; empty where it is."""
-    silent = replica.get("active", 0) > SILENT_NANOSECONDS
-    return str(replica["name"]) if silent or replica.get("offline") or not replica.get("current") else ""
-
-
-def _consumer_info(answer: Mapping[str, Any]) -> ConsumerInfo:
-    return ConsumerInfo(
-        name=answer["name"],
-        config=answer["config"],
-        time=msgspec.convert(answer["ts"], datetime),
-        num_pending=answer["num_pending"],
-        num_ack_pending=answer["num_ack_pending"],
-        num_redelivered=answer["num_redelivered"],
-        deliveries=answer["delivered"]["consumer_seq"],
-        position=answer["delivered"]["stream_seq"],
-        ack_floor=answer["ack_floor"]["stream_seq"],
-        last_delivered=_time(answer["delivered"].get("last_active")),
-        last_settled=_time(answer["ack_floor"].get("last_active")),
-        created=_time(answer["created"]),
-        paused_until=_time(answer["config"].get("pause_until")) if answer.get("paused") else None,
-        pinned_since=_pinned_since(answer),
-    )
-
-
-def _pinned_since(answer: Mapping[str, Any]) -> datetime | None:
-    pinned = [group["pinned_ts"] for group in answer.get("priority_groups") or () if group.get("pinned_client_id")]
-    return _time(pinned[0]) if pinned else None
-
-
-def _time(found: str | None) -> datetime | None:
-    return msgspec.convert(found, datetime | None)

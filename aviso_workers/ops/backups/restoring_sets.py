@@ -28,7 +28,6 @@ from aviso_workers.app import App
 from aviso_workers.backends import ConsumerInfo, StreamInfo
 from aviso_workers.errors import BackendError, BackupError, NotFoundError, UnavailableError
 from aviso_workers.jetstream import metadata
-from aviso_workers.jetstream.info import filters_of
 from aviso_workers.jetstream.metadata import OF_SET, UNFINISHED
 from aviso_workers.ops.backups import consumer_entries, sets
 from aviso_workers.ops.backups.consumer_entries import StoredConsumer
@@ -149,7 +148,7 @@ class _Restoring:
             for consumer in await self._durables(backup, identities):
                 await self._take_back(stream, consumer, positions.get(consumer, 0) + 1)
             info = await self._backend.stream_info(stream)
-            metadata = {**info.config["metadata"], UNFINISHED: self._whole}
+            metadata = {**info.config.metadata, UNFINISHED: self._whole}
             await self._backend.update_stream({**info.config, "metadata": metadata})
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -171,13 +170,13 @@ class _Restoring:
 
     async def _consumers(self, stream: str) -> list[ConsumerInfo]:
         """Return those that outlive their readers."""
-        return [each for each in await self._backend.consumers(stream) if each.config.get("durable_name")]
+        return [each for each in await self._backend.consumers(stream) if each.durable]
 
     async def _goes_on(self, stream: str, consumer: ConsumerInfo, stored: StoredConsumer | None) -> GoesOn:
         ahead = consumer.num_pending + consumer.num_ack_pending
         new: int | None = None
         if stored is not None:
-            filters = filters_of(consumer.config)
+            filters = consumer.config.filters
             with suppress(BackendError):  # a work queue has no further reader
                 undelivered = await self._backend.count(
                     stream, filter_subjects=filters, start_sequence=stored.state.delivered.stream_seq + 1
@@ -236,7 +235,7 @@ class _Restoring:
             return
         await anyio.sleep(STANDSTILL_SECONDS)
         for before in unfinished:
-            stream = before.config["name"]
+            stream = before.name
             now = await self._info(stream)
             if now is None or (now.created, now.last_sequence) != (before.created, before.last_sequence):
                 raise BackupError(f"stream {stream} is being restored by somebody else")
@@ -249,4 +248,4 @@ class _Restoring:
 
     @staticmethod
     def _mark(info: StreamInfo) -> str:
-        return str((info.config.get("metadata") or {}).get(UNFINISHED, ""))
+        return info.config.metadata.get(UNFINISHED, "")

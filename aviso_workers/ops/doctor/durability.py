@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.literals import Duration
-from aviso_workers.ops.doctor.answers import Stream
 from aviso_workers.ops.doctor.facts import Facts
 
 __all__ = ["Standing", "standings"]
@@ -64,7 +64,7 @@ def standings(facts: Facts) -> Iterator[Standing]:
         )
 
 
-def _unflushed(stream: Stream, facts: Facts) -> int:
+def _unflushed(stream: StreamInfo, facts: Facts) -> int:
     """The longest of the servers that keep it: of those that are seen, if all of them are."""
     seen = {one.name: one.varz.jetstream.config for one in facts.monitored}
     keepers = stream.cluster.members or {facts.server.name}

@@ -27,12 +27,14 @@ from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import BackendError, NotFoundError, ServerProcessError, UnavailableError
-from aviso_workers.jetstream import plans
+from aviso_workers.jetstream import info, plans
+from aviso_workers.jetstream.info import Account, ConsumerInfo, StreamInfo
 from aviso_workers.jetstream.plans import Plan, Stored
+from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import backups, observing
 from aviso_workers.ops.backups import Backup
 from aviso_workers.ops.doctor import monitoring
-from aviso_workers.ops.doctor.answers import Account, Advisory, Consumer, Server, Stream
+from aviso_workers.ops.doctor.answers import Advisory, Server
 from aviso_workers.ops.doctor.monitoring import Monitored
 from aviso_workers.ops.mirroring import Link, Mirrors
 from aviso_workers.ops.observing import RunAlone
@@ -77,10 +79,10 @@ class Scope(Struct, frozen=True, kw_only=True):
 class Sample(Struct, frozen=True, kw_only=True):
     """What the API answers at one time."""
 
-    streams: Mapping[str, Stream] = {}
+    streams: Mapping[str, StreamInfo] = {}
     silent: frozenset[str] = frozenset()
     """Streams that are known, and for which nobody answers."""
-    consumers: Mapping[tuple[str, str], Consumer] = {}
+    consumers: Mapping[tuple[str, str], ConsumerInfo] = {}
     """By stream and name."""
     account: Account = Account()
 
@@ -120,21 +122,21 @@ class Facts(Struct, frozen=True, kw_only=True):
     """Of the server that we are connected to, in DER form; None without TLS."""
 
     @property
-    def streams(self) -> Mapping[str, Stream]:
+    def streams(self) -> Mapping[str, StreamInfo]:
         return self.after.streams
 
     @property
-    def consumers(self) -> Mapping[tuple[str, str], Consumer]:
+    def consumers(self) -> Mapping[tuple[str, str], ConsumerInfo]:
         return self.after.consumers
 
     @property
-    def configured_streams(self) -> Mapping[str, Stream]:
+    def configured_streams(self) -> Mapping[str, StreamInfo]:
         """Those of the configuration that there are."""
         names = [plan.stream for plan in self.plans.values()]
         return {name: self.streams[name] for name in names if name in self.streams}
 
     @property
-    def event_streams(self) -> Mapping[str, Stream]:
+    def event_streams(self) -> Mapping[str, StreamInfo]:
         """Those of event types that there are."""
         of_events = event_streams(self.config.notification_schema)
         return {name: stream for name, stream in self.configured_streams.items() if name in of_events}
@@ -170,7 +172,7 @@ async def gather(app: App, scope: Scope) -> Facts:
         before=before,
         after=after,
         elapsed_seconds=elapsed,
-        plans=_plans(app.config, asking.configurations, after.streams),
+        plans=_plans(app.config, after.streams),
         heard=tuple(heard),
         letters=once.letters,
         given_up=once.given_up,
@@ -232,8 +234,6 @@ class _Asking:
     def __init__(self, administration: Administration) -> None:
         self._api = administration
         self.unknown: dict[Need, str] = {}
-        self.configurations: dict[str, Mapping[str, Any]] = {}
-        """Of the streams, whole."""
 
     async def ask(
         self, need: Need, question: Callable[[], Awaitable[T]], *, within: float = ANSWER_SECONDS
@@ -270,9 +270,8 @@ class _Asking:
             within=LISTING_SECONDS,
         )
         names, listed = (listing or [] for listing in listings)
-        self.configurations = {one["config"]["name"]: one["config"] for one in listed}
-        found = {stream.name: stream for stream in msgspec.convert(listed, list[Stream])}
-        consumed = [partial(self._consumers, stream.name) for stream in found.values() if stream.state.consumer_count]
+        found = {stream.name: stream for stream in map(info.stream, listed)}
+        consumed = [partial(self._consumers, stream.name) for stream in found.values() if stream.consumers]
         consumers = [
             each for answer in await self._all("consumers", consumed, within=LISTING_SECONDS) for each in answer or ()
         ]
@@ -281,8 +280,8 @@ class _Asking:
         return Sample(
             streams=found,
             silent=frozenset(names) - found.keys(),
-            consumers={(consumer.stream_name, consumer.name): consumer for consumer in consumers},
-            account=msgspec.convert(account, Account),
+            consumers={(consumer.stream, consumer.name): consumer for consumer in consumers},
+            account=info.account(account),
         )
 
     async def _all(
@@ -301,9 +300,9 @@ class _Asking:
                 tasks.start_soon(put, index)
         return answers
 
-    async def _consumers(self, stream: str) -> list[Consumer]:
+    async def _consumers(self, stream: str) -> list[ConsumerInfo]:
         try:
-            return msgspec.convert(await self._api.pages(f"CONSUMER.LIST.{stream}", "consumers"), list[Consumer])
+            return [info.consumer(each) for each in await self._api.pages(f"CONSUMER.LIST.{stream}", "consumers")]
         except NotFoundError:
             return []  # deleted meanwhile
 
@@ -366,25 +365,18 @@ def _members(found: Sequence[Monitored], of: Server) -> set[str]:
     return members
 
 
-def _plans(
-    config: Config, configurations: Mapping[str, Mapping[str, Any]], found: Mapping[str, Stream]
-) -> dict[str, Plan]:
+def _plans(config: Config, found: Mapping[str, StreamInfo]) -> dict[str, Plan]:
     event_types = config.notification_schema.items()
     wanted = {f"event type {name}": streams.event_stream(name, each, config) for name, each in event_types}
     wanted |= {f"streams.{spec.name}": spec for spec in streams.declared(config)}
-    return {
-        by: plans.plan(spec, configurations.get(spec.name), _stored(found.get(spec.name)))
-        for by, spec in wanted.items()
-    }
+    return {by: _plan(spec, found.get(spec.name)) for by, spec in wanted.items()}
 
 
-def _stored(stream: Stream | None) -> Stored:
-    if stream is None:
-        return Stored()
-    state = stream.state
-    return Stored(
-        messages=state.messages, bytes=state.bytes, subjects=state.num_subjects, consumers=state.consumer_count
-    )
+def _plan(spec: StreamSpec, found: StreamInfo | None) -> Plan:
+    if found is None:
+        return plans.plan(spec, None, Stored())
+    stored = Stored(messages=found.messages, bytes=found.bytes, subjects=found.subjects, consumers=found.consumers)
+    return plans.plan(spec, found.config, stored)
 
 
 def _backups(directory: Path) -> dict[str, Backup]:

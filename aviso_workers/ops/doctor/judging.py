@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
-from aviso_workers.ops.doctor.answers import Consumer, Stream
+from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops.doctor.facts import Facts, Need
 
 __all__ = ["Check", "Finding", "Result", "State", "about", "check", "judge", "worst"]
@@ -48,11 +48,11 @@ class Finding(Struct, frozen=True, kw_only=True):
         return " > ".join(filter(None, (self.place or self.stream, self.consumer)))
 
 
-def about(one: Stream | Consumer, found: str, *, state: State | None = None, cure: str = "") -> Finding:
+def about(one: StreamInfo | ConsumerInfo, found: str, *, state: State | None = None, cure: str = "") -> Finding:
     """What was found of a stream or of a consumer."""
-    if isinstance(one, Stream):
+    if isinstance(one, StreamInfo):
         return Finding(stream=one.name, found=found, state=state, cure=cure)
-    return Finding(stream=one.stream_name, consumer=one.name, found=found, state=state, cure=cure)
+    return Finding(stream=one.stream, consumer=one.name, found=found, state=state, cure=cure)
 
 
 Judge = Callable[[Facts], Iterator[Finding]]

@@ -16,8 +16,8 @@ from aviso_workers import App, config
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError
+from aviso_workers.jetstream.info import Replica
 from aviso_workers.ops.doctor import State
-from aviso_workers.ops.doctor.answers import Replica
 from aviso_workers.server import running
 from aviso_workers.server.running import Node
 from tests.ops.conftest import Run

@@ -15,6 +15,7 @@ from aviso_workers import App, Batch, Notification
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.errors import RefusedError
+from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.notifications import Batching
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Advisory
@@ -158,7 +159,7 @@ def test_a_stream_of_many_consumers(broken: Seen) -> None:
 def test_a_stream_of_far_too_many_consumers(broken: Seen) -> None:
     """By hand: a hundred thousand take minutes."""
     crowded = broken.facts.streams["CROWDED"]
-    many = structs.replace(crowded, state=structs.replace(crowded.state, consumer_count=100_001))
+    many = structs.replace(crowded, consumers=100_001)
     after = structs.replace(broken.facts.after, streams={"CROWDED": many})
     assert judged(structs.replace(broken.facts, after=after)).state("JS034") is State.FAIL
 
@@ -176,7 +177,7 @@ def test_an_agent_whose_stream_keeps_the_newest_of_a_subject_only(broken: Seen) 
     """By hand, of real consumers: the stream, and what the configuration says of it."""
     assert broken.state("JS063") is State.PASS
     stream = broken.facts.streams["MARS"]
-    one_per_subject = structs.replace(stream, config=structs.replace(stream.config, max_msgs_per_subject=1))
+    one_per_subject = structs.replace(stream, config=StreamConfig({**stream.config, "max_msgs_per_subject": 1}))
     facts = structs.replace(broken.facts, after=structs.replace(broken.facts.after, streams={"MARS": one_per_subject}))
 
     found = judged(facts).found("JS063")

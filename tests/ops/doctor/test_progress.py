@@ -17,6 +17,7 @@ from aviso_workers.config import Config
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import AgentDisturbed
+from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Advisory
 from aviso_workers.ops.doctor.facts import Facts
@@ -165,9 +166,9 @@ def test_who_gets_nothing_done(working: Seen) -> None:
 def test_what_is_settled_beside_it_does_not_hide_one_that_is_unfinished(working: Seen) -> None:
     """By hand: a worker recorded for how long the ack floor has stood, and what its agent's policy allows."""
     busy = working.facts.consumers[SHARED, "busy"]
-    moved = structs.replace(busy.ack_floor, last_active=working.facts.now)
     after = structs.replace(
-        working.facts.after, consumers={(SHARED, "busy"): structs.replace(busy, ack_floor=moved, num_pending=0)}
+        working.facts.after,
+        consumers={(SHARED, "busy"): structs.replace(busy, last_settled=working.facts.now, num_pending=0)},
     )
     found = structs.replace(working.facts, after=after, records={(SHARED, "busy"): recorded(working, minutes=10)})
     assert judged(found).found("JS058") == {
@@ -194,7 +195,7 @@ def test_who_got_something_done_meanwhile_is_not_stuck(working: Seen) -> None:
     """By hand: a floor that rose."""
     consumers = working.facts.consumers
     busy = consumers[SHARED, "busy"]
-    risen = structs.replace(busy, ack_floor=structs.replace(busy.ack_floor, stream_seq=9))
+    risen = structs.replace(busy, ack_floor=9)
     after = structs.replace(working.facts.after, consumers={(SHARED, "busy"): risen})
     later = structs.replace(working.facts, after=after, now=working.facts.now + timedelta(minutes=6))
     assert judged(later).found("JS058") == {}
@@ -320,7 +321,7 @@ def test_notifications_that_end_their_worker(working: Seen) -> None:
 def test_an_agents_slow_acknowledgements_are_its_heartbeats_business(working: Seen) -> None:
     """By hand: agents are not sampled."""
     measured = working.facts.consumers[SHARED, "measured"]
-    config = structs.replace(measured.config, metadata={"aviso-workers-start": "all"})
+    config = ConsumerConfig({**measured.config, "metadata": {"aviso-workers-start": "all"}})
     after = structs.replace(
         working.facts.after, consumers={(SHARED, "measured"): structs.replace(measured, config=config)}
     )

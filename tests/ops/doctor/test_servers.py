@@ -21,6 +21,7 @@ from aviso_workers import App
 from aviso_workers.config import Config
 from aviso_workers.engine import dead_lettering, deferring, max_deliveries
 from aviso_workers.errors import BackendError, UnavailableError
+from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.ops.doctor import Scope, State, facts
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.server import NatsServer
@@ -420,7 +421,7 @@ def test_versions(plain: Seen) -> None:
 def test_a_stream_that_needs_a_newer_server(plain: Seen) -> None:
     """By hand: one version is installed here."""
     mars = plain.facts.streams["MARS"]
-    newer = structs.replace(mars, config=structs.replace(mars.config, metadata={"_nats.req.level": "9"}))
+    newer = structs.replace(mars, config=StreamConfig({**mars.config, "metadata": {"_nats.req.level": "9"}}))
     after = structs.replace(plain.facts.after, streams={"MARS": newer})
     assert judged(structs.replace(plain.facts, after=after)).found("JS041") == {
         "MARS": "needs API level 9, and the server has 5"

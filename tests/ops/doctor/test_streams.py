@@ -13,9 +13,9 @@ from aviso_workers import App
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.engine import dead_lettering
+from aviso_workers.jetstream.info import Lost, Source
 from aviso_workers.jetstream.metadata import FENCED, OF_SET, UNFINISHED
 from aviso_workers.ops.doctor import State
-from aviso_workers.ops.doctor.answers import Lost, Origin
 from aviso_workers.ops.mirroring import PROMOTED
 from tests.ops.doctor.conftest import (
     SECOND,
@@ -229,12 +229,12 @@ def test_what_a_killed_restore_leaves(broken: Seen) -> None:
 @pytest.mark.parametrize(
     ("origin", "found"),
     [
-        (Origin(name="LIMITED", active=40 * SECOND), "nothing heard of LIMITED for 40 s"),
-        (Origin(name="LIMITED", active=0, error={"description": "no"}), "LIMITED: no"),
-        (Origin(name="LIMITED", active=0, lag=500), "500 behind LIMITED, and"),
+        (Source(name="LIMITED", active=40 * SECOND), "nothing heard of LIMITED for 40 s"),
+        (Source(name="LIMITED", active=0, error={"description": "no"}), "LIMITED: no"),
+        (Source(name="LIMITED", active=0, lag=500), "500 behind LIMITED, and"),
     ],
 )
-def test_an_origin_that_was_lost_or_is_too_fast(broken: Seen, origin: Origin, found: str) -> None:
+def test_an_origin_that_was_lost_or_is_too_fast(broken: Seen, origin: Source, found: str) -> None:
     """By hand: a server says so after half a minute, or where it is slower than the test."""
     mirror = structs.replace(broken.facts.streams["mirrored"], mirror=origin)
     after = structs.replace(broken.facts.after, streams={**broken.facts.streams, "mirrored": mirror})
@@ -245,7 +245,7 @@ def test_what_is_lost_on_the_disk(broken: Seen) -> None:
     """By hand: nats-server 2.15.0 shows damage as gaps, see test_damage."""
     assert broken.state("JS016") is State.PASS
     stream = broken.facts.streams["WHOLE"]
-    lost = structs.replace(stream, state=structs.replace(stream.state, lost=Lost(msgs=(4, 5), bytes=80)))
+    lost = structs.replace(stream, lost=Lost(msgs=(4, 5), bytes=80))
     after = structs.replace(broken.facts.after, streams={"WHOLE": lost})
     assert judged(structs.replace(broken.facts, after=after)).found("JS016") == {"WHOLE": "2 messages, 80 bytes lost"}
 

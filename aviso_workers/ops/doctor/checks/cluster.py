@@ -8,7 +8,7 @@ from functools import partial
 
 from aviso_workers.engine import dead_lettering, deferring, max_deliveries
 from aviso_workers.jetstream.fields import SECOND
-from aviso_workers.ops.doctor.answers import Consumer, Group, Stream
+from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
 
@@ -56,9 +56,9 @@ def copies(facts: Facts) -> Iterator[Finding]:
     needs=("consumers", "streams"),
 )
 def skewed_leaders(facts: Facts) -> Iterator[Finding]:
-    replicated = [one.cluster for one in _kept(facts) if one.cluster.replicas]
+    replicated = [one.cluster for one in _kept(facts) if one.cluster.followers]
     leaders = Counter(group.leader for group in replicated)
-    is_whole = not any(peer.offline for group in replicated for peer in group.replicas)
+    is_whole = not any(peer.offline for group in replicated for peer in group.followers)
     if len(replicated) < LEADERS_TO_COUNT or not is_whole:
         return  # who is down leads nothing just now
     for server, count in leaders.items():
@@ -153,10 +153,10 @@ def versions(facts: Facts) -> Iterator[Finding]:
             yield about(one, f"needs API level {needed}, and the server has {level}", state=State.FAIL)
 
 
-def _wrong_with(group: Group) -> Iterator[str]:
+def _wrong_with(group: Cluster) -> Iterator[str]:
     if group.name and not group.leader:
         yield "it has no leader"
-    for replica in group.replicas:
+    for replica in group.followers:
         if replica.offline:
             yield f"{replica.name} is offline"
         elif not replica.current:
@@ -167,7 +167,7 @@ def _wrong_with(group: Group) -> Iterator[str]:
             yield f"{replica.name} is {replica.lag} behind"
 
 
-def _kept(facts: Facts) -> Iterator[Stream | Consumer]:
+def _kept(facts: Facts) -> Iterator[StreamInfo | ConsumerInfo]:
     """All that has a group of servers which keep it."""
     yield from facts.streams.values()
     yield from facts.consumers.values()

@@ -7,16 +7,14 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 
-from msgspec import structs
-
 from aviso_workers import schema, topics
 from aviso_workers.config.streams import event_streams
 from aviso_workers.engine import max_deliveries
+from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
-from aviso_workers.jetstream.info import filters_of
+from aviso_workers.jetstream.info import ConsumerInfo
 from aviso_workers.notifications import Batch
 from aviso_workers.ops import agent_report
-from aviso_workers.ops.doctor.answers import Consumer
 from aviso_workers.ops.doctor.checks.streams import overlap
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
@@ -75,7 +73,7 @@ def never_gives_up(facts: Facts) -> Iterator[Finding]:
 def nobody_listens(facts: Facts) -> Iterator[Finding]:
     kept = [subject for stream in facts.streams.values() for subject in stream.config.subjects]
     for consumer in facts.consumers.values():
-        told = f"{max_deliveries.SUBJECT}.{consumer.stream_name}.{consumer.name}"
+        told = f"{max_deliveries.SUBJECT}.{consumer.stream}.{consumer.name}"
         if consumer.config.max_deliver > 0 and not any(overlap(subject, told) for subject in kept):
             yield about(consumer, f"max_deliver {consumer.config.max_deliver}, and no stream keeps what is given up")
 
@@ -152,7 +150,7 @@ def not_as_the_code_says(facts: Facts) -> Iterator[Finding]:
     for agent in facts.scope.agents or ():
         topic = schema.topic_of(agent.event_type, facts.config.notification_schema[agent.event_type])
         consumer = facts.consumers.get((topics.stream_name(topic.base), agent.durable_name(facts.scope.app)))
-        if consumer and (found := agent_report.differing(facts.config, agent, structs.asdict(consumer.config))):
+        if consumer and (found := agent_report.differing(facts.config, agent, consumer.config)):
             yield about(consumer, found)
 
 
@@ -164,10 +162,8 @@ def not_as_the_code_says(facts: Facts) -> Iterator[Finding]:
 )
 def many_filters(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
-        config = consumer.config
-        filters = filters_of({"filter_subject": config.filter_subject, "filter_subjects": config.filter_subjects})
-        if len(filters) > MANY_FILTERS:
-            yield about(consumer, f"{len(filters)} filters")
+        if (count := len(consumer.config.filters)) > MANY_FILTERS:
+            yield about(consumer, f"{count} filters")
 
 
 @declare(
@@ -180,7 +176,7 @@ def many_filters(facts: Facts) -> Iterator[Finding]:
 )
 def many_consumers(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
-        if (count := stream.state.consumer_count) > MANY_CONSUMERS:
+        if (count := stream.consumers) > MANY_CONSUMERS:
             state = State.FAIL if count > TOO_MANY_CONSUMERS else State.WARN
             yield Finding(stream=stream.name, found=f"{count} consumers", state=state)
 
@@ -194,8 +190,8 @@ def many_consumers(facts: Facts) -> Iterator[Finding]:
 def unused(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
         in_use = consumer.num_waiting or consumer.push_bound or consumer.num_ack_pending
-        since = consumer.delivered.last_active or consumer.created
-        if consumer.durable and not in_use and facts.now - since > UNUSED:
+        since = consumer.last_delivered or consumer.created
+        if consumer.durable and not in_use and since and facts.now - since > UNUSED:
             yield about(consumer, f"nobody asks, and nothing was delivered since {since.date()}")
 
 
@@ -208,8 +204,9 @@ def unused(facts: Facts) -> Iterator[Finding]:
 )
 def paused(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
-        if consumer.paused and consumer.pause_remaining / SECOND > LONG_PAUSE_SECONDS:
-            yield about(consumer, f"paused for {timedelta(seconds=consumer.pause_remaining // SECOND).days} days more")
+        pause = consumer.paused_until - consumer.time if consumer.paused_until else timedelta()
+        if pause.total_seconds() > LONG_PAUSE_SECONDS:
+            yield about(consumer, f"paused for {pause.days} days more")
 
 
 @declare(
@@ -244,8 +241,12 @@ def replaced(facts: Facts) -> Iterator[Finding]:
     event_types = facts.config.notification_schema
     by_stream = event_streams(event_types)
     for consumer in facts.consumers.values():
-        stream, event_type = facts.event_streams.get(consumer.stream_name), by_stream.get(consumer.stream_name, "")
-        if stream is None or not consumer.ours or event_types[event_type].allow_duplicates is False:
+        stream, event_type = facts.event_streams.get(consumer.stream), by_stream.get(consumer.stream, "")
+        if (
+            stream is None
+            or not metadata.is_of_agent(consumer.config)
+            or event_types[event_type].allow_duplicates is False
+        ):
             continue
         if (kept := stream.config.max_msgs_per_subject) > 0:
             yield Finding(
@@ -268,8 +269,8 @@ def many_info_calls(facts: Facts) -> Iterator[Finding]:
         yield Finding(place="$JS.API.CONSUMER.INFO", found=f"{rate:.0f} calls a second")
 
 
-def _foreign(facts: Facts) -> Iterator[Consumer]:
+def _foreign(facts: Facts) -> Iterator[ConsumerInfo]:
     """Durable consumers that others than our workers made, and whose messages come again."""
     for consumer in facts.consumers.values():
-        if consumer.durable and consumer.config.ack_policy != "none" and not consumer.ours:
+        if consumer.durable and consumer.config.ack_policy != "none" and not metadata.is_of_agent(consumer.config):
             yield consumer

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from datetime import datetime
 from functools import partial
 
+from msgspec import structs
+
 from aviso_workers import agents, schema, topics
-from aviso_workers.backends import ConsumerInfo
+from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops import observing, stuck
-from aviso_workers.ops.doctor.answers import Consumer, Stream
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
 
@@ -62,7 +63,7 @@ def falling_behind(facts: Facts) -> Iterator[Finding]:
 )
 def redelivered(facts: Facts) -> Iterator[Finding]:
     for before, after in _both(facts):
-        delivered = after.delivered.consumer_seq
+        delivered = after.deliveries
         share = after.num_redelivered / delivered if delivered else 0.0
         if after.num_redelivered >= FEW and share > OFTEN_REDELIVERED:
             yield about(after, f"{after.num_redelivered} of {delivered} deliveries are not settled and not the first")
@@ -89,7 +90,7 @@ def slow_acks(facts: Facts) -> Iterator[Finding]:
         slow = sorted(measured)[math.ceil(SLOW_PERCENTILE * len(measured)) - 1]
         consumer = facts.consumers.get(key)
         # An agent of ours reports progress while it works, so that its ack_wait starts again and again.
-        if consumer and not consumer.ours and slow > SLOW_SHARE * consumer.config.ack_wait:
+        if consumer and not metadata.is_of_agent(consumer.config) and slow > SLOW_SHARE * consumer.config.ack_wait:
             wait = consumer.config.ack_wait / SECOND
             yield about(consumer, f"1 % take {slow / SECOND:.2f} s or longer, with an ack_wait of {wait:g} s")
 
@@ -106,7 +107,7 @@ def no_worker(facts: Facts) -> Iterator[Finding]:
         if not after.pulled or after.paused:
             continue
         nobody = not (before.num_waiting or after.num_waiting or after.num_ack_pending)
-        if nobody and after.num_pending and after.delivered.consumer_seq == before.delivered.consumer_seq:
+        if nobody and after.num_pending and after.deliveries == before.deliveries:
             yield about(after, f"{after.num_pending} pending, and no worker asks for them")
         elif 0 < after.config.max_waiting * NEARLY_ALL_WAITING <= after.num_waiting:
             yield about(
@@ -144,10 +145,10 @@ def hidden(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
         if stream.config.retention != "workqueue":
             continue
-        theirs = [consumer for consumer in facts.consumers.values() if consumer.stream_name == stream.name]
+        theirs = [consumer for consumer in facts.consumers.values() if consumer.stream == stream.name]
         known = sum(consumer.num_pending + consumer.num_ack_pending for consumer in theirs)
-        if stream.state.messages > known:
-            found = f"{stream.state.messages} messages, and consumers know of {known}"
+        if stream.messages > known:
+            found = f"{stream.messages} messages, and consumers know of {known}"
             yield Finding(stream=stream.name, found=found)
 
 
@@ -164,7 +165,7 @@ def unfinished(facts: Facts) -> Iterator[Finding]:
     for key, after in facts.consumers.items():
         before = facts.before.consumers.get(key, after)
         record = facts.records.get(key)
-        why = stuck.why_stuck(_info(after, facts.now), _info(before, facts.now), record)
+        why = stuck.why_stuck(structs.replace(after, time=facts.now), before, record)
         if why and (after.num_ack_pending or after.num_waiting):  # else JS030 says it
             yield about(after, why)
 
@@ -186,7 +187,7 @@ def without_consumer(facts: Facts) -> Iterator[Finding]:
             continue
         found = (
             f"its consumer is gone; it had settled everything up to sequence {record.ack_floor}, "
-            f"and the stream has come to {stream.state.last_seq}{_of_work_queue(stream)}"
+            f"and the stream has come to {stream.last_sequence}{_of_work_queue(stream)}"
         )
         yield Finding(stream=name, consumer=consumer, found=found)
     for agent in facts.scope.agents or ():
@@ -222,7 +223,7 @@ def ends_workers(facts: Facts) -> Iterator[Finding]:
         yield Finding(stream=stream, consumer=consumer, found=found)
 
 
-def _of_work_queue(stream: Stream) -> str:
+def _of_work_queue(stream: StreamInfo) -> str:
     """Return what keeps a consumer from being made on a work queue; empty for another stream."""
     if stream.config.retention != "workqueue":
         return ""
@@ -231,22 +232,7 @@ def _of_work_queue(stream: Stream) -> str:
     )
 
 
-def _info(consumer: Consumer, now: datetime) -> ConsumerInfo:
-    return ConsumerInfo(
-        name=consumer.name,
-        config={"ack_wait": consumer.config.ack_wait},
-        time=now,
-        num_pending=consumer.num_pending,
-        num_ack_pending=consumer.num_ack_pending,
-        deliveries=consumer.delivered.consumer_seq,
-        ack_floor=consumer.ack_floor.stream_seq,
-        last_delivered=consumer.delivered.last_active,
-        last_settled=consumer.ack_floor.last_active,
-        paused_until=now if consumer.paused else None,
-    )
-
-
-def _both(facts: Facts) -> Iterator[tuple[Consumer, Consumer]]:
+def _both(facts: Facts) -> Iterator[tuple[ConsumerInfo, ConsumerInfo]]:
     """Each consumer, as it was and as it is; one that is new was as it is."""
     for key, after in facts.consumers.items():
         yield facts.before.consumers.get(key, after), after

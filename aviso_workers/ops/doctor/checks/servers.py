@@ -114,7 +114,7 @@ def health(facts: Facts) -> Iterator[Finding]:
             continue
         if not meta.leader:
             yield Finding(place=one.name, found="the meta group has no leader")
-        for peer in meta.replicas if meta.leader == one.name else ():  # only the leader knows of the others
+        for peer in meta.followers if meta.leader == one.name else ():  # only the leader knows of the others
             if peer.offline or not peer.current:
                 yield Finding(place=peer.name, found="is down, or behind in the meta group")
 
@@ -229,7 +229,7 @@ def slow_disk(facts: Facts) -> Iterator[Finding]:
     flushing = {one.name for one in facts.monitored if one.varz.jetstream.config.sync_always}
     for name, stream in facts.streams.items():
         before = facts.before.streams.get(name, stream)
-        rate = (stream.state.last_seq - before.state.last_seq) / facts.elapsed_seconds
+        rate = (stream.last_sequence - before.last_sequence) / facts.elapsed_seconds
         keepers = stream.cluster.members or {facts.server.name}
         if keepers & flushing and stream.config.storage == "file" and rate > HOT_PER_SECOND:
             yield Finding(stream=name, found=f"{rate:.0f} messages a second, each flushed")

@@ -8,9 +8,9 @@ from functools import partial
 from aviso_workers.config.streams import OURS
 from aviso_workers.engine import dead_lettering, deferring, max_deliveries, tabling
 from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.jetstream.info import NEVER, StreamInfo
 from aviso_workers.jetstream.metadata import OF_SET, UNFINISHED
 from aviso_workers.jetstream.specs import stated
-from aviso_workers.ops.doctor.answers import NEVER, Stream
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judging import Check, Finding, State, check
 from aviso_workers.ops.mirroring import STALE_SECONDS
@@ -45,7 +45,7 @@ BUCKETS_COPIES = f"{OUR_COPIES}; where none does, declare it: streams.{{stream}}
 def unlimited_bytes(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
         if stream.config.max_bytes <= 0 and not _keeps_state(stream) and stream.name not in OF_SHORT_LIVES:
-            found = f"no max_bytes, {stream.state.bytes} bytes so far"
+            found = f"no max_bytes, {stream.bytes} bytes so far"
             yield Finding(stream=stream.name, found=found, cure=LETTERS_LIMIT if _is_letters(stream) else "")
 
 
@@ -117,12 +117,12 @@ def in_memory(facts: Facts) -> Iterator[Finding]:
 )
 def full(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
-        config, state = stream.config, stream.state
+        config = stream.config
         if config.discard != "new":
             continue
         for name, used, limit in (
-            ("max_bytes", state.bytes, config.max_bytes),
-            ("max_msgs", state.messages, config.max_msgs),
+            ("max_bytes", stream.bytes, config.max_bytes),
+            ("max_msgs", stream.messages, config.max_msgs),
         ):
             if limit > 0 and used >= NEARLY_FULL * limit:
                 yield Finding(
@@ -143,7 +143,7 @@ def full(facts: Facts) -> Iterator[Finding]:
 )
 def no_interest(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
-        if stream.config.retention == "interest" and not stream.state.consumer_count:
+        if stream.config.retention == "interest" and not stream.consumers:
             yield Finding(stream=stream.name, found="retention interest and no consumer")
 
 
@@ -218,7 +218,7 @@ def taken(facts: Facts) -> Iterator[Finding]:
 )
 def gaps(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
-        missing, messages = stream.state.num_deleted, stream.state.messages
+        missing, messages = stream.deleted, stream.messages
         if _keeps_state(stream):
             continue
         if missing and _never_deletes(stream):
@@ -237,7 +237,7 @@ def gaps(facts: Facts) -> Iterator[Finding]:
 )
 def lost(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
-        if (lost := stream.state.lost) is not None:
+        if (lost := stream.lost) is not None:
             yield Finding(stream=stream.name, found=f"{len(lost.msgs or ())} messages, {lost.bytes} bytes lost")
 
 
@@ -324,25 +324,25 @@ def overlap(one: str, other: str) -> bool:
     return len(ours) == len(theirs)
 
 
-def _copies(stream: Stream) -> Finding:
+def _copies(stream: StreamInfo) -> Finding:
     cure = OUR_COPIES if stream.name.startswith(OURS) else BUCKETS_COPIES if stream.name.startswith(BY_KEY) else ""
     return Finding(stream=stream.name, found=f"num_replicas {stream.config.num_replicas}", cure=cure)
 
 
-def _keeps_state(stream: Stream) -> bool:
+def _keeps_state(stream: StreamInfo) -> bool:
     """Tables, counters and what is to be delivered later hold what is needed: they must not forget by themselves."""
     return stream.name.startswith(BY_KEY) or stream.name in (tabling.COUNTERS, deferring.STREAM)
 
 
-def _is_letters(stream: Stream) -> bool:
+def _is_letters(stream: StreamInfo) -> bool:
     return stream.name == dead_lettering.STREAM
 
 
-def _is_marked(stream: Stream, mark: str) -> bool:
+def _is_marked(stream: StreamInfo, mark: str) -> bool:
     return stream.config.metadata.get(mark) == "true"
 
 
-def _never_deletes(stream: Stream) -> bool:
+def _never_deletes(stream: StreamInfo) -> bool:
     """Whether messages leave this stream at its old end only, unless somebody deletes them."""
     config = stream.config
     return (
