@@ -59,11 +59,12 @@ __all__ = [
 ]
 
 _BASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_BLANK_OR_CONTROL = re.compile(r"[\s\x00-\x1f\x7f-\x9f]")
+_SPACE_OR_CONTROL = re.compile(r"[\x00-\x20\x7f-\x9f]")
 _DATE = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]{8})|([0-9]{4})-([0-9]{3})")
 _DATE_FORMATS = ("%Y%m%d", "%Y-%m-%d")
 _TIME = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))?|([0-9]{2})([0-9]{2})")
 _EXPVER_NUMBER = re.compile(r"\+?0*([0-9]{1,10})")
+_UNSIGNED_EXPONENT = re.compile(r"e(?=[0-9])")
 _INTEGER = re.compile(r"([+-]?)0*([0-9]{1,19})")
 
 _COMPARISONS = ("eq", "in", "gt", "gte", "lt", "lte", "between")
@@ -348,7 +349,7 @@ def canonical_identifier(
 
     Every field of the schema must be there, whatever its rule says about `required`, and no other. Values
     are text, numbers or booleans; polygons and point clouds may be arrays of pairs. A value that becomes
-    a part of the subject must not hold blanks or control characters.
+    a part of the subject must not hold spaces or control characters.
 
     Raises InvalidIdentifierError.
     """
@@ -443,14 +444,14 @@ def check_bases_unique(event_types: Mapping[str, EventType]) -> list[tuple[str, 
 def require_routable(text: str) -> None:
     """Refuse text that cannot become a part of a NATS subject, however it is escaped. Raises ValueError.
 
-    Blanks and control characters end a subject on the wire. An escape would be easy, but no aviso-server
-    writes one for them, and so one value would live under two subjects.
+    A space, a tab and a line break end a subject on the wire; other control characters do so for some clients. An
+    escape would be easy, but no aviso-server writes one for them, and so one value would live under two subjects.
     """
     if not text:
         raise ValueError("must not be empty")
     if text.isprintable() and " " not in text:
         return
-    if found := _BLANK_OR_CONTROL.search(text):
+    if found := _SPACE_OR_CONTROL.search(text):
         raise ValueError(f"must not hold {found[0]!r}, because a NATS subject cannot carry it")
     try:
         text.encode()
@@ -469,7 +470,7 @@ def _canonical(rule: Rule, value: object) -> str:
 
 
 def _scalar_text(value: object) -> str:
-    """A JSON scalar as the text that JSON has for it."""
+    """A JSON scalar as the text that an aviso-server has for it: an exponent has its sign."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
@@ -477,7 +478,7 @@ def _scalar_text(value: object) -> str:
     if isinstance(value, int):
         return str(int(value))
     if isinstance(value, float) and math.isfinite(value):
-        return msgspec.json.encode(float(value)).decode()
+        return _UNSIGNED_EXPONENT.sub("e+", msgspec.json.encode(float(value)).decode())
     raise ValueError(f"must be text, a number or a boolean, not {reprlib.repr(value)}")
 
 

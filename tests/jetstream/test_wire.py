@@ -138,6 +138,20 @@ def test_what_is_malformed_ends_it_after_what_was_not(malformed: bytes, pieces: 
     assert (len(ours.heard), our_error) == (2, ProtocolError)
 
 
+@pytest.mark.parametrize("control", ["\v", "\f", "\x1c", "\x85", "\u2028"])
+async def test_a_subject_may_hold_what_python_takes_for_a_blank(control: str) -> None:
+    """A server parts the words of a line by spaces and tabs, and takes all else that a client puts into a subject."""
+    heard = Recorded()
+    dispatcher = Dispatcher(heard, Parser(heard))  # type: ignore[arg-type]
+    dispatcher.listeners[OURS] = heard.listen
+    subject = f"mars.a{control}b"
+
+    for headers in (b"", b"NATS/1.0\r\n\r\n"):
+        await dispatcher.parse(message(subject, OURS, "r", headers, b"1"))
+
+    assert [arrival[1:3] for arrival in heard.heard] == [(subject.encode(), b"r")] * 2
+
+
 async def test_a_command_that_is_not_whole_is_kept_for_the_next_read() -> None:
     heard = Recorded()
     dispatcher = Dispatcher(heard, Parser(heard))  # type: ignore[arg-type]

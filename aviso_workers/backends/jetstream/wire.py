@@ -266,7 +266,7 @@ class Dispatcher(Parser):
         try:
             while (line_end := find(b"\r\n", begin)) >= 0:
                 body = end = line_end + 2
-                if found := _arguments(data[begin:line_end].split()):
+                if found := _arguments(data[begin:line_end].split(b" ")):
                     subject, sid, reply, head, whole = found
                     end += whole + 2
                     if end > len(data):
@@ -295,7 +295,11 @@ class Dispatcher(Parser):
 
 
 def _arguments(line: list[bytes]) -> tuple[bytes, int, bytes, int, int] | None:
-    """Subject, id of the subscription, reply, size of the headers and size of all; None for what is no message."""
+    """Subject, id of the subscription, reply, size of the headers and size of all; None for what is no message.
+
+    A server puts one space between the words. `bytes.split()` would also part a subject at a form feed or a vertical
+    tab, which any client may put there.
+    """
     match line:
         case [b"HMSG", subject, sid, reply, head, whole]:
             pass
