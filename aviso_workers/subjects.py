@@ -6,10 +6,16 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
-__all__ = ["matcher", "overlap", "pattern", "union"]
+__all__ = ["is_one_word", "matcher", "overlap", "pattern", "union"]
 
+_BREAKS = re.compile(r"[ \t\r\n]")
 # A filter matches a narrower filter as it matches a subject; but `*` is not as wide as `>`.
 _WILDCARDS = {"*": r"(?!>$)[^.]+", ">": ".+"}
+
+
+def is_one_word(subject: str) -> bool:
+    """Whether a server takes this for one word of a line: it is not empty, without space, tab and line break."""
+    return bool(subject) and not _BREAKS.search(subject)
 
 
 def pattern(filters: Sequence[str]) -> re.Pattern[str]:

@@ -95,7 +95,7 @@ def test_decoding_is_strict_about_escapes_and_nothing_else():
             topics.decode_subject(f"mars.{token}.x")
 
 
-@pytest.mark.parametrize("token", ["", "a b", "a\tb", "a\r\nb", "\x00", "\x7f", "\x85", "\x85", "\ud800"])
+@pytest.mark.parametrize("token", ["", "a b", "a\tb", "a\r\nb", "\x00", "\x7f", "\x85", "\ud800"])
 def test_a_token_that_nats_cannot_carry_is_refused(token):
     with pytest.raises(InvalidNotificationError, match=r"subject token .* must not"):
         topics.encode_subject(["mars", token])

@@ -11,6 +11,11 @@ from tests.interop import aviso_server, programs
 from tests.interop.aviso_server import AvisoServer
 
 
+@pytest.fixture(autouse=True)
+def no_variable_for_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(programs.VARIABLE, raising=False)
+
+
 @pytest.fixture
 def start_nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., NatsServer]]:
     """`start_nats_server("2.11.17", store_dir=...)`: a nats-server of that version, ended with the test.
@@ -50,3 +55,20 @@ def start_aviso_server(tmp_path: Path) -> Iterator[Callable[..., AvisoServer]]:
 def aviso_server_version(request: pytest.FixtureRequest) -> str:
     """Each version of aviso-server in turn."""
     return str(request.param)
+
+
+@pytest.fixture
+def aviso_config(tmp_path: Path, nats_server: NatsServer) -> Path:
+    """The configuration file that an aviso-server and workers both read, with the address of the test's nats-server."""
+    text = Path(__file__).with_name("aviso.yaml").read_text()
+    path = tmp_path / "aviso.yaml"
+    path.write_text(text.replace("nats://127.0.0.1:4222", nats_server.url))
+    return path
+
+
+@pytest.fixture
+def server(
+    aviso_server_version: str, start_aviso_server: Callable[..., AvisoServer], aviso_config: Path
+) -> AvisoServer:
+    """Each version of aviso-server in turn, on the test's nats-server, with the file that workers read."""
+    return start_aviso_server(aviso_server_version, config=aviso_config)

@@ -9,6 +9,13 @@ import pytest
 
 __all__ = ["AVISO_SERVERS", "NATS_SERVERS", "aviso_server", "nats_cli", "nats_server", "pyaviso"]
 
+VARIABLE = "AVISO_WORKERS_INTEROP"
+"""Names the directory in which they are. A test does not have it: a configuration that is read there would take it for
+one of its own variables, and for one that is misspelled."""
+
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+_PLACE = Path(os.environ.get(VARIABLE) or _CACHE / "aviso-workers/interop")
+
 
 def _versions(program: str) -> tuple[str, ...]:
     lines = (Path(__file__).parent / "versions.txt").read_text().splitlines()
@@ -40,9 +47,7 @@ def pyaviso() -> Path:
 
 
 def _installed(program: str, version: str, file: str) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    place = Path(os.environ.get("AVISO_WORKERS_INTEROP") or Path(cache) / "aviso-workers/interop")
-    installed = place / f"{program}-{version}"
+    installed = _PLACE / f"{program}-{version}"
     if not installed.exists():
         pytest.skip(f"{program} {version} is not installed: run scripts/interop")
     return installed / file

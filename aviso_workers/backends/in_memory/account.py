@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from aviso_workers import config
+from aviso_workers import config, subjects
 from aviso_workers.backends import Outgoing, PubAck
 from aviso_workers.backends.in_memory import schedules
 from aviso_workers.backends.in_memory.durable import Durable
@@ -20,7 +20,6 @@ from aviso_workers.codec import Message
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes, specs
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-from aviso_workers.subjects import overlap
 from aviso_workers.topics import LONGEST_SUBJECT
 
 __all__ = ["MAX_PAYLOAD", "Account"]
@@ -154,7 +153,7 @@ class Account:
     def _accepted(self, outgoing: Outgoing) -> tuple[Stream, Message]:
         """Where it is to be stored, and as what."""
         message, stream = outgoing.message, outgoing.stream
-        if message.subject.split() != [message.subject] or len(message.subject.encode()) > LONGEST_SUBJECT:
+        if not subjects.is_one_word(message.subject) or len(message.subject.encode()) > LONGEST_SUBJECT:
             raise RefusedError(f"publish: {message.subject!r:.80} is no subject")
         taker = next((found for found in self._streams.values() if found.takes(message.subject)), None)
         if taker is None:
@@ -216,7 +215,7 @@ class Account:
             if other.config["name"] == wanted["name"]:
                 continue
             for subject in wanted["subjects"]:
-                if any(overlap(subject, taken) for taken in other.config["subjects"]):
+                if any(subjects.overlap(subject, taken) for taken in other.config["subjects"]):
                     raise RefusedError(
                         f"stream {wanted['name']}: {subject} overlaps with stream {other.config['name']}",
                         code=error_codes.SUBJECTS_OVERLAP,

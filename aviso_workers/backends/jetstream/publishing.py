@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
+from aviso_workers import subjects
 from aviso_workers.backends import Outgoing, OutgoingChunk, PubAck
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
@@ -174,7 +175,7 @@ def encode(outgoing: Outgoing, *, most: int) -> tuple[bytes, bytes]:
     size = len(headers) + len(message.data)
     if size > most:
         raise RefusedError(f"{_what(outgoing)}: {size} bytes, the server takes {most}")
-    if message.subject.split() != [message.subject]:
+    if not subjects.is_one_word(message.subject):
         raise RefusedError(f"{_what(outgoing)}: {message.subject!r} is no subject")
     subject = message.subject.encode()
     if len(subject) > LONGEST_SUBJECT:
