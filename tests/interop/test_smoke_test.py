@@ -139,6 +139,7 @@ INSTALLATIONS = {
         change=lambda document: document["notification_backend"]["jetstream"].update(
             max_messages=1, discard_policy="new"
         ),
+        environ={"TIMEOUT_SECONDS": "1"},  # a publisher waits for room until then
         fail=ALL_BUT_THE_POLICY,
     ),
     "refuses to replay": Installation(nats=without("$JS.API.CONSUMER.>"), fail=ALL_BUT_THE_POLICY),
