@@ -21,7 +21,7 @@ from msgspec import Struct
 from aviso_workers.errors import ConflictError, DeclarationError, InvalidKeyError, UndecodableError
 from aviso_workers.key_value import Entry, KeyValue
 
-__all__ = ["Change", "Counter", "Sums", "Table", "decode_key", "encode_key"]
+__all__ = ["Change", "Counter", "CounterStore", "Table", "decode_key", "encode_key"]
 
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ class Table(Generic[T]):
         return Change(key=decode_key(entry.key), value=value, revision=entry.revision, time=entry.time)
 
 
-class Sums(Protocol):
+class CounterStore(Protocol):
     """What a connected counter adds to."""
 
     async def add(self, key: str, amount: int, *, message_id: str | None) -> int: ...
@@ -186,7 +186,7 @@ class Counter:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._sums: Sums | None = None
+        self._store: CounterStore | None = None
 
     async def add(self, key: str, amount: int = 1, *, message_id: str | None = None) -> int:
         """Add to what the key stands at, and return what it stands at now.
@@ -202,23 +202,23 @@ class Counter:
     async def items(self) -> dict[str, int]:
         return {decode_key(key): total for key, total in (await self._connected.all()).items()}
 
-    def connect(self, sums: Sums) -> None:
+    def connect(self, store: CounterStore) -> None:
         """Called by the app. Raises `DeclarationError` where another app uses the counter."""
-        if self._sums is not None:
+        if self._store is not None:
             raise DeclarationError(f"counter {self.name!r} is in use by another app of this process")
-        self._sums = sums
+        self._store = store
 
     def disconnect(self) -> None:
-        self._sums = None
+        self._store = None
 
     def __repr__(self) -> str:
         return f"<Counter {self.name}>"
 
     @property
-    def _connected(self) -> Sums:
-        if self._sums is None:
+    def _connected(self) -> CounterStore:
+        if self._store is None:
             raise DeclarationError(f"counter {self.name!r} is not connected: use it inside `async with app:`")
-        return self._sums
+        return self._store
 
 
 def encode_key(key: str) -> str:

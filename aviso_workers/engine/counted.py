@@ -22,7 +22,7 @@ import msgspec
 from aviso_workers import windows
 from aviso_workers.backends import Backend
 from aviso_workers.codec import read_json, read_number
-from aviso_workers.engine.tabling import SteadyBucket
+from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import ConflictError, UndecodableError
 from aviso_workers.key_value import Entry
 from aviso_workers.windows import Page, Progress, Settled, State
@@ -36,7 +36,7 @@ PROGRESS, PAGES = "=passed", "=counted."
 class Counted:
     """The pages of one agent, in the bucket of its windows."""
 
-    def __init__(self, bucket: SteadyBucket, backend: Backend, *, stream: str) -> None:
+    def __init__(self, bucket: RetryingKeyValue, backend: Backend, *, stream: str) -> None:
         self._bucket = bucket
         self._backend = backend
         self._stream = stream

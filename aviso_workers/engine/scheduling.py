@@ -26,7 +26,7 @@ from aviso_workers.backends import Backend
 from aviso_workers.clocks import Clock
 from aviso_workers.codec import read_json
 from aviso_workers.engine import calling
-from aviso_workers.engine.tabling import SteadyBucket
+from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import BackendError, ConflictError, UndecodableError
 from aviso_workers.events import (
     Events,
@@ -97,7 +97,7 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
     """Run these whenever this worker is the leader."""
     clock = backend.clock
     bucket = buckets_of(app)[1]
-    claims = SteadyBucket(backend, bucket, patience_seconds=PATIENCE_SECONDS)
+    claims = RetryingKeyValue(backend, bucket, patience_seconds=PATIENCE_SECONDS)
     hindrance = Hindrance(bucket, clock=clock, events=events)
     lease = Lease(backend, app, events=events)
     while await lease.take(stop):
@@ -158,7 +158,7 @@ class Lease:
         """Greater with every leader."""
         self._clock = backend.clock
         bucket = buckets_of(app)[0]
-        self._bucket = SteadyBucket(backend, bucket, ttl_seconds=LEASE_SECONDS, patience_seconds=RENEW_SECONDS)
+        self._bucket = RetryingKeyValue(backend, bucket, ttl_seconds=LEASE_SECONDS, patience_seconds=RENEW_SECONDS)
         self._hindrance = Hindrance(bucket, clock=backend.clock, events=events)
         self._key = of
         self._holder = f"{socket.gethostname()}:{os.getpid()}".encode()
@@ -244,7 +244,9 @@ class Claim(Struct, frozen=True, kw_only=True):
 class Claims:
     """Which ticks of a timer were begun, by any leader."""
 
-    def __init__(self, timer: str, bucket: SteadyBucket, lease: Lease, hindrance: Hindrance, *, events: Events) -> None:
+    def __init__(
+        self, timer: str, bucket: RetryingKeyValue, lease: Lease, hindrance: Hindrance, *, events: Events
+    ) -> None:
         self._timer = timer
         self._bucket = bucket
         self._lease = lease

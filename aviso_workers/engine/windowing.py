@@ -32,8 +32,8 @@ from aviso_workers.engine import calling, counted
 from aviso_workers.engine.counted import PROGRESS, Counted
 from aviso_workers.engine.dead_lettering import RETRIED
 from aviso_workers.engine.handling import Kit, OneByOne
+from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue
 from aviso_workers.engine.scheduling import Lease, drained
-from aviso_workers.engine.tabling import CachedBucket, SteadyBucket
 from aviso_workers.errors import BackendError, ConflictError, NotFoundError, UndecodableError
 from aviso_workers.events import Events, Unreadable, WindowDone
 from aviso_workers.key_value import Entry
@@ -83,9 +83,10 @@ class AsWindows:
         self._drain_timeout_seconds = drain_timeout_seconds
         self._events = events
         self._states = _States(agent, on_unreadable=self._tell_unreadable)
-        bucket = SteadyBucket(backend, bucket_of(app, agent.name), patience_seconds=patience_seconds)
-        self._bucket = CachedBucket(bucket, backend.clock)
-        self._counted = Counted(bucket, backend, stream=stream)
+        bucket = bucket_of(app, agent.name)
+        self._bucket = CachedKeyValue(backend, bucket, patience_seconds=patience_seconds)
+        from_server = RetryingKeyValue(backend, bucket, patience_seconds=patience_seconds)
+        self._counted = Counted(from_server, backend, stream=stream)
         self._lease = Lease(backend, app, of=f"windows/{agent.name}", events=events)
         self._counting = OneByOne(kit, step=self._count)
         self._locks: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
@@ -353,7 +354,7 @@ class _Held:
         windowing: Windowing[Any, Any],
     ) -> None:
         self.version = version
-        """See `CachedBucket.version`."""
+        """See `CachedKeyValue.version`."""
         self.entries = [entry for entry in entries if counted.is_own(entry)]
         """Those that are no states."""
         self.states = states

@@ -11,7 +11,7 @@ import pytest
 from aviso_workers import windows
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.engine.counted import PAGES, Counted
-from aviso_workers.engine.tabling import SteadyBucket
+from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.key_value import Entry
 from aviso_workers.windows import Page, Settled, State
@@ -22,7 +22,7 @@ NOTHING = Settled()
 FIRST_PAGE = f"{PAGES}0"
 
 
-class SharedBucket(SteadyBucket):
+class SharedBucket(RetryingKeyValue):
     """Another worker writes first, once, where `before_put` says what."""
 
     before_put: Callable[[], Awaitable[Any]] | None = None

@@ -16,6 +16,7 @@ from aviso_workers import Router, Tick, config
 from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock
+from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.engine.scheduling import (
     LEADER,
     LEASE_SECONDS,
@@ -27,7 +28,6 @@ from aviso_workers.engine.scheduling import (
     Lease,
     run_timers,
 )
-from aviso_workers.engine.tabling import SteadyBucket
 from aviso_workers.errors import ConflictError, OutcomeUnknownError, UnavailableError
 from aviso_workers.events import Event, Events, LeadershipChanged, LeadershipHindered, LeadershipUnhindered, Ticked
 
@@ -105,7 +105,7 @@ class Fleet:
 
 
 def claims_of(timer: str, backend: InMemoryBackend, lease: Lease) -> Claims:
-    bucket = SteadyBucket(backend, "app_timers", patience_seconds=1)
+    bucket = RetryingKeyValue(backend, "app_timers", patience_seconds=1)
     return Claims(timer, bucket, lease, Hindrance("app_timers", clock=backend.clock, events=Events()), events=Events())
 
 
@@ -429,7 +429,7 @@ async def test_a_lease_that_the_server_does_not_forget_is_over_when_nobody_renew
     """It was put while the server's clock was ahead."""
     backend = fleet.streams.peer()
     backend.reconnect()
-    bucket = SteadyBucket(backend, "app_leases", patience_seconds=1)  # without a ttl
+    bucket = RetryingKeyValue(backend, "app_leases", patience_seconds=1)  # without a ttl
     lease = Lease(backend, "app", events=Events())
 
     async def renew() -> None:
@@ -474,7 +474,7 @@ async def test_ticks_claimed_by_a_leader_that_was_an_hour_ahead_silence_no_succe
     # What that leader left behind: the bucket stored it an hour before the time that it names.
     backend = fleet.streams.peer()
     backend.reconnect()
-    claims = SteadyBucket(backend, "app_timers", patience_seconds=1)
+    claims = RetryingKeyValue(backend, "app_timers", patience_seconds=1)
     await claims.put("look", msgspec.json.encode(Claim(time=BEGINNING + timedelta(hours=1), token=1)), revision=0)
     await fleet.start()
     await fleet.after(1801)

@@ -14,7 +14,7 @@ from aviso_workers import config
 from aviso_workers.backends import KeyValue, Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock, at_rest
-from aviso_workers.engine.tabling import CachedBucket, SteadyBucket
+from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue
 from aviso_workers.errors import ConflictError, OutcomeUnknownError, RefusedError, UnavailableError
 
 pytestmark = pytest.mark.anyio
@@ -43,8 +43,8 @@ async def backend() -> AsyncGenerator[Lossy, None]:
 
 
 @pytest.fixture
-def bucket(backend: Lossy) -> SteadyBucket:
-    return SteadyBucket(backend, "counts", patience_seconds=30)
+def bucket(backend: Lossy) -> RetryingKeyValue:
+    return RetryingKeyValue(backend, "counts", patience_seconds=30)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ async def time_passing(backend: Lossy) -> AsyncGenerator[None, None]:
         tasks.cancel_scope.cancel()
 
 
-async def test_a_write_whose_acknowledgement_is_lost_is_done_once(backend: Lossy, bucket: SteadyBucket) -> None:
+async def test_a_write_whose_acknowledgement_is_lost_is_done_once(backend: Lossy, bucket: RetryingKeyValue) -> None:
     async with time_passing(backend):
         first = await bucket.put("od", b"1")
         backend.lost = 2
@@ -82,7 +82,7 @@ async def test_a_write_whose_acknowledgement_is_lost_is_done_once(backend: Lossy
 
 
 async def test_a_write_that_cannot_be_told_from_anothers_says_so(
-    backend: Lossy, bucket: SteadyBucket, other: KeyValue
+    backend: Lossy, bucket: RetryingKeyValue, other: KeyValue
 ) -> None:
     first = await bucket.put("od", b"1")
     backend.lost = 1
@@ -92,13 +92,13 @@ async def test_a_write_that_cannot_be_told_from_anothers_says_so(
             await bucket.put("od", b"2", revision=first)
 
 
-async def test_a_conflict_without_a_doubt_is_one(bucket: SteadyBucket) -> None:
+async def test_a_conflict_without_a_doubt_is_one(bucket: RetryingKeyValue) -> None:
     await bucket.put("od", b"1")
     with pytest.raises(ConflictError):
         await bucket.put("od", b"2", revision=0)
 
 
-async def test_a_lost_connection_is_waited_for_until_the_deadline(backend: Lossy, bucket: SteadyBucket) -> None:
+async def test_a_lost_connection_is_waited_for_until_the_deadline(backend: Lossy, bucket: RetryingKeyValue) -> None:
     await bucket.put("od", b"1")
     backend.disconnect()
     async with time_passing(backend):
@@ -107,7 +107,7 @@ async def test_a_lost_connection_is_waited_for_until_the_deadline(backend: Lossy
     assert 29 < backend.clock.monotonic() < 31
 
 
-async def test_a_bucket_that_was_deleted_is_made_anew(backend: Lossy, bucket: SteadyBucket) -> None:
+async def test_a_bucket_that_was_deleted_is_made_anew(backend: Lossy, bucket: RetryingKeyValue) -> None:
     await bucket.put("od", b"1")
     await backend.delete_stream("KV_counts")
     async with time_passing(backend):
@@ -116,15 +116,15 @@ async def test_a_bucket_that_was_deleted_is_made_anew(backend: Lossy, bucket: St
         assert (await bucket.get("od")).value == b"2"  # type: ignore[union-attr]
 
 
-async def test_what_no_repeat_cures_is_not_repeated(backend: Lossy, bucket: SteadyBucket) -> None:
+async def test_what_no_repeat_cures_is_not_repeated(backend: Lossy, bucket: RetryingKeyValue) -> None:
     with pytest.raises(RefusedError, match="keys are made of"):
         await bucket.put("a b", b"1")
     assert backend.clock.monotonic() == 0
 
 
 @pytest.fixture
-async def cached(backend: Lossy, bucket: SteadyBucket) -> AsyncGenerator[CachedBucket, None]:
-    cached = CachedBucket(bucket, backend.clock)
+async def cached(backend: Lossy) -> AsyncGenerator[CachedKeyValue, None]:
+    cached = CachedKeyValue(backend, "counts", patience_seconds=30)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(cached.keep)
         await at_rest()
@@ -132,13 +132,13 @@ async def cached(backend: Lossy, bucket: SteadyBucket) -> AsyncGenerator[CachedB
         tasks.cancel_scope.cancel()
 
 
-async def value(bucket: CachedBucket, key: str = "od") -> bytes | None:
+async def value(bucket: CachedKeyValue, key: str = "od") -> bytes | None:
     entry = await bucket.get(key)
     return entry.value if entry else None
 
 
 async def test_a_cache_answers_without_the_server(
-    backend: Lossy, cached: CachedBucket, other: KeyValue, monkeypatch: pytest.MonkeyPatch
+    backend: Lossy, cached: CachedKeyValue, other: KeyValue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await other.put("od", b"1")
     await at_rest()
@@ -147,7 +147,7 @@ async def test_a_cache_answers_without_the_server(
     assert await value(cached, "rd") is None
 
 
-async def test_ones_own_writes_are_told_at_once(cached: CachedBucket) -> None:
+async def test_ones_own_writes_are_told_at_once(cached: CachedKeyValue) -> None:
     await cached.put("od", b"1")
     assert await value(cached) == b"1"
     await cached.delete("od")
@@ -157,7 +157,7 @@ async def test_ones_own_writes_are_told_at_once(cached: CachedBucket) -> None:
 
 
 async def test_ones_own_write_is_not_undone_by_what_was_written_before_it_and_is_heard_of_later(
-    cached: CachedBucket, other: KeyValue
+    cached: CachedKeyValue, other: KeyValue
 ) -> None:
     await other.put("od", b"1")
     await cached.put("od", b"2")
@@ -167,7 +167,7 @@ async def test_ones_own_write_is_not_undone_by_what_was_written_before_it_and_is
 
 
 async def test_a_write_to_a_cache_that_is_repeated_under_its_message_id_is_done_once(
-    backend: Lossy, cached: CachedBucket, bucket: SteadyBucket
+    backend: Lossy, cached: CachedKeyValue, bucket: RetryingKeyValue
 ) -> None:
     first = await cached.put("od", b"1", message_id="mine", ttl_seconds=60)
     assert await cached.put("od", b"1", message_id="mine", ttl_seconds=60) == first
@@ -176,7 +176,7 @@ async def test_a_write_to_a_cache_that_is_repeated_under_its_message_id_is_done_
 
 
 async def test_ones_own_write_does_not_bring_back_what_was_deleted_before_its_answer_came(
-    backend: Lossy, cached: CachedBucket, other: KeyValue, monkeypatch: pytest.MonkeyPatch
+    backend: Lossy, cached: CachedKeyValue, other: KeyValue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish = backend.publish
 
@@ -192,7 +192,9 @@ async def test_ones_own_write_does_not_bring_back_what_was_deleted_before_its_an
     assert await cached.entries() == []
 
 
-async def test_after_an_interruption_a_cache_begins_anew(backend: Lossy, cached: CachedBucket, other: KeyValue) -> None:
+async def test_after_an_interruption_a_cache_begins_anew(
+    backend: Lossy, cached: CachedKeyValue, other: KeyValue
+) -> None:
     await cached.put("od", b"1")
     await cached.put("rd", b"1")
     await at_rest()

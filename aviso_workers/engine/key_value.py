@@ -1,0 +1,280 @@
+"""Buckets of keys as the engine uses them: made where they are missing, tried again until a deadline, cached on demand.
+
+Tables, leases, claims and the states of windows are kept in them. A backend's own bucket (`backends.buckets`) says what
+failed, and tries nothing again.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from datetime import UTC, datetime
+from typing import TypeVar
+
+from aviso_workers import clocks
+from aviso_workers.backends import Backend
+from aviso_workers.clocks import Clock
+from aviso_workers.engine import holding, replaying
+from aviso_workers.errors import BackendError, ConflictError, NotFoundError, OutcomeUnknownError, UnavailableError
+from aviso_workers.key_value import Entry, KeyValue
+from aviso_workers.retry import Backoff, Tries
+
+__all__ = ["CachedKeyValue", "RetryingKeyValue", "retried"]
+
+T = TypeVar("T")
+
+LONGEST_DELAY_SECONDS = 1.0
+BACKOFF = Backoff(first=0.1, factor=2.0, max=LONGEST_DELAY_SECONDS, jitter=0.0)
+
+
+class RetryingKeyValue:
+    """A `KeyValue` that is made where it is missing, and that waits for a connection that is lost.
+
+    Raises `OutcomeUnknownError` where it cannot be told whether a write on a condition was done.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        name: str,
+        *,
+        history: int = 1,
+        ttl_seconds: float | None = None,
+        patience_seconds: float,
+    ) -> None:
+        self._backend = backend
+        self.name = name
+        self._history = history
+        self._ttl_seconds = ttl_seconds
+        self._patience = patience_seconds
+        self._bucket: KeyValue | None = None
+
+    async def get(self, key: str) -> Entry | None:
+        return await self._do(lambda bucket: bucket.get(key))
+
+    async def put(
+        self,
+        key: str,
+        value: bytes,
+        *,
+        revision: int | None = None,
+        ttl_seconds: float | None = None,
+        message_id: str | None = None,
+    ) -> int:
+        once = message_id or secrets.token_hex(12)
+        return await self._write(
+            key,
+            once,
+            lambda bucket: bucket.put(key, value, revision=revision, ttl_seconds=ttl_seconds, message_id=once),
+        )
+
+    async def delete(self, key: str, *, revision: int | None = None, message_id: str | None = None) -> int:
+        once = message_id or secrets.token_hex(12)
+        return await self._write(key, once, lambda bucket: bucket.delete(key, revision=revision, message_id=once))
+
+    async def keys(self) -> list[str]:
+        return await self._do(lambda bucket: bucket.keys())
+
+    async def entries(self) -> list[Entry]:
+        return await self._do(lambda bucket: bucket.entries())
+
+    async def revision(self) -> int:
+        return await self._do(lambda bucket: bucket.revision())
+
+    async def changes(
+        self, key: str | None = None, *, after: int = 0, until: int | None = None
+    ) -> AsyncGenerator[Entry, None]:
+        """Read on where reading was interrupted.
+
+        Raises `NotFoundError` where the bucket was deleted, also where it was made anew, because its revisions begin
+        again then; `BackendError` when the connection is lost for good.
+        """
+        created: datetime | None = None
+        while True:
+            try:
+                bucket = await self.opened()
+                created = await replaying.when_created(self._backend, f"KV_{self.name}", known=created)
+                async with aclosing(bucket.changes(key, after=after, until=until)) as changes:
+                    async for entry in changes:
+                        after = entry.revision
+                        yield entry
+                return
+            except UnavailableError:
+                with clocks.move_on_after(self._backend.clock, LONGEST_DELAY_SECONDS):
+                    await self._backend.failed()
+
+    async def opened(self) -> KeyValue:
+        """The bucket itself, which does not try again."""
+
+        async def itself(bucket: KeyValue) -> KeyValue:
+            return bucket
+
+        return await self._do(itself)
+
+    async def _write(self, key: str, message_id: str, write: Callable[[KeyValue], Awaitable[int]]) -> int:
+        holding.check()
+        in_doubt = False
+
+        async def attempt(bucket: KeyValue) -> int:
+            nonlocal in_doubt
+            try:
+                return await write(bucket)
+            except OutcomeUnknownError:
+                in_doubt = True
+                raise
+
+        try:
+            return await self._do(attempt)
+        except ConflictError as error:
+            if not in_doubt:
+                raise
+            conflict = error
+        # An attempt whose acknowledgement was lost may have been the one that was faster.
+        async with aclosing(self.changes(key, until=await self.revision())) as changes:
+            found = [entry async for entry in changes]
+        if found and found[-1].message_id == message_id:
+            return found[-1].revision
+        raise OutcomeUnknownError(
+            f"{conflict}; an acknowledgement was lost, and it cannot be told whether this write was done before"
+        ) from conflict
+
+    async def _do(self, deed: Callable[[KeyValue], Awaitable[T]]) -> T:
+        async def attempt() -> T:
+            if self._bucket is None:
+                self._bucket = await self._backend.key_value(
+                    self.name, history=self._history, ttl_seconds=self._ttl_seconds
+                )
+            try:
+                return await deed(self._bucket)
+            except (UnavailableError, NotFoundError):
+                self._bucket = None  # it may have been deleted
+                raise
+
+        return await retried(attempt, clock=self._backend.clock, patience_seconds=self._patience)
+
+
+class CachedKeyValue(RetryingKeyValue):
+    """A `RetryingKeyValue` whose values are here as well, kept by `keep`, which reads what changes.
+
+    While that is interrupted or has not come to the newest yet, the server is asked. So what is told is as old as the
+    way from the server to here; one's own writes are told at once.
+    """
+
+    def __init__(self, backend: Backend, name: str, *, history: int = 1, patience_seconds: float) -> None:
+        super().__init__(backend, name, history=history, patience_seconds=patience_seconds)
+        self._clock = backend.clock
+        self._current = False
+        self._seen = 0
+        """The revision up to which the server's changes have come here."""
+        self._rows: dict[str, Entry] = {}
+        """The newest that is known of each key. Our own deletions are in it until the server tells of them."""
+        self._version = 0
+
+    @property
+    def version(self) -> int | None:
+        """A number that is another one when `entries` tells something else; None while the server is asked."""
+        return self._version if self._current else None
+
+    async def keep(self) -> None:
+        """Never returns."""
+        while True:
+            try:
+                await self._follow(await self.opened())
+            except BackendError:
+                await self._clock.sleep(LONGEST_DELAY_SECONDS)
+
+    async def get(self, key: str) -> Entry | None:
+        if not self._current:
+            return await super().get(key)
+        entry = self._rows.get(key)
+        return None if entry is None or entry.deleted else entry
+
+    async def entries(self) -> list[Entry]:
+        if not self._current:
+            return await super().entries()
+        return sorted((row for row in self._rows.values() if not row.deleted), key=lambda row: row.revision)
+
+    async def put(
+        self,
+        key: str,
+        value: bytes,
+        *,
+        revision: int | None = None,
+        ttl_seconds: float | None = None,
+        message_id: str | None = None,
+    ) -> int:
+        try:
+            stored = await super().put(key, value, revision=revision, ttl_seconds=ttl_seconds, message_id=message_id)
+        except ConflictError:
+            await self._look(key)
+            raise
+        self._note(key, stored, value)
+        return stored
+
+    async def delete(self, key: str, *, revision: int | None = None, message_id: str | None = None) -> int:
+        try:
+            stored = await super().delete(key, revision=revision, message_id=message_id)
+        except ConflictError:
+            await self._look(key)
+            raise
+        self._note(key, stored, None)
+        return stored
+
+    async def _follow(self, bucket: KeyValue) -> None:
+        # Begun anew each time: what was forgotten during a long interruption is told of by nobody.
+        self._rows, self._seen = {}, 0
+        self._version += 1
+        last = await bucket.revision()
+        try:
+            async with aclosing(bucket.changes(until=last)) as changes:
+                async for entry in changes:
+                    self._learn(entry)
+            self._seen, self._current = last, True
+            async with aclosing(bucket.changes(after=last)) as changes:
+                async for entry in changes:
+                    self._learn(entry)
+        finally:
+            self._current = False
+
+    async def _look(self, key: str) -> None:
+        """Somebody else was faster than what comes here: see what there is."""
+        newest = await super().get(key)
+        if newest is None:
+            self._version += 1
+            self._rows.pop(key, None)
+        else:
+            self._note(key, newest.revision, newest.value)
+
+    def _learn(self, entry: Entry) -> None:
+        self._seen = max(self._seen, entry.revision)
+        known = self._rows.get(entry.key)
+        if known is not None and known.revision > entry.revision:
+            return
+        self._version += known is None or known.revision < entry.revision
+        if entry.deleted:
+            self._rows.pop(entry.key, None)
+        else:
+            self._rows[entry.key] = entry
+
+    def _note(self, key: str, revision: int, value: bytes | None) -> None:
+        known = self._rows.get(key)
+        if revision > self._seen and (known is None or known.revision < revision):
+            time = datetime.fromtimestamp(self._clock.time_ns() / 1e9, UTC)
+            self._version += 1
+            self._rows[key] = Entry(key=key, value=value or b"", revision=revision, time=time, deleted=value is None)
+
+
+async def retried(attempt: Callable[[], Awaitable[T]], *, clock: Clock, patience_seconds: float) -> T:
+    """What the attempt returns, which is repeated where that may help, until the time is over.
+
+    `NotFoundError` says that what it works on was deleted: the next attempt makes it anew.
+    """
+    tries = Tries(BACKOFF, until=clock.monotonic() + patience_seconds)
+    while True:
+        try:
+            return await attempt()
+        except (UnavailableError, OutcomeUnknownError, NotFoundError):
+            if (delay := tries.next_wait(clock.monotonic())) is None:
+                raise
+        await clock.sleep(delay)
