@@ -40,7 +40,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(("tests/ops/", "tests/server/")):
+            if nodeid.startswith(("tests/interop/", "tests/ops/", "tests/server/")):
                 return nodeid.partition("::")[0]
             if not nodeid.startswith("tests/spark/"):
                 return nodeid
