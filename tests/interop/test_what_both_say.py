@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import random
 import re
 import sys
@@ -216,6 +217,8 @@ def shell(tmp_path_factory: pytest.TempPathFactory, server: NatsServer) -> Shell
 @pytest.fixture
 def ours(shell: Shell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """`ours("streams", "ls")`: what the command prints, run in this process by the context."""
+    for name in os.environ.keys() - shell.environ.keys():
+        monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CONFIG_HOME", shell.environ["XDG_CONFIG_HOME"])
     monkeypatch.chdir(shell.home)
 
