@@ -345,3 +345,15 @@ def filters(source: random.Random, count: int) -> Iterator[dict[str, Any]]:
             case 1 | 2:
                 wanted["polygon"] = _spelled(source, _ring(source))
         yield wanted
+
+
+def clouds(source: random.Random, count: int) -> Iterator[dict[str, Any]]:
+    """Yield identifiers of an event type of point clouds, each with its own number."""
+    for number in range(count):
+        yield {"number": number, "point_cloud": [list(_corner(source)) for _ in range(source.randint(1, 6))]}
+
+
+def areas(source: random.Random, count: int) -> Iterator[dict[str, Any]]:
+    """Yield filters by polygon."""
+    for _ in range(count):
+        yield {"polygon": _spelled(source, _ring(source))}

@@ -307,14 +307,12 @@ async def test_a_watch_that_is_resumed_after_a_restart_has_each_notification_onc
     seen: list[str] = []
     async with App("beside", config=aviso_config) as app:
         for life in range(3):
-            position = {"from_id": seen[-1].partition("@")[2]} if seen else {"from_id": "1"}
-            if seen:
-                position = {"from_id": str(int(position["from_id"]) + 1)}
             await app.notify("mars", mars(step=3 * life), {"location": "/"})
+            position = {"from_id": str(len(seen) + 1)}
             watching = partial(conversations.watch, server, "mars", mars(step={"gte": 0}), **position)
             with await to_thread.run_sync(watching) as live:
-                await app.notify("mars", mars(step=3 * life + 1), {"location": "/"})
-                await to_thread.run_sync(live.until_count, 2)
+                last = await app.notify("mars", mars(step=3 * life + 1), {"location": "/"})
+                await to_thread.run_sync(live.until_count, last.sequence - len(seen))
                 await to_thread.run_sync(server.kill)
                 await to_thread.run_sync(live.until_end)
                 seen += live.ids
