@@ -10,14 +10,18 @@ import importlib.util
 import itertools
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import anyio
 import structlog
 from anyio.abc import TaskStatus
 
 from aviso_workers import logs
+from aviso_workers.agents import Agent
 from aviso_workers.app import App
+from aviso_workers.engine.session import Session
 from aviso_workers.errors import BackendError, ConfigError, ResourceError
 from aviso_workers.events import (
     AgentDisturbed,
@@ -131,7 +135,7 @@ async def _work(
         try:
             async with app:
                 connected.set()
-                watching.start_soon(_measure_lag, app, metrics)
+                watching.start_soon(_measure_lag, app.agents, app.session, metrics)
                 if member is not None:
                     watching.start_soon(_leave_when_worn, member, stop, readiness)
                 await app.work(stop)
@@ -171,10 +175,9 @@ async def _leave_when_worn(member: Member, stop: anyio.Event, readiness: _Readin
     stop.set()
 
 
-async def _measure_lag(app: App, metrics: Metrics) -> None:
-    session = app.session
-    wait = max(LAG_SECONDS / max(1, len(app.agents)), 1 / MOST_ASKED_PER_SECOND)
-    for agent in itertools.cycle(app.agents):
+async def _measure_lag(agents: Sequence[Agent[Any, Any]], session: Session, metrics: Metrics) -> None:
+    wait = max(LAG_SECONDS / max(1, len(agents)), 1 / MOST_ASKED_PER_SECOND)
+    for agent in itertools.cycle(agents):
         with suppress(BackendError):  # not made yet, or not reachable: the gauges keep what was last known
             metrics.lag(agent.name, await session.consumer_info(agent))
         await session.backend.clock.sleep(wait)

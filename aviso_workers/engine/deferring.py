@@ -22,6 +22,7 @@ from aviso_workers.codec import Message
 from aviso_workers.config import Config, streams
 from aviso_workers.errors import (
     InvalidNotificationError,
+    RefusedError,
     UndecodableError,
 )
 from aviso_workers.jetstream.specs import StreamSpec
@@ -32,6 +33,7 @@ __all__ = [
     "STREAM",
     "due_of",
     "is_later",
+    "is_served",
     "original",
     "require_server",
     "schedule",
@@ -54,6 +56,15 @@ DIGEST_BYTES = 16
 def require_server(backend: Backend) -> None:
     """Raises `RefusedError` where the server is too old to keep what is to be delivered later."""
     backend.require_server(2, 12, to="deliver a notification later")
+
+
+def is_served(backend: Backend) -> bool:
+    """Whether the server can keep what is to be delivered later."""
+    try:
+        require_server(backend)
+    except RefusedError:
+        return False
+    return True
 
 
 def is_later(wanted: Notify) -> bool:

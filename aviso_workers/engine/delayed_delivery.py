@@ -50,9 +50,8 @@ AGAIN = Backoff(first=1, factor=2, max=60)
 def subscription(backend: Backend, *, config: Config, own_streams: Provisioner, events: Events) -> Subscription:
     """Return the subscription that brings what is due to the streams it was meant for, whichever app has published it.
 
-    Raises `RefusedError` where the server is too old: then nothing waits there.
+    The server must be new enough (`deferring.is_served`).
     """
-    deferring.require_server(backend)
     delayed = _DelayedDelivery(backend, event_types=config.notification_schema, events=events)
     prefetch = Prefetch(backend.clock, workers=CONCURRENCY, least=PREFETCH)
     line = Line(backend.clock, on_begin=prefetch.note_begin, on_surplus=prefetch.ask)

@@ -29,7 +29,7 @@ from aviso_workers.engine.replaying import Replayer
 from aviso_workers.engine.scheduling import run_timers
 from aviso_workers.engine.subscription import Run, Subscription, keep_running, supervise_task
 from aviso_workers.engine.tabling import Tables
-from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnknownEventTypeError
+from aviso_workers.errors import BackendError, NotFoundError, UnknownEventTypeError
 from aviso_workers.events import ConnectionChanged, ConnectionSlow, Events, PermissionDenied
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.schema import EventType
@@ -38,6 +38,9 @@ from aviso_workers.timers import Timer
 from aviso_workers.windows import Window
 
 __all__ = ["Session", "open_session"]
+
+UPGRADED_SECONDS = 5.0
+"""How often a worker looks whether a server that was too old to deliver later has been upgraded; nothing is sent."""
 
 
 class Session:
@@ -200,13 +203,17 @@ class Session:
         await self._keep_running(subscription, stop)
 
     async def run_delayed_delivery(self, stop: anyio.Event) -> None:
-        """Bring, until `stop`, what is due to the streams it was meant for, whichever app has published it."""
-        try:
-            subscription = delayed_delivery.subscription(
-                self.backend, config=self._config, own_streams=self.own_streams, events=self._events
-            )
-        except RefusedError:
-            return  # nothing waits there
+        """Bring, until `stop`, what is due to the streams it was meant for, whichever app has published it.
+
+        Nothing waits on a server that is too old to keep it. It may be upgraded while we work.
+        """
+        while not deferring.is_served(self.backend):
+            with anyio.move_on_after(UPGRADED_SECONDS):
+                await stop.wait()
+                return
+        subscription = delayed_delivery.subscription(
+            self.backend, config=self._config, own_streams=self.own_streams, events=self._events
+        )
         await self._keep_running(subscription, stop)
 
     async def _keep_running(self, subscription: Subscription, stop: anyio.Event) -> None:

@@ -73,6 +73,8 @@ class Field(Struct, frozen=True, kw_only=True):
     """A mirror has it from its origin, or has no use for it without publishes."""
     not_for_events: str = ""
     """Why the stream of an event type must not have it."""
+    since: tuple[int, int] = (2, 11)
+    """The first nats-server that knows it. An older one passes it over, or refuses the request."""
 
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -320,6 +322,7 @@ class DeclaredStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             change="only on",
             excludes={"discard": ("new",)},
             of_origin=True,
+            since=(2, 12),
         ),
     ] = None
     allow_msg_counter: Annotated[
@@ -330,10 +333,11 @@ class DeclaredStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             excludes={"retention": ("interest", "workqueue"), "discard": ("new",), "allow_msg_ttl": (True,)},
             of_origin=True,
             not_for_events="a notification is no number",
+            since=(2, 12),
         ),
     ] = None
-    allow_atomic: Annotated[bool | None, about("Take several messages or none.", of_origin=True)] = None
-    allow_batched: Annotated[bool | None, about("Take fast batches.", of_origin=True)] = None
+    allow_atomic: Annotated[bool | None, about("Take several messages or none.", of_origin=True, since=(2, 12))] = None
+    allow_batched: Annotated[bool | None, about("Take fast batches.", of_origin=True, since=(2, 14))] = None
     persist_mode: Annotated[
         Literal["default", "async"] | None,
         about(
@@ -342,6 +346,7 @@ class DeclaredStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             change="when created",
             excludes={"allow_atomic": (True,), "storage": ("memory",)},
             not_for_events="what was acknowledged must be stored",
+            since=(2, 12),
         ),
     ] = None
     deny_delete: Annotated[bool | None, about("Refuse to delete messages. Once on, for good.", change="only on")] = None

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from aviso_workers.agents import Agent
 from aviso_workers.app import App
+from aviso_workers.backends.jetstream.server_versions import PING
 from aviso_workers.config import Config, streams
 from aviso_workers.config.nats_server import Permissions, Subjects
 from aviso_workers.engine import dead_lettering, deferring, delayed_delivery, max_deliveries, own_buckets, tabling
@@ -46,7 +47,7 @@ def of_operator(config: Config) -> Permissions:
     """Return what all commands need."""
     api = _Api(config)
     apis = (f"{api.prefix}.>", *_apis_of_origins(config))
-    subjects = (*apis, "$JS.SNAPSHOT.>", "$KV.>", "aviso_workers.>", *_bases(config))
+    subjects = (*apis, PING, "$JS.SNAPSHOT.>", "$KV.>", "aviso_workers.>", *_bases(config))
     return _permissions(subjects, subscribe=(api.inboxes, ADVISORIES))
 
 
@@ -103,15 +104,16 @@ class _Api:
         if singleton:
             yield f"{self.prefix}.CONSUMER.UNPIN.{stream}.{durable}"
 
-    def unreadable(self) -> Iterator[str]:
-        """The mark of a server that cannot read its streams."""
+    def before_creating(self) -> Iterator[str]:
+        """What is asked before a stream is created: versions of servers, and whether one cannot read its streams."""
         if self.creates:
+            yield PING
             yield f"{self.prefix}.STREAM.INFO.{UNREADABLE}"
             yield f"{self.prefix}.STREAM.CREATE.{UNREADABLE}"
 
 
 def _publishing(api: _Api) -> Iterator[str]:
-    yield from api.unreadable()
+    yield from api.before_creating()
     yield from _bases(api.config)
     for stream in _event_streams(api.config):
         yield from api.use(stream)

@@ -30,7 +30,7 @@ from aviso_workers.errors import ServerProcessError
 from aviso_workers.server import starting
 from aviso_workers.server.starting import Tell
 
-__all__ = ["NatsServer", "die_with_parent", "find_binary", "last_error"]
+__all__ = ["BINARY_VARIABLE", "NatsServer", "die_with_parent", "find_binary", "last_error"]
 
 BINARY_VARIABLE = "AVISO_WORKERS_NATS_SERVER"
 OLDEST = (2, 11)
@@ -51,16 +51,24 @@ class NatsServer:
 
     @classmethod
     def start(
-        cls, *, store_dir: Path, port: int = 0, config: str = "", name: str = "", tell: Tell = starting.silent
+        cls,
+        *,
+        store_dir: Path,
+        port: int = 0,
+        config: str = "",
+        name: str = "",
+        binary: str = "",
+        tell: Tell = starting.silent,
     ) -> NatsServer:
         """Start a server that keeps its streams in `store_dir`, on `port` (0: any free one) of the loopback.
 
         `config` is added to its nats-server.conf. `name` is its `server_name`, by default a new one: a server of a
-        cluster needs the same one each time, or the others take it for one more. `tell` is called with a line every
-        few seconds for as long as it takes. Raises `ServerProcessError` where no binary is found, the port is in use,
-        or the server does nothing for two minutes and is not ready; it is told to end then, and not killed.
+        cluster needs the same one each time, or the others take it for one more. `binary` is the nats-server to run,
+        by default the one of `find_binary`. `tell` is called with a line every few seconds for as long as it takes.
+        Raises `ServerProcessError` where no binary is found, the port is in use, or the server does nothing for two
+        minutes and is not ready; it is told to end then, and not killed.
         """
-        binary = find_binary()
+        binary = binary or find_binary()
         if port and _answers(port):
             raise ServerProcessError(f"port {port} on 127.0.0.1 is in use: stop what listens there, or choose another")
         name = name or f"aviso-workers-{uuid.uuid4().hex[:12]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -25,10 +25,12 @@ SHORT_SECONDS = 0.05
 class Node:
     """One server of them, which can be stopped or killed, and started again where it was."""
 
-    def __init__(self, store_dir: Path, *, port: int, config: str) -> None:
+    def __init__(self, store_dir: Path, *, port: int, config: str, binary: str = "") -> None:
         self._store_dir = store_dir
         self._port = port
         self._config = config
+        self.binary = binary
+        """The nats-server that is started next; empty for the one that is found."""
         self.start()
 
     @property
@@ -38,7 +40,11 @@ class Node:
     def start(self) -> None:
         # In the caller's thread: the kernel ends the server with the thread that has started it.
         self.server = NatsServer.start(
-            store_dir=self._store_dir, port=self._port, config=self._config, name=self._store_dir.name
+            store_dir=self._store_dir,
+            port=self._port,
+            config=self._config,
+            name=self._store_dir.name,
+            binary=self.binary,
         )
 
     def stop(self, *, killed: bool = False) -> None:
@@ -47,16 +53,17 @@ class Node:
         self.server.stop()  # which also clears up after one that was killed
 
 
-def start_nodes(directory: Path, servers: int) -> list[Node]:
-    """Start that many servers, which form one JetStream. Who calls stops them."""
+def start_nodes(directory: Path, servers: int, *, binaries: Sequence[str] = ()) -> list[Node]:
+    """Start that many servers, which form one JetStream, each of its binary. Who calls stops them."""
     ports = free_ports(2 * servers)
     routing = ports[servers:]
     routes = ", ".join(f"nats-route://127.0.0.1:{port}" for port in routing)
     nodes: list[Node] = []
     try:
-        for port, route in zip(ports, routing, strict=False):
+        for number, (port, route) in enumerate(zip(ports, routing, strict=False)):
             joined = f'cluster {{ name: endurance, listen: "127.0.0.1:{route}", routes: [{routes}] }}\n'
-            nodes.append(Node(directory / f"node-{route}", port=port, config=joined if servers > 1 else ""))
+            config, binary = joined if servers > 1 else "", binaries[number] if binaries else ""
+            nodes.append(Node(directory / f"node-{route}", port=port, config=config, binary=binary))
     except BaseException:
         stop_nodes(nodes)
         raise

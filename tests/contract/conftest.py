@@ -6,8 +6,13 @@ In memory time is virtual; on JetStream it is real, and the waits are short.
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import subprocess
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +24,9 @@ from aviso_workers.backends import Backend, ConsumerInfo, Delivery, Message, Out
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend, wire
 from aviso_workers.clocks import VirtualClock
-from aviso_workers.errors import BackendError
+from aviso_workers.errors import BackendError, RefusedError
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-from aviso_workers.server import NatsServer
+from aviso_workers.server import BINARY_VARIABLE, NatsServer
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config
 from tests.waits import PATIENCE_SECONDS
@@ -37,6 +42,46 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kind" in metafunc.fixturenames:
         long_way = ["jetstream, the long way"] if metafunc.module.__name__.rpartition(".")[2] in LONG_WAY else []
         metafunc.parametrize("kind", ["in_memory", "jetstream", *long_way])
+
+
+TOO_OLD = re.compile(r"nats-server [0-9.]+ or newer is needed; this one is [0-9.]+")
+
+
+@cache
+def named_version() -> tuple[int, ...] | None:
+    """The version of the nats-server that the suite was told to use; None where it uses the one that it finds."""
+    named = os.environ.get(BINARY_VARIABLE)
+    if not named:
+        return None
+    said = subprocess.run([named, "--version"], capture_output=True, text=True, check=True).stdout
+    return tuple(map(int, said.split()[-1].lstrip("v").split(".")[:2]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Skip what is marked as needing a newer nats-server than the one that was named."""
+    needed, found = item.get_closest_marker("needs_server"), named_version()
+    if needed and found and "in_memory" not in item.name and found < needed.args:
+        pytest.skip(f"nats-server {'.'.join(map(str, needed.args))} or newer is needed")
+    with skipping_what_is_too_old():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, Any, Any]:
+    with skipping_what_is_too_old():
+        return (yield)
+
+
+@contextmanager
+def skipping_what_is_too_old() -> Iterator[None]:
+    """Skip a test that ends with our own refusal because the nats-server that was named is too old for it."""
+    try:
+        yield
+    except RefusedError as error:
+        if named_version() is None or not (refusal := TOO_OLD.search(str(error))):
+            raise
+        pytest.skip(refusal[0])
 
 
 @pytest.fixture

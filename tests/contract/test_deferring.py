@@ -137,6 +137,7 @@ async def test_many_may_be_delivered_at_once_and_later(app: App, t: Harness) -> 
     assert sorted(map(int, delivered(t))) == [*range(40)]
 
 
+@pytest.mark.needs_server(2, 12)
 async def test_a_handler_that_is_run_again_has_each_stored_once(app: App, url: str | None) -> None:
     runs: list[int] = []
 

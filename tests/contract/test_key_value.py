@@ -162,6 +162,7 @@ async def test_a_repeat_of_a_message_id_is_stored_once(bucket):
     assert await bucket.revision() == first
 
 
+@pytest.mark.needs_server(2, 12)
 async def test_a_repeat_on_a_revision_finds_its_own(bucket):
     await bucket.put("owner", b"one", revision=0, message_id="once")
 
@@ -291,6 +292,7 @@ async def test_a_bucket_of_another_name_is_refused(backend, name):
         await backend.key_value(name)
 
 
+@pytest.mark.needs_server(2, 12)
 async def test_a_counter_adds_up(backend, publish):
     await backend.create_stream(StreamSpec(name="COUNTS", subjects=("counts.>",), allow_msg_counter=True))
 

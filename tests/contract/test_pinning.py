@@ -196,6 +196,7 @@ async def test_a_consumer_of_another_policy_leaves_everything_held(
 
 
 class TestAPrioritizedConsumer:
+    @pytest.mark.needs_server(2, 12)
     async def test_serves_the_nearest_first_and_the_far_when_no_near_one_asks(
         self, reading: Callable[..., Any], create, ensure, publish, inbox_of
     ) -> None:
@@ -208,6 +209,7 @@ class TestAPrioritizedConsumer:
             await far.take(3)
             assert near.subjects == ["mars.0", "mars.1"]
 
+    @pytest.mark.needs_server(2, 12)
     async def test_serves_a_far_reader_that_is_alone(
         self, reading: Callable[..., Any], create, ensure, publish, inbox
     ) -> None:
@@ -250,6 +252,7 @@ class TestAnOlderServer:
 
 
 class TestThePolicy:
+    @pytest.mark.needs_server(2, 12)
     async def test_may_change_below_a_worker(self, kind: str, nats_url: str) -> None:
         """The worker goes on: a reader that does not know of the change is refused, and opened anew."""
         app = App("contract", config=app_config(kind, nats_url))
@@ -272,6 +275,7 @@ class TestThePolicy:
                     await t.settle()
             assert len(seen) == 10
 
+    @pytest.mark.needs_server(2, 12)
     async def test_can_be_changed_and_taken_back(self, create, ensure) -> None:
         await create()
         policies = []
@@ -280,6 +284,7 @@ class TestThePolicy:
             policies.append((info.config.get("priority_policy", "none"), info.config["max_ack_pending"]))
         assert policies == [("none", 100), (PINNED, 1), (PRIORITIZED, 100), (PINNED, 1), ("none", 100)]
 
+    @pytest.mark.needs_server(2, 12)
     async def test_of_who_is_far_is_left_by_who_is_near(self, create, ensure) -> None:
         await create()
         await ensure(**PRIORITY, priority_policy=PRIORITIZED)

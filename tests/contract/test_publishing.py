@@ -392,6 +392,7 @@ async def test_many_that_no_stream_takes_may_be_taken_later(create, publish_many
     assert [message.subject for message in await stored()] == subjects
 
 
+@pytest.mark.needs_server(2, 14)
 async def test_a_chunk_is_stored_in_its_order(create, publish_chunk, publish_many, stored, backend):
     await create()
     subjects = [f"mars.{number}" for number in range(300)]
@@ -406,6 +407,7 @@ async def test_a_chunk_is_stored_in_its_order(create, publish_chunk, publish_man
     assert {message.headers["Nats-Msg-Id"] for message in found} == set(subjects)
 
 
+@pytest.mark.needs_server(2, 14)
 async def test_a_chunk_tells_how_many_of_the_first_are_stored(create, publish_chunk, stored):
     await create(max_msgs=20, discard="new")
     subjects = [f"mars.{number}" for number in range(50)]

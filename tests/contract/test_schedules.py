@@ -11,7 +11,7 @@ from aviso_workers.backends import Backend, Message, Outgoing
 from aviso_workers.errors import RefusedError
 from tests.waits import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.needs_server(2, 12)]
 
 Schedule = Callable[..., Awaitable[object]]
 

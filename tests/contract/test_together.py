@@ -88,6 +88,7 @@ async def test_under_one_message_id_all_of_them_are_stored_once(app: App) -> Non
     assert [one.headers["Nats-Msg-Id"] async for one in app.replay("plain")] == ["mine.1", "mine.2"]
 
 
+@pytest.mark.needs_server(2, 12)
 async def test_a_handler_that_is_run_again_stores_them_once(declared: App, nats_url: str) -> None:
     tries: list[bool] = []
 
@@ -125,6 +126,7 @@ async def test_what_cannot_be_one_is_refused_before_anything_is_sent(
     assert [one.identifier["a"] async for one in app.replay("plain")] == ["0"]
 
 
+@pytest.mark.needs_server(2, 12)
 async def test_a_stream_of_others_that_does_not_take_them_is_named(app: App, kind: str) -> None:
     if kind == "in_memory":
         pytest.skip("in memory every stream takes them")

@@ -18,6 +18,7 @@ from aviso_agents import spark_events
 from aviso_workers import App, Backoff, Notification, Window, Windowing, cli
 from aviso_workers import config as settings
 from aviso_workers.backends.jetstream import creating
+from aviso_workers.backends.jetstream.server_versions import PING
 from aviso_workers.codec import Message
 from aviso_workers.config.nats_server import Permissions, Subjects
 from aviso_workers.engine import dead_lettering, deferring
@@ -185,8 +186,9 @@ async def until_messages(app: App, stream: str, holds: Callable[[int], bool]) ->
 
 CHANGES: tuple[dict[str, object], ...] = ({}, {"retention_time": "30d", "replicas": 2})
 """The second time, streams are to be changed; more replicas than servers are refused, which is not denied."""
-RARE = {"$JS.API.CONSUMER.UNPIN.aviso_workers_retries.field__alone", "$JS.SNAPSHOT.ACK.MARS.1"}
-"""What is sent when a worker ends while a singleton's dead letters are tried again, and in the backup of much."""
+RARE = {"$JS.API.CONSUMER.UNPIN.aviso_workers_retries.field__alone", "$JS.SNAPSHOT.ACK.MARS.1", PING}
+"""What is sent when a worker ends while a singleton's dead letters are tried again, in the backup of much, and in a
+cluster."""
 SCENARIOS: dict[permissions.Role, Scenario] = {
     "publisher": publish,
     "worker": work,

@@ -41,7 +41,7 @@ from aviso_workers.backends.jetstream.publishing import Publisher
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
-from aviso_workers.jetstream import error_codes, info, metadata, plans, specs
+from aviso_workers.jetstream import error_codes, info, metadata, plans
 from aviso_workers.jetstream.plans import UPDATABLE
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 
@@ -107,7 +107,7 @@ class JetStreamBackend:
 
     def require_server(self, major: int, minor: int, *, to: str) -> None:
         # An older server does not answer at all to what it does not know, or passes it over.
-        if not self._has_server(major, minor):
+        if self._connection.server_version < (major, minor):
             found = ".".join(map(str, self._connection.server_version))
             raise RefusedError(f"to {to}, nats-server {major}.{minor} or newer is needed; this one is {found}")
 
@@ -121,12 +121,7 @@ class JetStreamBackend:
         return self._stream_info(await self._connection.api(f"STREAM.INFO.{stream}"))
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:
-        config = specs.stated(spec)
-        if spec.takes_batches and self._has_server(2, 14):
-            config.setdefault("allow_batched", True)  # ours to say as long as nobody else has made the stream
-        if spec.takes_batches and self._has_server(2, 12):
-            config.setdefault("allow_atomic", True)
-        return self._stream_info(await creating.create(self._connection, config))
+        return self._stream_info(await creating.create(self._connection, spec))
 
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
         return self._stream_info(await self._connection.api(f"STREAM.UPDATE.{config['name']}", config))
@@ -231,9 +226,6 @@ class JetStreamBackend:
             request = {"stream_name": stream, "config": config, "action": "create"}
             return info.consumer(await self._connection.api(create, request))
         return info.consumer(answer)
-
-    def _has_server(self, major: int, minor: int) -> bool:
-        return self._connection.server_version >= (major, minor)
 
     def _stream_info(self, answer: Mapping[str, Any]) -> StreamInfo:
         found = info.stream(answer)

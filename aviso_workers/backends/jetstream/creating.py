@@ -6,6 +6,8 @@ erases the files of the old one. The second attempt succeeds, with an empty stre
 
 So the first refusal is the last attempt. It leaves a mark on the server, which everybody asks for before a stream is
 created: an empty stream in memory. It is gone when the server is restarted, as the right key needs.
+
+A stream is created with what every server of the cluster knows, and with nothing else (`server_versions` says why).
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from aviso_workers.backends.jetstream import server_versions
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.errors import BackendError, RefusedError, UnreadableStreamError
-from aviso_workers.jetstream import error_codes
-from aviso_workers.jetstream.specs import UNREADABLE
+from aviso_workers.backends.jetstream.server_versions import Version
+from aviso_workers.errors import BackendError, RefusedError, UnavailableError, UnreadableStreamError
+from aviso_workers.jetstream import error_codes, fields, specs
+from aviso_workers.jetstream.specs import UNREADABLE, StreamSpec
 
 __all__ = ["create", "mark"]
 
@@ -31,12 +35,22 @@ CURE = (
 )
 
 
-async def create(connection: Connection, config: Mapping[str, Any]) -> dict[str, Any]:
+BATCHES = ("allow_atomic", "allow_batched")
+
+
+async def create(connection: Connection, spec: StreamSpec) -> dict[str, Any]:
     """Create the stream, and return the server's answer.
 
-    Raises `UnreadableStreamError` where the server cannot read a stream that it has, this one or another one.
+    Raises `UnreadableStreamError` where the server cannot read a stream that it has, this one or another one;
+    `RefusedError` where the server is too old for what is stated, and `UnavailableError` where another one of its
+    cluster is.
     """
-    name = config["name"]
+    name = spec.name
+    oldest = await server_versions.oldest(connection)
+    config = specs.stated(spec)
+    if spec.takes_batches:  # ours to say as long as nobody else has made the stream
+        config = {each: True for each in BATCHES if fields.STREAM[each].since <= oldest} | config
+    _require_known(config, oldest=oldest, connected=Version(*connection.server_version))
     await _require_no_mark(connection, name)
     try:
         return await connection.api(f"STREAM.CREATE.{name}", config)
@@ -50,6 +64,19 @@ async def create(connection: Connection, config: Mapping[str, Any]) -> dict[str,
             f"({error}); it erases them when it refuses. Nothing else is created until it is restarted: {CURE}",
             code=error_codes.STREAM_NOT_CREATED,
         ) from error
+
+
+def _require_known(config: Mapping[str, Any], *, oldest: Version, connected: Version) -> None:
+    used = (fields.STREAM[each] for each in config if each in fields.STREAM and fields.something(config[each]))
+    unknown = [field for field in used if field.since > oldest and config[field.name] != field.zero]
+    if not unknown:
+        return
+    newest = max(unknown, key=lambda field: field.since)
+    since = Version(*newest.since)
+    wanted = f"to create stream {config['name']} with {newest.name}, nats-server {since} or newer is needed"
+    if since > connected:
+        raise RefusedError(f"{wanted}; this one is {connected}")
+    raise UnavailableError(f"{wanted}, and one of this cluster is {oldest}: upgrade it first")
 
 
 async def _require_no_mark(connection: Connection, name: str) -> None:

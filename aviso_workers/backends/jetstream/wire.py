@@ -105,6 +105,12 @@ def attach(nc: Client) -> Wire:
     return _ShortWire(nc)
 
 
+def cluster_size(nc: Client) -> int:
+    """Return how many servers of its cluster the server tells its clients of; 0 where it is in no cluster."""
+    told = getattr(nc, "_server_info", {})
+    return len(told.get("connect_urls") or ("itself",)) if told.get("cluster") else 0
+
+
 class Headers(Mapping[str, str]):
     """A header block, decoded when somebody looks into it. Of several values of one name it has the last."""
 
