@@ -67,7 +67,9 @@ class Ledger:
         """Why notifications were not acknowledged; they may be stored or not."""
         self.handled = Counter[int]()
         self.by_key: defaultdict[int, list[int]] = defaultdict(list)
-        """By key, the sequences in the order in which they were first handled."""
+        """By key, the sequences in the order in which they were handled, of what was delivered once."""
+        self.behind = 0
+        """What was delivered again, because it was lost with a connection, and came behind a later one of its key."""
         self.in_windows = Counter[int]()
         self.ticks = Counter[datetime]()
         self.later: set[str] = set()
@@ -76,8 +78,11 @@ class Ledger:
     def handles(self, notification: Notification[Any]) -> None:
         number = _number(notification)
         self.times.append(time.monotonic())
-        if not self.handled[number]:
-            self.by_key[number % KEYS].append(notification.sequence)
+        before = self.by_key[number % KEYS]
+        if notification.num_delivered == 1:
+            before.append(notification.sequence)
+        elif not self.handled[number] and before and notification.sequence < before[-1]:
+            self.behind += 1
         self.handled[number] += 1
 
     @property
@@ -216,7 +221,7 @@ async def _not_whole(administration: Administration) -> str:
 
 
 async def _later(app: App, version: str) -> None:
-    number = FIRST_LATER + int(version.replace(".", ""))
+    number = FIRST_LATER + int(version.split(".")[1])
     await app.notify(EVENT, {"lane": 999, "number": number}, "later", deliver_after=1)
 
 
@@ -275,6 +280,7 @@ def _judged(ledger: Ledger, letters: set[int], kept: set[int], tried: dict[str, 
         "not acknowledged": dict(ledger.failed),
         "handled": len(ledger.handled),
         "handled more than once": sum(times > 1 for times in ledger.handled.values()),
+        "behind a later one of its key": ledger.behind,
         "dead letters": len(letters),
         "in windows": len(ledger.in_windows),
         "in the table": len(kept),
