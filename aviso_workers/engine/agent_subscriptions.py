@@ -18,7 +18,8 @@ from aviso_workers.engine.batching import InBatches
 from aviso_workers.engine.consumer_records import ConsumerRecorder
 from aviso_workers.engine.dead_lettering import DeadLetterStore, Requeued, retry_subject
 from aviso_workers.engine.failing import Failures
-from aviso_workers.engine.handling import Kit, OneByOne
+from aviso_workers.engine.feeds import Feed
+from aviso_workers.engine.handling import HandlerContext, OneByOne
 from aviso_workers.engine.holding import WhileHeld
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.ordering import Line
@@ -31,7 +32,7 @@ from aviso_workers.engine.returning import Outputs
 from aviso_workers.engine.shared_filters import SharedFilter
 from aviso_workers.engine.shielding import Shield
 from aviso_workers.engine.streaming import AsStream
-from aviso_workers.engine.subscription import Feed, Handler, Run, Subscription, consumer_spec
+from aviso_workers.engine.subscription import Handler, Run, Subscription, consumer_spec
 from aviso_workers.engine.threads import Threads
 from aviso_workers.engine.windowing import AsWindows
 from aviso_workers.events import Events
@@ -47,7 +48,7 @@ STREAM_PREFETCH = 16
 """What may wait for each call of a function of a Stream, which can take many before the first of them is done."""
 SINGLETON_BEAT_SECONDS = 3.0
 """A singleton that has lost what it handles is ended within a third of this."""
-HANDLERS: dict[type, Callable[[Kit], Handler]] = {Notification: OneByOne, Batch: InBatches, Stream: AsStream}
+HANDLERS: dict[type, Callable[[HandlerContext], Handler]] = {Notification: OneByOne, Batch: InBatches, Stream: AsStream}
 
 
 class AgentSubscriptions:
@@ -113,7 +114,7 @@ class AgentSubscriptions:
             events=self._events,
         )
         threads = Threads(agent, line=line, clock=clock, events=self._events)
-        kit = Kit(
+        context = HandlerContext(
             agent,
             line=line,
             reader=NotificationReader(agent.event_type, event_type, where=where, payload_type=agent.payload_type),
@@ -123,9 +124,9 @@ class AgentSubscriptions:
             clock=clock,
             while_held=while_held,
         )
-        windows = self._windows(kit, stream.name)
+        windows = self._windows(context, stream.name)
         run = Run(
-            windows or HANDLERS[agent.form](kit),
+            windows or HANDLERS[agent.form](context),
             line=line,
             prefetch=prefetch,
             clock=clock,
@@ -156,13 +157,13 @@ class AgentSubscriptions:
             at_end=shared.record_last,
         )
 
-    def _windows(self, kit: Kit, stream: str) -> AsWindows | None:
+    def _windows(self, context: HandlerContext, stream: str) -> AsWindows | None:
         """Of an agent that has some."""
-        if kit.agent.policy.window is None:
+        if context.agent.policy.window is None:
             return None
         return AsWindows(
-            kit,
-            kit.agent.policy.window,
+            context,
+            context.agent.policy.window,
             backend=self._backend,
             app=self._app,
             stream=stream,

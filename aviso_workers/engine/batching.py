@@ -7,7 +7,7 @@ from typing import Any
 from aviso_workers import clocks, verdicts
 from aviso_workers.backends import Delivery
 from aviso_workers.engine import calling
-from aviso_workers.engine.handling import Kit
+from aviso_workers.engine.handling import HandlerContext
 from aviso_workers.engine.idempotency import IdempotencyKeys
 from aviso_workers.notifications import Batch, Notification
 from aviso_workers.verdicts import Failure
@@ -18,47 +18,47 @@ __all__ = ["InBatches"]
 class InBatches:
     """Runs `async def agent(batch: Batch[T])`."""
 
-    def __init__(self, kit: Kit) -> None:
-        self._kit = kit
+    def __init__(self, context: HandlerContext) -> None:
+        self._context = context
 
     async def work(self) -> None:
         """See `subscription.Handler`."""
-        kit, line, batching = self._kit, self._kit.line, self._kit.agent.policy.batch
-        with kit.outputs.keys() as keys:
+        context, line, batching = self._context, self._context.line, self._context.agent.policy.batch
+        with context.outputs.keys() as keys:
             while first := await line.take():
                 deliveries = [first]
                 apart: Delivery | None = None
                 if not line.alone(first):
-                    with clocks.move_on_after(kit.clock, batching.within):
+                    with clocks.move_on_after(context.clock, batching.within):
                         while len(deliveries) < batching.size and (delivery := await line.take()):
                             if line.alone(delivery):
                                 apart = delivery
                                 break
                             deliveries.append(delivery)
-                await kit.pace.wait()
+                await context.pace.wait()
                 await self._handle(deliveries, keys)
                 if apart is not None:
                     await self._handle([apart], keys)
-                if kit.threads.left_behind:
-                    await kit.threads.wait_for_turn()
+                if context.threads.left_behind:
+                    await context.threads.wait_for_turn()
 
     async def _handle(self, deliveries: list[Delivery], keys: IdempotencyKeys) -> None:
-        kit = self._kit
-        started = kit.clock.monotonic()
+        context = self._context
+        started = context.clock.monotonic()
         wanted: list[tuple[Delivery, Notification[Any]]] = []
         for delivery in deliveries:
-            notification = kit.read(delivery)
+            notification = context.read(delivery)
             if isinstance(notification, Notification):
                 wanted.append((delivery, notification))
             else:
-                await kit.settle_unread(delivery, notification)
+                await context.settle_unread(delivery, notification)
         if not wanted:
             return
         batch = Batch([notification for _, notification in wanted])
         keys.begin(*[delivery.message for delivery, _ in wanted])
-        rest = await calling.attempt(kit.step, batch)
+        rest = await calling.attempt(context.step, batch)
         for delivery, notification in wanted:
-            await kit.settler.settle(delivery, _failure_of(notification, batch, rest), started=started)
+            await context.settler.settle(delivery, _failure_of(notification, batch, rest), started=started)
 
 
 def _failure_of(notification: Notification[Any], batch: Batch[Any], rest: Failure | None) -> Failure | None:

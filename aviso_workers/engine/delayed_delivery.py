@@ -19,12 +19,13 @@ from aviso_workers.codec import Message, store_time
 from aviso_workers.config import Config
 from aviso_workers.engine import deferring
 from aviso_workers.engine.deferring import DUE, STREAM
+from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.internal import Internal
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.prefetch import Prefetch
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.replaying import SKEW
-from aviso_workers.engine.subscription import Feed, Run, Subscription, consumer_spec
+from aviso_workers.engine.subscription import Run, Subscription, consumer_spec
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome
 from aviso_workers.retry import Backoff

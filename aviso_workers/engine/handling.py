@@ -1,8 +1,8 @@
 """One notification at a time per worker: read, handled within its time, settled.
 
 The plainest of the call forms; `batching`, `streaming` and `windowing` are the others. All take their deliveries from
-the agent's line, take the steps of a `Kit`, and hand what came of them to the settler: None for success, or the
-`Failure` of the one step that failed.
+the agent's line, take the steps of a `HandlerContext`, and hand what came of them to the settler: None for success, or
+the `Failure` of the one step that failed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from aviso_workers.errors import UndecodableError
 from aviso_workers.notifications import Notification
 from aviso_workers.verdicts import Failure
 
-__all__ = ["Kit", "OneByOne"]
+__all__ = ["HandlerContext", "OneByOne"]
 
 Step = Callable[[Any], Awaitable[Failure | None]]
 """What is done with what an author's function takes: None for success."""
 
 
-class Kit:
+class HandlerContext:
     """What a call form works with: where deliveries come from, how they are read, handled and settled."""
 
     def __init__(
@@ -96,31 +96,31 @@ class Kit:
 class OneByOne:
     """Runs `async def agent(notification: Notification[T])`, or something else for each."""
 
-    def __init__(self, kit: Kit, *, step: Step | None = None) -> None:
-        self._kit = kit
-        self._step = step or kit.step
+    def __init__(self, context: HandlerContext, *, step: Step | None = None) -> None:
+        self._context = context
+        self._step = step or context.step
 
     async def work(self) -> None:
         """See `subscription.Handler`."""
-        kit = self._kit
+        context = self._context
         run = calling.runner(self._step)
-        with kit.outputs.keys() as keys:
-            while (delivery := await kit.line.take()) is not None:
-                if kit.pace.limited:
-                    await kit.pace.wait()
+        with context.outputs.keys() as keys:
+            while (delivery := await context.line.take()) is not None:
+                if context.pace.limited:
+                    await context.pace.wait()
                 await self._handle(delivery, keys, run)
-                if kit.threads.left_behind:
-                    await kit.threads.wait_for_turn()
+                if context.threads.left_behind:
+                    await context.threads.wait_for_turn()
 
     async def _handle(self, delivery: Delivery, keys: IdempotencyKeys, run: Step) -> None:
-        started = self._kit.clock.monotonic()
-        notification = self._kit.read(delivery)
+        started = self._context.clock.monotonic()
+        notification = self._context.read(delivery)
         if not isinstance(notification, Notification):
-            await self._kit.settle_unread(delivery, notification)
+            await self._context.settle_unread(delivery, notification)
             return
         keys.begin(delivery.message)
         failure = await run(notification)
-        await self._kit.settler.settle(delivery, failure, started=started)
+        await self._context.settler.settle(delivery, failure, started=started)
 
 
 def _caller(

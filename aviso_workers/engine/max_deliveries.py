@@ -23,12 +23,13 @@ from aviso_workers.config import Config, streams
 from aviso_workers.engine import acknowledging, parts
 from aviso_workers.engine.acknowledging import Exceeded
 from aviso_workers.engine.dead_lettering import RETRIES, DeadLetterStore, unwrap
+from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.internal import Internal
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.prefetch import Prefetch
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.replaying import message_at
-from aviso_workers.engine.subscription import Feed, Run, Subscription, consumer_spec
+from aviso_workers.engine.subscription import Run, Subscription, consumer_spec
 from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
 from aviso_workers.events import Events
 from aviso_workers.jetstream import specs

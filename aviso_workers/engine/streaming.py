@@ -13,7 +13,7 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from aviso_workers import clocks
 from aviso_workers.backends import Delivery
 from aviso_workers.engine import calling
-from aviso_workers.engine.handling import Kit
+from aviso_workers.engine.handling import HandlerContext
 from aviso_workers.engine.idempotency import IdempotencyKeys
 from aviso_workers.notifications import Notification, Stream
 from aviso_workers.verdicts import Failure
@@ -24,27 +24,27 @@ __all__ = ["AsStream"]
 class AsStream:
     """Runs `async def agent(stream: Stream[T])`."""
 
-    def __init__(self, kit: Kit) -> None:
-        self._kit = kit
+    def __init__(self, context: HandlerContext) -> None:
+        self._context = context
 
     async def work(self) -> None:
         """See `subscription.Handler`. The function is run again and again, each time when there is something for it."""
-        kit = self._kit
-        with kit.outputs.keys() as keys:
-            delivery = await kit.line.take()
+        context = self._context
+        with context.outputs.keys() as keys:
+            delivery = await context.line.take()
             while delivery is not None:
-                source = _Source(delivery, kit=kit, keys=keys)
-                failure = await calling.attempt(kit.step, Stream(source))
-                delivery = await source.end(failure) or await kit.line.take()
+                source = _Source(delivery, context=context, keys=keys)
+                failure = await calling.attempt(context.step, Stream(source))
+                delivery = await source.end(failure) or await context.line.take()
 
 
 class _Source:
     """What one run of the function takes from the line, beginning with a delivery that was taken already."""
 
-    def __init__(self, first: Delivery, *, kit: Kit, keys: IdempotencyKeys) -> None:
+    def __init__(self, first: Delivery, *, context: HandlerContext, keys: IdempotencyKeys) -> None:
         self._next_up: Delivery | None = first
         """Taken from the line, and not handed out yet."""
-        self._kit = kit
+        self._context = context
         self._keys = keys
         self._handed_out: list[tuple[Delivery, float]] = []
 
@@ -55,9 +55,9 @@ class _Source:
         """
         if within_seconds is None:
             return await self._next()
-        now = self._kit.clock.monotonic()
+        now = self._context.clock.monotonic()
         begun = self._handed_out[0][1] if self._handed_out else now
-        with clocks.move_on_after(self._kit.clock, max(0.0, begun + within_seconds - now)):
+        with clocks.move_on_after(self._context.clock, max(0.0, begun + within_seconds - now)):
             return await self._next()
         return None
 
@@ -77,31 +77,31 @@ class _Source:
             return self._next_up
         if self._next_up is not None:
             nothing_taken = failure or Failure(RuntimeError("the function returned and has asked for no notification"))
-            await self._kit.settler.settle(self._next_up, nothing_taken, started=self._kit.clock.monotonic())
+            await self._context.settler.settle(self._next_up, nothing_taken, started=self._context.clock.monotonic())
         return None
 
     async def _settle(self, failure: Failure | None) -> None:
         handed_out, self._handed_out = self._handed_out, []
         self._keys.begin()
         for delivery, started in handed_out:
-            await self._kit.settler.settle(delivery, failure, started=started)
+            await self._context.settler.settle(delivery, failure, started=started)
 
     async def _next(self) -> Notification[Any] | None:
-        line = self._kit.line
+        line = self._context.line
         if any(line.alone(delivery) for delivery, _ in self._handed_out):
             return None
         while (delivery := self._next_up or await line.take()) is not None:
             self._next_up = delivery
             if self._handed_out and line.alone(delivery):
                 return None  # what was handed out comes first
-            notification = self._kit.read(delivery)
+            notification = self._context.read(delivery)
             if not isinstance(notification, Notification):
                 self._next_up = None
-                await self._kit.settle_unread(delivery, notification)
+                await self._context.settle_unread(delivery, notification)
                 continue
-            await self._kit.pace.wait()
+            await self._context.pace.wait()
             self._next_up = None
-            self._handed_out.append((delivery, self._kit.clock.monotonic()))
+            self._handed_out.append((delivery, self._context.clock.monotonic()))
             self._keys.also(delivery.message)
             return notification
         return None

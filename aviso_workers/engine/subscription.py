@@ -1,7 +1,7 @@
 """A subscription at work: its consumers opened, watched and opened again after a wait, its workers drained in order.
 
 `session` hands in a `Subscription`: an agent (`agent_subscriptions`), what exceeds its deliveries (`max_deliveries`),
-or what is delivered later (`delayed_delivery`). Each delivery goes from the consumer into the line, from which a
+or what is delivered later (`delayed_delivery`). A delivery goes from its consumer into the line (`feeds`), from which a
 handler takes it.
 """
 
@@ -18,26 +18,24 @@ from msgspec import UNSET, Struct
 
 from aviso_workers import clocks
 from aviso_workers.agents import Task
-from aviso_workers.backends import Backend, Consumer, ConsumerInfo, Delivery
+from aviso_workers.backends import Backend, Consumer, ConsumerInfo
 from aviso_workers.clocks import Clock
-from aviso_workers.codec import Message
-from aviso_workers.engine import acknowledging, calling, parts
+from aviso_workers.engine import acknowledging, calling, feeds
+from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.prefetch import Prefetch
-from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.redeliveries import Redeliveries
-from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shielding import Shield
 from aviso_workers.engine.threads import Threads
-from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
+from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, Passed, TaskFailed
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.retry import Backoff, Restarts
-from aviso_workers.verdicts import Failure, Nak, Settlement
+from aviso_workers.verdicts import Failure
 
-__all__ = ["Feed", "Handler", "Run", "Subscription", "consumer_spec", "keep_running", "supervise_task"]
+__all__ = ["Handler", "Run", "Subscription", "consumer_spec", "keep_running", "supervise_task"]
 
 MAX_ACK_PENDING = 100_000
 """Unsettled notifications of one agent over all its workers; those that wait for a retry count, so that an agent
@@ -53,8 +51,6 @@ REOPENED = Backoff(first=0.1, factor=2.0, max=LONGEST_WAIT_SECONDS, jitter=0.0)
 HEALTHY_SECONDS = 30.0
 """Who ran for so long before failing starts again without a wait that has grown."""
 SETTLE_TIMEOUT_SECONDS = 5.0
-SEQUENCE_HELD_SECONDS = 1.0
-"""How much later a dead letter that was handed back is delivered again whose sequence another notification has."""
 EXPIRY_SECONDS = 1.0
 """How much later than after `ack_wait` a server may notice that a delivery was not settled."""
 QUIET_SECONDS = 1.0
@@ -193,28 +189,6 @@ class Run:
             await consumer.stop()
 
 
-class Feed(Struct, frozen=True, kw_only=True):
-    """A durable consumer that an agent reads, and its stream."""
-
-    stream: StreamSpec
-    consumer: ConsumerSpec
-    provisioner: Provisioner
-    unwrap: Callable[[Delivery, Message], Delivery] | None = None
-    """Makes of what comes, and its whole message, what the agent is to see."""
-    in_order: bool = False
-    """Deliveries must come in order: what a dead worker held is waited for before anything new is asked for."""
-    room: Callable[[], int] | None = None
-    """How many deliveries could be taken now; None where that is the agent's to say."""
-    priority: int = 0
-    """See `Backend.consume`."""
-    ensure: Callable[[], Awaitable[ConsumerInfo]] | None = None
-    """Creates the consumer or brings it in line; None where `consumer` says all that is wanted of it."""
-    leaves: Callable[[Delivery], Settlement | None] | None = None
-    """Says how a delivery is settled that the agent is not to have. None: it has all."""
-    repeats: Repeats | None = None
-    """What was settled lately of the stream; None where what comes again is always handled again."""
-
-
 class Subscription(Struct, frozen=True, kw_only=True):
     """What reads durable consumers and handles what comes: an agent, or one of our own."""
 
@@ -260,80 +234,96 @@ async def keep_running(
         async with anyio.create_task_group() as tasks:
             if subscription.also is not None:
                 tasks.start_soon(subscription.also, stop)
-            for feed in subscription.feeds:
-                tasks.start_soon(_keep_reading, subscription.name, run, feed, backend, events, stop, drained)
-            await run.work(stop=stop, drain_timeout_seconds=drain_timeout_seconds)
-            drained.set()
-        events.emit(AgentStopped(agent=subscription.name, finished=run.line.finished, returned=run.returned))
+            async with anyio.create_task_group() as reading:
+                for feed in subscription.feeds:
+                    reader = _Reader(subscription, feed, backend=backend, events=events, stop=stop, drained=drained)
+                    reading.start_soon(reader.keep_reading)
+                await run.work(stop=stop, drain_timeout_seconds=drain_timeout_seconds)
+                drained.set()
+            events.emit(AgentStopped(agent=subscription.name, finished=run.line.finished, returned=run.returned))
         beside.cancel_scope.cancel()
     if subscription.at_end is not None:
         await subscription.at_end()
 
 
-async def _keep_reading(
-    name: str,
-    run: Run,
-    feed: Feed,
-    backend: Backend,
-    events: Events,
-    stop: anyio.Event,
-    drained: anyio.Event,
-) -> None:
-    restarts = Restarts(REOPENED, healthy_seconds=HEALTHY_SECONDS)
-    async with anyio.create_task_group() as joining:
-        while not stop.is_set():
-            try:
-                await _read(name, run, feed, backend, events, stop, drained, restarts, joining)
-                await _until(stop, run.until_not_stuck)
-            except BackendError as error:
-                if isinstance(error, NotFoundError):
-                    feed.provisioner.forget(feed.stream.name)
-                delay = restarts.next_wait(backend.clock.monotonic())
-                events.emit(AgentDisturbed(agent=name, stream=feed.stream.name, error=error, again_in_seconds=delay))
-                await clocks.sleep_until(backend.clock, delay, stop)
-        joining.cancel_scope.cancel()
+class _Reader:
+    """Keeps one feed of a subscription open."""
 
+    def __init__(
+        self,
+        subscription: Subscription,
+        feed: Feed,
+        *,
+        backend: Backend,
+        events: Events,
+        stop: anyio.Event,
+        drained: anyio.Event,
+    ) -> None:
+        """It ends after `stop`, when all that was delivered is settled, which `drained` says."""
+        self._name = subscription.name
+        self._run = subscription.run
+        self._feed = feed
+        self._stream = feed.stream.name
+        self._backend = backend
+        self._clock = backend.clock
+        self._events = events
+        self._stop = stop
+        self._drained = drained
+        self._restarts = Restarts(REOPENED, healthy_seconds=HEALTHY_SECONDS)
 
-async def _read(
-    name: str,
-    run: Run,
-    feed: Feed,
-    backend: Backend,
-    events: Events,
-    stop: anyio.Event,
-    drained: anyio.Event,
-    restarts: Restarts,
-    joining: TaskGroup,
-) -> None:
-    stream, consumer = feed.stream.name, feed.consumer.durable_name
-    await feed.provisioner.ensure(feed.stream)
-    info = await (feed.ensure() if feed.ensure else feed.provisioner.ensure_consumer(stream, feed.consumer))
-    passed = await _passed(backend, feed.stream, info)
-    gathers = feed.in_order and info.num_ack_pending > 0 and not len(run.line)
-    if gathers:
-        await clocks.sleep_until(backend.clock, info.config.ack_wait / SECOND + EXPIRY_SECONDS, stop)
-        run.line.gather(info.num_ack_pending)
+    async def keep_reading(self) -> None:
+        """Read until it is to stop; what is lost is opened again after a wait."""
+        async with anyio.create_task_group() as joining:
+            while not self._stop.is_set():
+                try:
+                    await self._read(joining)
+                    await _until(self._stop, self._run.until_not_stuck)
+                except BackendError as error:
+                    await self._wait_after(error)
+            joining.cancel_scope.cancel()
 
-    if feed.repeats is not None:
-        feed.repeats.opened(info)
-    room = feed.room or run.room
-    deliver = _delivering(feed, run.line, backend, joining)
-    async with backend.consume(stream, consumer, deliver=deliver, room=room, priority=feed.priority) as opened:
-        run.attach(stream, opened)
-        events.emit(AgentStarted(agent=name, stream=stream, consumer=consumer, passed=passed))
-        restarts.note_start(backend.clock.monotonic())
+    async def _wait_after(self, error: BackendError) -> None:
+        if isinstance(error, NotFoundError):
+            self._feed.provisioner.forget(self._stream)
+        delay = self._restarts.next_wait(self._clock.monotonic())
+        self._events.emit(AgentDisturbed(agent=self._name, stream=self._stream, error=error, again_in_seconds=delay))
+        await clocks.sleep_until(self._clock, delay, self._stop)
+
+    async def _read(self, joining: TaskGroup) -> None:
+        """Open the consumer and read it until it is lost, the agent is stuck, or it is to stop."""
+        feed, run, consumer = self._feed, self._run, self._feed.consumer.durable_name
+        await feed.provisioner.ensure(feed.stream)
+        info = await (feed.ensure() if feed.ensure else feed.provisioner.ensure_consumer(self._stream, feed.consumer))
+        passed = await _passed(self._backend, feed.stream, info)
+        gathers = feed.in_order and info.num_ack_pending > 0 and not len(run.line)
         if gathers:
-            joining.start_soon(_release_when_quiet, run.line, backend.clock)
-        try:
-            await _until(stop, opened.lost, run.until_stuck)
-            await opened.stop()
-            if stop.is_set():
-                await drained.wait()
-            # What does not get through is delivered again: late, but not lost.
-            with clocks.move_on_after(backend.clock, SETTLE_TIMEOUT_SECONDS), suppress(BackendError):
-                await opened.settled()
-        finally:
-            run.detach(stream)
+            await clocks.sleep_until(self._clock, info.config.ack_wait / SECOND + EXPIRY_SECONDS, self._stop)
+            run.line.gather(info.num_ack_pending)
+
+        if feed.repeats is not None:
+            feed.repeats.opened(info)
+        deliver = feeds.delivering(feed, run.line, backend=self._backend, joining=joining)
+        async with self._backend.consume(
+            self._stream, consumer, deliver=deliver, room=feed.room or run.room, priority=feed.priority
+        ) as opened:
+            run.attach(self._stream, opened)
+            self._events.emit(AgentStarted(agent=self._name, stream=self._stream, consumer=consumer, passed=passed))
+            self._restarts.note_start(self._clock.monotonic())
+            if gathers:
+                joining.start_soon(_release_when_quiet, run.line, self._clock)
+            try:
+                await self._read_on(opened)
+            finally:
+                run.detach(self._stream)
+
+    async def _read_on(self, opened: Consumer) -> None:
+        await _until(self._stop, opened.lost, self._run.until_stuck)
+        await opened.stop()
+        if self._stop.is_set():
+            await self._drained.wait()
+        # What does not get through is delivered again: late, but not lost.
+        with clocks.move_on_after(self._clock, SETTLE_TIMEOUT_SECONDS), suppress(BackendError):
+            await opened.settled()
 
 
 async def _release_when_quiet(line: Line, clock: Clock) -> None:
@@ -354,65 +344,6 @@ async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> P
         return Passed(info.deliveries, info.position)
     # What left the stream before there was the agent, the agent has not missed.
     return Passed(0, (await backend.stream_info(stream.name)).last_sequence)
-
-
-def _delivering(feed: Feed, line: Line, backend: Backend, joining: TaskGroup) -> Callable[[Delivery], None]:
-    """What a delivery goes through before the agent holds it."""
-    unwrap, leaves = feed.unwrap, feed.leaves
-    put = line.put if feed.repeats is None else _passing_over(feed.repeats, line.put, joining)
-
-    def take(delivery: Delivery) -> None:
-        if leaves is None or (settlement := leaves(delivery)) is None:
-            put(delivery)
-        else:
-            acknowledging.settle(delivery, settlement)
-
-    def take_unwrapped(delivery: Delivery) -> None:
-        """The line holds one of each sequence. Another one of this sequence is of the agent's own stream, and settling
-        one of them does not settle the other.
-        """
-        held = line.delivery_of(delivery.message.sequence)
-        if held is None or held.message == delivery.message:
-            take(delivery)
-        else:
-            acknowledging.settle(delivery, Nak(SEQUENCE_HELD_SECONDS))
-
-    if unwrap is None:
-        return put if leaves is None else take
-
-    def deliver(delivery: Delivery) -> None:
-        if parts.first_part_of(delivery.message):
-            joining.start_soon(deliver_whole, delivery)
-        else:
-            take_unwrapped(unwrap(delivery, delivery.message))
-
-    async def deliver_whole(delivery: Delivery) -> None:
-        try:
-            message = await parts.whole(backend, feed.stream.name, delivery.message)
-        except UndecodableError:
-            put(delivery)  # as it is, it becomes a dead letter
-        except BackendError:
-            acknowledging.settle(delivery, Nak(LONGEST_WAIT_SECONDS))
-        else:
-            take_unwrapped(unwrap(delivery, message))
-
-    return deliver
-
-
-def _passing_over(repeats: Repeats, put: Callable[[Delivery], None], joining: TaskGroup) -> Callable[[Delivery], None]:
-    """`put` for what was not settled here before; see `repeats`."""
-    includes = repeats.includes
-
-    async def settle() -> None:
-        await acknowledging.settle_again(repeats, handle=put)
-
-    def put_new(delivery: Delivery) -> None:
-        if not includes(delivery):
-            put(delivery)
-        elif repeats.add(delivery):
-            joining.start_soon(settle)
-
-    return put_new
 
 
 async def supervise_task(task: Task, app: Any, *, clock: Clock, events: Events, stop: anyio.Event) -> None:

@@ -31,7 +31,7 @@ from aviso_workers.codec import UNREADABLE_JSON, Message, read_json
 from aviso_workers.engine import calling, counted
 from aviso_workers.engine.counted import PROGRESS, Counted
 from aviso_workers.engine.dead_lettering import RETRIED
-from aviso_workers.engine.handling import Kit, OneByOne
+from aviso_workers.engine.handling import HandlerContext, OneByOne
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue
 from aviso_workers.engine.scheduling import Lease, drained
 from aviso_workers.errors import BackendError, ConflictError, NotFoundError, UndecodableError
@@ -63,7 +63,7 @@ class AsWindows:
 
     def __init__(
         self,
-        kit: Kit,
+        context: HandlerContext,
         windowing: Windowing[Any, Any],
         *,
         backend: Backend,
@@ -73,8 +73,8 @@ class AsWindows:
         patience_seconds: float,
         drain_timeout_seconds: float,
     ) -> None:
-        agent = self._agent = kit.agent
-        self._kit = kit
+        agent = self._agent = context.agent
+        self._context = context
         self._windowing = windowing
         self._backend = backend
         self._app = app
@@ -88,7 +88,7 @@ class AsWindows:
         from_server = RetryingKeyValue(backend, bucket, patience_seconds=patience_seconds)
         self._counted = Counted(from_server, backend, stream=stream)
         self._lease = Lease(backend, app, of=f"windows/{agent.name}", events=events)
-        self._counting = OneByOne(kit, step=self._count)
+        self._counting = OneByOne(context, step=self._count)
         self._locks: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
         """By key, so that the calls of one worker do not get in each other's way."""
         self._held: _Held | None = None
@@ -104,7 +104,7 @@ class AsWindows:
 
     async def close(self, stop: anyio.Event) -> None:
         """Run the function for windows that are over, whenever this worker holds the lease, until `stop`."""
-        in_time = drained(stop, clock=self._kit.clock, timeout_seconds=self._drain_timeout_seconds)
+        in_time = drained(stop, clock=self._context.clock, timeout_seconds=self._drain_timeout_seconds)
         async with in_time, anyio.create_task_group() as keeping:
             keeping.start_soon(self._bucket.keep)
             while await self._lease.take(stop):
@@ -185,7 +185,7 @@ class AsWindows:
         while not stop.is_set():
             with suppress(BackendError, UndecodableError):  # who counts runs into the same, and is heard
                 await self._look(stop)
-            await clocks.sleep_until(self._kit.clock, LOOK_SECONDS, stop)
+            await clocks.sleep_until(self._context.clock, LOOK_SECONDS, stop)
 
     async def _look(self, stop: anyio.Event) -> None:
         held = await self._read()
@@ -254,16 +254,16 @@ class AsWindows:
     async def _close(self, key: str, until: float) -> None:
         state = await self._update(key, lambda state: windows.close(state, until, self._windowing))
         for start in windows.due(state, self._windowing):
-            if self._again_at.get((key, start), -math.inf) <= self._kit.clock.monotonic():
+            if self._again_at.get((key, start), -math.inf) <= self._context.clock.monotonic():
                 await self._finish(self._windowing.window(key, start, state.open[start]), start)
 
     async def _finish(self, window: Window[Any], start: int) -> None:
         """Run the function, publish, and forget the window; or see to it that it is run again."""
-        kit, place = self._kit, (window.key, start)
-        began = kit.clock.monotonic()
-        with kit.outputs.keys() as keys:
+        context, place = self._context, (window.key, start)
+        began = context.clock.monotonic()
+        with context.outputs.keys() as keys:
             keys.begin_with(f"{window.start:%Y%m%dT%H%M%SZ}", of=f"{window.end.isoformat()} {window.key}")
-            failure = await calling.attempt(kit.step, window)
+            failure = await calling.attempt(context.step, window)
         verdict = await self._judge(window, start, failure) if failure is not None else None
         again = self._again_in_seconds(place, verdict)
         if again is None:
@@ -276,7 +276,7 @@ class AsWindows:
                 key=window.key,
                 start=window.start,
                 end=window.end,
-                seconds=kit.clock.monotonic() - began,
+                seconds=context.clock.monotonic() - began,
                 error=failure.error if failure else None,
                 again_in_seconds=again or 0.0,
                 dead_lettered=verdict.reason if isinstance(verdict, DeadLetter) else "",
@@ -293,7 +293,7 @@ class AsWindows:
             data=msgspec.json.encode(kept),
             timestamp_ns=max(0, end) * 1_000_000_000,
         )
-        return await self._kit.settler.judge_window(
+        return await self._context.settler.judge_window(
             message,
             failure,
             failures=self._failures.get((window.key, start), 0),
@@ -306,7 +306,7 @@ class AsWindows:
         if not isinstance(verdict, Again):
             return None
         self._failures[place] = self._failures.get(place, 0) + 1
-        self._again_at[place] = self._kit.clock.monotonic() + verdict.after_seconds
+        self._again_at[place] = self._context.clock.monotonic() + verdict.after_seconds
         return verdict.after_seconds
 
 

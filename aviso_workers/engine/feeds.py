@@ -1,0 +1,113 @@
+"""What a subscription reads, and what a delivery goes through between its consumer and the line.
+
+Most go straight into the line. Settled here is what never gets there: what another version of the agent wants, what was
+settled before and comes again, and a dead letter that is tried again whose sequence is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from anyio.abc import TaskGroup
+from msgspec import Struct
+
+from aviso_workers.backends import Backend, ConsumerInfo, Delivery
+from aviso_workers.codec import Message
+from aviso_workers.engine import acknowledging, parts
+from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.engine.repeats import Repeats
+from aviso_workers.errors import BackendError, UndecodableError
+from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
+from aviso_workers.verdicts import Nak, Settlement
+
+__all__ = ["Feed", "delivering"]
+
+UNREAD_SECONDS = 10.0
+"""When a dead letter is delivered again whose first part could not be read."""
+SEQUENCE_HELD_SECONDS = 1.0
+"""How much later a dead letter that was handed back is delivered again whose sequence another notification has."""
+
+
+class Feed(Struct, frozen=True, kw_only=True):
+    """A durable consumer that an agent reads, and its stream."""
+
+    stream: StreamSpec
+    consumer: ConsumerSpec
+    provisioner: Provisioner
+    unwrap: Callable[[Delivery, Message], Delivery] | None = None
+    """Makes of what comes, and its whole message, what the agent is to see."""
+    in_order: bool = False
+    """Deliveries must come in order: what a dead worker held is waited for before anything new is asked for."""
+    room: Callable[[], int] | None = None
+    """How many deliveries could be taken now; None where that is the agent's to say."""
+    priority: int = 0
+    """See `Backend.consume`."""
+    ensure: Callable[[], Awaitable[ConsumerInfo]] | None = None
+    """Creates the consumer or brings it in line; None where `consumer` says all that is wanted of it."""
+    leaves: Callable[[Delivery], Settlement | None] | None = None
+    """Says how a delivery is settled that the agent is not to have. None: it has all."""
+    repeats: Repeats | None = None
+    """What was settled lately of the stream; None where what comes again is always handled again."""
+
+
+def delivering(feed: Feed, line: Line, *, backend: Backend, joining: TaskGroup) -> Callable[[Delivery], None]:
+    """Return what a backend is to call with each delivery of the feed: it puts those into the line that belong there.
+
+    What cannot be done at once is done by a task of `joining`.
+    """
+    unwrap, leaves = feed.unwrap, feed.leaves
+    put = line.put if feed.repeats is None else _passing_over(feed.repeats, line.put, joining)
+
+    def take(delivery: Delivery) -> None:
+        if leaves is None or (settlement := leaves(delivery)) is None:
+            put(delivery)
+        else:
+            acknowledging.settle(delivery, settlement)
+
+    def take_unwrapped(delivery: Delivery) -> None:
+        """The line holds one of each sequence. Another one of this sequence is of the agent's own stream, and settling
+        one of them does not settle the other.
+        """
+        held = line.delivery_of(delivery.message.sequence)
+        if held is None or held.message == delivery.message:
+            take(delivery)
+        else:
+            acknowledging.settle(delivery, Nak(SEQUENCE_HELD_SECONDS))
+
+    if unwrap is None:
+        return put if leaves is None else take
+
+    def deliver(delivery: Delivery) -> None:
+        if parts.first_part_of(delivery.message):
+            joining.start_soon(deliver_whole, delivery)
+        else:
+            take_unwrapped(unwrap(delivery, delivery.message))
+
+    async def deliver_whole(delivery: Delivery) -> None:
+        try:
+            message = await parts.whole(backend, feed.stream.name, delivery.message)
+        except UndecodableError:
+            put(delivery)  # as it is, it becomes a dead letter
+        except BackendError:
+            acknowledging.settle(delivery, Nak(UNREAD_SECONDS))
+        else:
+            take_unwrapped(unwrap(delivery, message))
+
+    return deliver
+
+
+def _passing_over(repeats: Repeats, put: Callable[[Delivery], None], joining: TaskGroup) -> Callable[[Delivery], None]:
+    """`put` for what was not settled here before; see `repeats`."""
+    includes = repeats.includes
+
+    async def settle() -> None:
+        await acknowledging.settle_again(repeats, handle=put)
+
+    def put_new(delivery: Delivery) -> None:
+        if not includes(delivery):
+            put(delivery)
+        elif repeats.add(delivery):
+            joining.start_soon(settle)
+
+    return put_new
