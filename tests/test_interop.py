@@ -67,7 +67,7 @@ class Clone:
                 "PATH": str(self.commands),
                 "NOTES": str(self.notes_file),
                 "CHMOD": str(shutil.which("chmod")),
-                "AVISO_WORKERS_INTEROP": str(self.cache),
+                "INTEROP_CACHE": str(self.cache),
                 "GO_FAILS_FOR": "nothing",
                 **environ,
             },

@@ -9,7 +9,7 @@ import pytest
 
 __all__ = ["AVISO_SERVERS", "NATS_SERVERS", "aviso_server", "nats_cli", "nats_server", "pyaviso"]
 
-VARIABLE = "AVISO_WORKERS_INTEROP"
+VARIABLE = "INTEROP_CACHE"
 """Names the directory in which they are. A test does not have it: a configuration that is read there would take it for
 one of its own variables, and for one that is misspelled."""
 
