@@ -11,11 +11,6 @@ from tests.interop import aviso_server, programs
 from tests.interop.aviso_server import AvisoServer
 
 
-@pytest.fixture(autouse=True)
-def no_variable_for_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(programs.VARIABLE, raising=False)
-
-
 @pytest.fixture
 def start_nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., NatsServer]]:
     """`start_nats_server("2.11.17", store_dir=...)`: a nats-server of that version, ended with the test.

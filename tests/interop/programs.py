@@ -9,12 +9,8 @@ import pytest
 
 __all__ = ["AVISO_SERVERS", "NATS_SERVERS", "aviso_server", "nats_cli", "nats_server", "pyaviso"]
 
-VARIABLE = "INTEROP_CACHE"
-"""Names the directory in which they are. A test does not have it: a configuration that is read there would take it for
-one of its own variables, and for one that is misspelled."""
-
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-_PLACE = Path(os.environ.get(VARIABLE) or _CACHE / "aviso-workers/interop")
+_PLACE = Path(os.environ.get("INTEROP_CACHE") or _CACHE / "aviso-workers/interop")
 
 
 def _versions(program: str) -> tuple[str, ...]:
