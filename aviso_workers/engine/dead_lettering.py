@@ -60,7 +60,7 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     sequence: int
     """Of the letter itself."""
     time: datetime
-    """When it was buried."""
+    """When it was stored."""
     app: str
     agent: str
     reason: str
@@ -239,7 +239,7 @@ def unwrap(retry: Message) -> tuple[Message, str]:
     try:
         return _original(retry, headers), headers["Aviso-Stream"]
     except (KeyError, UndecodableError):
-        return retry, RETRIES  # not written by us: it will not decode, and be buried with its bytes
+        return retry, RETRIES  # not written by us: it will not decode, and become a dead letter with its bytes
 
 
 def _without(headers: Mapping[str, str] | None, *prefixes: str) -> dict[str, str]:

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from aviso_workers import Notify
+from aviso_workers.config import Config
+from aviso_workers.engine.publishing import Publisher
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import writing
-from aviso_workers.spark.connecting import connected, load_config
+from aviso_workers.spark.connecting import Connection, connected, load_config
 from tests.waits import PATIENCE_SECONDS
 
 DEFAULT_ATTEMPTS, DEFAULT_ATTEMPTS_AT_START = 5, 3
@@ -40,10 +42,16 @@ def config(server: NatsServer, tmp_path: Path) -> str:
     return str(path)
 
 
+def publisher_of(connection: Connection, settings: Config) -> Publisher:
+    """What a task that writes publishes with."""
+    backend = connection.backend
+    return writing._publisher(backend, settings, writing._provisioner(backend, settings))
+
+
 def test_a_task_writes_on_when_its_server_was_away_for_more_than_the_default_attempts(server: NatsServer, config: str):
     settings = load_config(config)
     with connected(settings) as connection:
-        publisher = writing._publisher(connection.backend, settings)
+        publisher = publisher_of(connection, settings)
         assert connection.call(publisher.notify, Notify("mars", {"step": 1})).sequence == 1
 
         server.kill()
@@ -56,7 +64,7 @@ def test_a_task_that_begins_while_its_server_is_away_waits_for_it(server: NatsSe
     def write() -> int:
         settings = load_config(config)
         with connected(settings, patience_seconds=PATIENCE_SECONDS) as connection:
-            publisher = writing._publisher(connection.backend, settings)
+            publisher = publisher_of(connection, settings)
             return connection.call(publisher.notify, Notify("mars", {"step": 1})).sequence
 
     server.kill()
