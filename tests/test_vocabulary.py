@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import aviso_workers
 from aviso_workers.jetstream import error_codes
-from aviso_workers.jetstream.fields import CONSUMER, STREAM
+from aviso_workers.jetstream.fields import CONSUMER, STREAM, Field
+from aviso_workers.jetstream.info import ConsumerConfig, StreamConfig
 
 PACKAGE = Path(aviso_workers.__file__).parent
 VOCABULARY = PACKAGE / "jetstream"
@@ -45,3 +49,71 @@ def test_what_a_field_excludes_or_needs_is_in_the_table() -> None:
 
     assert others <= STREAM.keys()
     assert needed <= CONSUMER.keys()
+
+
+OF_ANSWERS = {
+    *("ack_floor", "cluster", "consumer_count", "consumer_seq", "delivered", "first_seq", "first_ts", "last_seq"),
+    *("last_ts", "num_ack_pending", "num_deleted", "num_pending", "num_redelivered", "num_waiting", "state"),
+    "stream_seq",
+}
+OF_CONFIGURATIONS = {"durable_name", "filter_subject"} | STREAM.keys() | CONSUMER.keys()
+SERVER_OF_ITS_OWN = PACKAGE / "backends" / "in_memory"
+"""What it indexes are its own configurations, and nobody's answers."""
+STILL_INDEXED = {
+    "aviso_workers/backends/jetstream/administering.py": 1,
+    "aviso_workers/backends/jetstream/snapshots.py": 1,
+    "aviso_workers/backends/jetstream/wire.py": 1,
+    "aviso_workers/cli/backing_up.py": 1,
+    "aviso_workers/ops/backups/archive.py": 3,
+    "aviso_workers/ops/backups/completing.py": 4,
+    "aviso_workers/ops/backups/creating.py": 4,
+    "aviso_workers/ops/backups/restoring.py": 1,
+    "aviso_workers/ops/backups/verifying.py": 5,
+    "aviso_workers/ops/copying.py": 1,
+    "aviso_workers/ops/moving.py": 6,
+    "aviso_workers/ops/stream_policy.py": 2,
+    "aviso_workers/spark/job_events.py": 1,
+}
+"""How often, what is left: the state and configuration of a snapshot, as the file of a backup has them, and requests.
+What is read in a further way goes through `jetstream.info`; these numbers only fall."""
+
+
+def indexed(node: ast.AST) -> tuple[ast.expr, object] | None:
+    """What is indexed by a text, and by which, where the expression does that."""
+    match node:
+        case ast.Subscript(value=inside, slice=ast.Constant(value=key), ctx=ast.Load()):
+            return inside, key
+        case ast.Call(func=ast.Attribute(value=inside, attr="get"), args=[ast.Constant(value=key), *_]):
+            return inside, key
+    return None
+
+
+def is_configuration(inside: ast.expr) -> bool:
+    match inside:
+        case ast.Name(id="config") | ast.Attribute(attr="config"):
+            return True
+        case ast.Subscript(slice=ast.Constant(value="config")) | ast.Subscript(value=ast.Name(id="configs")):
+            return True
+    return False
+
+
+def test_nobody_else_indexes_answers() -> None:
+    found = Counter(
+        place.rpartition(":")[0]
+        for place, node in expressions()
+        if SERVER_OF_ITS_OWN not in (ROOT / place).parents
+        and (at := indexed(node))
+        and (at[1] in OF_ANSWERS or (is_configuration(at[0]) and at[1] in OF_CONFIGURATIONS))
+    )
+
+    assert found == STILL_INDEXED
+
+
+@pytest.mark.parametrize(("config", "table"), [(StreamConfig, STREAM), (ConsumerConfig, CONSUMER)])
+def test_what_is_read_of_a_configuration_has_the_zero_value_of_the_table(
+    config: type[StreamConfig | ConsumerConfig], table: dict[str, Field]
+) -> None:
+    read = [name for name in vars(config)["__annotations__"] if not name.startswith("_")]
+
+    assert set(read) <= table.keys()
+    assert {name: getattr(config(), name) for name in read} == {name: table[name].zero for name in read}

@@ -29,7 +29,7 @@ from aviso_workers.clocks import Clock
 from aviso_workers.codec import Message
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError
-from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
+from aviso_workers.jetstream.info import ConsumerInfo, StreamConfig, StreamInfo
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.key_value import BulkKeyValue, Entry, KeyValue
 
@@ -140,8 +140,7 @@ class Heard(Struct, frozen=True, kw_only=True):
 class Snapshot(Struct, frozen=True, kw_only=True):
     """A stream as it is now, its consumers included, on its way to us."""
 
-    config: Mapping[str, Any]
-    """JetStream's stream configuration, whole."""
+    config: StreamConfig
     state: Mapping[str, Any]
     """JetStream's state of the stream when the snapshot began."""
     chunks: AsyncGenerator[bytes, None]

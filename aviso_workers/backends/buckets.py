@@ -11,7 +11,6 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any
 
 from msgspec import UNSET
 
@@ -20,6 +19,7 @@ from aviso_workers.codec import MARKER_HEADER, Message, store_time
 from aviso_workers.errors import ConflictError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes, metadata
 from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
+from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.key_value import Entry
 
@@ -75,13 +75,13 @@ async def open_bucket(
 class Bucket:
     """See `BulkKeyValue`."""
 
-    def __init__(self, backend: Backend, name: str, *, config: Mapping[str, Any]) -> None:
+    def __init__(self, backend: Backend, name: str, *, config: StreamConfig) -> None:
         self._backend = backend
         self._name = name
         self._stream = f"KV_{name}"
         self._prefix = f"$KV.{name}."
-        self._knows_ttl = bool(config.get("allow_msg_ttl"))
-        self._tells_ttl = bool(config.get("subject_delete_marker_ttl"))
+        self._knows_ttl = config.allow_msg_ttl
+        self._tells_ttl = config.subject_delete_marker_ttl > 0
         # What tells of a deletion goes some time later, so that a bucket does not grow by all keys there ever were.
         self._deletion = {**DELETED, TTL: _milliseconds(MARKER_SECONDS)} if self._knows_ttl else DELETED
 

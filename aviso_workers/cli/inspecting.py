@@ -14,6 +14,7 @@ from aviso_workers.cli.administering import streams
 from aviso_workers.cli.finding import ConfigOption, connected
 from aviso_workers.cli.printing import end_where_silent, print_json, print_table
 from aviso_workers.errors import DeclarationError
+from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops import inspecting, stream_policy
 from aviso_workers.ops.inspecting import Listed, StoredMessage
 
@@ -30,7 +31,7 @@ Consumer = Annotated[str, typer.Argument(metavar="CONSUMER", help="Its name.")]
 def ls(config: ConfigOption = None) -> None:
     """List all streams of the account, and whether the configuration has them; exit 1 where one does not answer."""
 
-    async def run(app: App) -> Listed:
+    async def run(app: App) -> Listed[StreamInfo]:
         configured = stream_policy.sections(app.config)
         listed = await inspecting.streams(app)
         print_table(
@@ -88,7 +89,7 @@ def get(
 def list_consumers(stream: Stream, config: ConfigOption = None) -> None:
     """List a stream's consumers, agents' included, and how far they have come; exit 1 where one does not answer."""
 
-    async def run(app: App) -> Listed:
+    async def run(app: App) -> Listed[ConsumerInfo]:
         listed = await inspecting.consumers(app, stream)
         print_table(
             ("consumer", "delivers", "ack", "pending", "unacknowledged", "redelivered", "ack floor", "state"),
@@ -121,38 +122,34 @@ def account_info(config: ConfigOption = None) -> None:
     connected(config, run)
 
 
-async def _print(answer: Awaitable[dict[str, Any]]) -> None:
-    print_json(await answer)
+async def _print(found: Awaitable[StreamInfo | ConsumerInfo]) -> None:
+    print_json((await found).answer)
 
 
-def _stream_row(stream: dict[str, Any], configured: dict[str, str]) -> tuple[str, ...]:
-    state, cluster = stream["state"], stream.get("cluster") or {}
-    name, copies = stream["config"]["name"], stream["config"]["num_replicas"]
-    numbers = (state["messages"], state["bytes"], state["first_seq"], state["last_seq"], state.get("num_deleted", 0))
+def _stream_row(stream: StreamInfo, configured: dict[str, str]) -> tuple[str, ...]:
+    numbers = (stream.messages, stream.bytes, stream.first_sequence, stream.last_sequence, stream.deleted)
     return (
-        name,
-        configured.get(name, "-"),
+        stream.name,
+        configured.get(stream.name, "-"),
         *map(str, numbers),
-        str(state["consumer_count"]),
-        cluster.get("leader", "-"),
-        str(copies),
+        str(stream.consumers),
+        stream.cluster.leader or "-",
+        str(stream.config.num_replicas),
     )
 
 
-def _consumer_row(consumer: dict[str, Any]) -> tuple[str, ...]:
-    settings = consumer["config"]
-    filters = [settings["filter_subject"]] if settings.get("filter_subject") else settings.get("filter_subjects") or ()
-    waiting = f"{consumer.get('num_waiting', 0)} pulls wait"
-    pushed = f"pushed to {settings.get('deliver_subject')}"
-    state = "paused" if consumer.get("paused") else pushed if settings.get("deliver_subject") else waiting
+def _consumer_row(consumer: ConsumerInfo) -> tuple[str, ...]:
+    waiting = f"{consumer.num_waiting} pulls wait"
+    pushed = f"pushed to {consumer.config.deliver_subject}"
+    state = "paused" if consumer.paused else waiting if consumer.pulled else pushed
     return (
-        consumer["name"],
-        ", ".join(filters) or "everything",
-        settings["ack_policy"],
-        str(consumer["num_pending"]),
-        str(consumer["num_ack_pending"]),
-        str(consumer["num_redelivered"]),
-        str(consumer["ack_floor"]["stream_seq"]),
+        consumer.name,
+        ", ".join(consumer.config.filters) or "everything",
+        consumer.config.ack_policy,
+        str(consumer.num_pending),
+        str(consumer.num_ack_pending),
+        str(consumer.num_redelivered),
+        str(consumer.ack_floor),
         state,
     )
 

@@ -45,8 +45,8 @@ def seal(stream: Stream, yes: Yes = False, config: ConfigOption = None) -> None:
     """Let nothing of a stream change any more, for good: nothing added, deleted or too old."""
 
     async def run(app: App) -> None:
-        state = (await inspecting.stream_info(app, stream))["state"]
-        typer.echo(f"{stream}: {state['messages']} messages would be kept as they are, and no other added, for good")
+        kept = (await inspecting.stream_info(app, stream)).messages
+        typer.echo(f"{stream}: {kept} messages would be kept as they are, and no other added, for good")
         confirm(yes, to="seal it")
         await operating.seal(app, stream)
         typer.echo(f"{stream}: sealed")
@@ -59,8 +59,8 @@ def remove(stream: Stream, yes: Yes = False, config: ConfigOption = None) -> Non
     """Remove a stream with its messages and its consumers."""
 
     async def run(app: App) -> None:
-        state = (await inspecting.stream_info(app, stream))["state"]
-        going = f"{state['messages']} messages and {state['consumer_count']} consumers"
+        found = await inspecting.stream_info(app, stream)
+        going = f"{found.messages} messages and {found.consumers} consumers"
         typer.echo(f"{stream}: the stream would be removed with {going}")
         confirm(yes, to="remove it")
         await operating.remove_stream(app, stream)
@@ -108,9 +108,9 @@ def remove_consumer(stream: Stream, consumer: Consumer, yes: Yes = False, config
     """Remove a consumer: how far it has come is forgotten."""
 
     async def run(app: App) -> None:
-        info = await inspecting.consumer_info(app, stream, consumer)
-        left = f"{info['num_pending'] + info['num_ack_pending']} messages before it"
-        typer.echo(f"{consumer} of {stream} would be removed, at {info['ack_floor']['stream_seq']}, with {left}")
+        found = await inspecting.consumer_info(app, stream, consumer)
+        left = f"{found.num_pending + found.num_ack_pending} messages before it"
+        typer.echo(f"{consumer} of {stream} would be removed, at {found.ack_floor}, with {left}")
         confirm(yes, to="remove it")
         await operating.remove_consumer(app, stream, consumer)
         typer.echo(f"{consumer}: removed")

@@ -70,11 +70,19 @@ class SourceConfig(Struct, frozen=True, kw_only=True):
     external: Mapping[str, str] | None = None
     filter_subject: str = ""
     subject_transforms: tuple[Mapping[str, str], ...] | None = None
+    opt_start_seq: int = 0
+    opt_start_time: datetime | None = None
 
     @property
     def api(self) -> str:
         """The prefix of the API where it is; empty in the same account."""
         return (self.external or {}).get("api", "")
+
+    @property
+    def left_out(self) -> str:
+        """The field by which only part of the origin is followed, or otherwise; empty where all of it is."""
+        parts = ("filter_subject", "subject_transforms", "opt_start_seq", "opt_start_time")
+        return next((field for field in parts if getattr(self, field)), "")
 
 
 class StreamConfig(_Config):
@@ -92,7 +100,9 @@ class StreamConfig(_Config):
     max_age: int
     max_msgs_per_subject: int
     duplicate_window: int
+    subject_delete_marker_ttl: int
     republish: Mapping[str, str] | None
+    allow_batched: bool
     allow_direct: bool
     allow_rollup_hdrs: bool
     allow_msg_ttl: bool
@@ -236,6 +246,11 @@ class StreamInfo(Struct, frozen=True, kw_only=True):
         return self.config.name
 
     @property
+    def created_text(self) -> str:
+        """When it was created, to the nanosecond, as its server writes it: two streams of one name differ in it."""
+        return str(self.answer["created"])
+
+    @property
     def origins(self) -> tuple[Source, ...]:
         return (self.mirror, *self.sources) if self.mirror else self.sources
 
@@ -298,6 +313,11 @@ class ConsumerInfo(Struct, frozen=True, kw_only=True):
     cluster: Cluster = Cluster()
     answer: Mapping[str, Any] = {}
     """As the server gave it, to be handed on; empty where there is no server."""
+
+    @property
+    def created_text(self) -> str:
+        """When it was created, to the nanosecond, as its server writes it: two of one name differ in it."""
+        return str(self.answer["created"])
 
     @property
     def paused(self) -> bool:

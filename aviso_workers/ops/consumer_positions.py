@@ -8,15 +8,16 @@ once, as always.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
 
 import anyio
 from msgspec import Struct, structs
 
 from aviso_workers.backends import Administration
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream import info
+from aviso_workers.jetstream.info import ConsumerInfo
 
 __all__ = ["Carried", "Place", "bring_on", "carry", "consumers", "remove"]
 
@@ -59,12 +60,12 @@ async def carry(source: Place, target: Place) -> list[Carried]:
     """
     replicas, last = await _replicas_and_last(target)
     listed, _ = await consumers(target)
-    present = {consumer["name"]: consumer for consumer in listed}
+    present = {consumer.name: consumer for consumer in listed}
     originals, silent = await consumers(source)
     carried = [
-        await _carry_one(consumer, present.get(consumer["name"]), target, replicas=replicas, last=last)
+        await _carry_one(consumer, present.get(consumer.name), target, replicas=replicas, last=last)
         for consumer in originals
-        if consumer["config"].get("durable_name")
+        if consumer.durable
     ]
     return carried + [
         Carried(consumer=name, next_sequence=0, delivered=0, made=False, refused=UNKNOWN) for name in silent
@@ -78,15 +79,15 @@ async def bring_on(source: Place, target: Place) -> int:
     """
     replicas, last = await _replicas_and_last(target)
     there, _ = await consumers(target)
-    floors = {consumer["name"]: consumer["ack_floor"]["stream_seq"] for consumer in there}
+    floors = {consumer.name: consumer.ack_floor for consumer in there}
     listed, silent = await consumers(source)
     if silent:
         raise UnavailableError(f"{source.stream}: consumer {silent[0]}: {UNKNOWN}")
-    originals = [consumer for consumer in listed if consumer["config"].get("durable_name")]
+    originals = [consumer for consumer in listed if consumer.durable]
     for consumer in originals:
-        if floors.get(consumer["name"]) == consumer["ack_floor"]["stream_seq"]:
+        if floors.get(consumer.name) == consumer.ack_floor:
             continue
-        await _delete(target, consumer["name"])
+        await _delete(target, consumer.name)
         await _make(consumer, target, replicas=replicas, last=last)
     return len(originals)
 
@@ -99,18 +100,18 @@ async def remove(target: Place, carried: Iterable[Carried]) -> None:
 
 
 async def _carry_one(
-    original: Mapping[str, Any], present: Mapping[str, Any] | None, target: Place, *, replicas: int, last: int
+    original: ConsumerInfo, present: ConsumerInfo | None, target: Place, *, replicas: int, last: int
 ) -> Carried:
-    name, next_sequence = original["name"], _next_sequence(original, last=last)
+    name, next_sequence = original.name, _next_sequence(original, last=last)
     carried = Carried(
         consumer=name,
         next_sequence=next_sequence,
-        delivered=original["delivered"]["stream_seq"],
-        has_readers=bool(original.get("num_waiting") or original.get("push_bound")),
+        delivered=original.position,
+        has_readers=bool(original.num_waiting or original.push_bound),
     )
     if present is not None:
-        if present["delivered"]["consumer_seq"] or present.get("num_waiting"):
-            return structs.replace(carried, made=False, next_sequence=present["ack_floor"]["stream_seq"] + 1)
+        if present.deliveries or present.num_waiting:
+            return structs.replace(carried, made=False, next_sequence=present.ack_floor + 1)
         await _delete(target, name)  # nobody was given anything by it, as where this is repeated
     try:
         await _make(original, target, replicas=replicas, last=last)
@@ -119,26 +120,26 @@ async def _carry_one(
     return carried
 
 
-def _next_sequence(original: Mapping[str, Any], *, last: int) -> int:
+def _next_sequence(original: ConsumerInfo, *, last: int) -> int:
     """Return where a consumer goes on in a stream that ends at `last`.
 
     The original has settled more where the newest messages of its stream were deleted; a mirror has never heard of
     their sequences, and gives them to other messages.
     """
-    return min(int(original["ack_floor"]["stream_seq"]), last) + 1
+    return min(original.ack_floor, last) + 1
 
 
-async def _make(original: Mapping[str, Any], target: Place, *, replicas: int, last: int) -> None:
+async def _make(original: ConsumerInfo, target: Place, *, replicas: int, last: int) -> None:
     """Make a consumer that begins after the ack floor of the original."""
-    config = {key: value for key, value in original["config"].items() if key not in STARTS}
+    config = {key: value for key, value in original.config.items() if key not in STARTS}
     config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": _next_sequence(original, last=last)}
-    config["num_replicas"] = min(config.get("num_replicas", 0), replicas)
+    config["num_replicas"] = min(original.config.num_replicas, replicas)
     request = {"stream_name": target.stream, "config": config, "action": "create"}
-    await target.server.api(f"CONSUMER.CREATE.{target.stream}.{original['name']}", request, prefix=target.api)
+    await target.server.api(f"CONSUMER.CREATE.{target.stream}.{original.name}", request, prefix=target.api)
 
 
-async def consumers(place: Place) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the consumers of a stream as JetStream tells of them, and the names of those that no server answers for.
+async def consumers(place: Place) -> tuple[list[ConsumerInfo], list[str]]:
+    """Return the consumers of a stream, and the names of those that no server answers for.
 
     The list of a cluster leaves out, without a word, a consumer that has no leader. Elections are waited for. Raises
     `BackendError`.
@@ -147,16 +148,17 @@ async def consumers(place: Place) -> tuple[list[dict[str, Any]], list[str]]:
     while True:
         names = await place.server.pages(f"CONSUMER.NAMES.{place.stream}", "consumers", prefix=place.api)
         listed = await place.server.pages(f"CONSUMER.LIST.{place.stream}", "consumers", prefix=place.api)
-        silent = sorted(set(names) - {each["name"] for each in listed})
+        found = [info.consumer(each) for each in listed]
+        silent = sorted(set(names) - {each.name for each in found})
         if not silent or anyio.current_time() > until:
-            return listed, silent
+            return found, silent
         await anyio.sleep(LOOK_SECONDS)
 
 
 async def _replicas_and_last(place: Place) -> tuple[int, int]:
     """Return how many replicas a stream has, and its last sequence."""
-    info = await place.server.api(f"STREAM.INFO.{place.stream}", prefix=place.api)
-    return info["config"]["num_replicas"], info["state"]["last_seq"]
+    found = info.stream(await place.server.api(f"STREAM.INFO.{place.stream}", prefix=place.api))
+    return found.config.num_replicas, found.last_sequence
 
 
 async def _delete(place: Place, consumer: str) -> None:

@@ -20,7 +20,8 @@ from msgspec import Struct, structs
 from aviso_workers.app import App
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackupError, NotFoundError
-from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream import info, metadata
+from aviso_workers.jetstream.info import StreamConfig, StreamInfo
 from aviso_workers.jetstream.metadata import FENCED
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Drill, Progress, Restored
@@ -88,25 +89,25 @@ async def copy(
             target,
             backup,
             name=name,
-            config=_held_back(backup.config, created=original["created"]) if is_moved else None,
+            config=_held_back(backup.config, created=original.created_text) if is_moved else None,
             storage=storage,
             replicas=replicas,
             progress=progress,
         )
     compared = Drill(backup=before, restored=await backups.read_back(_server(target), restored.stream))
     now = await info_of(source, stream)
-    if now["created"] != original["created"]:
+    if now.created_text != original.created_text:
         raise BackupError(f"{stream} was deleted and made again while it was copied: the copy is of what it was before")
     copied = Copied(
         restored=restored,
         compared=compared,
-        meanwhile=now["state"]["last_seq"] - before.state["last_seq"],
+        meanwhile=now.last_sequence - before.state["last_seq"],
         subjects=(),
-        original_is_fenced=is_fenced(now["config"]),
+        original_is_fenced=is_fenced(now.config),
     )
     if not (is_moved and copied.whole) or (keep_fenced and not copied.original_is_fenced):
         return copied
-    return structs.replace(copied, subjects=await release(target, stream, now["config"]))
+    return structs.replace(copied, subjects=await release(target, stream, now.config))
 
 
 async def release(target: App, stream: str, original: Mapping[str, Any]) -> tuple[str, ...]:
@@ -114,11 +115,13 @@ async def release(target: App, stream: str, original: Mapping[str, Any]) -> tupl
 
     Raises `BackendError`.
     """
-    copy_config = (await info_of(target, stream))["config"]
+    copy_config = (await info_of(target, stream)).config
     subjects = subjects_of(original)
     config = {key: value for key, value in original.items() if key not in OF_THE_COPY}
     config |= {key: copy_config[key] for key in OF_THE_COPY if key in copy_config}
-    config["metadata"] = {key: value for key, value in _metadata(original).items() if key not in (FENCED, COPY_OF)}
+    config["metadata"] = {
+        key: value for key, value in StreamConfig(original).metadata.items() if key not in (FENCED, COPY_OF)
+    }
     if subjects:
         config["subjects"] = list(subjects)
     await _server(target).api(f"STREAM.UPDATE.{stream}", config)
@@ -127,16 +130,16 @@ async def release(target: App, stream: str, original: Mapping[str, Any]) -> tupl
 
 def subjects_of(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the subjects of a stream, also of one that is fenced."""
-    return tuple(_metadata(config)[FENCED].split() if is_fenced(config) else config.get("subjects") or ())
+    return tuple(StreamConfig(config).metadata[FENCED].split() if is_fenced(config) else StreamConfig(config).subjects)
 
 
 def is_fenced(config: Mapping[str, Any]) -> bool:
-    return FENCED in _metadata(config)
+    return FENCED in StreamConfig(config).metadata
 
 
-async def info_of(app: App, stream: str) -> dict[str, Any]:
-    """Return JetStream's info of a stream. Raises `NotFoundError`."""
-    return await _server(app).api(f"STREAM.INFO.{stream}")
+async def info_of(app: App, stream: str) -> StreamInfo:
+    """Raises `NotFoundError`."""
+    return info.stream(await _server(app).api(f"STREAM.INFO.{stream}"))
 
 
 def _server(app: App) -> Administration:
@@ -149,20 +152,16 @@ def _held_back(config: Mapping[str, Any], *, created: str) -> dict[str, Any]:
     subjects = subjects_of(config)
     if not subjects:
         return held
-    metadata = {**_metadata(config), FENCED: " ".join(subjects), COPY_OF: created}
+    metadata = {**StreamConfig(config).metadata, FENCED: " ".join(subjects), COPY_OF: created}
     held["subject_delete_marker_ttl"] = 0  # else it would store markers of its own
-    return held | OFF | NO_LIMITS | {"subjects": [f"{NOWHERE}.{config['name']}"], "metadata": metadata}
-
-
-def _metadata(config: Mapping[str, Any]) -> Mapping[str, str]:
-    return config.get("metadata") or {}
+    return held | OFF | NO_LIMITS | {"subjects": [f"{NOWHERE}.{StreamConfig(config).name}"], "metadata": metadata}
 
 
 async def _require_no_copy(target: App, stream: str) -> None:
     """Raise `BackupError` where there is a copy that is not whole, and not only part of one that was restored."""
     try:
-        config = (await info_of(target, stream))["config"]
+        config = (await info_of(target, stream)).config
     except NotFoundError:
         return
-    if COPY_OF in _metadata(config) and not metadata.is_unfinished(config):
+    if COPY_OF in StreamConfig(config).metadata and not metadata.is_unfinished(config):
         raise BackupError(f"{stream} there is a copy that is not whole: --follow carries on from it, or delete it")

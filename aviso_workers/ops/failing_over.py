@@ -18,6 +18,8 @@ from aviso_workers.app import App
 from aviso_workers.backends import Administration, Backend
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError
+from aviso_workers.jetstream import info
+from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops import promotion
 from aviso_workers.ops.promotion import Promotion
 
@@ -67,18 +69,18 @@ async def rehearse(app: App, *, origin_api: str = "", messages: int = 1000) -> D
             await publishing.half.wait()
             try:
                 promoted = await promotion.promote(app, mirror)
-                fenced = await _state(server, ORIGIN, api=origin_api)
+                fenced = await _info(server, ORIGIN, api=origin_api)
             except BackendError as error:
                 failure = error
                 tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
-        left = await _state(server, ORIGIN, api=origin_api)
+        left = await _info(server, ORIGIN, api=origin_api)
         return Drill(
             promotion=promoted,
             published=messages,
-            stored=(await _state(server, mirror))["messages"],
-            after_fence=left["last_seq"] - fenced["last_seq"],
+            stored=(await _info(server, mirror)).messages,
+            after_fence=left.last_sequence - fenced.last_sequence,
             silent_seconds=publishing.longest_silence,
         )
 
@@ -124,6 +126,5 @@ async def _scratch(server: Administration, name: str, config: dict[str, Any], *,
             await server.api(f"STREAM.DELETE.{name}", prefix=api)
 
 
-async def _state(server: Administration, stream: str, *, api: str = "") -> dict[str, Any]:
-    state: dict[str, Any] = (await server.api(f"STREAM.INFO.{stream}", prefix=api))["state"]
-    return state
+async def _info(server: Administration, stream: str, *, api: str = "") -> StreamInfo:
+    return info.stream(await server.api(f"STREAM.INFO.{stream}", prefix=api))

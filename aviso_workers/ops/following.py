@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import Any
 
 import anyio
 from msgspec import Struct
@@ -31,6 +30,7 @@ from aviso_workers.errors import (
     UnavailableError,
 )
 from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream.info import StreamConfig, StreamInfo
 from aviso_workers.ops import consumer_positions, copying, stream_pairs
 from aviso_workers.ops.consumer_positions import Place
 from aviso_workers.ops.mirroring import COPY_OF, NOWHERE
@@ -75,27 +75,27 @@ class Followed(Struct, frozen=True, kw_only=True):
 async def is_begun(source: App, target: App, stream: str) -> bool:
     """Return whether there is a copy of this stream that is not whole. Raises `BackupError` where it is of another."""
     try:
-        config = (await copying.info_of(target, stream))["config"]
+        config = (await copying.info_of(target, stream)).config
     except NotFoundError:
         return False
-    copy_of = (config.get("metadata") or {}).get(COPY_OF)
+    copy_of = config.metadata.get(COPY_OF)
     if copy_of is None or metadata.is_unfinished(config):
         return False  # a restore that was interrupted is replaced, and anything else refused, by a copy
     original = await copying.info_of(source, stream)
-    if copy_of != original["created"]:
+    if copy_of != original.created_text:
         raise BackupError(
             f"{stream} there is a copy of a stream that was created at {copy_of}, and this one was created at "
-            f"{original['created']}: delete that copy to begin anew"
+            f"{original.created_text}: delete that copy to begin anew"
         )
     return True
 
 
-def _require_fit(config: Mapping[str, Any]) -> None:
+def _require_fit(config: StreamConfig) -> None:
     """Raise `BackupError` where messages of such a stream cannot be appended to a copy one by one."""
-    if config.get("retention", "limits") != "limits":
-        raise BackupError(f"{config['name']} has retention {config['retention']}: fence it, and copy it as a whole")
+    if config.retention != "limits":
+        raise BackupError(f"{config.name} has retention {config.retention}: fence it, and copy it as a whole")
     if found := [field for field in UNFIT if config.get(field)]:
-        raise BackupError(f"{config['name']} has {', '.join(found)}: fence it, and copy it as a whole")
+        raise BackupError(f"{config.name} has {', '.join(found)}: fence it, and copy it as a whole")
 
 
 async def follow(source: App, target: App, stream: str, *, on_progress: Callable[[int, int], None]) -> Followed:
@@ -108,18 +108,18 @@ async def follow(source: App, target: App, stream: str, *, on_progress: Callable
     following = _Following(source, target, stream)
     await following.open()
     original = await following.original()
-    _require_fit(original["config"])
+    _require_fit(original.config)
     told = -TELL_SECONDS
     while True:
-        last = original["state"]["last_seq"]
+        last = original.last_sequence
         if await following.catch_up(last) and anyio.current_time() >= told + TELL_SECONDS:
             told = anyio.current_time()
             on_progress(following.appended, last)
         now = await following.original()
         # What was on its way when it was fenced may be stored a moment later, so it is asked twice.
-        if copying.is_fenced(original["config"]) and now["state"]["last_seq"] == last:
-            return await following.finish(now["config"], last)
-        if now["state"]["last_seq"] == last:
+        if copying.is_fenced(original.config) and now.last_sequence == last:
+            return await following.finish(now.config, last)
+        if now.last_sequence == last:
             await anyio.sleep(LOOK_SECONDS)
             now = await following.original()
         original = now
@@ -141,22 +141,22 @@ class _Following:
     async def open(self) -> None:
         """Let the copy take what is appended."""
         config = await self._unfinished()
-        self._copy_of = config["metadata"][COPY_OF]
+        self._copy_of = config.metadata[COPY_OF]
         subject = f"{NOWHERE}.{self._stream}.>"
         transform = {"src": subject, "dest": ">"}
         await self._server.api(
             f"STREAM.UPDATE.{self._stream}", config | {"subjects": [subject], "subject_transform": transform}
         )
 
-    async def original(self) -> dict[str, Any]:
+    async def original(self) -> StreamInfo:
         """Return the info of the original. Raises `BackupError` where that was deleted and made again."""
-        info = await copying.info_of(self._source, self._stream)
-        if info["created"] != self._copy_of:
+        found = await copying.info_of(self._source, self._stream)
+        if found.created_text != self._copy_of:
             raise BackupError(
-                f"{self._stream} was deleted and made again at {info['created']}: the copy there is of the one of "
+                f"{self._stream} was deleted and made again at {found.created_text}: the copy there is of the one of "
                 f"{self._copy_of} and stays as it is"
             )
-        return info
+        return found
 
     async def catch_up(self, last: int) -> bool:
         """Append up to this sequence of the original's; returns whether anything was missing."""
@@ -174,11 +174,11 @@ class _Following:
                 if failures == MOST_TRIES:
                     raise
                 await anyio.sleep(LOOK_SECONDS)
-        if at > last and at > (await self.original())["state"]["last_seq"]:
+        if at > last and at > (await self.original()).last_sequence:
             raise BackupError(f"{self._stream} ends at {last}, and its copy at {at}: it is a copy of something else")
         return before < last
 
-    async def finish(self, original: Mapping[str, Any], last: int) -> Followed:
+    async def finish(self, original: StreamConfig, last: int) -> Followed:
         """Compare, and let the copy take publishes."""
         await self._remove_fillers()
         messages, deleted = await self._compare(last)
@@ -196,16 +196,16 @@ class _Following:
             consumers=consumers,
         )
 
-    async def _unfinished(self) -> dict[str, Any]:
+    async def _unfinished(self) -> StreamConfig:
         """Return the configuration of the copy. Raises `BackupError` where it takes publishes, as when two commands
         follow and the other one has ended: its consumers are at work then."""
-        config: dict[str, Any] = (await copying.info_of(self._target, self._stream))["config"]
-        if COPY_OF not in (config.get("metadata") or {}):
+        config = (await copying.info_of(self._target, self._stream)).config
+        if COPY_OF not in config.metadata:
             raise BackupError(f"{self._stream}: the copy has taken its place already, by another command")
         return config
 
     async def _append_after(self, at: int, last: int) -> None:
-        first = (await self.original())["state"]["first_seq"]
+        first = (await self.original()).first_sequence
         if first > at + 1:  # nothing of what the copy has is there any more
             await self._server.api(f"STREAM.PURGE.{self._stream}", {"seq": first})
             return
@@ -264,7 +264,7 @@ class _Following:
         return Outgoing(filler, "", self._stream)
 
     async def _last(self) -> int:
-        return int((await copying.info_of(self._target, self._stream))["state"]["last_seq"])
+        return (await copying.info_of(self._target, self._stream)).last_sequence
 
     async def _compare(self, last: int) -> tuple[int, int]:
         """Return how many messages both have, and how many were deleted in the copy. Raises `BackupError`."""

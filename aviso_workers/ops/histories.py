@@ -23,7 +23,8 @@ from msgspec import Struct
 
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackendError, NotFoundError
-from aviso_workers.jetstream import error_codes
+from aviso_workers.jetstream import error_codes, info
+from aviso_workers.jetstream.info import StreamInfo
 
 __all__ = ["Comparison", "compare", "next_sequence"]
 
@@ -60,16 +61,17 @@ class Comparison(Struct, frozen=True, kw_only=True):
 class _Stream:
     """A stream wherever it is, and its state when it was asked for."""
 
-    def __init__(self, server: Administration, info: Mapping[str, Any], *, api: str) -> None:
+    def __init__(self, server: Administration, found: StreamInfo, *, api: str) -> None:
         self._server = server
         self._api = api
-        self.name: str = info["config"]["name"]
-        self.config: Mapping[str, Any] = info["config"]
-        self.created = _time(info["created"])
-        self.asked = _time(info["ts"])
-        self.messages: int = info["state"]["messages"]
-        self.first: int = info["state"]["first_seq"]
-        self.last: int = info["state"]["last_seq"]
+        self.name = found.name
+        self.config = found.config
+        assert found.created is not None  # a server always tells
+        self.created = found.created
+        self.asked = found.time
+        self.messages = found.messages
+        self.first = found.first_sequence
+        self.last = found.last_sequence
 
     async def at(self, sequence: int) -> Found | None:
         return await self._get({"seq": sequence})
@@ -105,10 +107,10 @@ async def compare(server: Administration, mirror: str, origin: str, *, api: str,
 
     It takes some tens of requests for one message each. Raises `BackendError`.
     """
-    here = _Stream(server, await server.api(f"STREAM.INFO.{mirror}"), api="")
+    here = _Stream(server, info.stream(await server.api(f"STREAM.INFO.{mirror}")), api="")
     # Asked for later, so that an origin that lives is never behind its mirror.
-    info = await server.api(f"STREAM.INFO.{origin}", prefix=api, timeout_seconds=timeout_seconds)
-    there = _Stream(server, info, api=api)
+    answer = await server.api(f"STREAM.INFO.{origin}", prefix=api, timeout_seconds=timeout_seconds)
+    there = _Stream(server, info.stream(answer), api=api)
     if here.last > there.last:
         return Comparison(
             trouble=f"the origin {origin} was made again or restored from a backup: it ends at {there.last}, and its "

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from base64 import b64decode
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Generic, TypeVar
 
 from msgspec import Struct, json
 
 from aviso_workers.app import App
 from aviso_workers.errors import NotFoundError, RefusedError
-from aviso_workers.jetstream import error_codes
+from aviso_workers.jetstream import error_codes, info
+from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 
 __all__ = [
     "Gaps",
@@ -68,40 +69,42 @@ class Use(Struct, frozen=True, kw_only=True):
     limit: int
 
 
-class Listed(Struct, frozen=True, kw_only=True):
+T = TypeVar("T", StreamInfo, ConsumerInfo)
+
+
+class Listed(Struct, Generic[T], frozen=True, kw_only=True):
     """What JetStream lists. A cluster leaves out what no server answers for: the only one that has it may be down."""
 
-    found: list[dict[str, Any]]
-    """As JetStream tells of it, by name."""
+    found: list[T]
+    """By name."""
     silent: list[str]
     """The names of those that were left out."""
 
 
-async def streams(app: App) -> Listed:
+async def streams(app: App) -> Listed[StreamInfo]:
     """All streams of the account. Raises `BackendError`."""
     server = app.session.backend.administration()
     names = await server.pages("STREAM.NAMES", "streams")
-    found = {stream["config"]["name"]: stream for stream in await server.pages("STREAM.LIST", "streams")}
-    return _listed(names, found)
+    return _listed(names, map(info.stream, await server.pages("STREAM.LIST", "streams")))
 
 
-async def stream_info(app: App, stream: str) -> dict[str, Any]:
+async def stream_info(app: App, stream: str) -> StreamInfo:
     """Raises `NotFoundError`."""
-    return await app.session.backend.administration().api(f"STREAM.INFO.{stream}")
+    return info.stream(await app.session.backend.administration().api(f"STREAM.INFO.{stream}"))
 
 
 async def gaps(app: App, stream: str) -> Gaps:
     """Raises `NotFoundError`."""
     details = {"deleted_details": True}
     api = app.session.backend.administration().api
-    state = (await api(f"STREAM.INFO.{stream}", details, timeout_seconds=DETAILS_SECONDS))["state"]
+    found = info.stream(await api(f"STREAM.INFO.{stream}", details, timeout_seconds=DETAILS_SECONDS))
     return Gaps(
-        first=state["first_seq"],
-        last=state["last_seq"],
-        messages=state["messages"],
-        deleted=state.get("num_deleted", 0),
-        ranges=list(_ranges(state.get("deleted") or ())),
-        lost=len((state.get("lost") or {}).get("msgs") or ()),
+        first=found.first_sequence,
+        last=found.last_sequence,
+        messages=found.messages,
+        deleted=found.deleted,
+        ranges=list(_ranges(found.deleted_sequences)),
+        lost=len((found.lost and found.lost.msgs) or ()),
     )
 
 
@@ -140,8 +143,7 @@ async def direct_message(
 
     Raises `NotFoundError`, and `RefusedError` where the stream's `allow_direct` is off.
     """
-    info = await stream_info(app, stream)
-    if not info["config"].get("allow_direct"):
+    if not (await stream_info(app, stream)).config.allow_direct:
         raise RefusedError(f"stream {stream} answers nobody directly: set allow_direct, or ask its leader")
     administration = app.session.backend.administration()
     base = f"{administration.api_prefix}.DIRECT.GET.{stream}"
@@ -161,40 +163,37 @@ async def direct_message(
     )
 
 
-async def consumers(app: App, stream: str) -> Listed:
+async def consumers(app: App, stream: str) -> Listed[ConsumerInfo]:
     """All consumers of a stream. Raises `NotFoundError`."""
     server = app.session.backend.administration()
     names = await server.pages(f"CONSUMER.NAMES.{stream}", "consumers")
-    found = {consumer["name"]: consumer for consumer in await server.pages(f"CONSUMER.LIST.{stream}", "consumers")}
-    return _listed(names, found)
+    return _listed(names, map(info.consumer, await server.pages(f"CONSUMER.LIST.{stream}", "consumers")))
 
 
-def _listed(names: Iterable[str], found: dict[str, dict[str, Any]]) -> Listed:
+def _listed(names: Iterable[str], listed: Iterable[T]) -> Listed[T]:
+    found = {each.name: each for each in listed}
     return Listed(found=[found[name] for name in sorted(found)], silent=sorted(set(names) - found.keys()))
 
 
-async def consumer_info(app: App, stream: str, consumer: str) -> dict[str, Any]:
+async def consumer_info(app: App, stream: str, consumer: str) -> ConsumerInfo:
     """Raises `NotFoundError`."""
-    return await app.session.backend.administration().api(f"CONSUMER.INFO.{stream}.{consumer}")
+    return info.consumer(await app.session.backend.administration().api(f"CONSUMER.INFO.{stream}.{consumer}"))
 
 
 async def account(app: App) -> list[Use]:
     """What the account uses of JetStream, and of each tier where it has some. Raises `BackendError`."""
-    info = await app.session.backend.administration().api("INFO")
-    tiers: dict[str, Any] = info.get("tiers") or {}
-    uses = list(_uses(info, of="")) if not tiers else []
-    for tier, inside in tiers.items():
+    found = info.account(await app.session.backend.administration().api("INFO"))
+    uses = list(_uses(found, of="")) if not found.tiers else []
+    for tier, inside in (found.tiers or {}).items():
         uses += _uses(inside, of=f" of {tier}")
-    api = info["api"]
     return [
         *uses,
-        Use(what="requests to the API", used=api["total"], limit=-1),
-        Use(what="of which failed", used=api["errors"], limit=-1),
+        Use(what="requests to the API", used=found.api.total, limit=-1),
+        Use(what="of which failed", used=found.api.errors, limit=-1),
     ]
 
 
-def _uses(info: dict[str, Any], *, of: str) -> Iterator[Use]:
-    limits = info["limits"]
+def _uses(found: info.Use, *, of: str) -> Iterator[Use]:
     for what, used, limit in (
         ("bytes in memory", "memory", "max_memory"),
         ("bytes on disk", "storage", "max_storage"),
@@ -203,7 +202,7 @@ def _uses(info: dict[str, Any], *, of: str) -> Iterator[Use]:
         ("streams", "streams", "max_streams"),
         ("consumers", "consumers", "max_consumers"),
     ):
-        yield Use(what=f"{what}{of}", used=info.get(used, 0), limit=limits[limit])
+        yield Use(what=f"{what}{of}", used=getattr(found, used), limit=getattr(found.limits, limit))
 
 
 def _ranges(sequences: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -9,8 +9,7 @@ reconciles streams leaves a fenced one alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import anyio
 from msgspec import Struct, structs
@@ -18,6 +17,8 @@ from msgspec import Struct, structs
 from aviso_workers.app import App
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream import info
+from aviso_workers.jetstream.info import Source, StreamInfo
 from aviso_workers.jetstream.metadata import FENCED
 from aviso_workers.ops import histories
 
@@ -31,7 +32,6 @@ __all__ = [
     "Mirrors",
     "fence",
     "unfence",
-    "what_is_left_out",
 ]
 
 STALE_SECONDS = 30.0
@@ -89,7 +89,8 @@ class Mirrors:
 
     async def links(self) -> list[Link]:
         """All streams of the account that follow another one, or did until they were promoted."""
-        links = [link for stream in await self._server.pages("STREAM.LIST", "streams") for link in _links(stream)]
+        listed = await self._server.pages("STREAM.LIST", "streams")
+        links = [link for stream in map(info.stream, listed) for link in _links(stream)]
 
         async def judge(index: int) -> None:
             try:
@@ -129,8 +130,9 @@ class Mirrors:
         )
 
     async def _promoted(self, link: Link) -> Link:
-        info = await self._server.api(f"STREAM.INFO.{link.origin}", prefix=link.api, timeout_seconds=ORIGIN_SECONDS)
-        if FENCED in (info["config"].get("metadata") or {}) or info["config"].get("mirror"):
+        answer = await self._server.api(f"STREAM.INFO.{link.origin}", prefix=link.api, timeout_seconds=ORIGIN_SECONDS)
+        config = info.stream(answer).config
+        if FENCED in config.metadata or config.mirror:
             return link
         fence = f"`aviso-workers mirror fence {link.origin} --api '{link.api}'`"
         return structs.replace(link, trouble=f"{link.origin} is back and takes publishes: {fence}")
@@ -141,17 +143,16 @@ async def fence(server: Administration, stream: str, *, api: str = "") -> Fenced
 
     Raises `BackendError`.
     """
-    info = await server.api(f"STREAM.INFO.{stream}", prefix=api, timeout_seconds=ORIGIN_SECONDS)
-    config = info["config"]
-    metadata = config.get("metadata") or {}
+    found = info.stream(await server.api(f"STREAM.INFO.{stream}", prefix=api, timeout_seconds=ORIGIN_SECONDS))
+    metadata, subjects = found.config.metadata, found.config.subjects
     before = FENCED in metadata
     if not before:
-        if not config.get("subjects"):
+        if not subjects:
             raise RefusedError(f"{stream} has no subjects of its own, so there is nothing to fence")
-        metadata = {**metadata, FENCED: " ".join(config["subjects"])}
-        config = {**config, "subjects": [f"{NOWHERE}.{stream}"], "metadata": metadata}
-        info = await server.api(f"STREAM.UPDATE.{stream}", config, prefix=api)
-    return Fenced(subjects=tuple(metadata[FENCED].split()), last_sequence=info["state"]["last_seq"], before=before)
+        metadata = {**metadata, FENCED: " ".join(subjects)}
+        config = {**found.config, "subjects": [f"{NOWHERE}.{stream}"], "metadata": metadata}
+        found = info.stream(await server.api(f"STREAM.UPDATE.{stream}", config, prefix=api))
+    return Fenced(subjects=tuple(metadata[FENCED].split()), last_sequence=found.last_sequence, before=before)
 
 
 async def unfence(server: Administration, stream: str, *, api: str = "") -> tuple[str, ...]:
@@ -159,8 +160,8 @@ async def unfence(server: Administration, stream: str, *, api: str = "") -> tupl
 
     Raises `RefusedError` where it is not fenced.
     """
-    config = (await server.api(f"STREAM.INFO.{stream}", prefix=api))["config"]
-    metadata = dict(config.get("metadata") or {})
+    config = info.stream(await server.api(f"STREAM.INFO.{stream}", prefix=api)).config
+    metadata = dict(config.metadata)
     if FENCED not in metadata:
         raise RefusedError(f"{stream} is not fenced")
     subjects = metadata.pop(FENCED).split()
@@ -170,39 +171,32 @@ async def unfence(server: Administration, stream: str, *, api: str = "") -> tupl
     return tuple(subjects)
 
 
-def what_is_left_out(mirror: Mapping[str, Any]) -> str:
-    """Return the field by which a stream mirrors only part of its origin, or otherwise; empty where it mirrors all."""
-    parts = ("filter_subject", "subject_transforms", "opt_start_seq", "opt_start_time")
-    return next((field for field in parts if mirror.get(field)), "")
-
-
-def _links(stream: Mapping[str, Any]) -> Iterator[Link]:
-    config = stream["config"]
-    if mirror := stream.get("mirror"):
-        whole = not what_is_left_out(config.get("mirror") or {})
-        yield structs.replace(_link(config["name"], "mirror", mirror), whole=whole)
-    for source in stream.get("sources") or ():
-        yield _link(config["name"], "source", source)
-    metadata = config.get("metadata") or {}
+def _links(stream: StreamInfo) -> Iterator[Link]:
+    if stream.mirror:
+        declared = stream.config.mirror
+        whole = declared is None or not declared.left_out
+        yield structs.replace(_link(stream.name, "mirror", stream.mirror), whole=whole)
+    for source in stream.sources:
+        yield _link(stream.name, "source", source)
+    metadata = stream.config.metadata
     if (promoted := metadata.get(PROMOTED)) and FENCED not in metadata:  # else another stream has taken its place
         api, origin, *_ = promoted.split(" ")
-        yield Link(stream=config["name"], origin=origin, relation="promoted", api=api)
+        yield Link(stream=stream.name, origin=origin, relation="promoted", api=api)
 
 
-def _link(stream: str, relation: str, found: Mapping[str, Any]) -> Link:
-    active = found.get("active", -1)
-    active_seconds = active / 1e9 if active >= 0 else None
-    trouble = (found.get("error") or {}).get("description", "")
+def _link(stream: str, relation: str, found: Source) -> Link:
+    active_seconds = found.active / 1e9 if found.active >= 0 else None
+    trouble = found.trouble
     if active_seconds is None:
         trouble = trouble or "it has never heard of its origin"
     elif active_seconds > STALE_SECONDS:
         trouble = trouble or f"it has heard nothing for {active_seconds:.0f} s, whatever its lag says"
     return Link(
         stream=stream,
-        origin=found["name"],
+        origin=found.name,
         relation=relation,
-        api=(found.get("external") or {}).get("api", ""),
-        lag=found.get("lag", 0),
+        api=found.api,
+        lag=found.lag,
         active_seconds=active_seconds,
         trouble=trouble,
     )

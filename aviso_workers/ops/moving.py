@@ -24,7 +24,8 @@ from msgspec import Struct, structs
 
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackendError, BackupError, NotFoundError
-from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream import info, metadata
+from aviso_workers.jetstream.info import Cluster, StreamConfig
 from aviso_workers.ops import consumer_positions
 from aviso_workers.ops.backups import Contents, Drill, archive, read_back
 from aviso_workers.ops.backups.s2 import MalformedError
@@ -82,8 +83,8 @@ async def _configs(server: Administration) -> dict[str, Mapping[str, Any]]:
     configs: dict[str, Mapping[str, Any]] = {}
 
     async def are_all_told() -> bool:
-        listed = await server.pages("STREAM.LIST", "streams")
-        configs.update({each["config"]["name"]: each["config"] for each in listed})
+        listed = map(info.stream, await server.pages("STREAM.LIST", "streams"))
+        configs.update({each.name: each.config for each in listed})
         return configs.keys() >= set(await server.pages("STREAM.NAMES", "streams"))
 
     if not await _until(are_all_told, seconds=LEADERS_SECONDS):
@@ -101,7 +102,8 @@ def _mirrors_above(name: str, configs: Mapping[str, Mapping[str, Any]]) -> int:
 
 
 def _origin(config: Mapping[str, Any]) -> str:
-    return str((config.get("mirror") or {}).get("name", ""))
+    mirror = StreamConfig(config).mirror
+    return mirror.name if mirror else ""
 
 
 async def _move(source: Administration, target: Administration, stream: str) -> Moved:
@@ -132,7 +134,7 @@ async def _move(source: Administration, target: Administration, stream: str) -> 
     return Moved(
         stream=stream,
         messages=sent.messages,
-        on_disk=config["storage"] == "file",
+        on_disk=config.storage == "file",
         consumers=tuple(consumers),
         consumers_on_disk=tuple(name for name, each in consumers.items() if not each.get("mem_storage")),
         delivered_again=await _delivered_again(source, stream, sent),
@@ -141,8 +143,8 @@ async def _move(source: Administration, target: Administration, stream: str) -> 
 
 async def _delivered_again(source: Administration, stream: str, sent: Contents) -> dict[str, int]:
     delivered = {
-        each["name"]: each["delivered"]["consumer_seq"]
-        for each in await source.pages(f"CONSUMER.LIST.{stream}", "consumers")
+        each.name: each.deliveries
+        for each in map(info.consumer, await source.pages(f"CONSUMER.LIST.{stream}", "consumers"))
     }
     told = {name: state["delivered"]["consumer_seq"] for name, state in sent.consumers.items()}
     return {name: count - told[name] for name, count in delivered.items() if count > told.get(name, count)}
@@ -170,21 +172,21 @@ async def _has_consumers(server: Administration, stream: str, names: Set[str]) -
 
 async def _are_current(server: Administration, stream: str) -> bool:
     listed, silent = await consumer_positions.consumers(Place(server=server, stream=stream))
-    infos = (await server.api(f"STREAM.INFO.{stream}"), *listed)
-    return not silent and all(_is_current(each.get("cluster") or {}) for each in infos)
+    found = info.stream(await server.api(f"STREAM.INFO.{stream}"))
+    return not silent and all(map(_is_current, (found.cluster, *(each.cluster for each in listed))))
 
 
-def _is_current(group: Mapping[str, Any]) -> bool:
+def _is_current(group: Cluster) -> bool:
     """Whether all servers of a stream or a consumer are, as JetStream tells them; of one server, it tells nothing."""
-    return all(replica.get("current") and not replica.get("lag") for replica in group.get("replicas") or ())
+    return all(replica.current and not replica.lag for replica in group.followers)
 
 
-async def _transfer(source: Administration, target: Administration, stream: str) -> tuple[Mapping[str, Any], Contents]:
+async def _transfer(source: Administration, target: Administration, stream: str) -> tuple[StreamConfig, Contents]:
     """Restore a stream on the target while the source sends it; return its configuration, and what was sent."""
     async with (
         source.snapshot(stream) as snapshot,
         aclosing(snapshot.chunks) as chunks,
-        _Reading(in_memory=snapshot.config.get("storage") == "memory") as reading,
+        _Reading(in_memory=snapshot.config.storage == "memory") as reading,
     ):
         pieces = _Pieces(chunks)
 
@@ -195,7 +197,7 @@ async def _transfer(source: Administration, target: Administration, stream: str)
 
         await target.restore(dict(snapshot.config) | UNTIL_COMPARED, snapshot.state, read=read)
         sent = await reading.contents()
-    may_lose = snapshot.config.get("max_age") or snapshot.config.get("allow_msg_ttl")
+    may_lose = snapshot.config.max_age or snapshot.config.allow_msg_ttl
     if sent.missing and not may_lose:
         raise BackupError(f"{stream} has {snapshot.state['messages']} messages, of which {sent.missing} were not sent")
     return snapshot.config, sent
@@ -227,17 +229,15 @@ async def _consumers(server: Administration, stream: str) -> dict[str, Mapping[s
     listed, silent = await consumer_positions.consumers(Place(server=server, stream=stream))
     if silent:
         raise BackupError(f"{stream}: no server answers for its consumers {', '.join(silent)}")
-    configs = {each["name"]: each["config"] for each in listed}
-    return {name: _comparable(config) for name, config in configs.items() if not config.get("inactive_threshold")}
+    return {each.name: _comparable(each.config) for each in listed if not each.config.inactive_threshold}
 
 
 async def _config(server: Administration, stream: str) -> Mapping[str, Any]:
-    config: Mapping[str, Any] = (await server.api(f"STREAM.INFO.{stream}"))["config"]
-    return config
+    return info.stream(await server.api(f"STREAM.INFO.{stream}")).config
 
 
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
-    metadata = {key: value for key, value in (config.get("metadata") or {}).items() if not key.startswith(OF_SERVERS)}
+    metadata = {key: value for key, value in StreamConfig(config).metadata.items() if not key.startswith(OF_SERVERS)}
     return {**config, "metadata": metadata}
 
 

@@ -15,7 +15,8 @@ from msgspec import Struct
 from aviso_workers.app import App
 from aviso_workers.engine import consumer_records
 from aviso_workers.errors import BackendError, DeclarationError, NotFoundError, RefusedError, UnavailableError
-from aviso_workers.jetstream import error_codes
+from aviso_workers.jetstream import error_codes, info
+from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.ops import inspecting, observing
 
 __all__ = [
@@ -55,9 +56,9 @@ async def plan_purge(app: App, stream: str, *, subject: str = "", keep: int = 0,
     """
     if keep and before:
         raise DeclarationError("say either how many to keep or before which sequence to remove, not both")
-    info = await inspecting.stream_info(app, stream)
-    check_purge_allowed(info["config"])
-    messages = int(info["state"]["messages"])
+    found = await inspecting.stream_info(app, stream)
+    check_purge_allowed(found.config)
+    messages = found.messages
     if subject:
         messages = await inspecting.count(app, stream, subject)
     if before:
@@ -71,11 +72,11 @@ async def plan_purge(app: App, stream: str, *, subject: str = "", keep: int = 0,
     )
 
 
-def check_purge_allowed(config: Mapping[str, Any]) -> None:
+def check_purge_allowed(config: StreamConfig) -> None:
     """Raise `RefusedError` where the stream of this configuration refuses purges."""
-    for field in ("sealed", "deny_purge"):
-        if config.get(field):
-            raise RefusedError(f"stream {config['name']} cannot be purged: it has {field}, which nobody can take back")
+    for field, refuses in (("sealed", config.sealed), ("deny_purge", config.deny_purge)):
+        if refuses:
+            raise RefusedError(f"stream {config.name} cannot be purged: it has {field}, which nobody can take back")
 
 
 async def purge(app: App, plan: Purge) -> int:
@@ -86,7 +87,7 @@ async def purge(app: App, plan: Purge) -> int:
 
 async def seal(app: App, stream: str) -> None:
     """Let nothing of the stream be added, deleted, purged or grow too old, ever again. Raises `BackendError`."""
-    config = (await inspecting.stream_info(app, stream))["config"]
+    config = (await inspecting.stream_info(app, stream)).config
     await app.session.backend.update_stream({**config, "sealed": True})
 
 
@@ -98,11 +99,11 @@ async def remove_stream(app: App, stream: str) -> None:
 async def remove_consumer(app: App, stream: str, consumer: str) -> None:
     """Remove a consumer; an agent of ours that had it begins anew where its `start` says. Raises `NotFoundError`."""
     backend, of_agent = app.session.backend, observing.agent_of(consumer)
-    info = await backend.consumer_info(stream, consumer)
+    found = await backend.consumer_info(stream, consumer)
     await backend.delete_consumer(stream, consumer)
     if of_agent is not None:
         owner, agent = of_agent
-        await consumer_records.mark_removed(backend, app=owner, agent=agent, stream=stream, consumer=info)
+        await consumer_records.mark_removed(backend, app=owner, agent=agent, stream=stream, consumer=found)
 
 
 async def unpin(app: App, stream: str, consumer: str, group: str) -> None:
@@ -117,18 +118,18 @@ async def step_down(app: App, stream: str, *, consumer: str = "", prefer: str = 
     """
     kind, what = ("CONSUMER", f"{stream}.{consumer}") if consumer else ("STREAM", stream)
     api = app.session.backend.administration().api
-    before = (await api(f"{kind}.INFO.{what}")).get("cluster") or {}
-    if not before.get("replicas"):
+    parse = info.consumer if consumer else info.stream
+    before = parse(await api(f"{kind}.INFO.{what}")).cluster
+    if not before.followers:
         raise RefusedError(f"{what} has one copy: there is no other server that could lead it")
     await api(f"{kind}.LEADER.STEPDOWN.{what}", {"placement": {"preferred": prefer}} if prefer else {})
     with anyio.move_on_after(ELECTION_SECONDS):
         while True:
             try:
-                info = await api(f"{kind}.INFO.{what}", timeout_seconds=ANSWER_SECONDS)
-                leader = str(info["cluster"].get("leader", ""))
+                leader = parse(await api(f"{kind}.INFO.{what}", timeout_seconds=ANSWER_SECONDS)).cluster.leader
             except UnavailableError:
                 leader = ""  # nobody answers who does not lead
-            if leader and (leader == prefer or leader != before.get("leader")):
+            if leader and (leader == prefer or leader != before.leader):
                 return leader
             await anyio.sleep(LOOK_AGAIN_SECONDS)
     raise UnavailableError(f"{what}: no other leader was elected within {ELECTION_SECONDS:.0f} s")
@@ -136,11 +137,11 @@ async def step_down(app: App, stream: str, *, consumer: str = "", prefer: str = 
 
 async def peers(app: App, stream: str) -> dict[str, str]:
     """The servers that hold a copy of a stream, and how each does. Raises `NotFoundError`."""
-    cluster = (await inspecting.stream_info(app, stream)).get("cluster") or {}
-    found = {str(cluster["leader"]): "leader"} if cluster.get("leader") else {}
-    for replica in cluster.get("replicas") or ():
-        is_well = replica.get("current") and not replica.get("offline")
-        found[replica["name"]] = "current" if is_well else f"behind by {replica.get('lag', 0)}"
+    cluster = (await inspecting.stream_info(app, stream)).cluster
+    found = {cluster.leader: "leader"} if cluster.leader else {}
+    for replica in cluster.followers:
+        is_well = replica.current and not replica.offline
+        found[replica.name] = "current" if is_well else f"behind by {replica.lag}"
     return found
 
 

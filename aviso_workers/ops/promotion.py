@@ -9,9 +9,8 @@ the agents of the second site go on where those of the first had come to.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 import anyio
 from msgspec import Struct
@@ -19,6 +18,8 @@ from msgspec import Struct
 from aviso_workers.app import App
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream import info
+from aviso_workers.jetstream.info import SourceConfig, StreamConfig, StreamInfo
 from aviso_workers.jetstream.metadata import FENCED
 from aviso_workers.ops import consumer_positions, histories, mirroring
 from aviso_workers.ops.consumer_positions import Carried, Place
@@ -71,8 +72,8 @@ async def promote(
     """
     backend = app.session.backend
     backend.require_server(2, 12, to="promote a mirror")
-    info = await backend.administration().api(f"STREAM.INFO.{stream}")
-    promoting = _Promoting(backend.administration(), info, patience_seconds=patience_seconds)
+    config = (await backend.stream_info(stream)).config
+    promoting = _Promoting(backend.administration(), config, patience_seconds=patience_seconds)
     try:
         comparison = await promoting.compare()
     except (UnavailableError, NotFoundError) as error:
@@ -98,13 +99,13 @@ async def promote(
 class _Promoting:
     """One mirror on its way to its origin's place."""
 
-    def __init__(self, server: Administration, info: Mapping[str, Any], *, patience_seconds: float) -> None:
-        mirror = _whole_mirror(info["config"])
-        self.origin: str = mirror["name"]
+    def __init__(self, server: Administration, config: StreamConfig, *, patience_seconds: float) -> None:
+        mirror = _whole_mirror(config)
+        self.origin = mirror.name
         self._server = server
-        self._config: Mapping[str, Any] = info["config"]
-        self._stream: str = info["config"]["name"]
-        self._api: str = (mirror.get("external") or {}).get("api", "")
+        self._config = config
+        self._stream = config.name
+        self._api = mirror.api
         self._patience_seconds = patience_seconds
         self._began = anyio.current_time()
 
@@ -124,8 +125,7 @@ class _Promoting:
         async with self._fence() as fenced:
             gap = await self._catch_up(fenced.last_sequence, recreated=recreated)
             # What was on its way to a stream of several replicas when it was fenced may be stored a moment later.
-            info = await self._server.api(f"STREAM.INFO.{self.origin}", prefix=self._api)
-            gap += await self._catch_up(info["state"]["last_seq"], recreated=recreated)
+            gap += await self._catch_up((await self._of_origin()).last_sequence, recreated=recreated)
             consumers = await consumer_positions.carry(there, here)
         subjects = subjects or fenced.subjects
         try:
@@ -168,8 +168,7 @@ class _Promoting:
         """Take down a fence that was not there before, unless another promotion of this mirror relies on it by now."""
         if fenced.before or not await self._is_fenced():
             return
-        info = await self._server.api(f"STREAM.INFO.{self._stream}")
-        if info["config"].get("mirror"):
+        if (await self._of_mirror()).config.mirror:
             await mirroring.unfence(self._server, self.origin, api=self._api)
 
     async def _require_fence(self) -> None:
@@ -181,15 +180,20 @@ class _Promoting:
             )
 
     async def _is_fenced(self) -> bool:
-        info = await self._server.api(f"STREAM.INFO.{self.origin}", prefix=self._api)
-        return FENCED in (info["config"].get("metadata") or {})
+        return FENCED in (await self._of_origin()).config.metadata
+
+    async def _of_mirror(self) -> StreamInfo:
+        return info.stream(await self._server.api(f"STREAM.INFO.{self._stream}"))
+
+    async def _of_origin(self) -> StreamInfo:
+        return info.stream(await self._server.api(f"STREAM.INFO.{self.origin}", prefix=self._api))
 
     async def _catch_up(self, until: int, *, recreated: bool) -> int:
         """Return how many messages were missing, when they have come. Raises `RefusedError`."""
         missing: int | None = None
         with anyio.move_on_after(self._patience_seconds):
             while True:
-                last = int((await self._server.api(f"STREAM.INFO.{self._stream}"))["state"]["last_seq"])
+                last = (await self._of_mirror()).last_sequence
                 is_last = last >= until or not await self._has_more(last)
                 if missing is None:
                     missing = 0 if is_last else until - last
@@ -209,13 +213,13 @@ class _Promoting:
 
     async def _become(self, subjects: Sequence[str]) -> int:
         """Make a stream of its own of the mirror; returns its last sequence."""
-        last = (await self._server.api(f"STREAM.INFO.{self._stream}"))["state"]["last_seq"]
+        last = (await self._of_mirror()).last_sequence
         config = {key: value for key, value in self._config.items() if key != "mirror"}
         promoted = f"{self._api or self._server.api_prefix} {self.origin} {last}"
-        config["metadata"] = {**(config.get("metadata") or {}), PROMOTED: promoted}
+        config["metadata"] = {**self._config.metadata, PROMOTED: promoted}
         config["subjects"] = list(subjects)
         await self._server.api(f"STREAM.UPDATE.{self._stream}", config)
-        return int(last)
+        return last
 
     def _promotion(
         self,
@@ -238,13 +242,13 @@ class _Promoting:
         )
 
 
-def _whole_mirror(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    mirror: Mapping[str, Any] | None = config.get("mirror")
+def _whole_mirror(config: StreamConfig) -> SourceConfig:
+    mirror = config.mirror
     if mirror is None:
-        promoted = (config.get("metadata") or {}).get(PROMOTED)
+        promoted = config.metadata.get(PROMOTED)
+        raise RefusedError(f"{config.name} is no mirror" + (f": it was promoted from {promoted}" if promoted else ""))
+    if mirror.left_out:
         raise RefusedError(
-            f"{config['name']} is no mirror" + (f": it was promoted from {promoted}" if promoted else "")
+            f"{config.name} is no whole mirror: it has {mirror.left_out}, so it cannot take its origin's place"
         )
-    if field := mirroring.what_is_left_out(mirror):
-        raise RefusedError(f"{config['name']} is no whole mirror: it has {field}, so it cannot take its origin's place")
     return mirror

@@ -20,6 +20,7 @@ from msgspec import Struct, structs
 from aviso_workers.app import App
 from aviso_workers.backends import Message, Outgoing, PubAck
 from aviso_workers.errors import BackendError, ConflictError, RefusedError
+from aviso_workers.jetstream import info
 from aviso_workers.jetstream.metadata import FENCED
 from aviso_workers.ops import stream_pairs
 from aviso_workers.ops.mirroring import PROMOTED
@@ -233,20 +234,20 @@ async def opened(app: App, stream: str, *, origin_app: App | None = None) -> Asy
     reached this way or is not fenced, and `BackendError`.
     """
     config = (await app.session.backend.stream_info(stream)).config
-    promoted = (config.get("metadata") or {}).get(PROMOTED)
+    promoted = config.metadata.get(PROMOTED)
     if promoted is None:
         raise RefusedError(f"{stream} is no promoted mirror")
     api, origin, *rest = promoted.split(" ")
     last = int(rest[0]) if rest else (await app.session.backend.stream_info(stream)).last_sequence
     async with _connected(origin_app or _app_at(app, api), unless=app) as there:
-        info = await there.session.backend.administration().api(f"STREAM.INFO.{origin}")
-        if FENCED not in (info["config"].get("metadata") or {}):
+        answer = await there.session.backend.administration().api(f"STREAM.INFO.{origin}")
+        if FENCED not in (found := info.stream(answer)).config.metadata:
             raise RefusedError(
                 f"{origin} takes publishes, so that what only it has is not known: fence it first, by "
                 f"`aviso-workers mirror fence {origin} --api '{api}'`"
             )
-        found = _Origin(app=there, stream=origin, created=info["created"], last=info["state"]["last_seq"])
-        yield Recovery(app, stream, found, mirrored=last)
+        fenced = _Origin(app=there, stream=origin, created=found.created_text, last=found.last_sequence)
+        yield Recovery(app, stream, fenced, mirrored=last)
 
 
 @asynccontextmanager

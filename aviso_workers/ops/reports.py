@@ -17,7 +17,6 @@ from msgspec import Struct
 from aviso_workers.app import App
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import NotFoundError, ServerProcessError
-from aviso_workers.jetstream import info
 from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
 from aviso_workers.ops import inspecting, observing, stuck
 from aviso_workers.ops.doctor import monitoring
@@ -109,7 +108,7 @@ async def look(app: App) -> Look:
     """Ask the server. Inside of `async with app:`. Raises `BackendError`."""
     backend = app.session.backend
     listed = await inspecting.streams(app)
-    streams = {each.name: each for each in map(info.stream, listed.found)}
+    streams = {each.name: each for each in listed.found}
     consumers: dict[tuple[str, str], ConsumerInfo] = {}
 
     for name in [name for name, found in streams.items() if found.consumers]:

@@ -8,15 +8,15 @@ are some, nothing is removed.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
 from msgspec import Struct
 
 from aviso_workers.app import App
 from aviso_workers.engine import consumer_records, dead_lettering, failing, scheduling, tabling, windowing
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops import inspecting, observing
-from aviso_workers.ops.inspecting import Listed
+from aviso_workers.ops.inspecting import Listed, T
 
 __all__ = ["Retirement", "plan", "retire"]
 
@@ -53,17 +53,17 @@ async def plan(app: App, owner: str, agent: str = "") -> Retirement:
     consumers = [
         consumer
         for stream in streams
-        if stream["state"].get("consumer_count")
-        for consumer in _all(await inspecting.consumers(app, stream["config"]["name"]))
-        if _is_of(consumer["name"], owner, agent)
+        if stream.consumers
+        for consumer in _all(await inspecting.consumers(app, stream.name))
+        if _is_of(consumer.name, owner, agent)
     ]
-    if at_work := sorted({consumer["name"] for consumer in consumers if consumer.get("num_waiting")}):
+    if at_work := sorted({consumer.name for consumer in consumers if consumer.num_waiting}):
         raise RefusedError(f"workers ask for notifications of {', '.join(at_work)}: stop them first")
     dead_letters = await observing.dead_letters(app)
     found = Retirement(
         app=owner,
         agent=agent,
-        consumers=tuple((consumer["stream_name"], consumer["name"]) for consumer in consumers),
+        consumers=tuple((consumer.stream, consumer.name) for consumer in consumers),
         records=tuple(
             (of, stream)
             for (by, of, stream) in await consumer_records.stored(app.session.backend)
@@ -78,7 +78,7 @@ async def plan(app: App, owner: str, agent: str = "") -> Retirement:
     return found
 
 
-def _all(listed: Listed) -> list[dict[str, Any]]:
+def _all(listed: Listed[T]) -> list[T]:
     if listed.silent:
         raise UnavailableError(f"no server answers for {', '.join(listed.silent)}: start the server that has it first")
     return listed.found
@@ -130,5 +130,5 @@ def _is_bucket_of(stream: str, owner: str, agent: str) -> bool:
     return bucket in of_app or bucket.startswith((f"{owner}__", windowing.bucket_of(owner, "")))
 
 
-def _sizes(streams: list[dict[str, Any]]) -> dict[str, int]:
-    return {stream["config"]["name"]: int(stream["state"]["messages"]) for stream in streams}
+def _sizes(streams: list[StreamInfo]) -> dict[str, int]:
+    return {stream.name: stream.messages for stream in streams}

@@ -18,7 +18,7 @@ class Cluster:
     """A cluster in which a consumer has no leader, so that it is among the names and not in the list."""
 
     async def api(self, subject: str, *_: object, **__: object) -> dict[str, Any]:
-        return {"config": {"num_replicas": 3}, "state": {"last_seq": 7}}
+        return {"config": {"num_replicas": 3}, "state": {"last_seq": 7}, "ts": "2026-11-20T06:00:00Z"}
 
     async def pages(self, subject: str, found: str, *, prefix: str = "") -> list[Any]:
         return ["leaderless"] if "NAMES" in subject else []

@@ -150,12 +150,12 @@ async def test_messages_of_one_id_are_all_appended(move: Move) -> None:
     await move.publish(1, message_id="same")
     await move.here.api(
         "STREAM.UPDATE.MARS",
-        {**(await copying.info_of(move.source, "MARS"))["config"], "duplicate_window": 120 * 10**9},
+        {**(await copying.info_of(move.source, "MARS")).config, "duplicate_window": 120 * 10**9},
     )
     await anyio.sleep(0.3)
     await move.publish(2, message_id="same")
     await move.publish(1)
-    copied = (await copying.info_of(move.target, "MARS"))["config"]
+    copied = (await copying.info_of(move.target, "MARS")).config
     await move.there.api("STREAM.UPDATE.MARS", {**copied, "duplicate_window": 120 * 10**9})
     await move.fence()
     await move.follow()
@@ -256,7 +256,7 @@ async def test_a_copy_of_which_only_part_was_restored_is_made_anew(move: Move, m
     monkeypatch.setattr(restoring, "STANDSTILL_SECONDS", 0.0)
     await move.make(5)
     await move.copy()
-    config = (await copying.info_of(move.target, "MARS"))["config"]
+    config = (await copying.info_of(move.target, "MARS")).config
     metadata = {**config["metadata"], UNFINISHED: "true"}
     await move.there.api("STREAM.UPDATE.MARS", {**config, "subjects": ["MARS"], "metadata": metadata})
     await move.there.request("MARS", b"not as the original has it")
@@ -303,7 +303,7 @@ async def test_a_copy_that_was_changed_is_never_called_whole(move: Move) -> None
     await move.fence()
     with pytest.raises(BackupError, match="message 6 is not in the copy as it is in the original"):
         await move.follow()
-    assert copying.is_fenced((await copying.info_of(move.target, "MARS"))["config"])
+    assert copying.is_fenced((await copying.info_of(move.target, "MARS")).config)
 
 
 async def test_a_copy_of_another_stream_is_not_carried_on(move: Move) -> None:

@@ -12,6 +12,7 @@ from aviso_workers import App
 from aviso_workers.backends import Administration
 from aviso_workers.cli import measuring
 from aviso_workers.engine.consumer_records import ConsumerRecord
+from aviso_workers.jetstream.info import Cluster, Replica
 from aviso_workers.ops import reports
 from aviso_workers.ops.reports import ConsumerRow, Look, StreamRow
 from aviso_workers.server import NatsServer
@@ -181,8 +182,8 @@ async def test_those_that_lag_behind_most_come_first(place: Place) -> None:
 async def test_replicas_that_are_behind_are_named(place: Place, n2: dict[str, Any], leader: str, told: str) -> None:
     await place.create("MARS")
     look = await place.look()
-    replicas = [{"name": "n2", **n2}, {"name": "n3", "current": True}]
-    look.streams["MARS"]["cluster"] = {"leader": leader, "replicas": replicas}
+    replicas = (Replica(name="n2", **n2), Replica(name="n3", current=True))
+    look.streams["MARS"] = structs.replace(look.streams["MARS"], cluster=Cluster(leader=leader, replicas=replicas))
     assert stream_row(look, look).trouble == told
 
 

@@ -31,7 +31,7 @@ from aviso_workers.backends.jetstream.pulling import HEARTBEAT_SECONDS, PullSubs
 from aviso_workers.backends.jetstream.wire import Arrival
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
-from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream import info, metadata
 from aviso_workers.jetstream.specs import GROUP, PINNED
 
 __all__ = ["Outbox", "PullConsumer"]
@@ -259,12 +259,12 @@ class PullConsumer:
     async def open(self) -> None:
         """Raises `BackendError`, also where messages cannot be asked for."""
         stream, consumer = self._consumer
-        info = await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}")
-        self._made_at = self._made[self._consumer] = info["created"]
-        if info["config"].get("priority_policy") == PINNED:
+        found = info.consumer(await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}"))
+        self._made_at = self._made[self._consumer] = found.created_text
+        if found.config.priority_policy == PINNED:
             # The ack_wait may become as short as that while this is open, when the workers of other versions are gone.
-            self._hold_seconds = min(each.ack_wait for each in metadata.noted_versions(info["config"])) / SECOND
-        await self._pulls.open(limits=info["config"], priority=self._priority)
+            self._hold_seconds = min(each.ack_wait for each in metadata.noted_versions(found.config)) / SECOND
+        await self._pulls.open(limits=found.config, priority=self._priority)
         await self._check_settling()
         self._ask()
         await self._pulls.check_allowed()
@@ -344,8 +344,8 @@ class PullConsumer:
     async def _look(self) -> None:
         """Make sure that it is there and the one that was opened, then ask anew."""
         stream, consumer = self._consumer
-        info = await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}")
-        if info["created"] != self._made_at:
+        found = info.consumer(await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}"))
+        if found.created_text != self._made_at:
             raise NotFoundError(f"{self._name} was deleted and made anew")
         if self._pulls.silent():  # a loop that was stuck finds by now what had come
             self._pulls.forget()

@@ -20,7 +20,7 @@ from aviso_workers.backends.jetstream import server_versions
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.server_versions import Version
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError, UnreadableStreamError
-from aviso_workers.jetstream import error_codes, fields, specs
+from aviso_workers.jetstream import error_codes, fields, info, specs
 from aviso_workers.jetstream.specs import UNREADABLE, StreamSpec
 
 __all__ = ["create", "mark"]
@@ -84,9 +84,10 @@ async def _require_no_mark(connection: Connection, name: str) -> None:
         found = await connection.api(f"STREAM.INFO.{UNREADABLE}", timeout_seconds=ASK_SECONDS)
     except RefusedError:
         return  # there is none, or we may not ask
+    marked = info.stream(found).config.description
     raise UnreadableStreamError(
         f"stream {name} is not created, because the server cannot read one that it has "
-        f"({found['config'].get('description', '')}) and could erase others: {CURE}. Where everything is there, remove "
+        f"({marked or ''}) and could erase others: {CURE}. Where everything is there, remove "
         f"the mark: aviso-workers streams rm {UNREADABLE}",
         code=error_codes.STREAM_NOT_CREATED,
     )

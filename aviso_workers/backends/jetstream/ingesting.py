@@ -16,9 +16,8 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import anyio
 import msgspec
@@ -29,6 +28,7 @@ from aviso_workers.backends.jetstream.publishing import Publisher, encode, encod
 from aviso_workers.backends.jetstream.wire import Arrival
 from aviso_workers.errors import BackendError, RefusedError
 from aviso_workers.jetstream import error_codes
+from aviso_workers.jetstream.info import StreamConfig
 
 __all__ = ["Ingester"]
 
@@ -88,12 +88,12 @@ class Ingester:
         await self._connection.listen(f"{inbox}.>", self._on_answers)
         self._connection.on_disconnect.add(self._on_disconnect)
 
-    def learn(self, config: Mapping[str, Any]) -> None:
+    def learn(self, config: StreamConfig) -> None:
         """Take note of a stream's configuration."""
-        if config.get("allow_batched"):
-            self._streams.add(config["name"])
+        if config.allow_batched:
+            self._streams.add(config.name)
         else:
-            self._streams.discard(config["name"])
+            self._streams.discard(config.name)
 
     async def publish(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> list[PubAck | BackendError]:
         """See `backends.Backend.publish_many`."""

@@ -35,7 +35,8 @@ from aviso_workers.backends.jetstream.pulling import (
 from aviso_workers.backends.jetstream.wire import Arrival, Headers
 from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
-from aviso_workers.jetstream import error_codes
+from aviso_workers.jetstream import error_codes, info
+from aviso_workers.jetstream.info import ConsumerInfo
 
 __all__ = ["count", "message_of", "read", "read_chunks"]
 
@@ -106,8 +107,8 @@ async def count(
 ) -> int:
     """See `backends.Backend.count`. A consumer that would read them knows how many there are."""
     created = await _create_consumer(connection, stream, filter_subjects, _start(start_sequence, start_time))
-    await _delete_consumer(connection, stream, created["name"])
-    return int(created["num_pending"])
+    await _delete_consumer(connection, stream, created.name)
+    return created.num_pending
 
 
 async def next_sequence(connection: Connection, stream: str, subject: str, *, after: int) -> int | None:
@@ -142,8 +143,8 @@ def _start(sequence: int, time: datetime | None = None) -> dict[str, Any]:
 
 async def _create_consumer(
     connection: Connection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What the server answers: its name, and how many messages it has before it.
+) -> ConsumerInfo:
+    """The consumer as it was made.
 
     For minutes after one of three servers has died, the others give it every third such consumer to keep, and nobody
     answers then. So it is created again, by chance elsewhere; at last with as many replicas as the stream has, of which
@@ -153,8 +154,8 @@ async def _create_consumer(
     for _ in range(CREATE_TRIES):
         with suppress(UnavailableError):
             return await create(replicas=1, timeout_seconds=CREATE_SECONDS)
-    info = await connection.api(f"STREAM.INFO.{stream}")
-    return await create(replicas=info["config"]["num_replicas"], timeout_seconds=ELECTION_SECONDS)
+    found = info.stream(await connection.api(f"STREAM.INFO.{stream}"))
+    return await create(replicas=found.config.num_replicas, timeout_seconds=ELECTION_SECONDS)
 
 
 async def _create_replicated(
@@ -165,7 +166,7 @@ async def _create_replicated(
     *,
     replicas: int,
     timeout_seconds: float,
-) -> dict[str, Any]:
+) -> ConsumerInfo:
     name = secrets.token_hex(8)
     config = {
         **start,
@@ -180,7 +181,8 @@ async def _create_replicated(
     }
     request = {"stream_name": stream, "config": config}
     try:
-        return await connection.api(f"CONSUMER.CREATE.{stream}", request, timeout_seconds=timeout_seconds)
+        answer = await connection.api(f"CONSUMER.CREATE.{stream}", request, timeout_seconds=timeout_seconds)
+        return info.consumer(answer)
     except UnavailableError:
         # A dead server removes nothing, and a stream with a consumer of which nobody knows the state cannot be backed
         # up. The others remove it, and nobody answers, because that is up to the server that had it.
@@ -225,7 +227,7 @@ class _Reader:
         self,
         connection: Connection,
         stream: str,
-        created: Mapping[str, Any],
+        created: ConsumerInfo,
         *,
         filter_subjects: Sequence[str],
         ahead: int,
@@ -233,18 +235,18 @@ class _Reader:
     ) -> None:
         self._connection = connection
         self._stream = stream
-        self._consumer: str = created["name"]
-        self._limits: Mapping[str, Any] = created["config"]
+        self._consumer = created.name
+        self._limits = created.config
         self._filters = filter_subjects or (">",)
         self._ahead = ahead
         self._last = last_sequence
         self._buffer: list[Arrival] = []
         self._buffered_bytes = 0
-        self._seen: int = created["delivered"]["stream_seq"]
+        self._seen = created.position
         """The sequence of the newest message that came; in the beginning, the one before the start."""
         self._delivered = 0
         """How many messages have come."""
-        self._pending: int = created["num_pending"]
+        self._pending = created.num_pending
         """How many more match, as the consumer said with the newest message; 0 also where that may have changed."""
         self._ended = self._has_passed(self._seen)
         """Whether it is proven that nothing more comes."""

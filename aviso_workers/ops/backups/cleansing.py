@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from aviso_workers.errors import BackupError
+from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.ops.backups import archive, chains, increments, s2
 from aviso_workers.ops.backups.archive import Entry, Takes
 from aviso_workers.ops.backups.encryption import Identities
@@ -124,7 +125,7 @@ def _state_without(
     backup: Backup, removed: Set[tuple[int, int]], identities: Identities | None
 ) -> tuple[dict[str, Any], bool]:
     """The stream's state without these messages, and whether it had any of them."""
-    in_memory = backup.config.get("storage") == "memory"
+    in_memory = StreamConfig(backup.config).storage == "memory"
     kept = size = 0
     first: tuple[int, int] | None = None
     changed = False

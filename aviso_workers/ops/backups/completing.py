@@ -35,6 +35,7 @@ from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackupError, NotFoundError
 from aviso_workers.jetstream import error_codes
+from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.ops import stream_pairs
 from aviso_workers.ops.backups import archive, s2
 from aviso_workers.ops.backups.archive import Entry
@@ -51,11 +52,8 @@ CATCH_UP_SECONDS = 60.0
 
 def may_lack(config: Mapping[str, Any]) -> bool:
     """Return whether messages of the stream take the place of others, so that a plain snapshot may have neither."""
-    return bool(
-        config.get("max_msgs_per_subject", -1) > 0
-        or config.get("allow_rollup_hdrs")
-        or config.get("allow_msg_schedules")
-    )
+    found = StreamConfig(config)
+    return found.max_msgs_per_subject > 0 or found.allow_rollup_hdrs or found.allow_msg_schedules
 
 
 @asynccontextmanager
@@ -82,7 +80,7 @@ async def snapshot(
                 yield structs.replace(sent, chunks=_following(_pieces(received)))
                 return
             since = stack.enter_context(spool(beside, encrypted=encrypted))
-            in_bulk = sent.config.get("retention", "limits") == "limits"
+            in_bulk = sent.config.retention == "limits"
             last = await _store_since(app, stream, before["last_seq"], since, in_bulk=in_bulk)
             merging = _Merging([*([earlier] if earlier else []), received, since], sent, last_sequence=last)
             state = await anyio.to_thread.run_sync(merging.count)
@@ -202,8 +200,8 @@ class _Merging:
         self._received = archives[-2]
         self._sent = sent
         self._last_sequence = last_sequence
-        self._most = max(0, sent.config.get("max_msgs_per_subject", -1))
-        self._in_memory = sent.config.get("storage") == "memory"
+        self._most = max(0, sent.config.max_msgs_per_subject)
+        self._in_memory = sent.config.storage == "memory"
         self._replaced: set[int] = set()
         self._state: dict[str, Any] = {}
 
@@ -265,7 +263,7 @@ class _Merging:
                 yield from archive.entries(plain)
         except MalformedError as error:
             raise BackupError(
-                f"{self._sent.config['name']} was written to while the server read it, and its archive cannot be "
+                f"{self._sent.config.name} was written to while the server read it, and its archive cannot be "
                 f"completed: {error}. Of a nats-server before 2.15, back it up while nobody writes"
             ) from error
 

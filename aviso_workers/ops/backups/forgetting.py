@@ -16,6 +16,7 @@ from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.codec import Message
 from aviso_workers.config import Config
 from aviso_workers.errors import BackupError, UnknownEventTypeError
+from aviso_workers.jetstream.info import SourceConfig, StreamConfig
 from aviso_workers.ops.backups import chains
 from aviso_workers.ops.backups.archive import Entry, Takes
 from aviso_workers.ops.backups.cleansing import cleanse, plan_cleanse
@@ -156,28 +157,27 @@ def _is_renamed(origin: str, stream: str, configs: _Configs) -> bool:
     """Whether a stream has messages of `origin`, maybe by way of others, under subjects that are not theirs and do not
     tell them. What is sourced from the origin says which subject it had, also in a mirror of where it was sourced to.
     """
-    config = configs[stream]
+    config = StreamConfig(configs[stream])
     others = {name: each for name, each in configs.items() if name != stream}
-    mirror = config.get("mirror")
+    mirror = config.mirror
     if mirror and _transformed(origin, [mirror], others) is not None:
-        name = mirror["name"]
-        return bool(mirror.get("subject_transforms")) or (name != origin and _is_renamed(origin, name, others))
-    further = [source for source in config.get("sources") or () if source["name"] != origin]
+        name = mirror.name
+        return bool(mirror.subject_transforms) or (name != origin and _is_renamed(origin, name, others))
+    further = [source for source in config.sources if source.name != origin]
     return bool(_transformed(origin, further, others))
 
 
-def _transformed(origin: str, links: Iterable[Mapping[str, Any]], configs: _Configs) -> bool | None:
+def _transformed(origin: str, links: Iterable[SourceConfig], configs: _Configs) -> bool | None:
     """Whether there is a transform on a way from `origin` to these mirrors and sources; None where there is no way."""
     found = None
     for link in links:
-        name = link["name"]
+        name = link.name
         way: bool | None = False if name == origin else None
         if way is None and (config := configs.get(name)):
             others = {other: each for other, each in configs.items() if other != name}
-            further = [each for each in (config.get("mirror"), *(config.get("sources") or ())) if each]
-            way = _transformed(origin, further, others)
+            way = _transformed(origin, StreamConfig(config).origins, others)
         if way is not None:
-            found = bool(found or way or link.get("subject_transforms"))
+            found = bool(found or way or link.subject_transforms)
     return found
 
 

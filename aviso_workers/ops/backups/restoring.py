@@ -14,7 +14,8 @@ from msgspec import Struct
 from aviso_workers.app import App
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackupError, NotFoundError
-from aviso_workers.jetstream import metadata, specs
+from aviso_workers.jetstream import info, metadata, specs
+from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.jetstream.specs import LONGEST_NAME
 from aviso_workers.ops.backups import archive, chains, completing, consumer_entries
 from aviso_workers.ops.backups.encryption import Identities
@@ -150,7 +151,10 @@ async def require_restorable(
     """Raise `BackupError` where a backup is damaged or cannot be restored with this configuration, `RefusedError` where
     the server is older than its format needs.
     """
-    if not backup.of_entries and (config["name"], config["storage"]) != (backup.stream, backup.config["storage"]):
+    if not backup.of_entries and (config["name"], StreamConfig(config).storage) != (
+        backup.stream,
+        StreamConfig(backup.config).storage,
+    ):
         raise BackupError(
             f"{backup.archive} was made by a nats-server before 2.15: it restores as it was, and no other"
         )
@@ -191,7 +195,7 @@ async def _make_room(app: App, config: Mapping[str, Any]) -> None:
         if (await backend.stream_info(name)).last_sequence != found.last_sequence:
             raise BackupError(f"stream {name} is being restored by somebody else")
         await backend.delete_stream(name)
-    if other := await taken(server, config.get("subjects") or ()):
+    if other := await taken(server, StreamConfig(config).subjects):
         raise BackupError(
             f"{other} of {name}: restore under another name (--as NAME), which takes none, or delete that stream first"
         )
@@ -233,6 +237,10 @@ async def upload(
     return await server.api(f"STREAM.INFO.{config['name']}")
 
 
+async def _listed(server: Administration, stream: str) -> set[str]:
+    return {each.name for each in map(info.consumer, await server.pages(f"CONSUMER.LIST.{stream}", "consumers"))}
+
+
 async def _wait_for_consumers(
     server: Administration, stream: str, backup: Backup, identities: Identities | None
 ) -> None:
@@ -243,7 +251,7 @@ async def _wait_for_consumers(
     stored = await anyio.to_thread.run_sync(consumer_entries.read, backup, identities)
     lasting = {name for name, each in stored.items() if each.lasts}
     deadline = anyio.current_time() + CONSUMERS_SECONDS
-    while missing := lasting - {each["name"] for each in await server.pages(f"CONSUMER.LIST.{stream}", "consumers")}:
+    while missing := lasting - await _listed(server, stream):
         if anyio.current_time() > deadline:
             raise BackupError(
                 f"stream {stream} is restored, but not proven to have its consumers {', '.join(sorted(missing))}: the "
@@ -259,7 +267,7 @@ async def read_back(server: Administration, stream: str) -> Contents:
     Raises `BackendError`, and `BackupError` where what the server sends cannot be read.
     """
     async with server.snapshot(stream) as snapshot, aclosing(snapshot.chunks) as chunks:
-        in_memory = snapshot.config.get("storage") == "memory"
+        in_memory = snapshot.config.storage == "memory"
         entries = archive.entries(Pieces(completing.arriving(chunks)))
         try:
             return await anyio.to_thread.run_sync(lambda: read_contents(entries, in_memory=in_memory))

@@ -28,6 +28,7 @@ from aviso_workers.app import App
 from aviso_workers.backends import ConsumerInfo, StreamInfo
 from aviso_workers.errors import BackendError, BackupError, NotFoundError, UnavailableError
 from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.jetstream.metadata import OF_SET, UNFINISHED
 from aviso_workers.ops.backups import consumer_entries, sets
 from aviso_workers.ops.backups.consumer_entries import StoredConsumer
@@ -124,7 +125,7 @@ class _Restoring:
                 "single ones under another name (--as NAME)"
             )
         for stream, config in self._configs.items():
-            if found := await taken(self._server, config.get("subjects") or (), besides=self._configs):
+            if found := await taken(self._server, StreamConfig(config).subjects, besides=self._configs):
                 raise BackupError(f"{found} of {stream}: delete it first")
         await self._require_standstill(
             [info for info in infos.values() if info and metadata.is_unfinished(info.config)]

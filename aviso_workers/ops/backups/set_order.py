@@ -35,6 +35,7 @@ from typing import Any
 
 from aviso_workers.engine import dead_lettering, deferring, scheduling, tabling, windowing
 from aviso_workers.errors import BackupError
+from aviso_workers.jetstream.info import StreamConfig
 
 __all__ = ["order", "twice"]
 
@@ -70,7 +71,7 @@ def order(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def twice(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the names of those streams that are to be taken before all others as well."""
-    losing = [name for name, config in configs.items() if config.get("retention", LIMITS) != LIMITS]
+    losing = [name for name, config in configs.items() if StreamConfig(config).retention != LIMITS]
     windows = any(windowing.is_bucket(name.removeprefix(BUCKET)) for name in configs if name.startswith(BUCKET))
     letters = [dead_lettering.STREAM] if windows and dead_lettering.STREAM in configs else []
     return sorted({*losing, *letters})
@@ -88,9 +89,4 @@ def _rank(name: str, config: Mapping[str, Any]) -> int:
 
 def _origins(config: Mapping[str, Any]) -> set[str]:
     """Return the streams of this account that a stream copies."""
-    mirror = config.get("mirror")
-    return {
-        each["name"]
-        for each in (*([mirror] if mirror else ()), *(config.get("sources") or ()))
-        if not each.get("external")
-    }
+    return {each.name for each in StreamConfig(config).origins if not each.external}

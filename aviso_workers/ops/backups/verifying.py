@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from aviso_workers.codec import UNREADABLE_JSON
 from aviso_workers.errors import BackupError
+from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.ops.backups import archive, chains, s2
 from aviso_workers.ops.backups.archive import Entry
 from aviso_workers.ops.backups.encryption import Identities
@@ -68,7 +69,7 @@ def verify(backup: Backup, *, identities: Identities | None = None, progress: Pr
         return None
     with chains.opened_entries(backup, identities, progress=progress) as entries:
         try:
-            contents = read_contents(entries, in_memory=backup.config.get("storage") == "memory")
+            contents = read_contents(entries, in_memory=StreamConfig(backup.config).storage == "memory")
         except MalformedError as error:
             raise BackupError(f"{backup.archive} is damaged: {error}") from error
     if contradiction := _contradiction(backup, contents):

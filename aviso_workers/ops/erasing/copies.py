@@ -17,6 +17,7 @@ from aviso_workers.codec import Message, NotificationReader
 from aviso_workers.engine import dead_lettering, deferring
 from aviso_workers.engine.dead_lettering import DeadLetter
 from aviso_workers.errors import UndecodableError
+from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.schema import EventType
 
 __all__ = ["CARRYING", "Matches", "Wanted", "carrier", "original_in", "relation"]
@@ -118,9 +119,10 @@ class Wanted:
 
 def relation(config: Mapping[str, Any], origin: str) -> str:
     """What a stream of that configuration is to another one: its mirror, a stream that has it as source, or nothing."""
-    if (config.get("mirror") or {}).get("name") == origin:
+    found = StreamConfig(config)
+    if found.mirror and found.mirror.name == origin:
         return "mirror"
-    return "source" if any(source.get("name") == origin for source in config.get("sources") or ()) else ""
+    return "source" if any(source.name == origin for source in found.sources) else ""
 
 
 def carrier(stream: str, configs: Mapping[str, Mapping[str, Any]], *, seen: frozenset[str] = frozenset()) -> str:
@@ -132,8 +134,8 @@ def carrier(stream: str, configs: Mapping[str, Mapping[str, Any]], *, seen: froz
         return stream
     if stream in seen or stream not in configs:
         return ""
-    links = [configs[stream].get("mirror"), *(configs[stream].get("sources") or ())]
-    found = (carrier(link["name"], configs, seen=seen | {stream}) for link in links if link)
+    origins = StreamConfig(configs[stream]).origins
+    found = (carrier(each.name, configs, seen=seen | {stream}) for each in origins)
     return next(filter(None, found), "")
 
 

@@ -351,7 +351,7 @@ def _unreached(stream: str, info: StreamInfo) -> list[Unreached]:
         cure = "delete the stream, or let a backup of it be cleansed and restored in its place"
         return [Unreached(where=stream, why=denied, cure=cure)]
     found = []
-    if config.get("storage") != "memory" and info.messages < info.last_sequence:
+    if config.storage != "memory" and info.messages < info.last_sequence:
         found.append(
             Unreached(
                 where=stream,
@@ -359,7 +359,7 @@ def _unreached(stream: str, info: StreamInfo) -> list[Unreached]:
                 cure="a backup has only what is stored: restore one in the stream's place; or encrypt at rest",
             )
         )
-    if republish := config.get("republish"):
+    if republish := config.republish:
         found.append(
             Unreached(
                 where=stream,
