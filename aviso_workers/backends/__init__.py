@@ -29,7 +29,7 @@ from aviso_workers.clocks import Clock
 from aviso_workers.codec import Message
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError
-from aviso_workers.jetstream.info import ConsumerInfo, StreamConfig, StreamInfo
+from aviso_workers.jetstream.info import ConsumerInfo, SnapshotState, StreamConfig, StreamInfo
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.key_value import BulkKeyValue, Entry, KeyValue
 
@@ -141,8 +141,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """A stream as it is now, its consumers included, on its way to us."""
 
     config: StreamConfig
-    state: Mapping[str, Any]
-    """JetStream's state of the stream when the snapshot began."""
+    state: SnapshotState
+    """Of the stream when the snapshot began."""
     chunks: AsyncGenerator[bytes, None]
     """The archive. Asking for the next chunk tells the server that there is room for it, within seconds of the one
     before. Raises `UnavailableError` where it breaks off."""

@@ -131,7 +131,7 @@ def ls(directory: Below) -> None:
         (
             each.stream,
             each.made.isoformat(timespec="seconds"),
-            str(each.state["messages"]),
+            str(each.state.messages),
             str(each.size),
             (each.record and each.record.server_version) or "unknown",
             _kind(each),
@@ -202,8 +202,8 @@ def restore(
                 identities=identities,
                 progress=progress,
             )
-        now = restored.state["messages"]
-        typer.echo(f"{restored.stream}: {now} messages, from {restored.state['first_seq']} on")
+        now = restored.state.messages
+        typer.echo(f"{restored.stream}: {now} messages, from {restored.state.first_sequence} on")
         if now != restored.messages_before:
             typer.echo(
                 f"{restored.stream}: it had {restored.messages_before}: the rest is beyond its limits by now, "
@@ -331,7 +331,7 @@ def _parsed(duration: str) -> Duration:
 
 
 def _described(made: Backup) -> str:
-    return f"{made.stream}: {made.state['messages']} messages, {made.size} bytes in {made.directory}" + (
+    return f"{made.stream}: {made.state.messages} messages, {made.size} bytes in {made.directory}" + (
         f", after {made.previous.directory}" if made.previous else ""
     )
 

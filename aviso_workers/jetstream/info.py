@@ -25,6 +25,7 @@ __all__ = [
     "Lost",
     "PriorityGroup",
     "Replica",
+    "SnapshotState",
     "Source",
     "SourceConfig",
     "StreamConfig",
@@ -269,6 +270,30 @@ class StreamInfo(Struct, frozen=True, kw_only=True):
         config = self.config
         limits = ((self.messages, config.max_msgs), (self.bytes, config.max_bytes))
         return max((counted / limit for counted, limit in limits if limit > 0), default=None)
+
+
+class SnapshotState(dict[str, Any]):
+    """The state of a stream in JetStream's own JSON, whole: it comes with a snapshot and goes back with a restore."""
+
+    @property
+    def messages(self) -> int:
+        return int(self["messages"])
+
+    @property
+    def bytes(self) -> int:
+        return int(self["bytes"])
+
+    @property
+    def first_sequence(self) -> int:
+        return int(self["first_seq"])
+
+    @property
+    def last_sequence(self) -> int:
+        return int(self["last_seq"])
+
+    @property
+    def consumers(self) -> int:
+        return int(self["consumer_count"])
 
 
 class PriorityGroup(Struct, frozen=True, kw_only=True):

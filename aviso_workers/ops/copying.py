@@ -101,7 +101,7 @@ async def copy(
     copied = Copied(
         restored=restored,
         compared=compared,
-        meanwhile=now.last_sequence - before.state["last_seq"],
+        meanwhile=now.last_sequence - before.state.last_sequence,
         subjects=(),
         original_is_fenced=is_fenced(now.config),
     )

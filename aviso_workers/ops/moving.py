@@ -199,7 +199,7 @@ async def _transfer(source: Administration, target: Administration, stream: str)
         sent = await reading.contents()
     may_lose = snapshot.config.max_age or snapshot.config.allow_msg_ttl
     if sent.missing and not may_lose:
-        raise BackupError(f"{stream} has {snapshot.state['messages']} messages, of which {sent.missing} were not sent")
+        raise BackupError(f"{stream} has {snapshot.state.messages} messages, of which {sent.missing} were not sent")
     return snapshot.config, sent
 
 
@@ -212,8 +212,8 @@ async def _differences(source: Administration, target: Administration, stream: s
         backup=_with_consumers(sent, lasting), restored=_with_consumers(await read_back(target, stream), there)
     )
     found = drill.differences
-    if sent.state["last_seq"] != drill.restored.state["last_seq"]:
-        found.append(f"its last sequence is {drill.restored.state['last_seq']}, and was {sent.state['last_seq']}")
+    if sent.state.last_sequence != drill.restored.state.last_sequence:
+        found.append(f"its last sequence is {drill.restored.state.last_sequence}, and was {sent.state.last_sequence}")
     return found + [
         f"consumer {name}: not configured as it was" for name in lasting if there.get(name) != lasting[name]
     ]

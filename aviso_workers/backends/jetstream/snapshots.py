@@ -25,7 +25,7 @@ from aviso_workers.backends import Administration, Heard, Snapshot
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
-from aviso_workers.jetstream.info import StreamConfig
+from aviso_workers.jetstream.info import SnapshotState, StreamConfig
 from aviso_workers.jetstream.metadata import UNFINISHED
 
 __all__ = ["restore", "snapshot"]
@@ -54,7 +54,9 @@ async def snapshot(server: Administration, connection: Connection, stream: str) 
     async with _answers(server, connection, inbox, f"snapshot of {stream}") as answers:
         request = {"deliver_subject": inbox, "chunk_size": CHUNK_BYTES}
         begun = await server.api(f"STREAM.SNAPSHOT.{stream}", request)
-        yield Snapshot(config=StreamConfig(begun["config"]), state=begun["state"], chunks=_chunks(server, answers))
+        yield Snapshot(
+            config=StreamConfig(begun["config"]), state=SnapshotState(begun["state"]), chunks=_chunks(server, answers)
+        )
 
 
 async def restore(

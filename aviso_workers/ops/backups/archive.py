@@ -9,12 +9,13 @@ whether it is all there can be told, but not what is in it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from aviso_workers.jetstream.info import SnapshotState
 from aviso_workers.ops.backups import s2
 from aviso_workers.ops.backups.s2 import MalformedError, Readable
 
@@ -150,17 +151,17 @@ def framed(entries: Iterator[Entry]) -> Iterator[bytes]:
 
 
 def state_of(
-    before: Mapping[str, Any],
+    before: SnapshotState,
     *,
     messages: int,
     size: int,
     first: tuple[int, int] | None,
     last_sequence: int | None = None,
-) -> dict[str, Any]:
+) -> SnapshotState:
     """Return the state of a stream that has other messages than `before`: `size` in bytes as a server counts them,
     `first` the sequence and the time of the first one in nanoseconds, `last_sequence` where that is another one too.
     """
-    last = int(before["last_seq"]) if last_sequence is None else last_sequence
+    last = before.last_sequence if last_sequence is None else last_sequence
     first_sequence = first[0] if first else last + 1  # a server checks that an empty stream begins after its end
     counted = {
         "messages": messages,
@@ -168,10 +169,10 @@ def state_of(
         "first_seq": first_sequence,
         "last_seq": last,
         "num_deleted": last + 1 - first_sequence - messages,
-        "consumer_count": before["consumer_count"],
+        "consumer_count": before.consumers,
     }
     times = {"last_ts": before["last_ts"]} | ({"first_ts": _rfc3339(first[1])} if first else {})
-    return counted | times
+    return SnapshotState(counted | times)
 
 
 def _rfc3339(timestamp_ns: int) -> str:

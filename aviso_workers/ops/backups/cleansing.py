@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from aviso_workers.errors import BackupError
-from aviso_workers.jetstream.info import StreamConfig
+from aviso_workers.jetstream.info import SnapshotState, StreamConfig
 from aviso_workers.ops.backups import archive, chains, increments, s2
 from aviso_workers.ops.backups.archive import Entry, Takes
 from aviso_workers.ops.backups.encryption import Identities
@@ -30,7 +30,7 @@ class Cleansed(Struct, frozen=True):
     """A backup that changes, and the stream's state without the messages that go."""
 
     backup: Backup
-    state: Mapping[str, Any]
+    state: SnapshotState
 
 
 class Cleansing(Struct, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ def plan_cleanse(
     changes, kept = [], 0
     for each in family:
         state, changed = _state_without(each, removed, identities)
-        kept = state["messages"] if each.directory.samefile(backup.directory) else kept
+        kept = state.messages if each.directory.samefile(backup.directory) else kept
         if changed:
             changes.append(Cleansed(each, state))
     return Cleansing(backup=backup, removed=removed, kept=kept, changes=changes, identities=identities)
@@ -123,14 +123,14 @@ def _which(entry: Entry) -> tuple[int, int]:
 
 def _state_without(
     backup: Backup, removed: Set[tuple[int, int]], identities: Identities | None
-) -> tuple[dict[str, Any], bool]:
+) -> tuple[SnapshotState, bool]:
     """The stream's state without these messages, and whether it had any of them."""
     in_memory = StreamConfig(backup.config).storage == "memory"
     kept = size = 0
     first: tuple[int, int] | None = None
     changed = False
     with chains.opened_entries(backup, identities) as entries:
-        state: dict[str, Any] = msgspec.json.decode(next(entries).body)
+        state = SnapshotState(msgspec.json.decode(next(entries).body))
         for entry in entries:
             if not entry.sequence:
                 continue

@@ -34,8 +34,8 @@ from aviso_workers.backends import Snapshot
 from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackupError, NotFoundError
-from aviso_workers.jetstream import error_codes
-from aviso_workers.jetstream.info import StreamConfig
+from aviso_workers.jetstream import error_codes, info
+from aviso_workers.jetstream.info import SnapshotState, StreamConfig, StreamInfo
 from aviso_workers.ops import stream_pairs
 from aviso_workers.ops.backups import archive, s2
 from aviso_workers.ops.backups.archive import Entry
@@ -75,13 +75,13 @@ async def snapshot(
             received = stack.enter_context(spool(beside, encrypted=encrypted))
             await _receive(sent, received)
             before = sent.state
-            after = (await server.api(f"STREAM.INFO.{stream}"))["state"]
+            after = info.stream(await server.api(f"STREAM.INFO.{stream}"))
             if earlier is None and _removed(before, after) == 0:
                 yield structs.replace(sent, chunks=_following(_pieces(received)))
                 return
             since = stack.enter_context(spool(beside, encrypted=encrypted))
             in_bulk = sent.config.retention == "limits"
-            last = await _store_since(app, stream, before["last_seq"], since, in_bulk=in_bulk)
+            last = await _store_since(app, stream, before.last_sequence, since, in_bulk=in_bulk)
             merging = _Merging([*([earlier] if earlier else []), received, since], sent, last_sequence=last)
             state = await anyio.to_thread.run_sync(merging.count)
             yield structs.replace(sent, state=state, chunks=_following(merging.pieces()))
@@ -106,11 +106,9 @@ def arriving(chunks: AsyncGenerator[bytes, None]) -> Iterator[bytes]:
         yield chunk
 
 
-def _removed(before: Mapping[str, Any], after: Mapping[str, Any]) -> int:
+def _removed(before: SnapshotState, after: StreamInfo) -> int:
     """Return how many messages left the stream between two of its states."""
-    stored: int = after["last_seq"] - before["last_seq"]
-    more: int = after["messages"] - before["messages"]
-    return stored - more
+    return (after.last_sequence - before.last_sequence) - (after.messages - before.messages)
 
 
 async def _receive(sent: Snapshot, received: Spool) -> None:
@@ -203,9 +201,9 @@ class _Merging:
         self._most = max(0, sent.config.max_msgs_per_subject)
         self._in_memory = sent.config.storage == "memory"
         self._replaced: set[int] = set()
-        self._state: dict[str, Any] = {}
+        self._state = SnapshotState()
 
-    def count(self) -> dict[str, Any]:
+    def count(self) -> SnapshotState:
         """Return the stream's state with the messages of all archives. Raises `BackupError`."""
         newest: defaultdict[bytes, deque[int]] = defaultdict(deque)
         places: dict[int, _Place] = {}
@@ -219,7 +217,7 @@ class _Merging:
         kept = [place for sequence, place in places.items() if sequence not in self._replaced]
         # That of the archive: a reader of the stream may have come or gone since the server said what it would send.
         with closing(self._entries(self._received)) as sent:
-            before = msgspec.json.decode(next(sent).body)
+            before = SnapshotState(msgspec.json.decode(next(sent).body))
         self._state = archive.state_of(
             before,
             messages=len(kept),

@@ -68,10 +68,10 @@ async def create(
     ):
         if metadata.is_unfinished(snapshot.config):
             raise BackupError(f"{stream} is what a restore left that was interrupted: restore it again first")
-        if since and snapshot.state["last_seq"] < since.state["last_seq"]:
+        if since and snapshot.state.last_sequence < since.state.last_sequence:
             raise StreamReplacedError(
-                f"{stream} has {snapshot.state['last_seq']} as its last sequence, and {since.directory} has "
-                f"{since.state['last_seq']}: it was made again or has lost its end, and needs a full backup"
+                f"{stream} has {snapshot.state.last_sequence} as its last sequence, and {since.directory} has "
+                f"{since.state.last_sequence}: it was made again or has lost its end, and needs a full backup"
             )
 
         def write() -> Backup:

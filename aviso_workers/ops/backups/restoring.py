@@ -15,7 +15,7 @@ from aviso_workers.app import App
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackupError, NotFoundError
 from aviso_workers.jetstream import info, metadata, specs
-from aviso_workers.jetstream.info import StreamConfig
+from aviso_workers.jetstream.info import SnapshotState, StreamConfig
 from aviso_workers.jetstream.specs import LONGEST_NAME
 from aviso_workers.ops.backups import archive, chains, completing, consumer_entries
 from aviso_workers.ops.backups.encryption import Identities
@@ -50,7 +50,7 @@ STANDSTILL_SECONDS = 6.0
 
 class Restored(Struct, frozen=True, kw_only=True):
     stream: str
-    state: Mapping[str, Any]
+    state: SnapshotState
     """JetStream's state of the stream now."""
     messages_before: int
     """How many messages the stream had when it was backed up. A restore leaves out those that are too old by now for
@@ -106,8 +106,8 @@ async def restore(
     wanted |= {field: value for field, value in changes.items() if value is not None}
     await require_restorable(app, backup, wanted, identities)
     await _make_room(app, wanted)
-    info = await upload(app, backup, wanted, identities, progress)
-    return Restored(stream=stream, state=info["state"], messages_before=backup.state["messages"])
+    made = await upload(app, backup, wanted, identities, progress)
+    return Restored(stream=stream, state=SnapshotState(made["state"]), messages_before=backup.state.messages)
 
 
 async def drill(

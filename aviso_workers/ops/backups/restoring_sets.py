@@ -165,7 +165,7 @@ class _Restoring:
         return RestoredStream(
             stream=backup.stream,
             messages=info.messages,
-            messages_before=backup.state["messages"],
+            messages_before=backup.state.messages,
             consumers=[await self._goes_on(backup.stream, each, stored.get(each.name)) for each in consumers],
         )
 

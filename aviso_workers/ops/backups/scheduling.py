@@ -190,7 +190,7 @@ def _say_made(stream: str, made: Made) -> None:
         "backup.made",
         stream=stream,
         directory=str(backup.directory),
-        messages=backup.state["messages"],
+        messages=backup.state.messages,
         bytes=backup.size,
         after=backup.previous.directory if backup.previous else None,
         full_because=made.full_because or None,

@@ -33,6 +33,7 @@ from aviso_workers import files
 from aviso_workers.codec import UNREADABLE_JSON
 from aviso_workers.errors import BackupError
 from aviso_workers.jetstream import specs
+from aviso_workers.jetstream.info import SnapshotState
 from aviso_workers.ops.backups import archive, encryption
 from aviso_workers.ops.backups.s2 import MalformedError, Readable
 
@@ -143,7 +144,7 @@ class Backup(Struct, frozen=True, kw_only=True):
     directory: Path
     config: Mapping[str, Any]
     """JetStream's stream configuration, whole."""
-    state: Mapping[str, Any]
+    state: SnapshotState
     """JetStream's state of the stream when the snapshot began."""
     record: Record | None
     """None where another program made it."""
@@ -197,7 +198,7 @@ def load(directory: Path) -> Backup:
     return Backup(
         directory=directory,
         config=meta.config,
-        state=meta.state,
+        state=SnapshotState(meta.state),
         record=record,
         made=record.made if record else datetime.fromtimestamp(written, UTC),
         size=size,

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from aviso_workers.codec import UNREADABLE_JSON
 from aviso_workers.errors import BackupError
-from aviso_workers.jetstream.info import StreamConfig
+from aviso_workers.jetstream.info import SnapshotState, StreamConfig
 from aviso_workers.ops.backups import archive, chains, s2
 from aviso_workers.ops.backups.archive import Entry
 from aviso_workers.ops.backups.encryption import Identities
@@ -24,7 +24,7 @@ __all__ = ["Contents", "read_contents", "verify"]
 class Contents(Struct, frozen=True, kw_only=True):
     """What is in an archive."""
 
-    state: Mapping[str, Any]
+    state: SnapshotState
     """JetStream's state of the stream, as the archive has it."""
     messages: int
     bytes: int
@@ -40,7 +40,7 @@ class Contents(Struct, frozen=True, kw_only=True):
     @property
     def missing(self) -> int:
         """Messages that were in the stream when the snapshot began, and were deleted or expired while it was taken."""
-        return int(self.state["messages"]) - self.messages
+        return self.state.messages - self.messages
 
 
 class _Consumer(Struct, frozen=True):
@@ -109,7 +109,7 @@ def _read_contents(entries: Iterator[Entry], *, in_memory: bool) -> Contents:
     state = msgspec.json.decode(head.body)
     msgspec.convert(state, archive.StreamState)
     return Contents(
-        state=state,
+        state=SnapshotState(state),
         messages=messages,
         bytes=size,
         first_sequence=first,
@@ -122,12 +122,12 @@ def _read_contents(entries: Iterator[Entry], *, in_memory: bool) -> Contents:
 def _contradiction(backup: Backup, found: Contents) -> str:
     """What the archive says of itself that is not so. Of a stream in use, messages may go while it is read."""
     state = found.state
-    if len(found.consumers) != state["consumer_count"]:
-        return f"it has {len(found.consumers)} consumers of {state['consumer_count']}"
-    if found.missing < 0 or found.last_sequence > state["last_seq"]:
-        return f"it has {found.messages} messages up to {found.last_sequence}, and says {state['messages']}"
-    if not found.missing and found.bytes != state["bytes"]:
-        return f"its messages have {found.bytes} bytes of {state['bytes']}"
-    if state["last_seq"] < backup.state["last_seq"]:
+    if len(found.consumers) != state.consumers:
+        return f"it has {len(found.consumers)} consumers of {state.consumers}"
+    if found.missing < 0 or found.last_sequence > state.last_sequence:
+        return f"it has {found.messages} messages up to {found.last_sequence}, and says {state.messages}"
+    if not found.missing and found.bytes != state.bytes:
+        return f"its messages have {found.bytes} bytes of {state.bytes}"
+    if state.last_sequence < backup.state.last_sequence:
         return "backup.json is of a later backup"
     return ""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from aviso_workers.jetstream.info import SnapshotState
 from aviso_workers.ops.backups import archive, chains, increments, s2
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.storing import Backup, Draft, place_of
@@ -77,7 +78,7 @@ def backed_up(
                 draft.write_all(s2.written(increments.encode(now, before)))
         return draft.finish(
             config={"name": "MARS", "subjects": ["mars.>"]},
-            state=state,
+            state=SnapshotState(state),
             made=made,
             server_version="2.15.0",
             previous=chains.link_to(since) if since else None,

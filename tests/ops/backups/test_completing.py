@@ -16,6 +16,7 @@ from msgspec import structs
 
 from aviso_workers.backends import Snapshot
 from aviso_workers.backends.jetstream.administering import Administration
+from aviso_workers.jetstream.info import SnapshotState
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import completing
 from tests.ops.backups.conftest import Site
@@ -67,7 +68,9 @@ async def test_what_only_an_earlier_snapshot_has_is_there_whoever_reads_meanwhil
     async def with_a_reader_that_goes(server: Administration, stream: str) -> AsyncIterator[Snapshot]:
         """The server counts the consumers once more when it writes the archive."""
         async with sent_by_server(server, stream) as sent:
-            yield structs.replace(sent, state={**sent.state, "consumer_count": sent.state["consumer_count"] + 1})
+            yield structs.replace(
+                sent, state=SnapshotState({**sent.state, "consumer_count": sent.state["consumer_count"] + 1})
+            )
 
     monkeypatch.setattr(Administration, "snapshot", with_a_reader_that_goes)
     async with completing.spooled(site.app, "KV_table", beside=tmp_path, encrypted=False) as earlier:
