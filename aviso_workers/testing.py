@@ -32,7 +32,7 @@ from msgspec import structs
 from aviso_workers.agents import Agent, durable_name
 from aviso_workers.app import App
 from aviso_workers.backends import (
-    Backend,
+    Admin,
     ConnectionListener,
     Consumer,
     Delivery,
@@ -109,7 +109,7 @@ class Harness:
         self._clock = None if server else _Clock(self._code)
         self._server = server
         self._config: Config
-        self._watch: Backend
+        self._watch: Admin
         """A client that no `disconnect` concerns."""
         self._streams: dict[str, str]
         """The names of the streams of the events, by event type."""
@@ -257,7 +257,7 @@ class Harness:
             raise self._failure
         return handled if stopped else None
 
-    def _opening(self, on_connection: ConnectionListener | None = None) -> AbstractAsyncContextManager[Backend]:
+    def _opening(self, on_connection: ConnectionListener | None = None) -> AbstractAsyncContextManager[Admin]:
         """Another client of the streams that all of them share."""
         if self._clock is None:
             return open_backend(self._config, on_connection=on_connection)
@@ -266,9 +266,9 @@ class Harness:
         return cast(InMemoryBackend, self._watch).peer(on_connection=on_connection)
 
     @asynccontextmanager
-    async def _open(self, config: Config, *, on_connection: ConnectionListener | None = None) -> AsyncIterator[Backend]:
+    async def _open(self, config: Config, *, on_connection: ConnectionListener | None = None) -> AsyncIterator[Admin]:
         async with self._opening(on_connection) as backend:
-            yield cast(Backend, _Recorder(backend, self._note, self._made.add))
+            yield cast(Admin, _Recorder(backend, self._note, self._made.add))
 
     @asynccontextmanager
     async def _own_streams_removed(self) -> AsyncIterator[None]:
@@ -469,7 +469,7 @@ class _Recorder:
     """A backend of which it is known what was published and made, and that can be cut off from who works with it."""
 
     def __init__(
-        self, backend: Backend, note: Callable[[Message, PubAck], None], note_stream: Callable[[str], None]
+        self, backend: Admin, note: Callable[[Message, PubAck], None], note_stream: Callable[[str], None]
     ) -> None:
         self.cut_off = False
         self._backend = backend

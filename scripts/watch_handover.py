@@ -72,7 +72,7 @@ async def play(url: str, *, count: int, rounds: int, seed: int) -> int:
     async with App("watch-handover", config=loaded) as app:
         await app.notify_many(notifications(1))
         for number in range(1, rounds + 1):
-            await wiping.wipe(app, ["MARS"])
+            await wiping.wipe(app.session.admin, ["MARS"])
             after, started = dice.randrange(count), time.monotonic()
             problems = await play_round(app, count, after)
             bad += bool(problems)

@@ -51,11 +51,11 @@ async def alone(notification: Notification) -> None: ...
 
 
 def test_a_singleton_is_told() -> None:
-    assert agent_report.policy(app, alone)["singleton"] == "one worker handles one at a time, in order"
+    assert agent_report.policy(app.config, alone)["singleton"] == "one worker handles one at a time, in order"
 
 
 def test_what_was_not_declared_is_told_as_it_is_in_effect() -> None:
-    assert agent_report.policy(app, plain) == {
+    assert agent_report.policy(app.config, plain) == {
         "event type": "mars",
         "where": "everything",
         "filters": "mars.>",
@@ -70,7 +70,7 @@ def test_what_was_not_declared_is_told_as_it_is_in_effect() -> None:
 
 
 def test_what_was_declared_is_told() -> None:
-    assert agent_report.policy(app, busy) == {
+    assert agent_report.policy(app.config, busy) == {
         "event type": "mars",
         "where": '{"stream": ["oper", "wave"], "step": {"gte": 6}}',
         "filters": "mars.*.*.*.*.*.oper.>, mars.*.*.*.*.*.wave.>",
@@ -85,7 +85,7 @@ def test_what_was_declared_is_told() -> None:
 
 
 def test_a_batch_tells_how_it_is_collected_and_a_plain_function_where_it_runs() -> None:
-    policy = agent_report.policy(app, collecting)
+    policy = agent_report.policy(app.config, collecting)
     assert (policy["takes"], policy["batch"]) == (
         "Batch[dict[str, Any]], in a thread",
         "500, or what came within 0.5 s",
@@ -93,5 +93,5 @@ def test_a_batch_tells_how_it_is_collected_and_a_plain_function_where_it_runs() 
 
 
 def test_an_agent_of_a_window_tells_how_long_its_windows_are() -> None:
-    policy = agent_report.policy(app, windowed)
+    policy = agent_report.policy(app.config, windowed)
     assert (policy["takes"], policy["window"]) == ("Window[int]", "1h every 15m, 10m late at most")

@@ -99,7 +99,7 @@ async def test_what_is_lost_runs_again_where_its_application_goes_on(tmp_path: P
         for kind, event, of in [*events, ("application", "resumed", "local-1")]:
             told = JobEvent(application=APPLICATION, kind=kind, event=event, id=of, occurrence=of, payload={})
             await app.notify("spark_job", told.identifier("local"), told.payload, message_id=told.message_id("local"))
-        found = await published(app, APPLICATION)
+        found = await published(app.replay, app.config, APPLICATION)
     assert found.states == {("job", "1"): "running", ("application", "local-1"): "running"}
 
 
@@ -110,7 +110,7 @@ async def test_one_application_that_cannot_be_read_hides_no_other(
     monkeypatch.setattr(reconciling, "published", nothing_published)
     answers.text, answers.special = APPLICATIONS, {"/app-1": b"[]", "/bad": b""}
     async with App("reconciled", config=write_config(tmp_path)) as app:
-        found = [each async for each in reconcile(app, SparkRest(answers.url))]
+        found = [each async for each in reconcile(app.replay, app.config, SparkRest(answers.url))]
     bad, *rest = found
     assert isinstance(bad, Incomparable)
     assert (bad.application, bad.attempt) == ("bad", "0")
@@ -135,7 +135,7 @@ def test_the_command_tells_of_all_others_and_ends_with_2(
     assert told.err.startswith("bad: not compared: http://127.0.0.1")
 
 
-async def nothing_published(app: App, application: Application) -> Published:
+async def nothing_published(replay: Any, config: Any, application: Application) -> Published:
     return Published({}, Counter())
 
 

@@ -193,7 +193,7 @@ async def test_a_dead_letter_that_is_handed_back_is_handled_by_the_same_worker(a
             await t.notify("mars", {"step": attempt})
             await t.settle()
         await t.notify("mars", {"step": 3})
-        office = DeadLetterOffice(app)
+        office = DeadLetterOffice(app.session.admin, app.config, events=app.events)
         async with aclosing(office.letters(Selection())) as letters:
             async for letter in letters:
                 await office.retry(letter)

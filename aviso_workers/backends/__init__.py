@@ -34,6 +34,7 @@ from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.key_value import BulkKeyValue, Entry, KeyValue
 
 __all__ = [
+    "Admin",
     "Administration",
     "Backend",
     "BulkKeyValue",
@@ -275,7 +276,7 @@ class Opening(Protocol):
 
     def __call__(
         self, config: Config, *, on_connection: ConnectionListener | None = None
-    ) -> AbstractAsyncContextManager[Backend]: ...
+    ) -> AbstractAsyncContextManager[Admin]: ...
 
 
 class Backend(Protocol):
@@ -299,9 +300,6 @@ class Backend(Protocol):
 
     def require_server(self, major: int, minor: int, *, to: str) -> None:
         """Raise `RefusedError`, which names both versions, where the server is older than is needed `to` do this."""
-
-    def administration(self) -> Administration:
-        """Raises `RefusedError` where there is no server."""
 
     async def failed(self) -> None:
         """Wait until the backend is lost for good, then raise the `BackendError` that says why."""
@@ -327,11 +325,6 @@ class Backend(Protocol):
         Without `overwrite` its bytes stay on disk for a while, and a server does thirty times as many a second.
         """
 
-    async def delete_stream(self, stream: str) -> None:
-        """Remove a stream, its messages and its consumers, for good. Raises `NotFoundError`."""
-
-    async def stream_names(self) -> list[str]: ...
-
     async def message(self, stream: str, sequence: int) -> Message | None:
         """The message of that sequence, as the stream's leader holds it, for one request; None where there is none.
 
@@ -344,11 +337,6 @@ class Backend(Protocol):
         Raises `NotFoundError`.
         """
 
-    async def subject_counts(self, stream: str, *, subject: str = ">") -> dict[str, int]:
-        """How many messages of each subject that a filter takes a stream holds, as its leader counts them: for few
-        subjects. Raises `NotFoundError`, and `UnavailableError` where subjects come and go faster than they are listed.
-        """
-
     async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
         """Create the durable consumer, or update it where it differs in what can be updated.
 
@@ -357,30 +345,6 @@ class Backend(Protocol):
 
     async def consumer_info(self, stream: str, consumer: str) -> ConsumerInfo:
         """Raises `NotFoundError`."""
-
-    async def consumers(self, stream: str) -> list[ConsumerInfo]:
-        """All consumers of a stream, at the price of a request for some hundreds. Raises `NotFoundError`.
-
-        One that has no leader just now may be missing.
-        """
-
-    async def delete_consumer(self, stream: str, consumer: str) -> None:
-        """Remove a consumer and what is known of how far it has come, for good. Raises `NotFoundError`."""
-
-    async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> None:
-        """Deliver nothing, to nobody, before `until`; None: deliver again at once.
-
-        What was delivered before can be settled meanwhile; what comes back waits. Raises `NotFoundError`, and
-        `RefusedError` where the server is older than 2.11.
-        """
-
-    async def reset_consumer(self, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
-        """Let the consumer go on at `sequence` (1 or more), as if it had never come further, nor as far.
-
-        What was delivered and not settled is forgotten; from `sequence` on everything is delivered, as for the first
-        time. A sequence that the stream has not reached is waited for, and what is stored before it is passed over.
-        Raises `NotFoundError`, and `RefusedError` where the server is older than 2.14.
-        """
 
     def consume(
         self,
@@ -474,10 +438,58 @@ class Backend(Protocol):
         """
 
 
+class Admin(Backend, Protocol):
+    """What operators need beside that, of the same object. The engine asks for none of it."""
+
+    def administration(self) -> Administration:
+        """Raises `RefusedError` where there is no server."""
+
+    async def stream_names(self) -> list[str]: ...
+
+    async def subject_counts(self, stream: str, *, subject: str = ">") -> dict[str, int]:
+        """How many messages of each subject that a filter takes a stream holds, as its leader counts them: for few
+        subjects. Raises `NotFoundError`, and `UnavailableError` where subjects come and go faster than they are listed.
+        """
+
+    async def consumers(self, stream: str) -> list[ConsumerInfo]:
+        """All consumers of a stream, at the price of a request for some hundreds. Raises `NotFoundError`.
+
+        One that has no leader just now may be missing.
+        """
+
+    async def delete_consumer(self, stream: str, consumer: str) -> None:
+        """Remove a consumer and what is known of how far it has come, for good. Raises `NotFoundError`."""
+
+    async def delete_stream(self, stream: str) -> None:
+        """Remove a stream, its messages and its consumers, for good. Raises `NotFoundError`."""
+
+    async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> None:
+        """Deliver nothing, to nobody, before `until`; None: deliver again at once.
+
+        What was delivered before can be settled meanwhile; what comes back waits. Raises `NotFoundError`, and
+        `RefusedError` where the server is older than 2.11.
+        """
+
+    async def reset_consumer(self, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
+        """Let the consumer go on at `sequence` (1 or more), as if it had never come further, nor as far.
+
+        What was delivered and not settled is forgotten; from `sequence` on everything is delivered, as for the first
+        time. A sequence that the stream has not reached is waited for, and what is stored before it is passed over.
+        Raises `NotFoundError`, and `RefusedError` where the server is older than 2.14.
+        """
+
+    async def purge_stream(self, stream: str, *, subject: str = "", keep: int = 0, before: int = 0) -> int:
+        """As `Backend.purge_stream`, but for the newest `keep`, or only messages before a sequence.
+
+        Raises `NotFoundError`, and `RefusedError` where there is no server and one of the two is given.
+        """
+
+
 def open_backend(
     config: Config, *, on_connection: ConnectionListener | None = None
-) -> AbstractAsyncContextManager[Backend]:
-    """The backend that the configuration names, connected while the `async with` block runs.
+) -> AbstractAsyncContextManager[Admin]:
+    """The backend that the configuration names, connected while the `async with` block runs. The engine
+    takes it for a `Backend`.
 
     Raises `UnavailableError` where no server is reached, `RefusedError` where one turns us away.
     """

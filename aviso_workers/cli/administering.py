@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from aviso_workers.app import App
 from aviso_workers.cli.confirming import Yes, confirm
-from aviso_workers.cli.finding import ConfigOption, connected
+from aviso_workers.cli.finding import ConfigOption, Opened, connected
 from aviso_workers.cli.printing import print_table
 from aviso_workers.jetstream.fields import readable
 from aviso_workers.jetstream.plans import ConsumerPlan, Difference, Plan
@@ -31,8 +30,8 @@ def plan(
 ) -> None:
     """Show what `apply` would change, field by field."""
 
-    async def run(app: App) -> bool:
-        plans = await stream_policy.plans(app)
+    async def run(server: Opened) -> bool:
+        plans = await stream_policy.plans(server.admin, server.config)
         _print_plans(plans)
         return any(found.needed or found.fixed for found in plans)
 
@@ -47,13 +46,13 @@ def apply(yes: Yes = False, config: ConfigOption = None) -> None:
     An update that would remove stored messages needs --yes: without it, nothing is done.
     """
 
-    async def run(app: App) -> bool:
-        plans = await stream_policy.plans(app)
+    async def run(server: Opened) -> bool:
+        plans = await stream_policy.plans(server.admin, server.config)
         _print_plans(plans)
         if any(found.needed and _removing(found) for found in plans):
             confirm(yes, to="do all of it, and remove the stored messages that are counted above")
         for needed in (found for found in plans if found.needed):
-            await stream_policy.carry_out(app, needed, removals=yes)
+            await stream_policy.carry_out(server.admin, server.config, needed, removals=yes)
             typer.echo(f"{' '.join(_names(needed)).strip()}: done")
         return not any(found.fixed for found in plans)
 
@@ -65,8 +64,8 @@ def apply(yes: Yes = False, config: ConfigOption = None) -> None:
 def show(name: Configured, config: ConfigOption = None) -> None:
     """Show the stream's effective policy beside the configured one; exit 1 if they differ."""
 
-    async def run(app: App) -> bool:
-        rows = await stream_policy.effective_policy(app, name)
+    async def run(server: Opened) -> bool:
+        rows = await stream_policy.effective_policy(server.admin, server.config, name)
         print_table(
             ("field", "configured by", "configured", "effective", "follows"),
             [(row.field, row.key, row.configured, row.effective, "yes" if row.follows else "NO") for row in rows],
@@ -81,10 +80,10 @@ def show(name: Configured, config: ConfigOption = None) -> None:
 def wipe(event: Event, yes: Yes = False, config: ConfigOption = None) -> None:
     """Remove all notifications of one event type; its stream, configuration and consumers stay."""
 
-    async def run(app: App) -> None:
-        stream = wiping.stream_of(app, event)
-        found = {stream: (await app.session.backend.stream_info(stream)).messages}
-        await _wipe(app, found, yes=yes)
+    async def run(server: Opened) -> None:
+        stream = wiping.stream_of(server.config, event)
+        found = {stream: (await server.admin.stream_info(stream)).messages}
+        await _wipe(server, found, yes=yes)
 
     connected(config, run)
 
@@ -93,8 +92,8 @@ def wipe(event: Event, yes: Yes = False, config: ConfigOption = None) -> None:
 def wipe_all(yes: Yes = False, config: ConfigOption = None) -> None:
     """Remove all notifications of all configured event types; nothing else is touched."""
 
-    async def run(app: App) -> None:
-        await _wipe(app, await wiping.event_streams(app), yes=yes)
+    async def run(server: Opened) -> None:
+        await _wipe(server, await wiping.event_streams(server.admin, server.config), yes=yes)
 
     connected(config, run)
 
@@ -106,11 +105,11 @@ def delete(
 ) -> None:
     """Delete one notification, after showing which one it is; `erase` also finds its copies."""
 
-    async def run(app: App) -> None:
-        found = await wiping.find(app, notification)
+    async def run(server: Opened) -> None:
+        found = await wiping.find(server.admin, server.config, notification)
         print_table(("stream", "sequence", "subject", "stored"), [_message_row(found)])
         confirm(yes, to="delete it")
-        await wiping.delete(app, notification)
+        await wiping.delete(server.admin, server.config, notification)
         typer.echo(f"{notification} deleted")
 
     connected(config, run)
@@ -120,13 +119,13 @@ def _message_row(found: StoredMessage) -> tuple[str, str, str, str]:
     return found.stream, str(found.sequence), found.subject, found.time
 
 
-async def _wipe(app: App, found: Mapping[str, int], *, yes: bool) -> None:
+async def _wipe(server: Opened, found: Mapping[str, int], *, yes: bool) -> None:
     if not found:
         typer.echo("no stream of a configured event type exists")
         return
     print_table(("stream", "messages"), [(stream, str(messages)) for stream, messages in found.items()])
     confirm(yes, to="remove all of them")
-    for stream, removed in (await wiping.wipe(app, list(found))).items():
+    for stream, removed in (await wiping.wipe(server.admin, list(found))).items():
         typer.echo(f"{stream}: {removed} removed")
 
 

@@ -12,10 +12,10 @@ import anyio
 import typer
 
 from aviso_workers import logs
-from aviso_workers.app import App
+from aviso_workers.backends import Admin, open_backend
 from aviso_workers.cli import backup_sets
 from aviso_workers.cli.cleansing import cleanse
-from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
+from aviso_workers.cli.finding import ConfigOption, Opened, connected, load
 from aviso_workers.cli.identities import IdentityOption, identities_of
 from aviso_workers.cli.printing import print_table
 from aviso_workers.cli.progress import bar
@@ -88,13 +88,13 @@ def create(
             keep=Keep(newest, days),
             encrypted=bool(encrypt_to),
         )
-        _keep_backing_up(schedule, connected_app(config).config, make)
+        _keep_backing_up(schedule, load(config), make)
         return
 
-    async def run(app: App) -> list[AvisoWorkersError]:
+    async def run(server: Opened) -> list[AvisoWorkersError]:
         async def back_up(stream: str, earlier: Spool | None = None) -> Backup:
             with bar(stream) as progress:
-                made = await make(app, stream, progress, earlier)
+                made = await make(server.admin, stream, progress, earlier)
             if made.full_because:
                 typer.echo(f"{stream}: a full backup, because {made.full_because}", err=True)
             typer.echo(_described(made.backup))
@@ -104,9 +104,9 @@ def create(
             return backup_sets.prune(to, stream, Keep(newest, days))
 
         if everything:
-            return await backup_sets.create(app, to, back_up, prune, encrypted=bool(encrypt_to))
+            return await backup_sets.create(server.admin, to, back_up, prune, encrypted=bool(encrypt_to))
         failures: list[AvisoWorkersError] = []
-        for stream in await backups.named_streams(app, names or ()):
+        for stream in await backups.named_streams(server.admin, server.config, names or ()):
             try:
                 await back_up(stream)
                 failures += prune(stream)
@@ -114,7 +114,7 @@ def create(
                 failures.append(error)
         return failures
 
-    _end(run_connected(connected_app(config), run))
+    _end(connected(config, run))
 
 
 @backup.command()
@@ -184,17 +184,19 @@ def restore(
         raise DeclarationError("a set is restored under its own names: say --all or --as")
     identities = identities_of(identity)
     if everything:
-        run_connected(
-            connected_app(config),
-            lambda app: backup_sets.restore(app, directory, storage=storage, replicas=replicas, identities=identities),
+        connected(
+            config,
+            lambda server: backup_sets.restore(
+                server.admin, directory, storage=storage, replicas=replicas, identities=identities
+            ),
         )
         return
     found = backups.load(directory)
 
-    async def run(app: App) -> None:
+    async def run(server: Opened) -> None:
         with bar(found.stream, backups.size(found)) as progress:
             restored = await backups.restore(
-                app,
+                server.admin,
                 found,
                 name=name,
                 storage=storage,
@@ -211,7 +213,7 @@ def restore(
                 err=True,
             )
 
-    run_connected(connected_app(config), run)
+    connected(config, run)
 
 
 @backup.command()
@@ -219,9 +221,9 @@ def drill(directory: Directory, *, identity: IdentityOption = None, config: Conf
     """Restore a backup into a scratch stream, compare every message and consumer, and delete that again."""
     found, identities = backups.load(directory), identities_of(identity)
 
-    async def run(app: App) -> None:
+    async def run(server: Opened) -> None:
         with bar(found.stream, backups.size(found)) as progress:
-            done = await backups.drill(app, found, identities=identities, progress=progress)
+            done = await backups.drill(server.admin, found, identities=identities, progress=progress)
         if done.differences:
             raise BackupError(f"{directory} does not restore as it was: {'; '.join(done.differences)}")
         typer.echo(
@@ -229,7 +231,7 @@ def drill(directory: Directory, *, identity: IdentityOption = None, config: Conf
             f"restored and compared, sha256 {done.restored.sha256}"
         )
 
-    run_connected(connected_app(config), run)
+    connected(config, run)
 
 
 backup.command()(cleanse)
@@ -259,15 +261,15 @@ def merge(
 def _keep_backing_up(schedule: Schedule, config: Config, make: Callable[..., Awaitable[Made]]) -> None:
     logs.configure(config.workers.logging)
 
-    async def make_silently(app: App, stream: str, earlier: Spool | None) -> Made:
-        return await make(app, stream, lambda size: None, earlier)
+    async def make_silently(admin: Admin, stream: str, earlier: Spool | None) -> Made:
+        return await make(admin, stream, lambda size: None, earlier)
 
     async def until_signal() -> None:
         errors: list[AvisoWorkersError] = []
 
         async def work() -> None:
             try:
-                await backups.keep_backing_up(schedule, lambda: connected_app(config), make_silently)
+                await backups.keep_backing_up(schedule, config, lambda: open_backend(config), make_silently)
             except AvisoWorkersError as error:  # raised outside of the group, as itself
                 errors.append(error)
                 tasks.cancel_scope.cancel()
@@ -292,10 +294,10 @@ def _maker(
     every = _parsed(full_every) if full_every else None
     keys, identities = backups.read_recipients(encrypt_to or ()), identities_of(identity)
 
-    async def make(app: App, stream: str, progress: Progress, earlier: Spool | None = None) -> Made:
+    async def make(admin: Admin, stream: str, progress: Progress, earlier: Spool | None = None) -> Made:
         if since == "last" or every is not None:
             return await backups.create_next(
-                app,
+                admin,
                 stream,
                 to,
                 full_every_seconds=every,
@@ -306,7 +308,7 @@ def _maker(
             )
         before = backups.load(Path(since)) if since else None
         made = await backups.create(
-            app,
+            admin,
             stream,
             to,
             since=before,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from aviso_workers.app import App
+from aviso_workers.backends import Admin
 from aviso_workers.cli.printing import print_table
 from aviso_workers.cli.progress import bar
 from aviso_workers.errors import AvisoWorkersError, BackupError
@@ -18,7 +18,7 @@ __all__ = ["create", "prune", "restore"]
 
 
 async def create(
-    app: App,
+    admin: Admin,
     to: Path,
     back_up: Callable[[str, Spool | None], Awaitable[Backup]],
     prune: Callable[[str], list[AvisoWorkersError]],
@@ -26,7 +26,7 @@ async def create(
     encrypted: bool,
 ) -> list[AvisoWorkersError]:
     """Back up all streams, and say whether the backups are a set; then remove old ones. Return what failed."""
-    made = await backups.create_set(app, to, back_up, encrypted=encrypted)
+    made = await backups.create_set(admin, to, back_up, encrypted=encrypted)
     if made.file:
         typer.echo(f"{len(made.backups)} streams are a set, to be restored as one: {made.file}")
     failures = list(made.failures)
@@ -36,7 +36,7 @@ async def create(
 
 
 async def restore(
-    app: App,
+    admin: Admin,
     place: Path,
     *,
     storage: str | None,
@@ -46,7 +46,7 @@ async def restore(
     """Restore the set of a file, or the newest one in a directory, and say where agents go on."""
     found = backups.load_set(place)
     restored = await backups.restore_set(
-        app,
+        admin,
         found,
         storage=storage,
         replicas=replicas,

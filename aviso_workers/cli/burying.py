@@ -13,11 +13,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from aviso_workers.app import App
-from aviso_workers.cli.finding import ConfigOption, ConfigSource, connected_app, run_connected
+from aviso_workers.cli.finding import ConfigOption, ConfigSource, Opened, connected
 from aviso_workers.cli.printing import Columns, print_json, print_table, printable, skipped_told
 from aviso_workers.codec import store_time
 from aviso_workers.errors import NotFoundError
+from aviso_workers.events import Events
 from aviso_workers.literals import printable_lines
 from aviso_workers.ops.dead_letters import DeadLetter, DeadLetterOffice, Selection, document, portions
 from aviso_workers.positions import parse_date
@@ -60,10 +60,10 @@ def ls(
     """List the dead letters, the oldest first."""
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
 
-    async def run(connected: App) -> None:
+    async def run(office: DeadLetterOffice) -> None:
         columns = Columns("sequence", "time", "app", "agent", "reason", "attempts", "original", "error")
         none = True
-        async with aclosing(DeadLetterOffice(connected).letters(wanted)) as letters:
+        async with aclosing(office.letters(wanted)) as letters:
             async for portion in portions(letters):
                 none = False
                 if as_json:
@@ -85,8 +85,8 @@ def show(
 ) -> None:
     """Show all of one dead letter: why it is there, its headers and its body."""
 
-    async def run(connected: App) -> None:
-        letter = await DeadLetterOffice(connected).letter(sequence)
+    async def run(office: DeadLetterOffice) -> None:
+        letter = await office.letter(sequence)
         if as_json:
             print_json(document(letter))
         else:
@@ -142,8 +142,7 @@ def _act(
     dry_run: bool,
     yes: bool,
 ) -> None:
-    async def run(connected: App) -> None:
-        office = DeadLetterOffice(connected)
+    async def run(office: DeadLetterOffice) -> None:
         found = await _found(office, wanted)
         if not found or dry_run:
             return
@@ -198,10 +197,14 @@ async def _act_on(
         typer.echo(f"{count} of {len(found)} {done}")
 
 
-def _run(config: ConfigSource | None, run: Callable[[App], Awaitable[None]]) -> None:
-    app = connected_app(config)
-    with skipped_told(app):
-        run_connected(app, run)
+def _run(config: ConfigSource | None, run: Callable[[DeadLetterOffice], Awaitable[None]]) -> None:
+    events = Events()
+    with skipped_told(events):
+
+        async def run_in_office(server: Opened) -> None:
+            await run(DeadLetterOffice(server.admin, server.config, events=events))
+
+        connected(config, run_in_office)
 
 
 def _selection(

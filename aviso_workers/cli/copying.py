@@ -11,7 +11,7 @@ import typer
 from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.administering import streams
 from aviso_workers.cli.backing_up import Storage, bar
-from aviso_workers.cli.finding import ConfigOption, connected_app
+from aviso_workers.cli.finding import ConfigOption, opened
 from aviso_workers.errors import BackupError
 from aviso_workers.ops import copying, following
 from aviso_workers.ops.copying import Copied
@@ -41,8 +41,8 @@ def copy(
         raise BackupError("--follow goes on until the copy takes the stream's place, which one with --as cannot")
 
     async def run() -> None:
-        async with connected_app(config) as source, connected_app(to_config) as target:
-            is_begun = follow and await following.is_begun(source, target, stream)
+        async with opened(config) as source, opened(to_config) as target:
+            is_begun = follow and await following.is_begun(source.admin, target.admin, stream)
             if follow:
                 typer.echo(
                     f"{stream}: {'carrying on with the copy there' if is_begun else 'copying it anew'}", err=True
@@ -50,8 +50,8 @@ def copy(
             if not is_begun:
                 with bar(stream) as progress:
                     copied = await copying.copy(
-                        source,
-                        target,
+                        source.admin,
+                        target.admin,
                         stream,
                         name=name,
                         storage=storage,
@@ -63,7 +63,7 @@ def copy(
                 if copied.subjects or not follow:
                     _end(stream, copied)
                     return
-            _print_followed(await following.follow(source, target, stream, on_progress=_print_progress))
+            _print_followed(await following.follow(source.admin, target.admin, stream, on_progress=_print_progress))
 
     anyio.run(run)
 

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from aviso_workers.app import App
 from aviso_workers.cli.confirming import Yes, confirm
-from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
+from aviso_workers.cli.finding import ConfigOption, Opened, connected
 from aviso_workers.cli.parsing import parse_where
 from aviso_workers.cli.printing import echo, print_table
 from aviso_workers.cli.progress import ProgressLines
@@ -41,8 +40,8 @@ def erase(
     """Erase notifications for good, wherever this account keeps them: bytes, copies and dead letters."""
     wanted = parse_where(where or [])
 
-    async def run(app: App) -> bool:
-        eraser = Eraser(app, event, where=wanted, sequence=id, keys=key or ())
+    async def run(server: Opened) -> bool:
+        eraser = Eraser(server.admin, server.config, event, where=wanted, sequence=id, keys=key or ())
         survey = await eraser.survey()
         _print(survey)
         if dry_run:
@@ -71,7 +70,7 @@ def erase(
                 echo(f"not proven: {each.where}: {each.why}. {each.cure.capitalize()}.")
         return left.whole
 
-    if not run_connected(connected_app(config), run):
+    if not connected(config, run):
         raise typer.Exit(1)
 
 

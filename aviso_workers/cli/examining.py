@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from aviso_workers.cli.finding import ConfigOption, connected_app, find_app, run_connected
+from aviso_workers.cli.finding import ConfigOption, connected, find_app, load
 from aviso_workers.cli.printing import print_json, printable
 from aviso_workers.errors import AvisoWorkersError, BackendError
 from aviso_workers.ops.doctor import Report, Scope, State, examine, hurried, showing
@@ -60,9 +60,10 @@ def doctor(
         )
         if sys.stderr.isatty():
             typer.echo(f"asking the servers twice, {seconds:g} s apart ...", err=True)
-        connected = connected_app(examined.config if examined else config)  # the app's own tables are not touched
-        connected.configure(hurried(connected.config))
-        report = run_connected(connected, lambda app: examine(app, scope))
+        report = connected(
+            hurried(examined.config if examined else load(config)),
+            lambda server: examine(server.admin, server.config, scope),
+        )
     except AvisoWorkersError as error:
         if format != "nagios":
             raise

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -16,6 +17,7 @@ from typer.core import TyperOption
 
 from aviso_workers.agents import Router
 from aviso_workers.app import App
+from aviso_workers.backends import Admin, open_backend
 from aviso_workers.config import Config
 from aviso_workers.errors import DeclarationError, describe
 
@@ -23,12 +25,14 @@ __all__ = [
     "AgentOption",
     "ConfigOption",
     "ConfigSource",
+    "Opened",
     "Target",
     "add_context_option",
     "connected",
     "connected_app",
     "find_app",
     "load",
+    "opened",
     "run_connected",
     "settings_of_installed",
 ]
@@ -112,9 +116,24 @@ def connected_app(config: Config | ConfigSource | Path | None) -> App:
     return App("aviso-workers-cli", config=config)
 
 
-def load(config: ConfigSource | None) -> Config:
+def load(config: ConfigSource | Path | None) -> Config:
     """The configuration by itself. Raises `ConfigError`."""
     return connected_app(config).config
+
+
+class Opened(Struct, frozen=True):
+    """What a command works with that needs no agents."""
+
+    admin: Admin
+    config: Config
+
+
+@asynccontextmanager
+async def opened(config: Config | ConfigSource | Path | None) -> AsyncIterator[Opened]:
+    """The server that the configuration names, connected meanwhile. Raises `ConfigError`, `BackendError`."""
+    loaded = config if isinstance(config, Config) else load(config)
+    async with open_backend(loaded) as admin:
+        yield Opened(admin, loaded)
 
 
 def run_connected(app: App, run: Callable[[App], Awaitable[T]]) -> T:
@@ -127,9 +146,14 @@ def run_connected(app: App, run: Callable[[App], Awaitable[T]]) -> T:
     return anyio.run(connect)
 
 
-def connected(config: ConfigSource | None, run: Callable[[App], Awaitable[T]]) -> T:
-    """The same with an app without agents."""
-    return run_connected(connected_app(config), run)
+def connected(config: Config | ConfigSource | Path | None, run: Callable[[Opened], Awaitable[T]]) -> T:
+    """What `run` returns of the server, which is connected meanwhile."""
+
+    async def connect() -> T:
+        async with opened(config) as server:
+            return await run(server)
+
+    return anyio.run(connect)
 
 
 def _configured(app: App, config: ConfigSource | None) -> App:

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from aviso_workers.app import App
 from aviso_workers.cli.administering import streams
-from aviso_workers.cli.finding import ConfigOption, connected
+from aviso_workers.cli.finding import ConfigOption, Opened, connected
 from aviso_workers.cli.printing import end_where_silent, print_json, print_table
 from aviso_workers.errors import DeclarationError
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
@@ -31,9 +30,9 @@ Consumer = Annotated[str, typer.Argument(metavar="CONSUMER", help="Its name.")]
 def ls(config: ConfigOption = None) -> None:
     """List all streams of the account, and whether the configuration has them; exit 1 where one does not answer."""
 
-    async def run(app: App) -> Listed[StreamInfo]:
-        configured = stream_policy.sections(app.config)
-        listed = await inspecting.streams(app)
+    async def run(server: Opened) -> Listed[StreamInfo]:
+        configured = stream_policy.sections(server.config)
+        listed = await inspecting.streams(server.admin)
         print_table(
             ("stream", "configured", "messages", "bytes", "first", "last", "deleted", "consumers", "leader", "copies"),
             [_stream_row(stream, configured) for stream in listed.found],
@@ -46,15 +45,15 @@ def ls(config: ConfigOption = None) -> None:
 @streams.command()
 def info(stream: Stream, config: ConfigOption = None) -> None:
     """Print a stream's configuration, state and copies as JSON, as the server tells them."""
-    connected(config, lambda app: _print(inspecting.stream_info(app, stream)))
+    connected(config, lambda server: _print(inspecting.stream_info(server.admin, stream)))
 
 
 @streams.command()
 def gaps(stream: Stream, config: ConfigOption = None) -> None:
     """Show which sequences between a stream's first and last are gone."""
 
-    async def run(app: App) -> None:
-        found = await inspecting.gaps(app, stream)
+    async def run(server: Opened) -> None:
+        found = await inspecting.gaps(server.admin, stream)
         print_table(
             ("first", "last", "gone"),
             [(str(first), str(last), str(last - first + 1)) for first, last in found.ranges],
@@ -79,8 +78,8 @@ def get(
         raise DeclarationError("say which message: its sequence, or --last SUBJECT")
     ask = inspecting.direct_message if direct else inspecting.message
 
-    async def run(app: App) -> None:
-        print_json(_document(await ask(app, stream, sequence=sequence, subject=last)))
+    async def run(server: Opened) -> None:
+        print_json(_document(await ask(server.admin, stream, sequence=sequence, subject=last)))
 
     connected(config, run)
 
@@ -89,8 +88,8 @@ def get(
 def list_consumers(stream: Stream, config: ConfigOption = None) -> None:
     """List a stream's consumers, agents' included, and how far they have come; exit 1 where one does not answer."""
 
-    async def run(app: App) -> Listed[ConsumerInfo]:
-        listed = await inspecting.consumers(app, stream)
+    async def run(server: Opened) -> Listed[ConsumerInfo]:
+        listed = await inspecting.consumers(server.admin, stream)
         print_table(
             ("consumer", "delivers", "ack", "pending", "unacknowledged", "redelivered", "ack floor", "state"),
             [_consumer_row(consumer) for consumer in listed.found],
@@ -103,19 +102,19 @@ def list_consumers(stream: Stream, config: ConfigOption = None) -> None:
 @consumers.command()
 def show(stream: Stream, consumer: Consumer, config: ConfigOption = None) -> None:
     """Print a consumer's configuration and state as JSON, as the server tells them."""
-    connected(config, lambda app: _print(inspecting.consumer_info(app, stream, consumer)))
+    connected(config, lambda server: _print(inspecting.consumer_info(server.admin, stream, consumer)))
 
 
 @account.command("info")
 def account_info(config: ConfigOption = None) -> None:
     """Show what the account uses of JetStream, and of how much."""
 
-    async def run(app: App) -> None:
+    async def run(server: Opened) -> None:
         print_table(
             ("what", "used", "limit"),
             [
                 (use.what, str(use.used), "none" if use.limit < 0 else str(use.limit))
-                for use in await inspecting.account(app)
+                for use in await inspecting.account(server.admin)
             ],
         )
 

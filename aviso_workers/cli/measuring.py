@@ -15,8 +15,7 @@ from rich.filesize import decimal
 from rich.live import Live
 from rich.text import Text
 
-from aviso_workers.app import App
-from aviso_workers.cli.finding import ConfigOption, connected, connected_app, run_connected
+from aviso_workers.cli.finding import ConfigOption, Opened, connected
 from aviso_workers.cli.mirroring import status as mirrors
 from aviso_workers.cli.printing import end_where_silent, print_json, print_table, printable, table, terminal
 from aviso_workers.errors import BackendError
@@ -54,7 +53,7 @@ def streams(
     now, before = _looks(config, seconds)
     rows = reports.streams(now, before)
     _print(STREAMS, map(_stream_row, rows), rows, as_json=as_json)
-    servers: list[ServerRow] = connected(config, lambda app: reports.servers(app, monitor or ()))
+    servers: list[ServerRow] = connected(config, lambda server: reports.servers(server.config, monitor or ()))
     if servers:
         _print(SERVERS, map(_server_row, servers), servers, as_json=as_json)
     end_where_silent(now.silent)
@@ -79,32 +78,32 @@ def agents(seconds: Seconds = 2.0, as_json: AsJson = False, config: ConfigOption
 
 def top(seconds: Seconds = 2.0, config: ConfigOption = None) -> None:
     """Streams and consumers as they change, until Ctrl-C."""
-    run_connected(connected_app(config), lambda app: _top(app, seconds))
+    connected(config, lambda server: _top(server, seconds))
 
 
 def _looks(config: Any, seconds: float) -> tuple[Look, Look]:
-    async def run(app: App) -> tuple[Look, Look]:
-        before = await reports.look(app)
+    async def run(server: Opened) -> tuple[Look, Look]:
+        before = await reports.look(server.admin)
         await anyio.sleep(seconds)
-        return await reports.look(app), before
+        return await reports.look(server.admin), before
 
-    return run_connected(connected_app(config), run)
+    return connected(config, run)
 
 
-async def _top(app: App, seconds: float) -> None:
+async def _top(server: Opened, seconds: float) -> None:
     console = terminal()
     screen = _Screen()
-    before = now = await reports.look(app)
+    before = now = await reports.look(server.admin)
     while not console.is_terminal:
         console.print(screen.shown(now, before))
         await anyio.sleep(seconds)
-        before, now = now, await reports.look(app)
+        before, now = now, await reports.look(server.admin)
     with Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
             live.update(screen.shown(now, before), refresh=True)
             await anyio.sleep(seconds)
             try:
-                before, now = now, await reports.look(app)
+                before, now = now, await reports.look(server.admin)
             except BackendError as error:
                 live.update(Text(printable(str(error))), refresh=True)
 

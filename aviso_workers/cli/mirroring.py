@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from aviso_workers.app import App
 from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.confirming import Yes, confirm
-from aviso_workers.cli.finding import ConfigOption, connected_app, run_connected
+from aviso_workers.cli.finding import ConfigOption, Opened, connected, load
 from aviso_workers.cli.printing import print_table
 from aviso_workers.codec import store_time
 from aviso_workers.ops import failing_over, mirroring, promotion, recovery
@@ -35,10 +34,10 @@ Api = Annotated[str, typer.Option("--api", metavar="PREFIX", help="Where it is, 
 def status(config: ConfigOption = None) -> None:
     """Show which streams follow which, and whether they do; exit 1 where one does not."""
 
-    async def run(app: App) -> list[Link]:
-        return await Mirrors(app).links()
+    async def run(server: Opened) -> list[Link]:
+        return await Mirrors(server.admin).links()
 
-    links = run_connected(connected_app(config), run)
+    links = connected(config, run)
     if not links:
         typer.echo("no stream follows another one")
     else:
@@ -66,9 +65,9 @@ def promote(
     """Put a mirror in its origin's place, which is fenced before; exit 3 where it is not known to have everything."""
     confirm(yes, to=f"fence the origin of {stream}, and let {stream} take publishes in its place")
 
-    async def run(app: App) -> Promotion:
+    async def run(server: Opened) -> Promotion:
         return await promotion.promote(
-            app,
+            server.admin,
             stream,
             subjects=subject or (),
             origin_is_lost=origin_is_lost,
@@ -76,7 +75,7 @@ def promote(
             patience_seconds=patience,
         )
 
-    found = run_connected(connected_app(config), run)
+    found = connected(config, run)
     _print_promotion(found)
     if not found.proven:
         raise typer.Exit(NOT_PROVEN)
@@ -93,8 +92,10 @@ def recover(
 ) -> None:
     """Publish to a promoted mirror what only its origin has; without --yes, list it."""
 
-    async def list_missing(app: App) -> tuple[int, int]:
-        async with recovery.opened(app, stream, origin_app=_app_of(origin_config)) as found:
+    async def list_missing(server: Opened) -> tuple[int, int]:
+        async with recovery.opened(
+            server.admin, server.config, stream, origin_config=load(origin_config) if origin_config else None
+        ) as found:
             count = 0
             async for message in found.only_there():
                 count += 1
@@ -102,18 +103,16 @@ def recover(
                     typer.echo(f"{message.sequence} {store_time(message).isoformat()} {message.subject}")
             return count, found.undecided
 
-    async def publish(app: App) -> Recovered:
-        async with recovery.opened(app, stream, origin_app=_app_of(origin_config)) as found:
+    async def publish(server: Opened) -> Recovered:
+        async with recovery.opened(
+            server.admin, server.config, stream, origin_config=load(origin_config) if origin_config else None
+        ) as found:
             return await found.publish()
 
     if not yes:
-        _print_missing(stream, *run_connected(connected_app(config), list_missing))
+        _print_missing(stream, *connected(config, list_missing))
         return
-    _print_recovered(stream, run_connected(connected_app(config), publish))
-
-
-def _app_of(config: Path | None) -> App | None:
-    return None if config is None else connected_app(config)
+    _print_recovered(stream, connected(config, publish))
 
 
 def _print_missing(stream: str, count: int, undecided: int) -> None:
@@ -147,10 +146,10 @@ def fence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: Confi
     """Let a stream take no publish any more; it keeps what it has, and whoever reconciles leaves it alone."""
     confirm(yes, to=f"take its subjects from {stream}")
 
-    async def run(app: App) -> tuple[str, ...]:
-        return (await mirroring.fence(app.session.backend.administration(), stream, api=api)).subjects
+    async def run(server: Opened) -> tuple[str, ...]:
+        return (await mirroring.fence(server.admin.administration(), stream, api=api)).subjects
 
-    subjects = run_connected(connected_app(config), run)
+    subjects = connected(config, run)
     typer.echo(f"{stream} is fenced; it took {', '.join(subjects)}")
 
 
@@ -159,10 +158,10 @@ def unfence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: Con
     """Give a fenced stream its subjects back. Be sure that no other stream takes them."""
     confirm(yes, to=f"give {stream} its subjects back")
 
-    async def run(app: App) -> tuple[str, ...]:
-        return await mirroring.unfence(app.session.backend.administration(), stream, api=api)
+    async def run(server: Opened) -> tuple[str, ...]:
+        return await mirroring.unfence(server.admin.administration(), stream, api=api)
 
-    subjects = run_connected(connected_app(config), run)
+    subjects = connected(config, run)
     typer.echo(f"{stream} takes {', '.join(subjects)} again")
 
 
@@ -176,10 +175,10 @@ def failover(
 ) -> None:
     """Rehearse a failover on a scratch stream and its mirror; exit 1 where a message was lost or doubled."""
 
-    async def run(app: App) -> Drill:
-        return await failing_over.rehearse(app, origin_api=origin_api, messages=messages)
+    async def run(server: Opened) -> Drill:
+        return await failing_over.rehearse(server.admin, origin_api=origin_api, messages=messages)
 
-    found = run_connected(connected_app(config), run)
+    found = connected(config, run)
     _print_promotion(found.promotion)
     typer.echo(f"no publish was taken for {found.silent_seconds:.3f} s at most")
     typer.echo(f"the fenced origin took {found.after_fence}; {found.stored} of {found.published} published are stored")

@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-from aviso_workers.app import App
 from aviso_workers.cli.administering import streams
 from aviso_workers.cli.confirming import Yes, confirm
-from aviso_workers.cli.finding import ConfigOption, connected
+from aviso_workers.cli.finding import ConfigOption, Opened, connected
 from aviso_workers.cli.inspecting import Consumer, Stream, consumers
 from aviso_workers.cli.printing import print_table
 from aviso_workers.ops import inspecting, operating
@@ -31,11 +30,11 @@ def purge(
 ) -> None:
     """Remove messages of any stream; its configuration and consumers stay."""
 
-    async def run(app: App) -> None:
-        plan = await operating.plan_purge(app, stream, subject=subject, keep=keep, before=before)
+    async def run(server: Opened) -> None:
+        plan = await operating.plan_purge(server.admin, stream, subject=subject, keep=keep, before=before)
         typer.echo(f"{stream}: {plan.messages} messages would be removed")
         confirm(yes, to="remove them")
-        typer.echo(f"{stream}: {await operating.purge(app, plan)} removed")
+        typer.echo(f"{stream}: {await operating.purge(server.admin, plan)} removed")
 
     connected(config, run)
 
@@ -44,11 +43,11 @@ def purge(
 def seal(stream: Stream, yes: Yes = False, config: ConfigOption = None) -> None:
     """Let nothing of a stream change any more, for good: nothing added, deleted or too old."""
 
-    async def run(app: App) -> None:
-        kept = (await inspecting.stream_info(app, stream)).messages
+    async def run(server: Opened) -> None:
+        kept = (await inspecting.stream_info(server.admin, stream)).messages
         typer.echo(f"{stream}: {kept} messages would be kept as they are, and no other added, for good")
         confirm(yes, to="seal it")
-        await operating.seal(app, stream)
+        await operating.seal(server.admin, stream)
         typer.echo(f"{stream}: sealed")
 
     connected(config, run)
@@ -58,12 +57,12 @@ def seal(stream: Stream, yes: Yes = False, config: ConfigOption = None) -> None:
 def remove(stream: Stream, yes: Yes = False, config: ConfigOption = None) -> None:
     """Remove a stream with its messages and its consumers."""
 
-    async def run(app: App) -> None:
-        found = await inspecting.stream_info(app, stream)
+    async def run(server: Opened) -> None:
+        found = await inspecting.stream_info(server.admin, stream)
         going = f"{found.messages} messages and {found.consumers} consumers"
         typer.echo(f"{stream}: the stream would be removed with {going}")
         confirm(yes, to="remove it")
-        await operating.remove_stream(app, stream)
+        await operating.remove_stream(server.admin, stream)
         typer.echo(f"{stream}: removed")
 
     connected(config, run)
@@ -78,8 +77,8 @@ def step_down(
 ) -> None:
     """Let another server lead a stream, or one of its consumers."""
 
-    async def run(app: App) -> None:
-        leader = await operating.step_down(app, stream, consumer=consumer, prefer=prefer)
+    async def run(server: Opened) -> None:
+        leader = await operating.step_down(server.admin, stream, consumer=consumer, prefer=prefer)
         typer.echo(f"{stream}{f' {consumer}' if consumer else ''}: {leader} leads")
 
     connected(config, run)
@@ -94,10 +93,10 @@ def remove_peer(
 ) -> None:
     """Give up the copy that a server holds; another server makes one instead."""
 
-    async def run(app: App) -> None:
-        print_table(("server", f"copy of {stream}"), (await operating.peers(app, stream)).items())
+    async def run(server: Opened) -> None:
+        print_table(("server", f"copy of {stream}"), (await operating.peers(server.admin, stream)).items())
         confirm(yes, to=f"give up the copy on {peer}")
-        await operating.remove_peer(app, stream, peer)
+        await operating.remove_peer(server.admin, stream, peer)
         typer.echo(f"{stream}: {peer} gives up its copy")
 
     connected(config, run)
@@ -107,12 +106,12 @@ def remove_peer(
 def remove_consumer(stream: Stream, consumer: Consumer, yes: Yes = False, config: ConfigOption = None) -> None:
     """Remove a consumer: how far it has come is forgotten."""
 
-    async def run(app: App) -> None:
-        found = await inspecting.consumer_info(app, stream, consumer)
+    async def run(server: Opened) -> None:
+        found = await inspecting.consumer_info(server.admin, stream, consumer)
         left = f"{found.num_pending + found.num_ack_pending} messages before it"
         typer.echo(f"{consumer} of {stream} would be removed, at {found.ack_floor}, with {left}")
         confirm(yes, to="remove it")
-        await operating.remove_consumer(app, stream, consumer)
+        await operating.remove_consumer(server.admin, stream, consumer)
         typer.echo(f"{consumer}: removed")
 
     connected(config, run)
@@ -127,8 +126,8 @@ def unpin(
 ) -> None:
     """Let the server pin another reader of a priority group."""
 
-    async def run(app: App) -> None:
-        await operating.unpin(app, stream, consumer, group)
+    async def run(server: Opened) -> None:
+        await operating.unpin(server.admin, stream, consumer, group)
         typer.echo(f"{group} of {consumer}: unpinned")
 
     connected(config, run)

@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aviso_workers import events
-from aviso_workers.app import App
-from aviso_workers.events import Skipped
+from aviso_workers.events import Events, Skipped
 from aviso_workers.literals import printable, printable_lines
 
 __all__ = [
@@ -66,8 +65,8 @@ class Columns:
 
 
 @contextmanager
-def skipped_told(app: App) -> Iterator[None]:
-    """Write to standard error what the app leaves out: the first with a line each, and at the end how many more."""
+def skipped_told(told: Events) -> Iterator[None]:
+    """Write to standard error what these events leave out: the first with a line each, and at the end how many more."""
     skipped = 0
 
     def tell(event: Skipped) -> None:
@@ -78,7 +77,7 @@ def skipped_told(app: App) -> Iterator[None]:
         elif skipped == MOST_SKIPPED + 1:
             print("more is left out, which is counted until the end", file=sys.stderr)
 
-    app.events.listen(tell, Skipped)
+    told.listen(tell, Skipped)
     try:
         yield
     finally:

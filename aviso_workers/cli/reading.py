@@ -67,7 +67,7 @@ def replay(
 async def _print(config: ConfigSource | None, spatial_arrays: bool, read: Callable[[App], AsyncIterator[Any]]) -> None:
     app = connected_app(config)
     base_url = app.config.application.base_url
-    with skipped_told(app):
+    with skipped_told(app.events):
         async with app, aclosing(read(app)) as notifications:  # type: ignore[type-var]
             async for notification in notifications:
                 print_json(notification.cloud_event(base_url, spatial_arrays=spatial_arrays))

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from aviso_workers.agents import Agent
 from aviso_workers.app import App
-from aviso_workers.cli.finding import AgentOption, ConfigOption, Target, connected_app, find_app, run_connected
+from aviso_workers.cli.finding import AgentOption, ConfigOption, Opened, Target, connected, find_app, opened
 from aviso_workers.cli.printing import echo, print_table, table, terminal
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError
 from aviso_workers.ops import agent_report
@@ -24,7 +24,7 @@ ANSWER_SECONDS = 30.0
 """Longer than three servers take to answer everything of which one has died a moment ago."""
 REFRESH_SECONDS = 2.0
 
-Report = Callable[[App], Awaitable[list[Progress]]]
+Report = Callable[[Opened], Awaitable[list[Progress]]]
 
 
 def agents(target: Target = None, agent: AgentOption = None, config: ConfigOption = None) -> None:
@@ -48,9 +48,15 @@ def lag(
     """Show what agents have not finished, over all their workers; exit 1 where one is stuck or its consumer is gone."""
     if everyone and (target or agent):
         raise DeclarationError("say either --all, or which app: MODULE:APP, or --agent NAME")
-    app = connected_app(config) if everyone else find_app(target, agent=agent, config=config)
-    report: Report = agent_report.of_deployment if everyone else agent_report.of_app
-    run_connected(app, lambda connected: _watch(connected, report) if watch else _print_lag(connected, report))
+    app = None if everyone else find_app(target, agent=agent, config=config)
+
+    async def report(server: Opened) -> list[Progress]:
+        if app is None:
+            return await agent_report.of_deployment(server.admin, server.config)
+        return await agent_report.of_app(server.admin, server.config, app)
+
+    show = _watch if watch else _print_lag
+    connected(app.config if app else config, lambda server: show(server, report))
 
 
 async def _print_agents(app: App) -> None:
@@ -58,12 +64,13 @@ async def _print_agents(app: App) -> None:
     unknown = ""
     try:
         with anyio.fail_after(ANSWER_SECONDS):
-            async with app:
-                known = {progress.agent: progress for progress in await agent_report.of_app(app)}
+            async with opened(app.config) as server:
+                report = await agent_report.of_app(server.admin, server.config, app)
+            known = {progress.agent: progress for progress in report}
     except (BackendError, TimeoutError) as error:
         unknown = str(error) or "the server does not answer"
     for declared in app.agents:
-        rows = {**agent_report.policy(app, declared)}
+        rows = {**agent_report.policy(app.config, declared)}
         if declared.name in known:
             rows |= dict(zip(LAG[2:], _row(known[declared.name])[2:], strict=True))
             rows |= _differing(app, declared, known[declared.name])
@@ -82,24 +89,24 @@ def _differing(app: App, agent: Agent[Any, Any], progress: Progress) -> dict[str
     return {"on the server": found} if found else {}
 
 
-async def _print_lag(app: App, report: Report) -> None:
-    found = await report(app)
+async def _print_lag(server: Opened, report: Report) -> None:
+    found = await report(server)
     terminal().print(_table(found))
     if any(progress.trouble for progress in found):
         raise typer.Exit(1)
 
 
-async def _watch(app: App, report: Report) -> None:
+async def _watch(server: Opened, report: Report) -> None:
     console = terminal()
     if not console.is_terminal:
         while True:
-            console.print(_table(await report(app)))
+            console.print(_table(await report(server)))
             await anyio.sleep(REFRESH_SECONDS)
     shown = _table([])
     with Live(shown, console=console, auto_refresh=False) as live:
         while True:
             try:
-                shown = _table(await report(app))
+                shown = _table(await report(server))
             except BackendError as error:
                 shown.caption = str(error)
             live.update(shown, refresh=True)

@@ -132,10 +132,11 @@ def status(directory: Directory = DIRECTORY) -> None:
 def _permissions(role: permissions.Role, app: str | None, config: ConfigSource | None) -> Permissions:
     match role:
         case "worker":
-            return permissions.of_worker(find_app(app, agent=None, config=config))
+            declared = find_app(app, agent=None, config=config)
+            return permissions.of_worker(declared, declared.config)
         case "bridge":
             bridge = find_app(None, agent=permissions.BRIDGE, config=config)
-            return permissions.of_worker(bridge, buckets=[permissions.BRIDGE])
+            return permissions.of_worker(bridge, bridge.config, buckets=[permissions.BRIDGE])
         case "publisher":
             return permissions.of_publisher(load(config))
         case "operator":

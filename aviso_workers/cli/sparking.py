@@ -40,7 +40,10 @@ def reconcile(
     moment = parse_date(since, name="--since") if since else None
 
     async def run(app: App) -> list[Comparison | Incomparable]:
-        return [each async for each in reconciling.reconcile(app, rest, only=application or (), since=moment)]
+        return [
+            each
+            async for each in reconciling.reconcile(app.replay, app.config, rest, only=application or (), since=moment)
+        ]
 
     found = run_connected(connected_app(config), run)
     compared = [each for each in found if isinstance(each, Comparison)]

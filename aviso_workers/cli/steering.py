@@ -8,9 +8,14 @@ from typing import Annotated
 
 import typer
 
-from aviso_workers.app import App
 from aviso_workers.cli.confirming import Yes, confirm
-from aviso_workers.cli.finding import ConfigOption, ConfigSource, connected_app, find_app, run_connected
+from aviso_workers.cli.finding import (
+    ConfigOption,
+    ConfigSource,
+    Opened,
+    connected,
+    find_app,
+)
 from aviso_workers.cli.parsing import parse_duration
 from aviso_workers.cli.printing import print_table
 from aviso_workers.ops import retiring, steering
@@ -35,8 +40,8 @@ def pause(
     """Give an agent nothing for a while, in all its workers; what it has begun it finishes."""
     until = datetime.now(UTC) + timedelta(seconds=parse_duration(for_, name="--for")) if for_ else UNTIL_RESUMED
 
-    async def run(connected: App, steered: Steered) -> None:
-        await steering.pause(connected, steered, until=until)
+    async def run(server: Opened, steered: Steered) -> None:
+        await steering.pause(server.admin, steered, until=until)
         typer.echo(f"{agent} is paused until {until.isoformat(timespec='seconds') if for_ else 'it is resumed'}")
 
     _steer(agent, app, config, run)
@@ -45,8 +50,8 @@ def pause(
 def resume(agent: Agent, app: Owner, config: ConfigOption = None) -> None:
     """Let a paused agent go on."""
 
-    async def run(connected: App, steered: Steered) -> None:
-        await steering.resume(connected, steered)
+    async def run(server: Opened, steered: Steered) -> None:
+        await steering.resume(server.admin, steered)
         typer.echo(f"{agent} goes on")
 
     _steer(agent, app, config, run)
@@ -69,11 +74,11 @@ def reset(
     """Let an agent go on at another notification, back to handle some again or forward to pass over some."""
     position = _position(to)
 
-    async def run(connected: App, steered: Steered) -> None:
-        plan = await steering.plan_reset(connected, steered, position)
+    async def run(server: Opened, steered: Steered) -> None:
+        plan = await steering.plan_reset(server.admin, steered, position)
         _print_plan(plan)
         confirm(yes, to="reset it")
-        ahead = await steering.reset(connected, plan)
+        ahead = await steering.reset(server.admin, plan)
         typer.echo(f"{agent} goes on at {steered.stream}@{plan.sequence}, with {ahead} notifications ahead of it")
 
     _steer(agent, app, config, run)
@@ -89,16 +94,16 @@ def retire(
 ) -> None:
     """Remove an app that nobody runs any more, or one agent, with its consumers, buckets and tables; for good."""
 
-    async def run(connected: App) -> None:
-        plan = await retiring.plan(connected, app, agent)
+    async def run(server: Opened) -> None:
+        plan = await retiring.plan(server.admin, app, agent)
         print_table(("what", "of", "entries"), _retirement_rows(plan))
         if plan.dead_letters:
             typer.echo(f"{plan.dead_letters} dead letters stay: `aviso-workers dead-letters drop` removes them")
         confirm(yes, to="remove it")
-        await retiring.retire(connected, plan)
+        await retiring.retire(server.admin, plan)
         typer.echo(f"{f'{agent} of {app}' if agent else app} is gone from the server")
 
-    run_connected(connected_app(config), run)
+    connected(config, run)
 
 
 def _retirement_rows(plan: Retirement) -> list[tuple[str, str, str]]:
@@ -110,18 +115,20 @@ def _retirement_rows(plan: Retirement) -> list[tuple[str, str, str]]:
     ]
 
 
-def _steer(agent: str, owner: str, config: ConfigSource | None, run: Callable[[App, Steered], Awaitable[None]]) -> None:
+def _steer(
+    agent: str, owner: str, config: ConfigSource | None, run: Callable[[Opened, Steered], Awaitable[None]]
+) -> None:
     """With MODULE:APP the code says which stream the agent reads, with a name its consumer does."""
     if ":" in owner:
         app = find_app(owner, agent=None, config=config)
-        steered = steering.declared(app, agent)
-        run_connected(app, lambda connected: run(connected, steered))
+        steered = steering.declared(app, app.config, agent)
+        connected(app.config, lambda server: run(server, steered))
         return
 
-    async def find_and_run(connected: App) -> None:
-        await run(connected, await steering.find(connected, owner, agent))
+    async def find_and_run(server: Opened) -> None:
+        await run(server, await steering.find(server.admin, server.config, owner, agent))
 
-    run_connected(connected_app(config), find_and_run)
+    connected(config, find_and_run)
 
 
 def _print_plan(plan: Reset) -> None:

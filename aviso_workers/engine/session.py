@@ -10,7 +10,7 @@ import anyio
 
 from aviso_workers import resources, schema
 from aviso_workers.agents import Agent, Task
-from aviso_workers.backends import Backend, ConsumerInfo, Opening, open_backend
+from aviso_workers.backends import Admin, Backend, ConsumerInfo, Opening, open_backend
 from aviso_workers.config import Config, streams
 from aviso_workers.engine import (
     consumer_records,
@@ -46,8 +46,10 @@ UPGRADED_SECONDS = 5.0
 class Session:
     """What an app can do while it is connected."""
 
-    def __init__(self, backend: Backend, *, app: str, config: Config, events: Events) -> None:
-        self.backend = backend
+    def __init__(self, backend: Admin, *, app: str, config: Config, events: Events) -> None:
+        self.backend: Backend = backend
+        self.admin = backend
+        """The same, for operators' tools that run beside agents; nothing here uses it."""
         self.provisioner = Provisioner(
             backend, management=config.notification_backend.jetstream.stream_management, events=events
         )

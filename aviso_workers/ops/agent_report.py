@@ -13,9 +13,8 @@ from typing import Any
 from msgspec import Struct
 
 from aviso_workers import agents, schema, topics
-from aviso_workers.agents import Agent
-from aviso_workers.app import App
-from aviso_workers.backends import ConsumerInfo
+from aviso_workers.agents import Agent, Router
+from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.engine.dead_lettering import RETRIES
@@ -109,40 +108,38 @@ class _Look(Struct, frozen=True, kw_only=True):
         )
 
 
-async def of_app(app: App) -> list[Progress]:
-    """The app's own agents. Inside of `async with app:`. Raises `BackendError`."""
-    streams = {agent.name: wiping.stream_of(app, agent.event_type) for agent in app.agents}
-    look = await _look(app, set(streams.values()))
+async def of_app(admin: Admin, config: Config, app: Router) -> list[Progress]:
+    """The app's own agents. Raises `BackendError`."""
+    streams = {agent.name: wiping.stream_of(config, agent.event_type) for agent in app.agents}
+    look = await _look(admin, set(streams.values()))
     return [look.progress(app.name, agent, stream) for agent, stream in streams.items()]
 
 
-async def of_deployment(app: App) -> list[Progress]:
+async def of_deployment(admin: Admin, config: Config) -> list[Progress]:
     """All agents of whatever app that have ever read one of the configured event streams. As `of_app`."""
-    look = await _look(app, await wiping.event_streams(app))
+    look = await _look(admin, await wiping.event_streams(admin, config))
     known = sorted({*look.consumers, *look.behind}, key=lambda key: (key[2], key))
     return [look.progress(*key) for key in known]
 
 
-async def _look(app: App, streams: Iterable[str]) -> _Look:
-    records, consumers, behind = await observing.records(app), {}, {}
+async def _look(admin: Admin, streams: Iterable[str]) -> _Look:
+    records, consumers, behind = await observing.records(admin), {}, {}
     for stream in streams:
-        for (owner, agent), events in (await observing.agents(app, stream)).items():
+        for (owner, agent), events in (await observing.agents(admin, stream)).items():
             consumers[owner, agent, stream] = events
-        for (owner, agent), record in (await observing.missing(app, stream, records)).items():
-            behind[owner, agent, stream] = await _behind(app, stream, record)
-    retries = await observing.agents(app, RETRIES)
+        for (owner, agent), record in (await observing.missing(admin, stream, records)).items():
+            behind[owner, agent, stream] = await _behind(admin, stream, record)
+    retries = await observing.agents(admin, RETRIES)
     return _Look(consumers=consumers, retries=retries, records=records, behind=behind)
 
 
-async def _behind(app: App, stream: str, record: ConsumerRecord) -> int:
-    return await app.session.backend.count(
-        stream, filter_subjects=record.filter_subjects, start_sequence=record.ack_floor + 1
-    )
+async def _behind(admin: Admin, stream: str, record: ConsumerRecord) -> int:
+    return await admin.count(stream, filter_subjects=record.filter_subjects, start_sequence=record.ack_floor + 1)
 
 
-def policy(app: App, agent: Agent[Any, Any]) -> dict[str, str]:
+def policy(config: Config, agent: Agent[Any, Any]) -> dict[str, str]:
     """What the code says of an agent, by name, as people read it. Raises what `App.mistakes` lists."""
-    event_type = app.config.notification_schema[agent.event_type]
+    event_type = config.notification_schema[agent.event_type]
     where = schema.parse_where(agent.event_type, event_type, agent.where)
     chosen = agent.policy
     rows = {

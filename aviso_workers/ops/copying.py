@@ -17,8 +17,7 @@ from typing import Any
 import anyio
 from msgspec import Struct, structs
 
-from aviso_workers.app import App
-from aviso_workers.backends import Administration
+from aviso_workers.backends import Admin, Administration
 from aviso_workers.errors import BackupError, NotFoundError
 from aviso_workers.jetstream import info, metadata
 from aviso_workers.jetstream.info import StreamConfig, StreamInfo
@@ -58,8 +57,8 @@ class Copied(Struct, frozen=True, kw_only=True):
 
 
 async def copy(
-    source: App,
-    target: App,
+    source: Admin,
+    target: Admin,
     stream: str,
     *,
     name: str | None = None,
@@ -110,7 +109,7 @@ async def copy(
     return structs.replace(copied, subjects=await release(target, stream, now.config))
 
 
-async def release(target: App, stream: str, original: Mapping[str, Any]) -> tuple[str, ...]:
+async def release(target: Admin, stream: str, original: Mapping[str, Any]) -> tuple[str, ...]:
     """Give a copy what its original has in its configuration, and the subjects that this had; returns these.
 
     Raises `BackendError`.
@@ -124,7 +123,7 @@ async def release(target: App, stream: str, original: Mapping[str, Any]) -> tupl
     }
     if subjects:
         config["subjects"] = list(subjects)
-    await _server(target).api(f"STREAM.UPDATE.{stream}", config)
+    await target.update_stream(config)
     return subjects
 
 
@@ -137,13 +136,13 @@ def is_fenced(config: Mapping[str, Any]) -> bool:
     return FENCED in StreamConfig(config).metadata
 
 
-async def info_of(app: App, stream: str) -> StreamInfo:
+async def info_of(admin: Admin, stream: str) -> StreamInfo:
     """Raises `NotFoundError`."""
-    return info.stream(await _server(app).api(f"STREAM.INFO.{stream}"))
+    return info.stream(await _server(admin).api(f"STREAM.INFO.{stream}"))
 
 
-def _server(app: App) -> Administration:
-    return app.session.backend.administration()
+def _server(admin: Admin) -> Administration:
+    return admin.administration()
 
 
 def _held_back(config: Mapping[str, Any], *, created: str) -> dict[str, Any]:
@@ -157,7 +156,7 @@ def _held_back(config: Mapping[str, Any], *, created: str) -> dict[str, Any]:
     return held | OFF | NO_LIMITS | {"subjects": [f"{NOWHERE}.{StreamConfig(config).name}"], "metadata": metadata}
 
 
-async def _require_no_copy(target: App, stream: str) -> None:
+async def _require_no_copy(target: Admin, stream: str) -> None:
     """Raise `BackupError` where there is a copy that is not whole, and not only part of one that was restored."""
     try:
         config = (await info_of(target, stream)).config

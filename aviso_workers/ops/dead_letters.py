@@ -19,13 +19,14 @@ import msgspec
 from msgspec import Struct
 
 from aviso_workers import agents
-from aviso_workers.app import App
-from aviso_workers.backends import Outgoing, PubAck
+from aviso_workers.backends import Admin, Outgoing, PubAck
 from aviso_workers.codec import Message
+from aviso_workers.config import Config
 from aviso_workers.engine import dead_lettering, parts, windowing
 from aviso_workers.engine.dead_lettering import RETRIES, STREAM, DeadLetter
+from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
-from aviso_workers.events import Skipped
+from aviso_workers.events import Events, Skipped
 
 __all__ = ["DeadLetter", "DeadLetterOffice", "Selection", "document", "portions"]
 
@@ -74,21 +75,23 @@ class Selection(Struct, frozen=True, kw_only=True):
 
 
 class DeadLetterOffice:
-    """Works inside of `async with app:`. Every method raises `BackendError`."""
+    """Every method raises `BackendError`."""
 
-    def __init__(self, app: App) -> None:
-        self._app = app
-        self._backend = app.session.backend
+    def __init__(self, admin: Admin, config: Config, *, events: Events) -> None:
+        self._config = config
+        self._events = events
+        self._own_streams = Provisioner(admin, management="reconcile", events=events, removes_replicas=False)
+        self._admin = admin
         self._readers: set[tuple[str, str]] = set()
         """Apps and agents that are known to read the retries."""
 
     async def letters(self, wanted: Selection) -> AsyncGenerator[DeadLetter, None]:
         """Those that are there now, the oldest first. What is no dead letter is left out and stated (`Skipped`)."""
         try:
-            last = (await self._backend.stream_info(STREAM)).last_sequence
+            last = (await self._admin.stream_info(STREAM)).last_sequence
         except NotFoundError:
             return  # made with the first letter
-        reading = self._backend.read(
+        reading = self._admin.read(
             STREAM,
             filter_subjects=(),
             start_sequence=min(wanted.sequences, default=1),
@@ -99,9 +102,9 @@ class DeadLetterOffice:
                 if parts.is_first_part(message):
                     continue
                 try:
-                    letter = DeadLetter.read(await parts.whole(self._backend, STREAM, message))
+                    letter = DeadLetter.read(await parts.whole(self._admin, STREAM, message))
                 except UndecodableError as error:
-                    self._app.events.emit(Skipped(event_type=STREAM, sequence=message.sequence, error=error))
+                    self._events.emit(Skipped(event_type=STREAM, sequence=message.sequence, error=error))
                     continue
                 if wanted.takes(letter):
                     yield letter
@@ -137,10 +140,10 @@ class DeadLetterOffice:
     async def _copy(self, letters: Sequence[DeadLetter], failures: list[BackendError]) -> list[DeadLetter]:
         """Copy the letters to the retries; return those whose copies are stored, and note why others are not."""
         copies = [(letter, *dead_lettering.retry_of(letter)) for letter in letters]
-        max_payload = self._backend.max_payload
+        max_payload = self._admin.max_payload
         small = [copy for copy in copies if parts.fits(copy[1], max_payload=max_payload)]
         outgoing = [Outgoing(message, message_id, RETRIES) for _, message, message_id in small]
-        results = await self._backend.publish_many(outgoing, timeout_seconds=TIMEOUT_SECONDS) if outgoing else []
+        results = await self._admin.publish_many(outgoing, timeout_seconds=TIMEOUT_SECONDS) if outgoing else []
         failures += [result for result in results if isinstance(result, BackendError)]
         copied = [letter for (letter, *_), result in zip(small, results, strict=True) if isinstance(result, PubAck)]
         for letter, message, message_id in copies:
@@ -161,7 +164,7 @@ class DeadLetterOffice:
         done = []
         for letter in letters:
             try:
-                await windowing.put_back(self._backend, letter.original, app=letter.app, agent=letter.agent)
+                await windowing.put_back(self._admin, letter.original, app=letter.app, agent=letter.agent)
             except UndecodableError as error:
                 failures.append(RefusedError(f"dead letter {letter.sequence} is of no window: {error}"))
             except BackendError as error:
@@ -171,7 +174,7 @@ class DeadLetterOffice:
         return done
 
     async def _publish(self, message: Message, message_id: str) -> PubAck:
-        return await self._backend.publish(
+        return await self._admin.publish(
             message, message_id=message_id, stream=RETRIES, timeout_seconds=TIMEOUT_SECONDS
         )
 
@@ -184,7 +187,7 @@ class DeadLetterOffice:
                 try:
                     for sequence in filter(None, (letter.sequence, parts.first_part_of(letter.stored))):
                         with suppress(NotFoundError):  # somebody else was faster
-                            await self._backend.delete_message(STREAM, sequence, overwrite=overwrite)
+                            await self._admin.delete_message(STREAM, sequence, overwrite=overwrite)
                 except BackendError as error:
                     failures.append(error)
                     return
@@ -200,9 +203,9 @@ class DeadLetterOffice:
         """Or else the letter would wait where nobody reads, and be forgotten there."""
         if (letter.app, letter.agent) in self._readers:
             return
-        await self._app.session.own_streams.ensure(dead_lettering.retries_spec(self._app.config))
+        await self._own_streams.ensure(dead_lettering.retries_spec(self._config))
         try:
-            await self._backend.consumer_info(RETRIES, agents.durable_name(letter.app, letter.agent))
+            await self._admin.consumer_info(RETRIES, agents.durable_name(letter.app, letter.agent))
         except NotFoundError as error:
             raise RefusedError(
                 f"agent {letter.agent} of app {letter.app} does not read what is tried again: "

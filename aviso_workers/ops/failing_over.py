@@ -14,8 +14,7 @@ from typing import Any
 import anyio
 from msgspec import Struct
 
-from aviso_workers.app import App
-from aviso_workers.backends import Administration, Backend
+from aviso_workers.backends import Admin, Administration, Backend
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError
 from aviso_workers.jetstream import info
@@ -50,25 +49,24 @@ class Drill(Struct, frozen=True, kw_only=True):
         return self.stored == self.published and self.after_fence == 0
 
 
-async def rehearse(app: App, *, origin_api: str = "", messages: int = 1000) -> Drill:
+async def rehearse(admin: Admin, *, origin_api: str = "", messages: int = 1000) -> Drill:
     """Fail over from a scratch stream at `origin_api` (a domain's, such as `$JS.hub.API`; empty: here) to one here.
 
     Both are removed again. Works inside of `async with app:`. Raises `BackendError`.
     """
-    backend = app.session.backend
-    server = backend.administration()
+    server = admin.administration()
     mirror, external = (ORIGIN, {"external": {"api": origin_api}}) if origin_api else (MIRROR, {})
     async with (
         _scratch(server, ORIGIN, {"subjects": [f"{SUBJECT}.>"]}, api=origin_api),
         _scratch(server, mirror, {"mirror": {"name": ORIGIN, **external}}),
     ):
-        publishing = _Publishing(backend, (mirror, ORIGIN), messages)
+        publishing = _Publishing(admin, (mirror, ORIGIN), messages)
         failure: BackendError | None = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(publishing.run)
             await publishing.half.wait()
             try:
-                promoted = await promotion.promote(app, mirror)
+                promoted = await promotion.promote(admin, mirror)
                 fenced = await _info(server, ORIGIN, api=origin_api)
             except BackendError as error:
                 failure = error

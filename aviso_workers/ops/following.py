@@ -19,8 +19,7 @@ from contextlib import aclosing, suppress
 import anyio
 from msgspec import Struct
 
-from aviso_workers.app import App
-from aviso_workers.backends import Message, Outgoing
+from aviso_workers.backends import Admin, Message, Outgoing
 from aviso_workers.errors import (
     BackendError,
     BackupError,
@@ -72,7 +71,7 @@ class Followed(Struct, frozen=True, kw_only=True):
     consumers: int
 
 
-async def is_begun(source: App, target: App, stream: str) -> bool:
+async def is_begun(source: Admin, target: Admin, stream: str) -> bool:
     """Return whether there is a copy of this stream that is not whole. Raises `BackupError` where it is of another."""
     try:
         config = (await copying.info_of(target, stream)).config
@@ -98,7 +97,7 @@ def _require_fit(config: StreamConfig) -> None:
         raise BackupError(f"{config.name} has {', '.join(found)}: fence it, and copy it as a whole")
 
 
-async def follow(source: App, target: App, stream: str, *, on_progress: Callable[[int, int], None]) -> Followed:
+async def follow(source: Admin, target: Admin, stream: str, *, on_progress: Callable[[int, int], None]) -> Followed:
     """Append what is missing until the original is fenced and nothing is; then let the copy take its place.
 
     `on_progress` is told now and then how many messages were appended so far, and the last sequence of the copy. Inside
@@ -128,12 +127,12 @@ async def follow(source: App, target: App, stream: str, *, on_progress: Callable
 class _Following:
     """A copy on its way to being whole."""
 
-    def __init__(self, source: App, target: App, stream: str) -> None:
+    def __init__(self, source: Admin, target: Admin, stream: str) -> None:
         self.appended = 0
         self._source = source
         self._target = target
         self._stream = stream
-        self._server = target.session.backend.administration()
+        self._server = target.administration()
         self._copy_of = ""
         self._without_id: set[int] = set()
         """Sequences of messages whose id the copy has seen under another sequence."""
@@ -183,7 +182,7 @@ class _Following:
         await self._remove_fillers()
         messages, deleted = await self._compare(last)
         await self._unfinished()
-        source = Place(server=self._source.session.backend.administration(), stream=self._stream)
+        source = Place(server=self._source.administration(), stream=self._stream)
         consumers = await consumer_positions.bring_on(source, Place(server=self._server, stream=self._stream))
         subjects = await copying.release(self._target, self._stream, original)
         return Followed(
@@ -207,7 +206,7 @@ class _Following:
     async def _append_after(self, at: int, last: int) -> None:
         first = (await self.original()).first_sequence
         if first > at + 1:  # nothing of what the copy has is there any more
-            await self._server.api(f"STREAM.PURGE.{self._stream}", {"seq": first})
+            await self._target.purge_stream(self._stream, before=first)
             return
         missing = self._missing(at, last)
         async with aclosing(missing):
@@ -234,7 +233,7 @@ class _Following:
     async def _store(self, outgoing: Sequence[Outgoing]) -> None:
         if not outgoing:
             return
-        answers = await self._target.session.backend.publish_many(outgoing, timeout_seconds=PUBLISH_SECONDS)
+        answers = await self._target.publish_many(outgoing, timeout_seconds=PUBLISH_SECONDS)
         for each, answer in zip(outgoing, answers, strict=True):
             if isinstance(answer, BackendError):
                 raise answer
@@ -246,7 +245,7 @@ class _Following:
             await self._remove_fillers()
 
     async def _remove_fillers(self) -> None:
-        await self._server.api(f"STREAM.PURGE.{self._stream}", {"filter": FILLER})
+        await self._target.purge_stream(self._stream, subject=FILLER)
 
     def _copy(self, message: Message) -> Outgoing:
         headers = _own_headers(message.headers)
@@ -275,7 +274,7 @@ class _Following:
             async for original, found in stream_pairs.side_by_side(ours, theirs):
                 if original is None and found is not None:
                     with suppress(NotFoundError):  # another command that follows was faster
-                        await self._target.session.backend.delete_message(self._stream, found.sequence)
+                        await self._target.delete_message(self._stream, found.sequence)
                     deleted += 1
                 elif original is not None and await self._differs(original, found):
                     raise BackupError(
@@ -289,7 +288,7 @@ class _Following:
         if found is not None:
             return _content(original) != _content(found)
         # It may have become too old, in the copy and then in the original.
-        return await self._source.session.backend.message(self._stream, original.sequence) is not None
+        return await self._source.message(self._stream, original.sequence) is not None
 
 
 def _content(message: Message) -> tuple[str, bytes, dict[str, str]]:

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct, json
 
-from aviso_workers.app import App
+from aviso_workers.backends import Admin
 from aviso_workers.errors import NotFoundError, RefusedError
 from aviso_workers.jetstream import error_codes, info
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
@@ -81,22 +81,22 @@ class Listed(Struct, Generic[T], frozen=True, kw_only=True):
     """The names of those that were left out."""
 
 
-async def streams(app: App) -> Listed[StreamInfo]:
+async def streams(admin: Admin) -> Listed[StreamInfo]:
     """All streams of the account. Raises `BackendError`."""
-    server = app.session.backend.administration()
+    server = admin.administration()
     names = await server.pages("STREAM.NAMES", "streams")
     return _listed(names, map(info.stream, await server.pages("STREAM.LIST", "streams")))
 
 
-async def stream_info(app: App, stream: str) -> StreamInfo:
+async def stream_info(admin: Admin, stream: str) -> StreamInfo:
     """Raises `NotFoundError`."""
-    return info.stream(await app.session.backend.administration().api(f"STREAM.INFO.{stream}"))
+    return info.stream(await admin.administration().api(f"STREAM.INFO.{stream}"))
 
 
-async def gaps(app: App, stream: str) -> Gaps:
+async def gaps(admin: Admin, stream: str) -> Gaps:
     """Raises `NotFoundError`."""
     details = {"deleted_details": True}
-    api = app.session.backend.administration().api
+    api = admin.administration().api
     found = info.stream(await api(f"STREAM.INFO.{stream}", details, timeout_seconds=DETAILS_SECONDS))
     return Gaps(
         first=found.first_sequence,
@@ -115,17 +115,19 @@ def messages_before(found: Gaps, sequence: int) -> int:
     return max(0, end - found.first - missing) if found.messages else 0
 
 
-async def count(app: App, stream: str, subject: str) -> int:
+async def count(admin: Admin, stream: str, subject: str) -> int:
     """How many messages match a subject, without a consumer: a work queue does not take one more. Raises
     `NotFoundError`.
     """
-    return sum((await app.session.backend.subject_counts(stream, subject=subject)).values())
+    return sum((await admin.subject_counts(stream, subject=subject)).values())
 
 
-async def message(app: App, stream: str, *, sequence: int | None = None, subject: str | None = None) -> StoredMessage:
+async def message(
+    admin: Admin, stream: str, *, sequence: int | None = None, subject: str | None = None
+) -> StoredMessage:
     """The message of a sequence, or the last one of a subject, from the stream's leader. Raises `NotFoundError`."""
     wanted = {"seq": sequence} if subject is None else {"last_by_subj": subject}
-    found = (await app.session.backend.administration().api(f"STREAM.MSG.GET.{stream}", wanted))["message"]
+    found = (await admin.administration().api(f"STREAM.MSG.GET.{stream}", wanted))["message"]
     return StoredMessage(
         stream=stream,
         sequence=found["seq"],
@@ -137,15 +139,15 @@ async def message(app: App, stream: str, *, sequence: int | None = None, subject
 
 
 async def direct_message(
-    app: App, stream: str, *, sequence: int | None = None, subject: str | None = None
+    admin: Admin, stream: str, *, sequence: int | None = None, subject: str | None = None
 ) -> StoredMessage:
     """The same from any copy of the stream, which may not have the newest yet.
 
     Raises `NotFoundError`, and `RefusedError` where the stream's `allow_direct` is off.
     """
-    if not (await stream_info(app, stream)).config.allow_direct:
+    if not (await stream_info(admin, stream)).config.allow_direct:
         raise RefusedError(f"stream {stream} answers nobody directly: set allow_direct, or ask its leader")
-    administration = app.session.backend.administration()
+    administration = admin.administration()
     base = f"{administration.api_prefix}.DIRECT.GET.{stream}"
     asked = (base, json.encode({"seq": sequence})) if subject is None else (f"{base}.{subject}", b"")
     answer = await administration.request(*asked)
@@ -163,9 +165,9 @@ async def direct_message(
     )
 
 
-async def consumers(app: App, stream: str) -> Listed[ConsumerInfo]:
+async def consumers(admin: Admin, stream: str) -> Listed[ConsumerInfo]:
     """All consumers of a stream. Raises `NotFoundError`."""
-    server = app.session.backend.administration()
+    server = admin.administration()
     names = await server.pages(f"CONSUMER.NAMES.{stream}", "consumers")
     return _listed(names, map(info.consumer, await server.pages(f"CONSUMER.LIST.{stream}", "consumers")))
 
@@ -175,14 +177,14 @@ def _listed(names: Iterable[str], listed: Iterable[T]) -> Listed[T]:
     return Listed(found=[found[name] for name in sorted(found)], silent=sorted(set(names) - found.keys()))
 
 
-async def consumer_info(app: App, stream: str, consumer: str) -> ConsumerInfo:
+async def consumer_info(admin: Admin, stream: str, consumer: str) -> ConsumerInfo:
     """Raises `NotFoundError`."""
-    return info.consumer(await app.session.backend.administration().api(f"CONSUMER.INFO.{stream}.{consumer}"))
+    return info.consumer(await admin.administration().api(f"CONSUMER.INFO.{stream}.{consumer}"))
 
 
-async def account(app: App) -> list[Use]:
+async def account(admin: Admin) -> list[Use]:
     """What the account uses of JetStream, and of each tier where it has some. Raises `BackendError`."""
-    found = info.account(await app.session.backend.administration().api("INFO"))
+    found = info.account(await admin.administration().api("INFO"))
     uses = list(_uses(found, of="")) if not found.tiers else []
     for tier, inside in (found.tiers or {}).items():
         uses += _uses(inside, of=f" of {tier}")

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 import anyio
 from msgspec import Struct, structs
 
-from aviso_workers.app import App
-from aviso_workers.backends import Administration
+from aviso_workers.backends import Admin, Administration
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import info
 from aviso_workers.jetstream.info import Source, StreamInfo
@@ -83,9 +82,9 @@ class Fenced(Struct, frozen=True, kw_only=True):
 class Mirrors:
     """Works inside of `async with app:`. Every method raises `BackendError`."""
 
-    def __init__(self, app: App) -> None:
-        self._backend = app.session.backend
-        self._server = self._backend.administration()
+    def __init__(self, admin: Admin) -> None:
+        self._admin = admin
+        self._server = self._admin.administration()
 
     async def links(self) -> list[Link]:
         """All streams of the account that follow another one, or did until they were promoted."""

@@ -12,9 +12,8 @@ from collections.abc import Collection, Mapping
 from msgspec import Struct
 
 from aviso_workers import agents as agents_
-from aviso_workers.app import App
-from aviso_workers.backends import ConsumerInfo
-from aviso_workers.config import streams
+from aviso_workers.backends import Admin, ConsumerInfo
+from aviso_workers.config import Config, streams
 from aviso_workers.engine import consumer_records, dead_lettering, deferring, failing, max_deliveries
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import NotFoundError, UndecodableError
@@ -54,30 +53,30 @@ LETTER_WORDS = dead_lettering.SUBJECT.count(".") + 3
 """Of the subject of a dead letter."""
 
 
-def streams_of(app: App) -> list[str]:
+def streams_of(config: Config) -> list[str]:
     """The streams that agents read, and what works for them: those of the configured event types, and our own."""
-    event_types = app.config.notification_schema.items()
-    of_events = [streams.event_stream(name, event_type, app.config).name for name, event_type in event_types]
+    event_types = config.notification_schema.items()
+    of_events = [streams.event_stream(name, event_type, config).name for name, event_type in event_types]
     return [*of_events, dead_lettering.RETRIES, max_deliveries.STREAM, deferring.STREAM]
 
 
-async def agents(app: App, stream: str) -> dict[tuple[str, str], ConsumerInfo]:
+async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInfo]:
     """By app and agent, the consumers of a stream that are agents'. Raises `BackendError`."""
     try:
-        consumers = await app.session.backend.consumers(stream)
+        consumers = await admin.consumers(stream)
     except NotFoundError:
         return {}
     return {found: consumer for consumer in consumers if (found := agent_of(consumer.name))}
 
 
-async def records(app: App) -> dict[tuple[str, str], ConsumerRecord]:
+async def records(admin: Admin) -> dict[tuple[str, str], ConsumerRecord]:
     """What workers recorded of agents' consumers, by stream and consumer. Raises `BackendError`."""
-    stored = await consumer_records.stored(app.session.backend)
+    stored = await consumer_records.stored(admin)
     return {(stream, agents_.durable_name(owner, agent)): record for (owner, agent, stream), record in stored.items()}
 
 
 async def missing(
-    app: App, stream: str, records: Mapping[tuple[str, str], ConsumerRecord]
+    admin: Admin, stream: str, records: Mapping[tuple[str, str], ConsumerRecord]
 ) -> dict[tuple[str, str], ConsumerRecord]:
     """By app and agent, those records of which the consumer is gone, while the stream is the same one and no operator
     has removed the consumer.
@@ -88,8 +87,8 @@ async def missing(
     if not recorded:
         return {}
     try:
-        created = (await app.session.backend.stream_info(stream)).created
-        there = {consumer.name for consumer in await app.session.backend.consumers(stream)}
+        created = (await admin.stream_info(stream)).created
+        there = {consumer.name for consumer in await admin.consumers(stream)}
     except NotFoundError:
         return {}
     return {
@@ -109,7 +108,7 @@ def why_none(record: ConsumerRecord | None) -> str:
     return f"its stream was made anew since {time}, when everything up to {settled} of the former one was settled"
 
 
-async def run_alone(app: App, among: Collection[str]) -> list[RunAlone]:
+async def run_alone(admin: Admin, among: Collection[str]) -> list[RunAlone]:
     """Return the notifications that are run alone, because a worker process ended while they were handled.
 
     `among` are the streams that there are; those of the failure counts are looked into. Raises `BackendError`.
@@ -117,8 +116,8 @@ async def run_alone(app: App, among: Collection[str]) -> list[RunAlone]:
     found: list[RunAlone] = []
     for stream in sorted(among):
         if owner := failing.app_of(stream):
-            for subject in await _subject_counts(app, stream, failing.BEGAN_SUBJECT):
-                began = await app.session.backend.last_message(stream, subject)
+            for subject in await _subject_counts(admin, stream, failing.BEGAN_SUBJECT):
+                began = await admin.last_message(stream, subject)
                 if began is not None and began.data == failing.ALONE:
                     try:
                         agent, of_stream, sequence = failing.parse_began(subject)
@@ -128,13 +127,13 @@ async def run_alone(app: App, among: Collection[str]) -> list[RunAlone]:
     return found
 
 
-async def part_used(app: App, stream: str) -> float | None:
+async def part_used(admin: Admin, stream: str) -> float | None:
     """How much of the nearest limit a stream uses that refuses what is new when it is full.
 
     None where it has no limit, discards what is old, or does not exist. Raises `BackendError`.
     """
     try:
-        info = await app.session.backend.stream_info(stream)
+        info = await admin.stream_info(stream)
     except NotFoundError:
         return None
     if info.config.discard != "new":
@@ -142,9 +141,9 @@ async def part_used(app: App, stream: str) -> float | None:
     return info.part_used
 
 
-async def dead_letters(app: App) -> dict[tuple[str, ...], int]:
+async def dead_letters(admin: Admin) -> dict[tuple[str, ...], int]:
     """By app and agent, how many dead letters are kept. Raises `BackendError`."""
-    counts = await _subject_counts(app, dead_lettering.STREAM)
+    counts = await _subject_counts(admin, dead_lettering.STREAM)
     return {
         (words[-2], words[-1]): count
         for subject, count in counts.items()
@@ -152,12 +151,12 @@ async def dead_letters(app: App) -> dict[tuple[str, ...], int]:
     }
 
 
-async def given_up(app: App) -> dict[tuple[str, ...], int]:
+async def given_up(admin: Admin) -> dict[tuple[str, ...], int]:
     """By app, agent and stream, how often the server gave a notification up. Raises `BackendError`.
 
     It does when the worker died on each of the deliveries that there can be; told are the last days' cases.
     """
-    counts = await _subject_counts(app, max_deliveries.STREAM)
+    counts = await _subject_counts(admin, max_deliveries.STREAM)
     return {
         (*found, subject.split(".")[-2]): count
         for subject, count in counts.items()
@@ -165,9 +164,9 @@ async def given_up(app: App) -> dict[tuple[str, ...], int]:
     }
 
 
-async def _subject_counts(app: App, stream: str, subject: str = ">") -> dict[str, int]:
+async def _subject_counts(admin: Admin, stream: str, subject: str = ">") -> dict[str, int]:
     try:
-        return await app.session.backend.subject_counts(stream, subject=subject)
+        return await admin.subject_counts(stream, subject=subject)
     except NotFoundError:
         return {}
 

@@ -6,13 +6,10 @@ two: a plan that says what would be done, and refuses where the stream does, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import anyio
 from msgspec import Struct
 
-from aviso_workers.app import App
+from aviso_workers.backends import Admin
 from aviso_workers.engine import consumer_records
 from aviso_workers.errors import BackendError, DeclarationError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes, info
@@ -42,13 +39,14 @@ class Purge(Struct, frozen=True, kw_only=True):
     """What a purge would remove."""
 
     stream: str
-    request: Mapping[str, Any]
-    """As JetStream wants it."""
+    subject: str = ""
+    keep: int = 0
+    before: int = 0
     messages: int
     """How many would go, as of now, or a few less: with a subject and a sequence the server has no count of both."""
 
 
-async def plan_purge(app: App, stream: str, *, subject: str = "", keep: int = 0, before: int = 0) -> Purge:
+async def plan_purge(admin: Admin, stream: str, *, subject: str = "", keep: int = 0, before: int = 0) -> Purge:
     """What would go: everything, or what matches a subject, but for the newest `keep`, or only `before` a sequence.
 
     Raises `NotFoundError`, `RefusedError` where the stream refuses purges, and `DeclarationError` for what a server
@@ -56,20 +54,15 @@ async def plan_purge(app: App, stream: str, *, subject: str = "", keep: int = 0,
     """
     if keep and before:
         raise DeclarationError("say either how many to keep or before which sequence to remove, not both")
-    found = await inspecting.stream_info(app, stream)
+    found = await inspecting.stream_info(admin, stream)
     check_purge_allowed(found.config)
     messages = found.messages
     if subject:
-        messages = await inspecting.count(app, stream, subject)
+        messages = await inspecting.count(admin, stream, subject)
     if before:
-        gaps = await inspecting.gaps(app, stream)
+        gaps = await inspecting.gaps(admin, stream)
         messages = min(messages, inspecting.messages_before(gaps, before))
-    request = {"filter": subject, "keep": keep, "seq": before}
-    return Purge(
-        stream=stream,
-        request={name: value for name, value in request.items() if value},
-        messages=max(0, messages - keep),
-    )
+    return Purge(stream=stream, subject=subject, keep=keep, before=before, messages=max(0, messages - keep))
 
 
 def check_purge_allowed(config: StreamConfig) -> None:
@@ -79,45 +72,44 @@ def check_purge_allowed(config: StreamConfig) -> None:
             raise RefusedError(f"stream {config.name} cannot be purged: it has {field}, which nobody can take back")
 
 
-async def purge(app: App, plan: Purge) -> int:
+async def purge(admin: Admin, plan: Purge) -> int:
     """Remove the messages; returns how many went. Their bytes may stay on the disk for a while."""
-    answer = await app.session.backend.administration().api(f"STREAM.PURGE.{plan.stream}", plan.request)
-    return int(answer["purged"])
+    return await admin.purge_stream(plan.stream, subject=plan.subject, keep=plan.keep, before=plan.before)
 
 
-async def seal(app: App, stream: str) -> None:
+async def seal(admin: Admin, stream: str) -> None:
     """Let nothing of the stream be added, deleted, purged or grow too old, ever again. Raises `BackendError`."""
-    config = (await inspecting.stream_info(app, stream)).config
-    await app.session.backend.update_stream({**config, "sealed": True})
+    config = (await inspecting.stream_info(admin, stream)).config
+    await admin.update_stream({**config, "sealed": True})
 
 
-async def remove_stream(app: App, stream: str) -> None:
+async def remove_stream(admin: Admin, stream: str) -> None:
     """Remove a stream with its messages and consumers. Raises `NotFoundError`."""
-    await app.session.backend.delete_stream(stream)
+    await admin.delete_stream(stream)
 
 
-async def remove_consumer(app: App, stream: str, consumer: str) -> None:
+async def remove_consumer(admin: Admin, stream: str, consumer: str) -> None:
     """Remove a consumer; an agent of ours that had it begins anew where its `start` says. Raises `NotFoundError`."""
-    backend, of_agent = app.session.backend, observing.agent_of(consumer)
-    found = await backend.consumer_info(stream, consumer)
-    await backend.delete_consumer(stream, consumer)
+    of_agent = observing.agent_of(consumer)
+    found = await admin.consumer_info(stream, consumer)
+    await admin.delete_consumer(stream, consumer)
     if of_agent is not None:
         owner, agent = of_agent
-        await consumer_records.mark_removed(backend, app=owner, agent=agent, stream=stream, consumer=found)
+        await consumer_records.mark_removed(admin, app=owner, agent=agent, stream=stream, consumer=found)
 
 
-async def unpin(app: App, stream: str, consumer: str, group: str) -> None:
+async def unpin(admin: Admin, stream: str, consumer: str, group: str) -> None:
     """Let the server pin another reader of a priority group. Raises `NotFoundError`, `RefusedError`."""
-    await app.session.backend.administration().api(f"CONSUMER.UNPIN.{stream}.{consumer}", {"group": group})
+    await admin.administration().api(f"CONSUMER.UNPIN.{stream}.{consumer}", {"group": group})
 
 
-async def step_down(app: App, stream: str, *, consumer: str = "", prefer: str = "") -> str:
+async def step_down(admin: Admin, stream: str, *, consumer: str = "", prefer: str = "") -> str:
     """Let another server lead the stream, or one of its consumers; returns which one does.
 
     Raises `NotFoundError`, `RefusedError` where it has no other server, `UnavailableError` where none is elected.
     """
     kind, what = ("CONSUMER", f"{stream}.{consumer}") if consumer else ("STREAM", stream)
-    api = app.session.backend.administration().api
+    api = admin.administration().api
     parse = info.consumer if consumer else info.stream
     before = parse(await api(f"{kind}.INFO.{what}")).cluster
     if not before.followers:
@@ -135,9 +127,9 @@ async def step_down(app: App, stream: str, *, consumer: str = "", prefer: str = 
     raise UnavailableError(f"{what}: no other leader was elected within {ELECTION_SECONDS:.0f} s")
 
 
-async def peers(app: App, stream: str) -> dict[str, str]:
+async def peers(admin: Admin, stream: str) -> dict[str, str]:
     """The servers that hold a copy of a stream, and how each does. Raises `NotFoundError`."""
-    cluster = (await inspecting.stream_info(app, stream)).cluster
+    cluster = (await inspecting.stream_info(admin, stream)).cluster
     found = {cluster.leader: "leader"} if cluster.leader else {}
     for replica in cluster.followers:
         is_well = replica.current and not replica.offline
@@ -145,16 +137,16 @@ async def peers(app: App, stream: str) -> dict[str, str]:
     return found
 
 
-async def remove_peer(app: App, stream: str, peer: str) -> None:
+async def remove_peer(admin: Admin, stream: str, peer: str) -> None:
     """Give up the copy that a server holds; another server that may hold one makes a new one.
 
     Raises `NotFoundError` where the server holds none, `RefusedError` where no other may.
     """
-    found = await peers(app, stream)
+    found = await peers(admin, stream)
     if peer not in found:
         raise NotFoundError(f"{peer} holds no copy of {stream}; there are: {', '.join(found) or 'none in a cluster'}")
     try:
-        await app.session.backend.administration().api(f"STREAM.PEER.REMOVE.{stream}", {"peer": peer})
+        await admin.administration().api(f"STREAM.PEER.REMOVE.{stream}", {"peer": peer})
     except BackendError as error:
         if error.code != error_codes.NO_OTHER_PEER:
             raise

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from aviso_workers.agents import Agent
-from aviso_workers.app import App
+from aviso_workers.agents import Agent, Router
 from aviso_workers.backends.jetstream.server_versions import PING
 from aviso_workers.config import Config, streams
 from aviso_workers.config.nats_server import Permissions, Subjects
@@ -37,9 +36,9 @@ def of_publisher(config: Config) -> Permissions:
     return _permissions(_publishing(api), subscribe=(api.inboxes,))
 
 
-def of_worker(app: App, *, buckets: Iterable[str] = ()) -> Permissions:
+def of_worker(app: Router, config: Config, *, buckets: Iterable[str] = ()) -> Permissions:
     """Return what a worker of the app needs; `buckets` are those that its code opens by name."""
-    api = _Api(app.config)
+    api = _Api(config)
     return _permissions(_working(api, app, buckets), subscribe=(api.inboxes,))
 
 
@@ -122,7 +121,7 @@ def _publishing(api: _Api) -> Iterator[str]:
     yield f"{api.prefix}.STREAM.PURGE.{deferring.STREAM}"  # `cancel`
 
 
-def _working(api: _Api, app: App, buckets: Iterable[str]) -> Iterator[str]:
+def _working(api: _Api, app: Router, buckets: Iterable[str]) -> Iterator[str]:
     yield from _publishing(api)
     for stream in _event_streams(api.config):
         yield from api.read(stream)
@@ -148,14 +147,14 @@ def _working(api: _Api, app: App, buckets: Iterable[str]) -> Iterator[str]:
             yield from api.read(tabling.COUNTERS)
 
 
-def _agent(api: _Api, app: App, agent: Agent[Any, Any]) -> Iterator[str]:
+def _agent(api: _Api, app: Router, agent: Agent[Any, Any]) -> Iterator[str]:
     stream = streams.event_stream(agent.event_type, api.config.notification_schema[agent.event_type], api.config).name
     durable, singleton = agent.durable_name(app.name), agent.policy.singleton
     yield from api.consume(stream, durable, reads=True, singleton=singleton)
     yield from api.consume(dead_lettering.RETRIES, durable, reads=True, singleton=singleton)
 
 
-def _dead_letters(api: _Api, app: App) -> Iterator[str]:
+def _dead_letters(api: _Api, app: Router) -> Iterator[str]:
     yield f"{dead_lettering.SUBJECT}.{app.name}.>"
     yield from api.use(dead_lettering.STREAM)
     yield from api.read(dead_lettering.STREAM)

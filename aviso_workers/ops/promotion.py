@@ -15,8 +15,7 @@ from contextlib import asynccontextmanager, suppress
 import anyio
 from msgspec import Struct
 
-from aviso_workers.app import App
-from aviso_workers.backends import Administration
+from aviso_workers.backends import Admin, Administration
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import info
 from aviso_workers.jetstream.info import SourceConfig, StreamConfig, StreamInfo
@@ -55,7 +54,7 @@ class Promotion(Struct, frozen=True, kw_only=True):
 
 
 async def promote(
-    app: App,
+    admin: Admin,
     stream: str,
     *,
     subjects: Sequence[str] = (),
@@ -67,13 +66,12 @@ async def promote(
 
     Where the origin does not answer it cannot be fenced: that is refused, unless it is said to be lost, and then the
     `subjects` have to be named. Where the origin was made again, it has messages that the mirror lacks: that is refused
-    as well, unless it is said. Inside of `async with app:`. Raises `RefusedError` also where the stream is no whole
+    as well, unless it is said. Raises `RefusedError` also where the stream is no whole
     mirror or does not catch up in time; then the origin is as it was. Raises `UnavailableError`.
     """
-    backend = app.session.backend
-    backend.require_server(2, 12, to="promote a mirror")
-    config = (await backend.stream_info(stream)).config
-    promoting = _Promoting(backend.administration(), config, patience_seconds=patience_seconds)
+    admin.require_server(2, 12, to="promote a mirror")
+    config = (await admin.stream_info(stream)).config
+    promoting = _Promoting(admin.administration(), config, patience_seconds=patience_seconds)
     try:
         comparison = await promoting.compare()
     except (UnavailableError, NotFoundError) as error:

@@ -7,15 +7,16 @@ missed. Streaming queries and executors are not compared, as Spark's REST API ha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
 from contextlib import aclosing
 from datetime import datetime
 from functools import partial
+from typing import Any
 
 import anyio.to_thread
 from msgspec import Struct
 
-from aviso_workers.app import App
+from aviso_workers.config import Config
 from aviso_workers.errors import SparkRestError
 from aviso_workers.notifications import Notification
 from aviso_workers.spark import job_events
@@ -57,6 +58,10 @@ class Comparison(Struct, frozen=True, kw_only=True):
         return not self.differences and not self.twice
 
 
+Replay = Callable[..., AsyncGenerator[Notification[Any], None]]
+"""`App.replay`."""
+
+
 class Incomparable(Struct, frozen=True, kw_only=True):
     """An application of which Spark does not tell what is in it."""
 
@@ -74,7 +79,7 @@ class Published(Struct, frozen=True):
 
 
 async def reconcile(
-    app: App, rest: SparkRest, *, only: Collection[str] = (), since: datetime | None = None
+    replay: Replay, config: Config, rest: SparkRest, *, only: Collection[str] = (), since: datetime | None = None
 ) -> AsyncIterator[Comparison | Incomparable]:
     """The comparisons of all applications, or of `only` those ids. Raises `SparkRestError`, `BackendError`.
 
@@ -92,18 +97,18 @@ async def reconcile(
         except SparkRestError as error:
             yield Incomparable(application=application.id, attempt=application.attempt, problem=str(error))
             continue
-        for comparison in compare(application, spark, await published(app, application)):
+        for comparison in compare(application, spark, await published(replay, config, application)):
             yield comparison
 
 
-async def published(app: App, application: Application) -> Published:
+async def published(replay: Replay, config: Config, application: Application) -> Published:
     """What the stream holds of this attempt of an application."""
-    cluster = job_events.cluster_of(app.config)
+    cluster = job_events.cluster_of(config)
     ours = application.message_ids(cluster)
     states: dict[tuple[str, str], str] = {}
     times: Counter[str] = Counter()
     where = {"cluster": cluster, "application": application.id}
-    async with aclosing(app.replay(EVENT_TYPE, where, from_id=1)) as notifications:
+    async with aclosing(replay(EVENT_TYPE, where, from_id=1)) as notifications:
         async for notification in notifications:
             message_id = notification.headers.get("Nats-Msg-Id", "")
             if message_id.startswith(ours):

@@ -17,8 +17,8 @@ from contextlib import aclosing, asynccontextmanager
 
 from msgspec import Struct, structs
 
-from aviso_workers.app import App
-from aviso_workers.backends import Message, Outgoing, PubAck
+from aviso_workers.backends import Admin, Message, Outgoing, PubAck, open_backend
+from aviso_workers.config import Config
 from aviso_workers.errors import BackendError, ConflictError, RefusedError
 from aviso_workers.jetstream import info
 from aviso_workers.jetstream.metadata import FENCED
@@ -55,7 +55,7 @@ class Recovered(Struct, frozen=True, kw_only=True):
 class _Origin(Struct, frozen=True, kw_only=True):
     """The origin of a promoted mirror, which stores nothing more."""
 
-    app: App
+    admin: Admin
     """Which is connected there."""
     stream: str
     created: str
@@ -65,8 +65,8 @@ class _Origin(Struct, frozen=True, kw_only=True):
 class Recovery:
     """A promoted mirror beside its origin, which is fenced. `opened` makes one."""
 
-    def __init__(self, app: App, stream: str, origin: _Origin, *, mirrored: int) -> None:
-        self._app = app
+    def __init__(self, admin: Admin, stream: str, origin: _Origin, *, mirrored: int) -> None:
+        self._admin = admin
         self._stream = stream
         self._origin = origin
         self._mirrored = mirrored
@@ -78,8 +78,8 @@ class Recovery:
         self.undecided = 0
         between: list[Message] = []
         differs = False
-        ours = stream_pairs.read(self._app, self._stream, after=0, last=self._mirrored)
-        theirs = stream_pairs.read(self._origin.app, self._origin.stream, after=0, last=self._origin.last)
+        ours = stream_pairs.read(self._admin, self._stream, after=0, last=self._mirrored)
+        theirs = stream_pairs.read(self._origin.admin, self._origin.stream, after=0, last=self._origin.last)
         async with aclosing(ours), aclosing(theirs):
             async for mirrored, original in stream_pairs.side_by_side(ours, theirs):
                 if original is None:
@@ -111,7 +111,7 @@ class Recovery:
 
     async def publish(self) -> Recovered:
         """Publish to the promoted mirror what only the origin has. It can be repeated. Raises `BackendError`."""
-        publishing = _Publishing(self._app, self._stream, created=self._origin.created, mirrored=self._mirrored)
+        publishing = _Publishing(self._admin, self._stream, created=self._origin.created, mirrored=self._mirrored)
         await publishing.open()
         only_there = self.only_there()
         async with aclosing(only_there):
@@ -129,9 +129,9 @@ class Recovery:
 class _Publishing:
     """Messages on their way into a promoted mirror, each at most once."""
 
-    def __init__(self, app: App, stream: str, *, created: str, mirrored: int) -> None:
+    def __init__(self, admin: Admin, stream: str, *, created: str, mirrored: int) -> None:
         self.published = self.present = self.superseded = 0
-        self._app = app
+        self._admin = admin
         self._stream = stream
         self._created = created
         self._mirrored = mirrored
@@ -149,9 +149,9 @@ class _Publishing:
 
     async def open(self) -> None:
         """Look what was published since the promotion."""
-        info = await self._app.session.backend.stream_info(self._stream)
+        info = await self._admin.stream_info(self._stream)
         self._replaces = info.config.max_msgs_per_subject > 0
-        stored = stream_pairs.read(self._app, self._stream, after=self._mirrored, last=info.last_sequence)
+        stored = stream_pairs.read(self._admin, self._stream, after=self._mirrored, last=info.last_sequence)
         async with aclosing(stored):
             async for message in stored:
                 headers = message.headers or {}
@@ -176,26 +176,25 @@ class _Publishing:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
-        answers = await self._app.session.backend.publish_many(waiting, timeout_seconds=PUBLISH_SECONDS)
+        answers = await self._admin.publish_many(waiting, timeout_seconds=PUBLISH_SECONDS)
         for answer in answers:
             if isinstance(answer, BackendError):
                 raise answer
             self._count(answer)
 
     async def _publish_unless_newer(self, message: Message) -> None:
-        backend = self._app.session.backend
         newest, recovered = self._newest.get(message.subject, (0, None))
         if newest and (recovered is None or recovered > message.sequence):
             self.superseded += 1
             return
-        found = await backend.last_message(self._stream, message.subject)
+        found = await self._admin.last_message(self._stream, message.subject)
         last = found.sequence if found else 0
         if last > max(newest, self._mirrored):
             self.superseded += 1
             return
         each = self._outgoing(message, **{EXPECTED_LAST: str(last)})
         try:
-            answer = await backend.publish(
+            answer = await self._admin.publish(
                 each.message, message_id=each.message_id, stream=self._stream, timeout_seconds=PUBLISH_SECONDS
             )
         except ConflictError:  # a newer one came just now
@@ -226,49 +225,48 @@ class _Publishing:
 
 
 @asynccontextmanager
-async def opened(app: App, stream: str, *, origin_app: App | None = None) -> AsyncIterator[Recovery]:
+async def opened(
+    admin: Admin, config: Config, stream: str, *, origin_config: Config | None = None
+) -> AsyncIterator[Recovery]:
     """Compare a promoted mirror with its origin, which is reached by its domain or, where that cannot be, by an app of
     its own.
 
-    Inside of `async with app:`. Raises `RefusedError` where the stream is no promoted mirror, its origin cannot be
+    Raises `RefusedError` where the stream is no promoted mirror, its origin cannot be
     reached this way or is not fenced, and `BackendError`.
     """
-    config = (await app.session.backend.stream_info(stream)).config
-    promoted = config.metadata.get(PROMOTED)
+    promoted = (await admin.stream_info(stream)).config.metadata.get(PROMOTED)
     if promoted is None:
         raise RefusedError(f"{stream} is no promoted mirror")
     api, origin, *rest = promoted.split(" ")
-    last = int(rest[0]) if rest else (await app.session.backend.stream_info(stream)).last_sequence
-    async with _connected(origin_app or _app_at(app, api), unless=app) as there:
-        answer = await there.session.backend.administration().api(f"STREAM.INFO.{origin}")
+    last = int(rest[0]) if rest else (await admin.stream_info(stream)).last_sequence
+    async with _origin_at(admin, config, api, origin_config) as there:
+        answer = await there.administration().api(f"STREAM.INFO.{origin}")
         if FENCED not in (found := info.stream(answer)).config.metadata:
             raise RefusedError(
                 f"{origin} takes publishes, so that what only it has is not known: fence it first, by "
                 f"`aviso-workers mirror fence {origin} --api '{api}'`"
             )
-        fenced = _Origin(app=there, stream=origin, created=found.created_text, last=found.last_sequence)
-        yield Recovery(app, stream, fenced, mirrored=last)
+        fenced = _Origin(admin=there, stream=origin, created=found.created_text, last=found.last_sequence)
+        yield Recovery(admin, stream, fenced, mirrored=last)
 
 
 @asynccontextmanager
-async def _connected(app: App, *, unless: App) -> AsyncIterator[App]:
-    if app is unless:
-        yield app
+async def _origin_at(admin: Admin, config: Config, api: str, origin_config: Config | None) -> AsyncIterator[Admin]:
+    """The JetStream of that prefix: this one, one at another domain, or the one of a configuration of its own."""
+    if origin_config is None and api == admin.administration().api_prefix:
+        yield admin
         return
-    async with app:
-        yield app
+    async with open_backend(origin_config or _at_domain(config, api)) as there:
+        yield there
 
 
-def _app_at(app: App, api: str) -> App:
-    """Return an app whose JetStream is at that prefix: this one, or one at another domain."""
-    if api == app.session.backend.administration().api_prefix:
-        return app
+def _at_domain(config: Config, api: str) -> Config:
     parts = api.split(".")
     if len(parts) != DOMAIN_PARTS or parts[0] != "$JS" or parts[2] != "API":
         raise RefusedError(f"the origin is at {api}, which is no domain: say --origin-config, the configuration there")
-    backend = app.config.notification_backend
+    backend = config.notification_backend
     there = structs.replace(backend, jetstream=structs.replace(backend.jetstream, domain=parts[1]))
-    return App(app.name, config=structs.replace(app.config, notification_backend=there))
+    return structs.replace(config, notification_backend=there)
 
 
 def _content(message: Message) -> tuple[int, str, bytes]:

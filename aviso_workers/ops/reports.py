@@ -14,7 +14,8 @@ import anyio
 import anyio.to_thread
 from msgspec import Struct
 
-from aviso_workers.app import App
+from aviso_workers.backends import Admin
+from aviso_workers.config import Config
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import NotFoundError, ServerProcessError
 from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
@@ -104,20 +105,19 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
         return self.lag / -self.rate if self.rate < 0 else None
 
 
-async def look(app: App) -> Look:
-    """Ask the server. Inside of `async with app:`. Raises `BackendError`."""
-    backend = app.session.backend
-    listed = await inspecting.streams(app)
+async def look(admin: Admin) -> Look:
+    """Ask the server. Raises `BackendError`."""
+    listed = await inspecting.streams(admin)
     streams = {each.name: each for each in listed.found}
     consumers: dict[tuple[str, str], ConsumerInfo] = {}
 
     for name in [name for name, found in streams.items() if found.consumers]:
         try:
-            for each in await backend.consumers(name):
+            for each in await admin.consumers(name):
                 consumers[name, each.name] = each
         except NotFoundError:
             streams.pop(name)  # it was deleted meanwhile
-    records = await observing.records(app)
+    records = await observing.records(admin)
     return Look(at=anyio.current_time(), streams=streams, silent=listed.silent, consumers=consumers, records=records)
 
 
@@ -126,13 +126,13 @@ def streams(now: Look, before: Look) -> list[StreamRow]:
     return [_stream_row(name, now, before) for name in sorted(now.streams)]
 
 
-async def servers(app: App, named: Sequence[str]) -> list[ServerRow]:
+async def servers(config: Config, named: Sequence[str]) -> list[ServerRow]:
     """What the servers of these monitoring ports store, or that of the section `server`.
 
     One that was named and does not answer is told as trouble.
     """
     rows = []
-    for url in monitoring.urls(app.config, named):
+    for url in monitoring.urls(config, named):
         try:
             rows.append(_server_row(await anyio.to_thread.run_sync(monitoring.look, url)))
         except ServerProcessError as error:

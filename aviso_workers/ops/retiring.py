@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from msgspec import Struct
 
-from aviso_workers.app import App
+from aviso_workers.backends import Admin
 from aviso_workers.engine import consumer_records, dead_lettering, failing, scheduling, tabling, windowing
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.info import StreamInfo
@@ -43,34 +43,34 @@ class Retirement(Struct, frozen=True, kw_only=True):
         return not (self.consumers or self.records or self.streams or self.subjects)
 
 
-async def plan(app: App, owner: str, agent: str = "") -> Retirement:
+async def plan(admin: Admin, owner: str, agent: str = "") -> Retirement:
     """What there is of the app named `owner`, on the server that `app` is connected to.
 
     Raises `NotFoundError` where there is nothing, `RefusedError` where a worker of it asks for notifications,
     `UnavailableError` where no server answers for something that may be the app's.
     """
-    streams = _all(await inspecting.streams(app))
+    streams = _all(await inspecting.streams(admin))
     consumers = [
         consumer
         for stream in streams
         if stream.consumers
-        for consumer in _all(await inspecting.consumers(app, stream.name))
+        for consumer in _all(await inspecting.consumers(admin, stream.name))
         if _is_of(consumer.name, owner, agent)
     ]
     if at_work := sorted({consumer.name for consumer in consumers if consumer.num_waiting}):
         raise RefusedError(f"workers ask for notifications of {', '.join(at_work)}: stop them first")
-    dead_letters = await observing.dead_letters(app)
+    dead_letters = await observing.dead_letters(admin)
     found = Retirement(
         app=owner,
         agent=agent,
         consumers=tuple((consumer.stream, consumer.name) for consumer in consumers),
         records=tuple(
             (of, stream)
-            for (by, of, stream) in await consumer_records.stored(app.session.backend)
+            for (by, of, stream) in await consumer_records.stored(admin)
             if by == owner and agent in ("", of)
         ),
         streams={name: messages for name, messages in _sizes(streams).items() if _is_bucket_of(name, owner, agent)},
-        subjects=await _subjects(app, owner, agent),
+        subjects=await _subjects(admin, owner, agent),
         dead_letters=sum(count for of, count in dead_letters.items() if of[0] == owner and agent in ("", of[1])),
     )
     if found.nothing:
@@ -84,23 +84,22 @@ def _all(listed: Listed[T]) -> list[T]:
     return listed.found
 
 
-async def retire(app: App, plan: Retirement) -> None:
+async def retire(admin: Admin, plan: Retirement) -> None:
     """Remove what is planned. What is gone already is passed over. Raises `BackendError`."""
-    backend = app.session.backend
     for stream, consumer in plan.consumers:
         with suppress(NotFoundError):
-            await backend.delete_consumer(stream, consumer)
+            await admin.delete_consumer(stream, consumer)
     for agent, stream in plan.records:
-        await consumer_records.remove(backend, app=plan.app, agent=agent, stream=stream)
+        await consumer_records.remove(admin, app=plan.app, agent=agent, stream=stream)
     for stream, subject in plan.subjects:
         with suppress(NotFoundError):
-            await backend.purge_stream(stream, subject=subject)
+            await admin.purge_stream(stream, subject=subject)
     for stream in plan.streams:
         with suppress(NotFoundError):
-            await backend.delete_stream(stream)
+            await admin.delete_stream(stream)
 
 
-async def _subjects(app: App, owner: str, agent: str) -> dict[tuple[str, str], int]:
+async def _subjects(admin: Admin, owner: str, agent: str) -> dict[tuple[str, str], int]:
     """What waits to be tried again, the app's counters, and of one agent its failure counts."""
     wanted = [(dead_lettering.RETRIES, dead_lettering.retry_subject(owner, agent or "*"))]
     if not agent:
@@ -110,7 +109,7 @@ async def _subjects(app: App, owner: str, agent: str) -> dict[tuple[str, str], i
     found = {}
     for stream, subject in wanted:
         with suppress(NotFoundError):
-            if count := sum((await app.session.backend.subject_counts(stream, subject=subject)).values()):
+            if count := sum((await admin.subject_counts(stream, subject=subject)).values()):
                 found[stream, subject] = count
     return found
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
@@ -22,7 +22,7 @@ from typing import cast
 import anyio
 from msgspec import Struct, structs
 
-from aviso_workers.app import App
+from aviso_workers.backends import Admin, open_backend
 from aviso_workers.config import Config, JetStream, NotificationBackend, Secret, Server, ServerUrls
 from aviso_workers.config.nats_server import Account, Cipher, Cluster, Encryption, Monitoring, User
 from aviso_workers.errors import BackupError, ServerProcessError
@@ -221,10 +221,8 @@ async def _move_accounts(
     """Copy the streams of all accounts; return what is to be on the disk."""
     moved = set[Asset]()
     for user in users:
-        async with _app(old, user) as source, _app(new, user) as target:
-            done = await moving.move_all(
-                source.session.backend.administration(), target.session.backend.administration(), tell
-            )
+        async with _opened(old, user) as source, _opened(new, user) as target:
+            done = await moving.move_all(source.administration(), target.administration(), tell)
         for each in done:
             if each.on_disk:
                 moved.add(Asset(user.account, each.stream))
@@ -232,11 +230,11 @@ async def _move_accounts(
     return frozenset(moved)
 
 
-def _app(nodes: Sequence[Node], user: _User) -> App:
+def _opened(nodes: Sequence[Node], user: _User) -> AbstractAsyncContextManager[Admin]:
     urls = ServerUrls(*(node.url for node in nodes))
     settings = JetStream(nats_url=urls, user=user.name, password=user.password)
     backend = NotificationBackend(kind="jetstream", jetstream=settings)
-    return App("aviso-workers-cli", config=Config(notification_backend=backend))
+    return open_backend(Config(notification_backend=backend))
 
 
 def _require_on_disk(moved: frozenset[Asset], new_stores: Mapping[str, Path]) -> None:

@@ -12,7 +12,9 @@ from datetime import UTC, datetime
 from msgspec import Struct
 
 from aviso_workers import agents
-from aviso_workers.app import App
+from aviso_workers.agents import Router
+from aviso_workers.backends import Admin
+from aviso_workers.config import Config
 from aviso_workers.engine import consumer_records
 from aviso_workers.engine.dead_lettering import RETRIES
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
@@ -53,25 +55,25 @@ class Reset(Struct, frozen=True, kw_only=True):
     which nobody would try again."""
 
 
-def declared(app: App, agent: str) -> Steered:
+def declared(app: Router, config: Config, agent: str) -> Steered:
     """An agent of an app whose code is at hand. Raises `DeclarationError`, `UnknownEventTypeError`."""
     for known in app.agents:
         if known.name == agent:
-            return Steered(app=app.name, agent=agent, stream=wiping.stream_of(app, known.event_type))
+            return Steered(app=app.name, agent=agent, stream=wiping.stream_of(config, known.event_type))
     names = ", ".join(known.name for known in app.agents)
     raise DeclarationError(f"app {app.name!r} has no agent {agent!r}; it has: {names or 'none'}")
 
 
-async def find(app: App, owner: str, agent: str) -> Steered:
+async def find(admin: Admin, config: Config, owner: str, agent: str) -> Steered:
     """The agent of the app named `owner`, by its consumer on one of the configured event streams.
 
-    Inside of `async with app:`. Raises `NotFoundError`, and `DeclarationError` where there are several.
+    Raises `NotFoundError`, and `DeclarationError` where there are several.
     """
-    event_streams = await wiping.event_streams(app)
+    event_streams = await wiping.event_streams(admin, config)
     consumer = agents.durable_name(owner, agent)
-    found = [stream for stream in event_streams if await _exists(app, stream, consumer)]
+    found = [stream for stream in event_streams if await _exists(admin, stream, consumer)]
     if not found:
-        present = [found for stream in event_streams for found in await observing.agents(app, stream)]
+        present = [found for stream in event_streams for found in await observing.agents(admin, stream)]
         of_app = {name for name_of_app, name in present if name_of_app == owner}
         known = f"; that app has: {', '.join(sorted(of_app))}" if of_app else ""
         apps = f"; there are apps: {', '.join(sorted({found for found, _ in present}))}" if present else ""
@@ -84,34 +86,34 @@ async def find(app: App, owner: str, agent: str) -> Steered:
     return Steered(app=owner, agent=agent, stream=found[0])
 
 
-async def pause(app: App, steered: Steered, *, until: datetime) -> None:
+async def pause(admin: Admin, steered: Steered, *, until: datetime) -> None:
     """Let the agent be given nothing before `until`, neither events nor what is tried again. Raises `BackendError`."""
-    await _pause(app, steered, until)
+    await _pause(admin, steered, until)
 
 
-async def resume(app: App, steered: Steered) -> None:
+async def resume(admin: Admin, steered: Steered) -> None:
     """Let the agent go on. Raises `BackendError`."""
-    await _pause(app, steered, None)
+    await _pause(admin, steered, None)
 
 
-async def plan_reset(app: App, steered: Steered, to: Position) -> Reset:
+async def plan_reset(admin: Admin, steered: Steered, to: Position) -> Reset:
     """What `reset` would do: to a sequence, or to the first notification of a time or later.
 
     Raises `InvalidPositionError` beyond the end of the stream, `BackendError`.
     """
-    backend, stream = app.session.backend, steered.stream
-    info = await backend.consumer_info(stream, steered.consumer)
-    last = (await backend.stream_info(stream)).last_sequence
+    stream = steered.stream
+    info = await admin.consumer_info(stream, steered.consumer)
+    last = (await admin.stream_info(stream)).last_sequence
     filters = info.config.filters
     sequence = max(1, to.sequence or 0)
     if to.time is not None:
-        reading = backend.read(stream, filter_subjects=filters, start_time=to.time, last_sequence=last)
+        reading = admin.read(stream, filter_subjects=filters, start_time=to.time, last_sequence=last)
         async with aclosing(reading):
             first = await anext(reading, None)
         sequence = first.sequence if first else last + 1
     if sequence > last + 1:
         raise InvalidPositionError(f"{stream} ends at {last}: an agent cannot go on at {sequence}")
-    ahead = await backend.count(stream, filter_subjects=filters, start_sequence=sequence)
+    ahead = await admin.count(stream, filter_subjects=filters, start_sequence=sequence)
     return Reset(
         steered=steered,
         sequence=sequence,
@@ -121,27 +123,25 @@ async def plan_reset(app: App, steered: Steered, to: Position) -> Reset:
     )
 
 
-async def reset(app: App, plan: Reset) -> int:
+async def reset(admin: Admin, plan: Reset) -> int:
     """Carry it out; returns how many notifications the agent has to settle now. Raises `BackendError`."""
     steered = plan.steered
-    backend = app.session.backend
-    info = await backend.reset_consumer(steered.stream, steered.consumer, sequence=plan.sequence)
+    info = await admin.reset_consumer(steered.stream, steered.consumer, sequence=plan.sequence)
     await consumer_records.move(
-        backend, app=steered.app, agent=steered.agent, stream=steered.stream, ack_floor=plan.sequence - 1
+        admin, app=steered.app, agent=steered.agent, stream=steered.stream, ack_floor=plan.sequence - 1
     )
     return info.num_pending + info.num_ack_pending  # a worker that waits is given some at once
 
 
-async def _exists(app: App, stream: str, consumer: str) -> bool:
+async def _exists(admin: Admin, stream: str, consumer: str) -> bool:
     try:
-        await app.session.backend.consumer_info(stream, consumer)
+        await admin.consumer_info(stream, consumer)
     except NotFoundError:
         return False
     return True
 
 
-async def _pause(app: App, steered: Steered, until: datetime | None) -> None:
-    backend = app.session.backend
-    await backend.pause_consumer(steered.stream, steered.consumer, until=until)
+async def _pause(admin: Admin, steered: Steered, until: datetime | None) -> None:
+    await admin.pause_consumer(steered.stream, steered.consumer, until=until)
     with suppress(NotFoundError):  # made when its first worker starts
-        await backend.pause_consumer(RETRIES, steered.consumer, until=until)
+        await admin.pause_consumer(RETRIES, steered.consumer, until=until)

@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
-from aviso_workers.app import App
-from aviso_workers.backends import Message
+from aviso_workers.backends import Admin, Message
 
 __all__ = ["read", "side_by_side"]
 
 
-async def read(app: App, stream: str, *, after: int, last: int) -> AsyncGenerator[Message, None]:
+async def read(admin: Admin, stream: str, *, after: int, last: int) -> AsyncGenerator[Message, None]:
     """Yield the messages of a stream, none where it is known to end before."""
     if after >= last:
         return
-    reading = app.session.backend.read(stream, filter_subjects=(), start_sequence=after + 1, last_sequence=last)
+    reading = admin.read(stream, filter_subjects=(), start_sequence=after + 1, last_sequence=last)
     async with aclosing(reading):
         async for message in reading:
             yield message

@@ -10,10 +10,12 @@ from typing import Any
 
 from msgspec import Struct
 
-from aviso_workers.app import App
+from aviso_workers.backends import Admin
 from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
+from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import NotFoundError, RefusedError, UnknownEventTypeError
+from aviso_workers.events import Events
 from aviso_workers.jetstream import plans as planning
 from aviso_workers.jetstream import specs
 from aviso_workers.jetstream.fields import as_jetstream, readable
@@ -44,45 +46,47 @@ def sections(config: Config) -> dict[str, str]:
     return dict.fromkeys(config.streams, "streams") | dict.fromkeys(of_events, "notification_schema")
 
 
-async def plans(app: App) -> list[Plan | ConsumerPlan]:
-    """What would be done, in this order: each stream, and then its consumers. Inside of `async with app:`.
+async def plans(admin: Admin, config: Config) -> list[Plan | ConsumerPlan]:
+    """What would be done, in this order: each stream, and then its consumers.
 
     Raises `BackendError`.
     """
+    provisioner = _provisioner(admin, config)
     found: list[Plan | ConsumerPlan] = []
-    for spec in _specs(app.config):
-        found.append(await app.session.provisioner.plan(spec))
-        declared = app.config.streams.get(spec.name)
+    for spec in _specs(config):
+        found.append(await provisioner.plan(spec))
+        declared = config.streams.get(spec.name)
         for name, consumer in declared.consumers.items() if declared else ():
-            at_server = await _consumer(app, spec.name, name)
+            at_server = await _consumer(admin, spec.name, name)
             found.append(planning.consumer_plan(spec.name, name, as_jetstream(consumer), at_server))
     return found
 
 
-async def carry_out(app: App, plan: Plan | ConsumerPlan, *, removals: bool = False) -> None:
+async def carry_out(admin: Admin, config: Config, plan: Plan | ConsumerPlan, *, removals: bool = False) -> None:
     """Do what is planned, as far as it can be done; what removes stored messages only with `removals`.
 
     A stream is planned anew, because it may have changed since. Raises `RefusedError` where the server refuses, and
     where stored messages would be removed without `removals`: then nothing is done.
     """
     if isinstance(plan, Plan):
-        plan = await app.session.provisioner.plan(plan.wanted)
+        provisioner = _provisioner(admin, config)
+        plan = await provisioner.plan(plan.wanted)
         if plan.removing and not removals:
             differences = "; ".join(map(str, plan.removing))
             raise RefusedError(f"stream {plan.stream}: {differences}; say --yes to have it done")
-        await app.session.provisioner.carry_out(planning.with_removals(plan))
+        await provisioner.carry_out(planning.with_removals(plan))
     elif plan.needed:
-        await _carry_out_consumer(app, plan)
+        await _carry_out_consumer(admin, plan)
 
 
-async def effective_policy(app: App, name: str) -> list[PolicyRow]:
+async def effective_policy(admin: Admin, config: Config, name: str) -> list[PolicyRow]:
     """The policy on the server beside the configured one, of an event type's stream or a declared one.
 
     Follows Aviso's "Verifying Effective Stream Policy". Raises `NotFoundError` where the stream does not exist,
     `UnknownEventTypeError` where none is configured under that name.
     """
-    spec = _spec(app.config, name)
-    info = await app.session.backend.stream_info(spec.name)
+    spec = _spec(config, name)
+    info = await admin.stream_info(spec.name)
     plan = planning.plan(spec, info.config, Stored())
     differing = {difference.field for difference in (*plan.differences, *plan.fixed)}
     configured = specs.stated(spec)
@@ -94,8 +98,12 @@ async def effective_policy(app: App, name: str) -> list[PolicyRow]:
             effective=readable(field, info.config.get(field)),
             follows=field not in differing,
         )
-        for field, key in _keys(app.config, spec, name)
+        for field, key in _keys(config, spec, name)
     ]
+
+
+def _provisioner(admin: Admin, config: Config) -> Provisioner:
+    return Provisioner(admin, management=config.notification_backend.jetstream.stream_management, events=Events())
 
 
 def _specs(config: Config) -> list[StreamSpec]:
@@ -124,15 +132,15 @@ def _spec(config: Config, name: str) -> StreamSpec:
     return declared[name]
 
 
-async def _consumer(app: App, stream: str, name: str) -> dict[str, Any] | None:
+async def _consumer(admin: Admin, stream: str, name: str) -> dict[str, Any] | None:
     try:
-        return dict((await app.session.backend.consumer_info(stream, name)).config)
+        return dict((await admin.consumer_info(stream, name)).config)
     except NotFoundError:
         return None
 
 
-async def _carry_out_consumer(app: App, plan: ConsumerPlan) -> None:
-    api = app.session.backend.administration().api
+async def _carry_out_consumer(admin: Admin, plan: ConsumerPlan) -> None:
+    api = admin.administration().api
     subject, config = f"CONSUMER.CREATE.{plan.stream}.{plan.consumer}", dict(plan.config)
     filters: list[str] = config.get("filter_subjects", [])
     if not plan.exists and len(filters) == 1:

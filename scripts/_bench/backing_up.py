@@ -55,12 +55,12 @@ async def _round(ground: Ground, directory: Path, figures: Figures) -> None:
         with measured("copy"):
             await anyio.to_thread.run_sync(_copy, ground.store, directory / "copy")
         with measured("create"):
-            made = await backups.create(app, STREAM, directory)
+            made = await backups.create(app.session.admin, STREAM, directory)
         with measured("verify"):
             await anyio.to_thread.run_sync(backups.verify, made)
-        await app.session.backend.delete_stream(STREAM)
+        await app.session.admin.delete_stream(STREAM)
         with measured("restore"):
-            await backups.restore(app, made)
+            await backups.restore(app.session.admin, made)
     figures.setdefault("backup.create.archive_mib", []).append(made.size / MIB)
     shutil.rmtree(directory / "copy")
     shutil.rmtree(made.directory)

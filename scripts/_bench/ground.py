@@ -205,7 +205,7 @@ class Ground:
 
     async def _ack_floor(self, name: str) -> int:
         async with self.app("look") as app:
-            consumers = await app.session.backend.consumers(filling.STREAM)
+            consumers = await app.session.admin.consumers(filling.STREAM)
         return next((found.ack_floor for found in consumers if found.name in (name, durable_name(name, "count"))), 0)
 
     @property

@@ -222,7 +222,7 @@ def _dead_letters(ground: Ground, size: Size, say: Say) -> Figures:
 async def _hand_back(ground: Ground, name: str, count: int) -> float:
     """Dead letters handed back a second; those of so many originals, the first in the stream."""
     async with ground.app(name) as app:
-        office = DeadLetterOffice(app)
+        office = DeadLetterOffice(app.session.admin, app.config, events=app.events)
         letters = [letter async for letter in office.letters(Selection(app=name))][:count]
         begun = time.perf_counter()
         async for portion in portions(_each(letters)):

@@ -240,7 +240,9 @@ class Account(Struct, frozen=True, kw_only=True):
 async def account(client: App, deployment: Deployment) -> list[Account]:
     """Raises `BackendError`."""
     buried: dict[str, dict[int, str]] = {agent.name: {} for agent in router.agents}
-    async for letter in DeadLetterOffice(client).letters(Selection(app=APP)):
+    async for letter in DeadLetterOffice(client.session.admin, client.config, events=client.events).letters(
+        Selection(app=APP)
+    ):
         number = int(letter.original.subject.rpartition(".")[2])
         buried[letter.agent][number] = letter.reason
     handled = deployment.handled()

@@ -90,7 +90,7 @@ async def connected(app: App) -> AsyncIterator[Administration]:
     """The app, connected to servers that have elected their leader."""
     deadline = time.monotonic() + READY_SECONDS
     async with app:
-        administration = app.session.backend.administration()
+        administration = app.session.admin.administration()
         while True:
             try:
                 await administration.api("STREAM.NAMES")

@@ -111,7 +111,7 @@ class Site:
 
     async def fill(self, count: int) -> set[int]:
         """Delete all streams and publish so many notifications; returns their numbers, which are acknowledged."""
-        backend = self.client.session.backend
+        backend = self.client.session.admin
         for stream in await backend.stream_names():
             with suppress(NotFoundError):
                 await backend.delete_stream(stream)
@@ -165,7 +165,7 @@ async def creating(site: Site, count: int) -> Attempt:
 async def creating_increments(site: Site, count: int) -> Attempt:
     """Back up what a stream has more than in its last backup."""
     old, to = await site.fill(count), site.fresh("backups")
-    full = await backups.create(site.client, STREAM, to)
+    full = await backups.create(site.client.session.admin, STREAM, to)
     published = old | await publish(site.config, count, count + count // 2)
     command = ("backup", "create", EVENT, "--since", "last", "--to", to, "--config", site.config)
 
@@ -180,8 +180,8 @@ async def creating_increments(site: Site, count: int) -> Attempt:
 async def restoring(site: Site, count: int) -> Attempt:
     """Restore a stream that is gone."""
     published = await site.fill(count)
-    made = await backups.create(site.client, STREAM, site.fresh("backups"))
-    await site.client.session.backend.delete_stream(STREAM)
+    made = await backups.create(site.client.session.admin, STREAM, site.fresh("backups"))
+    await site.client.session.admin.delete_stream(STREAM)
     command = ("backup", "restore", made.directory, "--config", site.config)
 
     async def counted() -> Counts:
@@ -193,7 +193,7 @@ async def restoring(site: Site, count: int) -> Attempt:
 async def restoring_set(site: Site, count: int) -> Attempt:
     """Restore all streams of an account that has none: notifications and a table."""
     published, to = await site.fill(count), site.fresh("backups")
-    backend = site.client.session.backend
+    backend = site.client.session.admin
     await (await backend.key_value(f"{APP}__table")).put_many({f"{number}": b"1" for number in range(KEYS)})
     code, said = await site.run("backup", "create", "--all", "--to", to, "--config", site.config)
     if code:
@@ -217,17 +217,17 @@ async def restoring_set(site: Site, count: int) -> Attempt:
 async def promoting(site: Site, count: int) -> Attempt:
     """Put a mirror in its origin's place."""
     published = await site.fill(count)
-    server = site.client.session.backend.administration()
-    replicas = (await site.client.session.backend.stream_info(STREAM)).config["num_replicas"]
+    server = site.client.session.admin.administration()
+    replicas = (await site.client.session.admin.stream_info(STREAM)).config["num_replicas"]
     mirror = {"name": MIRROR, "mirror": {"name": STREAM}, "num_replicas": replicas, "allow_direct": True}
     await server.api(f"STREAM.CREATE.{MIRROR}", mirror)
     with anyio.fail_after(LONGEST_SECONDS):
-        while (await site.client.session.backend.stream_info(MIRROR)).messages < count:  # noqa: ASYNC110
+        while (await site.client.session.admin.stream_info(MIRROR)).messages < count:  # noqa: ASYNC110
             await anyio.sleep(SHORT_SECONDS)
     command = ("mirror", "promote", MIRROR, "--yes", "--config", site.config)
 
     async def counted() -> Counts:
-        backend = site.client.session.backend
+        backend = site.client.session.admin
         again = Message(subject=f"{EVENT}.{count % LANES}.{count}", data=json.dumps(body_of(count)).encode())
         with suppress(BackendError):  # then it is missing
             await backend.publish(again, message_id="after the promotion", stream=MIRROR, timeout_seconds=5.0)
@@ -256,11 +256,11 @@ async def erasing(site: Site, count: int) -> Attempt:
 async def cleansing(site: Site, count: int) -> Attempt:
     """Remove the notifications of a lane from a full backup, the increment after it and another full backup."""
     published, to = await site.fill(count), site.fresh("backups")
-    full = await backups.create(site.client, STREAM, to)
+    full = await backups.create(site.client.session.admin, STREAM, to)
     of_each = {full.directory: published}
     published = published | await publish(site.config, count, count + count // 2)
     for since in (full, None):
-        made = await backups.create(site.client, STREAM, to, since=since)
+        made = await backups.create(site.client.session.admin, STREAM, to, since=since)
         of_each[made.directory] = published
     command = ("backup", "cleanse", to, f"lane={REMOVED}", "--yes", "--config", site.config)
 
@@ -277,11 +277,11 @@ async def cleansing(site: Site, count: int) -> Attempt:
 async def copying(site: Site, count: int) -> Attempt:
     """Copy a fenced stream to another server."""
     published = await site.fill(count)
-    await mirroring.fence(site.client.session.backend.administration(), STREAM)
+    await mirroring.fence(site.client.session.admin.administration(), STREAM)
     command = ("streams", "copy", STREAM, "--to-config", site.other_config, "--replicas", "1", "--config", site.config)
     async with App(APP, config=site.other_config) as target:
-        for stream in await target.session.backend.stream_names():
-            await target.session.backend.delete_stream(stream)
+        for stream in await target.session.admin.stream_names():
+            await target.session.admin.delete_stream(stream)
 
     async def counted() -> Counts:
         async with App(APP, config=site.other_config) as target:
@@ -391,7 +391,7 @@ async def _counted(attempt: Attempt) -> Counts:
 async def numbers_of(client: App, stream: str) -> Counter[int]:
     """How often each number is in a stream, whole."""
     found = Counter[int]()
-    backend = client.session.backend
+    backend = client.session.admin
     last = (await backend.stream_info(stream)).last_sequence
     async for chunk in backend.read_chunks(stream, filter_subjects=(), start_sequence=1, last_sequence=last):
         found.update(number for message in chunk if (number := _number(message.subject, message.data)) is not None)

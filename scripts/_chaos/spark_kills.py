@@ -182,7 +182,7 @@ class Site:
 
     async def _delete(self, stream: str) -> None:
         with suppress(NotFoundError):
-            await self.client.session.backend.delete_stream(stream)
+            await self.client.session.admin.delete_stream(stream)
 
     def _job(self, name: str, directory: Path) -> Job:
         return Job(

@@ -242,7 +242,9 @@ async def _settled(app: App, ledger: Ledger, *, later: int) -> set[int]:
         await anyio.sleep(1.0)
         letters = {
             int(letter.original.subject.rpartition(".")[2])
-            async for letter in DeadLetterOffice(app).letters(Selection(app=APP))
+            async for letter in DeadLetterOffice(app.session.admin, app.config, events=app.events).letters(
+                Selection(app=APP)
+            )
         }
         done = ledger.stored - doomed <= ledger.handled.keys() and doomed <= letters
         if done and ledger.stored <= ledger.in_windows.keys() and len(ledger.later) == later:

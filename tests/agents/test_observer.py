@@ -234,7 +234,7 @@ async def test_an_agent_whose_consumer_is_gone_shows_as_such_until_a_worker_make
         await shown.until(lambda: shown.settled == 1)
     async with observing(app):
         await shown.until_value("consumer_missing", labels, 0)
-        await app.session.backend.delete_consumer(stream, f"{app.name}__index")
+        await app.session.admin.delete_consumer(stream, f"{app.name}__index")
         await shown.until_value("consumer_missing", labels, 1)
         async with working(app):
             await shown.until_value("consumer_missing", labels, 0)

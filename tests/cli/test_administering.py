@@ -89,15 +89,15 @@ async def test_what_was_stored_since_the_plan_is_not_removed_without_a_yes(
     narrower = write_config(nats_server.url, name="narrower.yaml", max_messages=2)
     async with App("publisher", config=config) as publisher, App("operator", config=narrower) as operator:
         await publisher.notify("mars", {"class": "od", "step": 1})
-        [plan] = await stream_policy.plans(operator)
+        [plan] = await stream_policy.plans(operator.session.admin, operator.config)
         assert isinstance(plan, Plan)
         assert plan.removing == ()
         await publisher.notify_many(Notify("mars", {"class": "od", "step": step}) for step in (2, 3))
 
         with pytest.raises(RefusedError, match=r"removes 1 of 3 messages.* --yes"):
-            await stream_policy.carry_out(operator, plan)
+            await stream_policy.carry_out(operator.session.admin, operator.config, plan)
         kept = await operator.session.backend.stream_info("MARS")
-        await stream_policy.carry_out(operator, plan, removals=True)
+        await stream_policy.carry_out(operator.session.admin, operator.config, plan, removals=True)
         left = await operator.session.backend.stream_info("MARS")
 
     assert (kept.messages, left.messages) == (3, 2)

@@ -197,7 +197,7 @@ def test_a_letter_whose_agent_reads_no_retries_stays_and_the_rest_is_told(
 ) -> None:
     async def forget_the_readers() -> None:
         async with App("tests", config=config) as app:
-            await app.session.backend.delete_stream(RETRIES)
+            await app.session.admin.delete_stream(RETRIES)
 
     anyio.run(forget_the_readers)
     ran = run("dead-letters", "retry", "--yes", "--config", config)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aviso_workers import App
-from aviso_workers.cli.finding import connected
+from aviso_workers.cli.finding import Opened, connected
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]
@@ -58,8 +57,8 @@ def test_a_record_that_exists_is_not_overwritten(run: Run, stored: Path, tmp_pat
 
 
 def test_keys_of_tables_that_may_hold_copies_are_named(run: Run, stored: Path) -> None:
-    async def keep(app: App) -> None:
-        bucket = await app.session.backend.key_value("index__sums")
+    async def keep(server: Opened) -> None:
+        bucket = await server.admin.key_value("index__sums")
         await bucket.put("step=2F1", b"7")
         await bucket.put("total", b"8")
 

@@ -234,7 +234,7 @@ def test_agents_and_lag_tell_that_an_operator_has_removed_a_consumer(
 def delete_consumer(config: Path, stream: str, consumer: str) -> None:
     async def delete() -> None:
         async with App("operator", config=config) as app:
-            await app.session.backend.delete_consumer(stream, consumer)
+            await app.session.admin.delete_consumer(stream, consumer)
 
     anyio.run(delete)
 

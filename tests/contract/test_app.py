@@ -127,7 +127,7 @@ async def test_a_position_that_means_nothing_is_refused(app: App, ends: dict[str
 async def test_a_stream_that_does_not_exist_is_not_replayed_as_an_empty_one(app: App) -> None:
     with pytest.raises(NotFoundError, match="stream MARS does not exist: nothing was ever published"):
         await steps(app.replay("mars", from_id=1))
-    assert await app.session.backend.stream_names() == []
+    assert await app.session.admin.stream_names() == []
 
 
 async def test_an_empty_stream_replays_nothing(app: App) -> None:
@@ -151,7 +151,7 @@ async def test_a_watch_waits_for_a_stream_that_does_not_exist(app: App) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch)
             await missed.wait()
-            assert await app.session.backend.stream_names() == []
+            assert await app.session.admin.stream_names() == []
             await app.notify("mars", mars(step=1), {})
     assert seen == ["1"]
 
@@ -206,7 +206,7 @@ async def test_a_watch_waits_for_a_stream_that_was_deleted(app: App) -> None:
     async with watching(app, from_id=1) as seen:
         await app.notify("mars", mars(step=1), {})
         await until(lambda: seen == ["1"])
-        await app.session.backend.delete_stream("MARS")
+        await app.session.admin.delete_stream("MARS")
         await until(lambda: len(told) == 1)
         await app.session.backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
         await app.notify("mars", mars(step=2), {})
@@ -237,7 +237,7 @@ async def test_the_id_after_the_last_one_is_the_next_one(app: App) -> None:
 
 
 async def make_again(app: App) -> None:
-    await app.session.backend.delete_stream("MARS")
+    await app.session.admin.delete_stream("MARS")
     await app.session.backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
 
 
@@ -316,8 +316,8 @@ async def test_a_bad_notification_is_refused_before_anything_is_sent(
 async def test_wiping_empties_the_stream_and_keeps_what_it_is(app: App) -> None:
     first = await app.notify("mars", mars(), {})
     config_before = (await app.session.backend.stream_info("MARS")).config
-    assert await wiping.event_streams(app) == {"MARS": 1}
-    assert await wiping.wipe(app, ["MARS"]) == {"MARS": 1}
+    assert await wiping.event_streams(app.session.admin, app.config) == {"MARS": 1}
+    assert await wiping.wipe(app.session.admin, ["MARS"]) == {"MARS": 1}
     info = await app.session.backend.stream_info("MARS")
     assert (info.messages, dict(info.config)) == (0, dict(config_before))
     assert (await app.notify("mars", mars(), {})).sequence == first.sequence + 1
@@ -325,13 +325,13 @@ async def test_wiping_empties_the_stream_and_keeps_what_it_is(app: App) -> None:
 
 async def test_wiping_a_stream_that_does_not_exist_says_so(app: App) -> None:
     with pytest.raises(NotFoundError, match="MARS"):
-        await wiping.wipe(app, ["MARS"])
+        await wiping.wipe(app.session.admin, ["MARS"])
 
 
 async def test_wiping_all_knows_only_streams_of_event_types(app: App) -> None:
     await app.notify("mars", mars(), {})
     await (await app.key_value("tables")).put("key", b"value")
-    assert await wiping.event_streams(app) == {"MARS": 1}
+    assert await wiping.event_streams(app.session.admin, app.config) == {"MARS": 1}
 
 
 @pytest.mark.covers("003-17")
@@ -339,7 +339,7 @@ async def test_wiping_all_knows_only_streams_of_event_types(app: App) -> None:
 async def test_a_notification_is_deleted_by_its_id(app: App, name: str) -> None:
     first = await app.notify("mars", mars(step=1), {})
     await app.notify("mars", mars(step=2), {})
-    await wiping.delete(app, name.format(first.sequence))
+    await wiping.delete(app.session.admin, app.config, name.format(first.sequence))
     assert await steps(app.replay("mars")) == ["2"]
 
 
@@ -357,7 +357,7 @@ async def test_a_notification_is_deleted_by_its_id(app: App, name: str) -> None:
 async def test_deleting_what_is_not_there_says_what_is_wrong(app: App, name: str, error: type[Exception]) -> None:
     await app.notify("mars", mars(), {})
     with pytest.raises(error):
-        await wiping.delete(app, name)
+        await wiping.delete(app.session.admin, app.config, name)
 
 
 async def test_a_point_finds_the_polygons_around_it(app: App) -> None:

@@ -52,7 +52,7 @@ def testing(app: App, nats_url: str) -> Testing:
     @asynccontextmanager
     async def testing() -> AsyncIterator[tuple[Harness, DeadLetterOffice]]:
         async with harness(app, server=nats_url or None) as t:
-            yield t, DeadLetterOffice(app)
+            yield t, DeadLetterOffice(app.session.admin, app.config, events=app.events)
 
     return testing
 
@@ -139,7 +139,7 @@ async def test_a_retry_that_was_broken_off_and_is_repeated_is_handled_once(
         await t.settle()
         (letter,) = await all_of(office)
         with monkeypatch.context() as broken:
-            broken.setattr(app.session.backend, "delete_message", unreachable)
+            broken.setattr(app.session.admin, "delete_message", unreachable)
             with pytest.raises(UnavailableError):
                 await office.retry(letter)
         await t.settle()
@@ -170,7 +170,7 @@ async def test_of_several_letters_the_one_whose_copy_is_not_stored_stays(
             await t.notify("mars", mars(step=step), {})
         await t.settle()
         letters = await all_of(office)
-        backend, gone = app.session.backend, list[None]()
+        backend, gone = app.session.admin, list[None]()
         publish_many = backend.publish_many
 
         async def lose_one(outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> list[PubAck | BackendError]:
@@ -201,7 +201,7 @@ async def test_only_what_is_dropped_is_overwritten_on_disk(
         for step in (0, 6):
             await t.notify("mars", mars(step=step), {})
         await t.settle()
-        backend, deleted = app.session.backend, list[tuple[int, bool]]()
+        backend, deleted = app.session.admin, list[tuple[int, bool]]()
         delete = backend.delete_message
 
         async def note_how(stream: str, sequence: int, *, overwrite: bool = True) -> None:
@@ -232,7 +232,7 @@ async def test_what_fails_again_before_the_letter_is_gone_is_kept(
             await t.settle()
             await delete(stream, sequence, overwrite=overwrite)
 
-        monkeypatch.setattr(app.session.backend, "delete_message", delete_late)
+        monkeypatch.setattr(app.session.admin, "delete_message", delete_late)
         await office.retry(letter)
 
         (again,) = await all_of(office)
@@ -259,7 +259,7 @@ async def test_a_letter_from_before_its_stream_was_made_anew_waits_for_the_notif
         (letter,) = await all_of(office)
         broken = False
         await t.stop()
-        await app.session.backend.delete_stream("MARS")
+        await app.session.admin.delete_stream("MARS")
         await t.start()
         await t.notify("mars", mars(), "new")
         while not handled:
@@ -282,8 +282,10 @@ async def test_what_is_dropped_and_fails_again_at_once_is_kept(app: App, testing
             (letter,) = await all_of(office)
             await office.drop(letter)
             assert await all_of(office) == []
-            plan = await steering.plan_reset(app, steering.declared(app, "failing"), Position(sequence=1))
-            await steering.reset(app, plan)
+            plan = await steering.plan_reset(
+                app.session.admin, steering.declared(app, app.config, "failing"), Position(sequence=1)
+            )
+            await steering.reset(app.session.admin, plan)
             await t.settle()
         assert len(await all_of(office)) == 1
 
@@ -362,7 +364,7 @@ async def test_two_workers_that_have_other_agents_lose_nothing_of_what_the_serve
 
 async def give_up(t: Harness, consumer: str, *, count: int = 1) -> None:
     """Let a durable consumer of MARS end as one whose workers die of all that they are given."""
-    backend, taken = t.app.session.backend, list[Any]()
+    backend, taken = t.app.session.admin, list[Any]()
     spec = ConsumerSpec(
         durable_name=consumer, filter_subjects=(), ack_wait=50_000_000, max_ack_pending=-1, max_deliver=1
     )
@@ -370,7 +372,7 @@ async def give_up(t: Harness, consumer: str, *, count: int = 1) -> None:
     app, _, agent = consumer.partition("__")
     with anyio.fail_after(PATIENCE_SECONDS):
         async with backend.consume("MARS", consumer, deliver=taken.append, room=lambda: 100):
-            while (await observing.given_up(t.app)).get((app, agent, "MARS"), 0) < count:
+            while (await observing.given_up(t.app.session.admin)).get((app, agent, "MARS"), 0) < count:
                 await t.advance(0.05)
 
 
@@ -576,7 +578,7 @@ async def test_a_body_as_large_as_the_server_takes_is_kept_shown_and_tried_again
         (letter,) = await all_of(office)
         assert (letter.reason, letter.original.subject, letter.original.data) == ("rejected", subject, data)
         assert [letter.original.data for letter in t.dead_letters] == [data]
-        assert await observing.dead_letters(app) == {("contract", "failing"): 1}
+        assert await observing.dead_letters(app.session.admin) == {("contract", "failing"): 1}
 
         await office.retry(letter)
         await t.settle()

@@ -88,7 +88,7 @@ async def test_under_its_message_id_it_takes_its_own_place(app: App, t: Harness)
     await t.advance(3)
     assert delivered(t) == ["2"]
     assert len(t.published) == 2, "the same id in another stream is another notification"
-    assert await app.session.backend.subject_counts(deferring.STREAM) == {}, "what was brought is removed"
+    assert await app.session.admin.subject_counts(deferring.STREAM) == {}, "what was brought is removed"
 
 
 async def test_one_that_is_cancelled_is_never_stored(app: App, t: Harness) -> None:
@@ -202,7 +202,7 @@ async def test_one_that_comes_again_after_the_duplicate_window_is_stored_once(
 ) -> None:
     """As where all workers die between storing it and acknowledging it, and the next one runs much later."""
     await remember_ids_for_a_moment(app)
-    publish, tried = type(app.session.backend).publish, []
+    publish, tried = type(app.session.admin).publish, []
 
     async def publish_and_die(self: Any, message: Message, **stated: Any) -> Any:
         if not message.subject.startswith("plain.1"):
@@ -213,7 +213,7 @@ async def test_one_that_comes_again_after_the_duplicate_window_is_stored_once(
             raise UnavailableError("the worker dies here")
         return ack
 
-    monkeypatch.setattr(type(app.session.backend), "publish", publish_and_die)
+    monkeypatch.setattr(type(app.session.admin), "publish", publish_and_die)
     await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=0.5)
     await t.advance(6)
     assert delivered(t) == ["0", "1"]
@@ -286,4 +286,4 @@ async def test_an_older_server_is_named_and_its_workers_run_without_it(
             ):
                 await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=1)
             stop.set()
-        assert deferring.STREAM not in await app.session.backend.stream_names()
+        assert deferring.STREAM not in await app.session.admin.stream_names()

@@ -37,7 +37,7 @@ async def settled_before(t: Harness) -> None:
 
 async def test_it_goes_on_where_it_was_when_its_workers_come_back(t: Harness, handled: list[int]) -> None:
     await settled_before(t)
-    await t.app.session.backend.delete_consumer("MARS", "contract__index")
+    await t.app.session.admin.delete_consumer("MARS", "contract__index")
     await t.notify("mars", mars(step=3), {})
     await t.start()
     await t.settle()
@@ -47,7 +47,7 @@ async def test_it_goes_on_where_it_was_when_its_workers_come_back(t: Harness, ha
 async def test_it_goes_on_where_it_was_when_it_is_deleted_under_a_worker(t: Harness, handled: list[int]) -> None:
     await settled_before(t)
     await t.start()
-    await t.app.session.backend.delete_consumer("MARS", "contract__index")
+    await t.app.session.admin.delete_consumer("MARS", "contract__index")
     await t.notify("mars", mars(step=3), {})
     await t.settle()
     assert handled == [0, 1, 2, 3]
@@ -56,7 +56,7 @@ async def test_it_goes_on_where_it_was_when_it_is_deleted_under_a_worker(t: Harn
 async def test_it_says_so(t: Harness, resumed: list[ConsumerResumed]) -> None:
     await settled_before(t)
     assert resumed == []
-    await t.app.session.backend.delete_consumer("MARS", "contract__index")
+    await t.app.session.admin.delete_consumer("MARS", "contract__index")
     await t.start()
     await t.settle()
     assert resumed == [ConsumerResumed(agent="index", stream="MARS", consumer="contract__index", sequence=4)]
@@ -67,7 +67,7 @@ async def test_after_a_crash_it_goes_on_where_it_was_last_recorded(t: Harness, h
     await t.start()
     await t.notify("mars", mars(step=3), {})
     await t.settle()
-    await t.app.session.backend.delete_consumer("MARS", "contract__index")
+    await t.app.session.admin.delete_consumer("MARS", "contract__index")
     await t.crash()
     await t.settle()
     assert handled == [0, 1, 2, 3, 3]
@@ -75,7 +75,7 @@ async def test_after_a_crash_it_goes_on_where_it_was_last_recorded(t: Harness, h
 
 async def test_in_a_stream_that_was_made_anew_it_begins_at_its_start(t: Harness, handled: list[int]) -> None:
     await settled_before(t)
-    await t.app.session.backend.delete_stream("MARS")
+    await t.app.session.admin.delete_stream("MARS")
     t.app.session.provisioner.forget("MARS")
     await t.notify("mars", mars(step=7), {})
     await t.start()
@@ -85,9 +85,11 @@ async def test_in_a_stream_that_was_made_anew_it_begins_at_its_start(t: Harness,
 
 async def test_after_a_reset_it_goes_on_from_there(t: Harness, handled: list[int]) -> None:
     await settled_before(t)
-    steered = steering.declared(t.app, "index")
-    await steering.reset(t.app, await steering.plan_reset(t.app, steered, Position(sequence=2)))
-    await t.app.session.backend.delete_consumer("MARS", steered.consumer)
+    steered = steering.declared(t.app, t.app.config, "index")
+    await steering.reset(
+        t.app.session.admin, await steering.plan_reset(t.app.session.admin, steered, Position(sequence=2))
+    )
+    await t.app.session.admin.delete_consumer("MARS", steered.consumer)
     await t.start()
     await t.settle()
     assert handled == [0, 1, 2, 1, 2]
@@ -100,7 +102,7 @@ async def test_a_new_consumer_is_not_made_while_it_is_not_known_how_far_the_old_
         raise UnavailableError("no answer")
 
     await settled_before(t)
-    await t.app.session.backend.delete_consumer("MARS", "contract__index")
+    await t.app.session.admin.delete_consumer("MARS", "contract__index")
     with monkeypatch.context() as patched:
         patched.setattr(ConsumerRecorder, "_look", refuse)
         await t.start()
@@ -126,13 +128,13 @@ async def test_what_was_tried_again_before_is_not_tried_once_more(kind: str, nat
     async with harness(app, server=nats_url or None) as t:
         await t.notify("mars", mars(step=0), {})
         await t.settle()
-        office = DeadLetterOffice(t.app)
+        office = DeadLetterOffice(t.app.session.admin, t.app.config, events=t.app.events)
         (letter,) = [letter async for letter in office.letters(Selection())]
         await office.retry(letter)
         await t.settle()
         await t.stop()
         for stream in ("MARS", RETRIES):
-            await t.app.session.backend.delete_consumer(stream, "contract__index")
+            await t.app.session.admin.delete_consumer(stream, "contract__index")
         await t.start()
         await t.notify("mars", mars(step=1), {})
         await t.settle()
@@ -141,7 +143,7 @@ async def test_what_was_tried_again_before_is_not_tried_once_more(kind: str, nat
 
 async def test_one_that_is_removed_on_purpose_begins_at_its_start(t: Harness, handled: list[int]) -> None:
     await settled_before(t)
-    await operating.remove_consumer(t.app, "MARS", "contract__index")
+    await operating.remove_consumer(t.app.session.admin, "MARS", "contract__index")
     await t.start()
     await t.settle()
     assert handled == [0, 1, 2, 0, 1, 2]

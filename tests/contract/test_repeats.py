@@ -149,7 +149,7 @@ class TestAReset:
         async with harness(app, server=url) as t:
             await notify(t, 1, 2, 3)
             await t.settle()
-            await app.session.backend.reset_consumer("MARS", agent.durable_name("contract"), sequence=1)
+            await app.session.admin.reset_consumer("MARS", agent.durable_name("contract"), sequence=1)
             await t.settle()
             assert handled.steps == [1, 2, 3] * 2
 
@@ -204,7 +204,7 @@ class TestAReset:
             lossy.sequences = {1}
             goes_on.set()
             await wait_until(t, lambda: not lossy.sequences)
-            await app.session.backend.reset_consumer("MARS", agent.durable_name("contract"), sequence=1)
+            await app.session.admin.reset_consumer("MARS", agent.durable_name("contract"), sequence=1)
             await t.settle()
             assert (handled.steps, of_other.steps) == ([1, 1], [1])
 

@@ -94,8 +94,8 @@ async def test_a_reset_takes_it_there_and_ends_the_matter(
     app: App, run: Any, stored: Any, differences: list[str]
 ) -> None:
     await run("new")
-    steered = steering.declared(app, "index")
-    await steering.reset(app, await steering.plan_reset(app, steered, Position(sequence=4)))
+    steered = steering.declared(app, app.config, "index")
+    await steering.reset(app.session.admin, await steering.plan_reset(app.session.admin, steered, Position(sequence=4)))
     assert await run("all") == [3, 4, 99]
     assert differences == []
     await run("new")

@@ -39,16 +39,16 @@ async def four(t: Harness, handled: list[int]) -> list[datetime]:
 
 class TestFinding:
     async def test_an_agent_is_found_by_its_name_and_its_apps(self, t: Harness, four) -> None:
-        assert await steering.find(t.app, "contract", "index") == INDEX
-        assert steering.declared(t.app, "index") == INDEX
+        assert await steering.find(t.app.session.admin, t.app.config, "contract", "index") == INDEX
+        assert steering.declared(t.app, t.app.config, "index") == INDEX
 
     async def test_one_that_is_not_there_is_told_with_those_that_are(self, t: Harness, four) -> None:
         with pytest.raises(NotFoundError, match=r"no agent indx of app contract reads .*; that app has: index"):
-            await steering.find(t.app, "contract", "indx")
+            await steering.find(t.app.session.admin, t.app.config, "contract", "indx")
         with pytest.raises(NotFoundError, match="there are apps: contract"):
-            await steering.find(t.app, "contrct", "index")
+            await steering.find(t.app.session.admin, t.app.config, "contrct", "index")
         with pytest.raises(DeclarationError, match="app 'contract' has no agent 'indx'; it has: index"):
-            steering.declared(t.app, "indx")
+            steering.declared(t.app, t.app.config, "indx")
 
     async def test_one_that_was_moved_to_another_stream_must_be_named_by_its_code(self, t: Harness, four) -> None:
         await t.notify("plain", {"a": "1", "b": "2"})
@@ -57,32 +57,32 @@ class TestFinding:
         )
         await t.app.session.backend.ensure_consumer("PLAIN", left_behind)
         with pytest.raises(DeclarationError, match=r"a consumer on each of MARS, PLAIN: .*--app MODULE:APP"):
-            await steering.find(t.app, "contract", "index")
+            await steering.find(t.app.session.admin, t.app.config, "contract", "index")
 
 
 class TestAPause:
     async def test_holds_back_events_and_what_is_tried_again(self, t: Harness, handled: list[int]) -> None:
         await t.notify("mars", mars(step=0), "reject")
         await t.settle()
-        office = DeadLetterOffice(t.app)
+        office = DeadLetterOffice(t.app.session.admin, t.app.config, events=t.app.events)
         (letter,) = [letter async for letter in office.letters(Selection())]
         handled.clear()
 
-        await steering.pause(t.app, INDEX, until=UNTIL_RESUMED)
+        await steering.pause(t.app.session.admin, INDEX, until=UNTIL_RESUMED)
         await office.retry(letter)
         await t.notify("mars", mars(step=6), {})
         await t.advance(0.3)
-        (progress,) = await agent_report.of_app(t.app)
+        (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
         assert (handled, progress.pending, progress.paused_until) == ([], 2, "it is resumed")
 
-        await steering.resume(t.app, INDEX)
+        await steering.resume(t.app.session.admin, INDEX)
         await t.settle()
-        (progress,) = await agent_report.of_app(t.app)
+        (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
         assert (sorted(handled), progress.pending, progress.paused_until) == ([0, 6], 0, "")
 
     async def test_has_an_end(self, t: Harness, handled: list[int], four) -> None:
         now = datetime.fromtimestamp(t.app.session.backend.clock.time_ns() / 1e9, UTC)
-        await steering.pause(t.app, INDEX, until=now + timedelta(seconds=1))
+        await steering.pause(t.app.session.admin, INDEX, until=now + timedelta(seconds=1))
         await t.notify("mars", mars(step=6), {})
         await t.advance(0.3)
         assert handled == []
@@ -94,36 +94,36 @@ class TestAReset:
     async def test_back_to_a_sequence_handles_again_what_the_agent_asked_for(
         self, t: Harness, handled: list[int], four
     ) -> None:
-        plan = await steering.plan_reset(t.app, INDEX, Position(sequence=2))
+        plan = await steering.plan_reset(t.app.session.admin, INDEX, Position(sequence=2))
         assert (plan.sequence, plan.again, plan.passed_over, plan.unsettled) == (2, 3, 0, 0)
         assert handled == [], "planning does nothing"
 
-        assert await steering.reset(t.app, plan) == 3
+        assert await steering.reset(t.app.session.admin, plan) == 3
         await t.settle()
         assert handled == [1, 2, 3]
 
     @pytest.mark.parametrize("zero", [0, 1])
     async def test_back_to_the_beginning(self, t: Harness, handled: list[int], four, zero: int) -> None:
-        plan = await steering.plan_reset(t.app, INDEX, Position(sequence=zero))
+        plan = await steering.plan_reset(t.app.session.admin, INDEX, Position(sequence=zero))
         assert (plan.sequence, plan.again) == (1, 4)
 
     async def test_back_to_a_date_begins_with_the_first_from_then_on(
         self, t: Harness, handled: list[int], four: list[datetime]
     ) -> None:
         for time, again in ((four[2], 2), (four[2] - timedelta(milliseconds=5), 2), (four[0] - timedelta(days=1), 4)):
-            plan = await steering.plan_reset(t.app, INDEX, Position(time=time))
+            plan = await steering.plan_reset(t.app.session.admin, INDEX, Position(time=time))
             assert plan.again == again, time
-        after = await steering.plan_reset(t.app, INDEX, Position(time=four[3] + timedelta(days=1)))
+        after = await steering.plan_reset(t.app.session.admin, INDEX, Position(time=four[3] + timedelta(days=1)))
         assert (after.sequence, after.again, after.passed_over) == (6, 0, 0)
 
     async def test_forward_passes_over_and_says_so(self, t: Harness, handled: list[int], four) -> None:
-        await steering.pause(t.app, INDEX, until=UNTIL_RESUMED)
+        await steering.pause(t.app.session.admin, INDEX, until=UNTIL_RESUMED)
         for step in (6, 7, 8):
             await t.notify("mars", mars(step=step), {})
-        plan = await steering.plan_reset(t.app, INDEX, Position(sequence=8))
+        plan = await steering.plan_reset(t.app.session.admin, INDEX, Position(sequence=8))
         assert (plan.again, plan.passed_over) == (0, 2)
-        await steering.reset(t.app, plan)
-        await steering.resume(t.app, INDEX)
+        await steering.reset(t.app.session.admin, plan)
+        await steering.resume(t.app.session.admin, INDEX)
         await t.settle()
         assert handled == [8]
 
@@ -131,21 +131,21 @@ class TestAReset:
         t.fail("index", ConnectionError("not now"), times=1)
         await t.notify("mars", mars(step=6), {})
         await t.advance(0.3)
-        (progress,) = await agent_report.of_app(t.app)
+        (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
         assert progress.ack_pending == 1
-        assert (await steering.plan_reset(t.app, INDEX, Position(sequence=6))).unsettled == 0
-        assert (await steering.plan_reset(t.app, INDEX, Position(sequence=7))).unsettled == 1
+        assert (await steering.plan_reset(t.app.session.admin, INDEX, Position(sequence=6))).unsettled == 0
+        assert (await steering.plan_reset(t.app.session.admin, INDEX, Position(sequence=7))).unsettled == 1
 
     async def test_beyond_the_end_is_refused(self, t: Harness, four) -> None:
         with pytest.raises(InvalidPositionError, match="MARS ends at 5: an agent cannot go on at 7"):
-            await steering.plan_reset(t.app, INDEX, Position(sequence=7))
+            await steering.plan_reset(t.app.session.admin, INDEX, Position(sequence=7))
 
 
 class TestTheReport:
     async def test_tells_of_every_agent_of_the_deployment(self, t: Harness, four) -> None:
         other = ConsumerSpec(durable_name="other__one", filter_subjects=(), ack_wait=1_000_000_000, max_ack_pending=1)
         await t.app.session.backend.ensure_consumer("MARS", other)
-        report = await agent_report.of_deployment(t.app)
+        report = await agent_report.of_deployment(t.app.session.admin, t.app.config)
         assert [(found.app, found.agent, found.stream, found.pending) for found in report] == [
             ("contract", "index", "MARS", 0),
             ("other", "one", "MARS", 5),
@@ -155,6 +155,6 @@ class TestTheReport:
         @t.app.agent("area")
         async def new(notification: Notification[Any]) -> None: ...
 
-        index, new_one = await agent_report.of_app(t.app)
+        index, new_one = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
         assert index.events is not None
         assert (new_one.agent, new_one.events, new_one.pending) == ("new", None, 0)

@@ -179,7 +179,7 @@ async def test_a_watch_ends_with_its_table_and_goes_on_in_no_other(app: App, cou
         await counts.put("od", number)
     async with aclosing(counts.watch()) as changes:
         assert told(await anext(changes)) == ("od", 4)
-        await app.session.backend.delete_stream(f"KV_{app.name}__counts")
+        await app.session.admin.delete_stream(f"KV_{app.name}__counts")
         await app.session.backend.key_value(f"{app.name}__counts")
         await counts.put("rd", 1)
         with anyio.fail_after(PATIENCE_SECONDS), pytest.raises(NotFoundError, match="deleted and made again"):

@@ -64,7 +64,10 @@ async def test_advisories_that_are_none_are_left_out(app: App, t: Harness) -> No
         await put(app, max_deliveries.STREAM, f"{max_deliveries.SUBJECT}.MARS.contract__index", data)
     await t.advance(1)
 
-    letters = [letter async for letter in DeadLetterOffice(app).letters(Selection())]
+    letters = [
+        letter
+        async for letter in DeadLetterOffice(app.session.admin, app.config, events=app.events).letters(Selection())
+    ]
     assert [(letter.agent, letter.original.sequence) for letter in letters] == [("index", receipt.sequence)]
     found = await app.session.backend.consumer_info(max_deliveries.STREAM, "contract__dead-letter-sweep")
     assert found.num_ack_pending == 0, "none of them comes again"
@@ -121,7 +124,10 @@ async def test_dead_letters_that_are_none_are_left_out(app: App, t: Harness) -> 
         for value in (LONG_AGO, FAR_AWAY, MANY_DIGITS):
             await put(app, dead_lettering.STREAM, subject, **{**whole, name: value})
 
-    letters = [letter async for letter in DeadLetterOffice(app).letters(Selection())]
+    letters = [
+        letter
+        async for letter in DeadLetterOffice(app.session.admin, app.config, events=app.events).letters(Selection())
+    ]
 
     assert [letter.agent for letter in letters] == ["index"]
 
@@ -145,11 +151,11 @@ async def test_what_is_due_and_cannot_be_published_is_left_out(app: App, t: Harn
 async def test_a_record_of_a_consumer_that_is_none_counts_as_none(app: App, t: Harness, handled: list[int]) -> None:
     await t.settle()
     key = ("contract", "index", "MARS")
-    recorded = await consumer_records.stored(app.session.backend)
+    recorded = await consumer_records.stored(app.session.admin)
     for data in NO_JSON:
         await put(app, "KV_aviso_workers_consumers", f"$KV.aviso_workers_consumers.{'/'.join(key)}", data)
         await put(app, "KV_aviso_workers_consumers", "$KV.aviso_workers_consumers.a/b", data)
-        assert (await consumer_records.stored(app.session.backend)).keys() == recorded.keys() - {key}
+        assert (await consumer_records.stored(app.session.admin)).keys() == recorded.keys() - {key}
     await t.notify("mars", mars(step="1"), {})
     await t.settle()
     assert handled == [1]
@@ -196,6 +202,6 @@ async def test_what_is_for_an_event_type_that_no_worker_knows_waits_for_one_that
     await t.advance(1)
 
     assert {(late.stream, late.message_id) for late in overdue} == {("DISS", "theirs")}
-    assert await app.session.backend.subject_counts(deferring.STREAM, subject=f"{deferring.DUE}.>") == {
+    assert await app.session.admin.subject_counts(deferring.STREAM, subject=f"{deferring.DUE}.>") == {
         f"{deferring.DUE}.DISS": 1
     }

@@ -325,7 +325,7 @@ async def test_a_dead_letter_that_is_tried_again_counts_once(
         await many(app, since)
         await t.settle()
         broken.clear()
-        office = DeadLetterOffice(app)
+        office = DeadLetterOffice(app.session.admin, app.config, events=app.events)
         (letter,) = [letter async for letter in office.letters(Selection())]
         await office.retry(letter)
         await t.settle()
@@ -346,7 +346,7 @@ async def test_an_agent_that_is_reset_does_not_count_again_what_it_has_counted(
         await t.advance(0.2)
         await notify(t, 11)
         await t.settle()
-        await app.session.backend.reset_consumer("MARS", agent.durable_name(app.name), sequence=1)
+        await app.session.admin.reset_consumer("MARS", agent.durable_name(app.name), sequence=1)
         await notify(t, 12)
         await t.settle()
         assert t.outcomes(agent) == ["acked"] * 23
@@ -392,7 +392,7 @@ async def test_a_window_that_fails_as_often_as_it_may_is_a_dead_letter_that_can_
         await notify(t, 61, of="od")
         await t.settle()
         assert sums(t) == {"0-60 od": 2}
-        office = DeadLetterOffice(app)
+        office = DeadLetterOffice(app.session.admin, app.config, events=app.events)
         (letter,) = [letter async for letter in office.letters(Selection())]
         assert (letter.agent, letter.reason, letter.attempts) == ("totals", "attempts_exhausted", 2)
         assert letter.error == "ConnectionError: no database"
@@ -502,7 +502,7 @@ async def test_while_something_was_not_delivered_nothing_is_idle(
     async with harness(app, server=url) as t:
         await notify(t, 10)
         await t.settle()
-        backend, consumer = app.session.backend, "contract__sums"
+        backend, consumer = app.session.admin, "contract__sums"
         await backend.pause_consumer("MARS", consumer, until=datetime(2100, 1, 1, tzinfo=UTC))
         await notify(t, 12)
         await t.advance(5)
@@ -630,7 +630,7 @@ async def test_a_server_that_is_too_old_is_told_before_anything_runs(
         raise RefusedError(f"nats-server {major}.{minor} is needed to {to}")
 
     async with app:
-        monkeypatch.setattr(app.session.backend, "require_server", refuse)
+        monkeypatch.setattr(app.session.admin, "require_server", refuse)
         with pytest.raises(RefusedError, match=r"nats-server 2\.11 is needed to keep the windows of agent 'sums'"):
             await app.work(anyio.Event())
 
@@ -698,7 +698,7 @@ async def test_what_comes_again_counts_once_however_much_was_counted_since(
         await notify(t, 1, size=7)
         await many(app, 150)
         await counted(t, 150)
-        await app.session.backend.reset_consumer("MARS", "contract__sums", sequence=1)
+        await app.session.admin.reset_consumer("MARS", "contract__sums", sequence=1)
         await counted(t, 300)
         stuck.clear()
         await notify(t, 91)
@@ -714,7 +714,7 @@ async def test_a_worker_of_an_older_version_beside_makes_nothing_count_twice(
         await many(app, 150)
         await counted(t, 150)
         await changed_by_an_older_version(app)
-        await app.session.backend.reset_consumer("MARS", "contract__sums", sequence=1)
+        await app.session.admin.reset_consumer("MARS", "contract__sums", sequence=1)
         await counted(t, 300)
         stuck.clear()
         await notify(t, 91)
@@ -746,7 +746,7 @@ async def test_what_was_late_for_a_window_is_still_told_when_much_was_counted_si
         await notify(t, 40)
         await many(app, 100, minute=66)
         await counted(t, 103)
-        await app.session.backend.reset_consumer("MARS", "contract__sums", sequence=1)
+        await app.session.admin.reset_consumer("MARS", "contract__sums", sequence=1)
         await counted(t, 206)
         assert t.outcomes("sums").count("dead_lettered") == 2, "once before the reset and once after it"
         assert {letter.reason for letter in t.dead_letters} == {"late"}
@@ -767,7 +767,7 @@ async def test_nothing_is_kept_of_what_is_settled(app: App, url: str | None, stu
         with anyio.fail_after(PATIENCE_SECONDS):
             while await bucket.get("=counted.0"):
                 await t.advance(0.5)
-        await app.session.backend.reset_consumer("MARS", "contract__sums", sequence=1)
+        await app.session.admin.reset_consumer("MARS", "contract__sums", sequence=1)
         await notify(t, 91)
         await t.settle()
         assert sums(t) == {"-30-30 all": 208, "0-60 all": 208}

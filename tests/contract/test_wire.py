@@ -230,7 +230,7 @@ async def test_a_server_that_is_too_old_is_told_and_not_waited_for(
     app: App, monkeypatch: pytest.MonkeyPatch, version: str, act: str, complaint: str
 ) -> None:
     monkeypatch.setattr(Client, "connected_server_version", property(lambda _: ServerVersion(version)))
-    backend, detail = app.session.backend, {"until": None} if act == "pause_consumer" else {"sequence": 1}
+    backend, detail = app.session.admin, {"until": None} if act == "pause_consumer" else {"sequence": 1}
     with pytest.raises(RefusedError, match=complaint), anyio.fail_after(PATIENCE_SECONDS):
         await getattr(backend, act)("MARS", "agent", **detail)
 

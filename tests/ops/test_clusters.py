@@ -179,7 +179,7 @@ async def test_a_worker_that_begins_gives_its_own_streams_the_copies_that_are_co
     write_config: Callable[..., Path], url: str
 ) -> None:
     async def copies(app: App) -> dict[str, int]:
-        there = set(OWN) & set(await app.session.backend.stream_names())
+        there = set(OWN) & set(await app.session.admin.stream_names())
         return {name: (await app.session.backend.stream_info(name)).config["num_replicas"] for name in there}
 
     async def become(app: App, number: int) -> None:

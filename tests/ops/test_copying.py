@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from aviso_workers import App
+from aviso_workers.backends import Admin
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup
 from aviso_workers.server import NatsServer
@@ -78,9 +79,10 @@ def test_a_copy_that_lacks_what_was_stored_meanwhile_says_what_is_next(
 ) -> None:
     create = backups.create
 
-    async def publishing_behind(app: App, *arguments: Any, **options: Any) -> Backup:
-        backup = await create(app, *arguments, **options)
-        await app.notify("mars", {"class": "od", "step": 7})
+    async def publishing_behind(admin: Admin, *arguments: Any, **options: Any) -> Backup:
+        backup = await create(admin, *arguments, **options)
+        async with App("publisher", config=source) as app:
+            await app.notify("mars", {"class": "od", "step": 7})
         return backup
 
     copy = ("streams", "copy", "MARS", "--to-config", target, "-c", source)

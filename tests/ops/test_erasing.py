@@ -39,7 +39,7 @@ class Place:
 
     @property
     def administration(self) -> Administration:
-        return self.app.session.backend.administration()
+        return self.app.session.admin.administration()
 
     async def notify(self, klass: str, steps: Sequence[int]) -> None:
         for step in steps:
@@ -61,7 +61,7 @@ class Place:
             return 0
 
     async def erase(self, **wanted: Any) -> Survey:
-        eraser = Eraser(self.app, "mars", **wanted)
+        eraser = Eraser(self.app.session.admin, self.app.config, "mars", **wanted)
         return await eraser.erase(await eraser.survey(), audit=self.audit)
 
     def on_disk(self, text: str) -> int:
@@ -122,7 +122,7 @@ async def test_copies_are_found_by_what_they_say_of_themselves(place: Place) -> 
     copies = ["MIRROR", "SOURCED", "TURNED", "MIRROR_OF_TURNED"]
     for stream in copies:
         await place.until_stored(stream, 4)
-    survey = await Eraser(place.app, "mars", where={"class": "od", "step": 1}).survey()
+    survey = await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "od", "step": 1}).survey()
     assert _found(survey) == dict.fromkeys(["MARS", *copies], (2,))
     assert place.on_disk("secret-of-od-1.") == 5
     left = await place.erase(where={"class": "od", "step": 1})
@@ -134,7 +134,7 @@ async def test_what_waits_to_be_delivered_is_erased_and_never_comes(place: Place
     for klass in ("od", "rd"):
         identifier = {"class": klass, "step": 1}
         await place.app.notify("mars", identifier, f"secret-of-{klass}-1.", deliver_after=3600)
-    survey = await Eraser(place.app, "mars", where={"class": "od"}).survey()
+    survey = await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "od"}).survey()
     assert _found(survey) == {"aviso_workers_schedule": (1,)}
     left = await place.erase(where={"class": "od"})
     assert (left.findings, place.on_disk("secret-of-od-1."), place.on_disk("secret-of-rd-1.")) == ((), 0, 1)
@@ -145,8 +145,12 @@ async def test_a_copy_is_found_when_its_original_is_gone(place: Place) -> None:
     await place.create("SOURCED", sources=[{"name": "MARS"}])
     await place.until_stored("SOURCED", 3)
     await place.app.session.backend.purge_stream("MARS")
-    assert _found(await Eraser(place.app, "mars", where={"step": 1}).survey()) == {"SOURCED": (2,)}
-    assert _found(await Eraser(place.app, "mars", sequence=3).survey()) == {"SOURCED": (3,)}
+    assert _found(await Eraser(place.app.session.admin, place.app.config, "mars", where={"step": 1}).survey()) == {
+        "SOURCED": (2,)
+    }
+    assert _found(await Eraser(place.app.session.admin, place.app.config, "mars", sequence=3).survey()) == {
+        "SOURCED": (3,)
+    }
 
 
 async def test_copies_of_copies_are_found_when_all_originals_are_gone(place: Place) -> None:
@@ -164,10 +168,16 @@ async def test_copies_of_copies_are_found_when_all_originals_are_gone(place: Pla
     for stream in ("MIRROR", "TURNED"):
         await place.app.session.backend.purge_stream(stream)
     copies_by_id = copies[:3]  # what mirrors TURNED has other sequences
-    assert _found(await Eraser(place.app, "mars", sequence=2).survey()) == dict.fromkeys(["MARS", *copies_by_id], (2,))
+    assert _found(
+        await Eraser(place.app.session.admin, place.app.config, "mars", sequence=2).survey()
+    ) == dict.fromkeys(["MARS", *copies_by_id], (2,))
     await place.app.session.backend.purge_stream("MARS")
-    assert _found(await Eraser(place.app, "mars", sequence=2).survey()) == dict.fromkeys(copies_by_id, (2,))
-    assert _found(await Eraser(place.app, "mars", where={"step": 1}).survey()) == dict.fromkeys(copies, (2,))
+    assert _found(
+        await Eraser(place.app.session.admin, place.app.config, "mars", sequence=2).survey()
+    ) == dict.fromkeys(copies_by_id, (2,))
+    assert _found(
+        await Eraser(place.app.session.admin, place.app.config, "mars", where={"step": 1}).survey()
+    ) == dict.fromkeys(copies, (2,))
     await place.administration.api("STREAM.DELETE.MARS")
     left = await place.erase(where={"step": 1})
     assert (left.findings, place.on_disk("secret-of-od-1.")) == ((), 0)
@@ -198,7 +208,9 @@ async def test_copies_of_dead_letters_that_are_gone_are_found(place: Place) -> N
     await place.until_stored("MIRROR", 2)
     for stream in ("aviso_workers_dead_letters", "ARCHIVE"):
         await place.app.session.backend.purge_stream(stream)
-    found = _found(await Eraser(place.app, "mars", where={"class": "xx", "step": 0}).survey())
+    found = _found(
+        await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "xx", "step": 0}).survey()
+    )
     assert found.keys() == {"MARS", "MIRROR"}
     left = await place.erase(where={"class": "xx", "step": 0})
     assert (left.findings, place.on_disk("secret-of-xx-0.")) == ((), 0)
@@ -247,7 +259,9 @@ async def test_what_is_stored_during_a_survey_is_found(place: Place, monkeypatch
             await place.notify("od", [3])
 
     monkeypatch.setattr(backend, "read_chunks", late)
-    assert _found(await Eraser(place.app, "mars", where={"class": "od"}).survey()) == {"MARS": (1, 2, 3, 4)}
+    assert _found(await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "od"}).survey()) == {
+        "MARS": (1, 2, 3, 4)
+    }
 
 
 async def test_a_survey_ends_while_more_and_more_is_stored(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +277,7 @@ async def test_a_survey_ends_while_more_and_more_is_stored(place: Place, monkeyp
             await place.notify("od", [next(steps)])
 
     monkeypatch.setattr(backend, "read_chunks", late)
-    found = _found(await Eraser(place.app, "mars", where={"class": "od"}).survey())
+    found = _found(await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "od"}).survey())
     assert found["MARS"][:4] == (1, 2, 3, 4), "all that was stored when it was counted"
 
 
@@ -351,7 +365,7 @@ async def test_tables_windows_and_counters_that_may_hold_copies_are_named(place:
     async with _counter_of(place) as counter:
         await counter.add("od")
         await counter.add("rd")
-        survey = await Eraser(place.app, "mars", where={"class": "od"}).survey()
+        survey = await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "od"}).survey()
         assert [(each.kind, each.name, each.keys, each.named) for each in survey.suspects] == [
             ("table", "index__sums", 3, ("od", "rd")),
             ("windows", "index_windows_hourly", 1, ("x=2Fod",)),
@@ -377,11 +391,14 @@ async def _counter_of(place: Place) -> AsyncGenerator[Counter, None]:
 
 async def test_a_stream_that_was_restored_under_another_name_is_found(place: Place) -> None:
     await place.notify("od", range(2))
-    backup = await backups.create(place.app, "MARS", place.directory / "backups")
-    await backups.restore(place.app, backup, name="LOOKED_INTO")
-    survey = await Eraser(place.app, "mars", where={"class": "od", "step": 1}).survey()
+    backup = await backups.create(place.app.session.admin, "MARS", place.directory / "backups")
+    await backups.restore(place.app.session.admin, backup, name="LOOKED_INTO")
+    survey = await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "od", "step": 1}).survey()
     assert _found(survey) == {"MARS": (2,), "LOOKED_INTO": (2,)}
-    assert _found(await Eraser(place.app, "mars", sequence=2).survey()) == {"MARS": (2,), "LOOKED_INTO": (2,)}
+    assert _found(await Eraser(place.app.session.admin, place.app.config, "mars", sequence=2).survey()) == {
+        "MARS": (2,),
+        "LOOKED_INTO": (2,),
+    }
 
 
 async def test_a_stream_of_several_subjects_keeps_those_that_are_of_no_notification(place: Place) -> None:
@@ -395,28 +412,32 @@ async def test_a_stream_of_several_subjects_keeps_those_that_are_of_no_notificat
         )
     await place.administration.api("STREAM.UPDATE.ALL", {"name": "ALL", "subjects": ["all.>"]})
     await place.notify("od", range(4))
-    assert _found(await Eraser(place.app, "mars", where={"class": "od"}).survey()) == {
+    assert _found(await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "od"}).survey()) == {
         "MARS": (1, 2, 3, 4),
         "ALL": (2,),
     }
     await place.app.session.backend.delete_message("MARS", 2)
-    assert _found(await Eraser(place.app, "mars", sequence=2).survey()) == {}, "another one has this id there"
+    assert _found(await Eraser(place.app.session.admin, place.app.config, "mars", sequence=2).survey()) == {}, (
+        "another one has this id there"
+    )
 
 
 async def test_a_mirror_of_a_stream_that_was_made_again_keeps_its_other_messages(place: Place) -> None:
     await place.notify("od", range(2))
     await place.create("MIRROR", mirror={"name": "MARS"})
     await place.until_stored("MIRROR", 2)
-    await place.app.session.backend.delete_stream("MARS")
+    await place.app.session.admin.delete_stream("MARS")
     await place.create("MARS", subjects=["mars.>"])
     await place.notify("rd", range(2))
-    assert _found(await Eraser(place.app, "mars", where={"class": "rd"}).survey()) == {"MARS": (1, 2)}
+    assert _found(await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "rd"}).survey()) == {
+        "MARS": (1, 2)
+    }
 
 
 async def test_what_is_stored_while_others_are_erased_counts_as_erased_or_as_left(place: Place) -> None:
     """A publisher that never stops: what was found at any look and is not there at the last one is erased."""
     await place.notify("od", range(3))
-    eraser = Eraser(place.app, "mars", where={"class": "od"})
+    eraser = Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "od"})
     survey = eraser.survey
 
     async def look_after_more_has_come() -> Survey:
@@ -432,7 +453,7 @@ async def test_what_is_stored_while_others_are_erased_counts_as_erased_or_as_lef
 
 async def test_a_survey_changes_nothing(place: Place) -> None:
     await place.notify("od", range(3))
-    await Eraser(place.app, "mars", where={"class": "od"}).survey()
+    await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "od"}).survey()
     assert (await place.app.session.backend.stream_info("MARS")).messages == 3
     assert not place.audit.exists()
 
@@ -467,7 +488,7 @@ async def test_nothing_is_erased_while_a_server_is_away_that_would_keep_it(
             away = next(node for node in nodes[1:] if node.name != leader)
             away.process.send_signal(signal.SIGSTOP)
             await _until_behind(app, (away.name,))
-            eraser = Eraser(app, "mars", sequence=1)
+            eraser = Eraser(app.session.admin, app.config, "mars", sequence=1)
             with pytest.raises(
                 RefusedError, match=f"MARS: its replica on {away.name} is not current.*; nothing was erased. Start"
             ):
@@ -497,7 +518,7 @@ async def test_what_was_purged_before_is_told(place: Place) -> None:
     await place.notify("od", [1, 2])
     await place.administration.api("STREAM.PURGE.MARS", {"filter": "mars.od.1"})
     assert place.on_disk("secret-of-od-1.") == 1
-    survey = await Eraser(place.app, "mars", where={"class": "od"}).survey()
+    survey = await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "od"}).survey()
     assert [each.why for each in survey.unreached] == [
         "messages that were replaced, purged or too old may have left their bytes on disk"
     ]
@@ -505,11 +526,11 @@ async def test_what_was_purged_before_is_told(place: Place) -> None:
 
 async def test_what_is_to_be_erased_has_to_be_named(place: Place) -> None:
     with pytest.raises(InvalidNotificationError, match="say which notifications to erase"):
-        Eraser(place.app, "mars")
+        Eraser(place.app.session.admin, place.app.config, "mars")
     with pytest.raises(InvalidNotificationError, match="'sums' is not BUCKET/KEY"):
-        Eraser(place.app, "mars", sequence=1, keys=["sums"])
+        Eraser(place.app.session.admin, place.app.config, "mars", sequence=1, keys=["sums"])
     with pytest.raises(NotFoundError, match="no bucket 'none'"):
-        await Eraser(place.app, "mars", sequence=1, keys=["none/od"]).survey()
+        await Eraser(place.app.session.admin, place.app.config, "mars", sequence=1, keys=["none/od"]).survey()
 
 
 async def test_an_erasure_that_is_refused_says_why_and_is_known_as_begun(
@@ -519,7 +540,7 @@ async def test_an_erasure_that_is_refused_says_why_and_is_known_as_begun(
         raise RefusedError("not allowed to delete")
 
     await place.notify("od", range(3))
-    monkeypatch.setattr(place.app.session.backend, "delete_message", refuse)
+    monkeypatch.setattr(place.app.session.admin, "delete_message", refuse)
     with pytest.raises(RefusedError, match="not allowed to delete"):
         await place.erase(where={"class": "od"})
     assert place.record()["state"] == "begun"

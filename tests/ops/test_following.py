@@ -34,11 +34,11 @@ class Move:
 
     @property
     def here(self) -> Administration:
-        return self.source.session.backend.administration()
+        return self.source.session.admin.administration()
 
     @property
     def there(self) -> Administration:
-        return self.target.session.backend.administration()
+        return self.target.session.admin.administration()
 
     async def make(self, messages: int = 5, **config: Any) -> None:
         await self.here.api("STREAM.CREATE.MARS", {"name": "MARS", "subjects": ["mars.>"], **config})
@@ -51,11 +51,19 @@ class Move:
             await backend.publish(message, message_id=message_id, stream="MARS", timeout_seconds=PATIENCE_SECONDS)
 
     async def copy(self) -> Copied:
-        return await copying.copy(self.source, self.target, "MARS", keep_fenced=True, progress=lambda size: None)
+        return await copying.copy(
+            self.source.session.admin,
+            self.target.session.admin,
+            "MARS",
+            keep_fenced=True,
+            progress=lambda size: None,
+        )
 
     async def follow(self) -> Followed:
         with anyio.fail_after(PATIENCE_SECONDS):
-            return await following.follow(self.source, self.target, "MARS", on_progress=self._on_progress)
+            return await following.follow(
+                self.source.session.admin, self.target.session.admin, "MARS", on_progress=self._on_progress
+            )
 
     async def fence(self) -> None:
         await mirroring.fence(self.here, "MARS")
@@ -150,12 +158,12 @@ async def test_messages_of_one_id_are_all_appended(move: Move) -> None:
     await move.publish(1, message_id="same")
     await move.here.api(
         "STREAM.UPDATE.MARS",
-        {**(await copying.info_of(move.source, "MARS")).config, "duplicate_window": 120 * 10**9},
+        {**(await copying.info_of(move.source.session.admin, "MARS")).config, "duplicate_window": 120 * 10**9},
     )
     await anyio.sleep(0.3)
     await move.publish(2, message_id="same")
     await move.publish(1)
-    copied = (await copying.info_of(move.target, "MARS")).config
+    copied = (await copying.info_of(move.target.session.admin, "MARS")).config
     await move.there.api("STREAM.UPDATE.MARS", {**copied, "duplicate_window": 120 * 10**9})
     await move.fence()
     await move.follow()
@@ -199,7 +207,7 @@ async def test_two_that_follow_side_by_side_disturb_nothing(move: Move, monkeypa
     await move.copy()
     await move.publish(3)
     await move.here.api("STREAM.MSG.DELETE.MARS", {"seq": 2})
-    late = following._Following(move.source, move.target, "MARS")
+    late = following._Following(move.source.session.admin, move.target.session.admin, "MARS")
     await late.open()
     await move.fence()
     compare = following._Following._compare
@@ -222,7 +230,7 @@ async def test_a_copy_that_another_command_has_brought_further_is_no_other_strea
     await move.make(5)
     await move.copy()
     await move.publish(3)
-    late, other = [following._Following(move.source, move.target, "MARS") for _ in range(2)]
+    late, other = [following._Following(move.source.session.admin, move.target.session.admin, "MARS") for _ in range(2)]
     await late.open()
     await other.open()
     await other.catch_up(8)
@@ -241,11 +249,11 @@ async def test_one_that_was_ended_is_carried_on(move: Move, monkeypatch: pytest.
         await anyio.sleep_forever()
 
     with monkeypatch.context() as patched, anyio.CancelScope() as ended:
-        patched.setattr(move.target.session.backend, "publish_many", publish_and_end)
+        patched.setattr(move.target.session.admin, "publish_many", publish_and_end)
         await move.follow()
     assert (await move.target.session.backend.stream_info("MARS")).last_sequence == 505
     await move.fence()
-    assert await following.is_begun(move.source, move.target, "MARS")
+    assert await following.is_begun(move.source.session.admin, move.target.session.admin, "MARS")
     followed = await move.follow()
     assert (followed.messages, followed.last_sequence, followed.appended) == (705, 705, 200)
     assert await move.is_the_same()
@@ -256,11 +264,11 @@ async def test_a_copy_of_which_only_part_was_restored_is_made_anew(move: Move, m
     monkeypatch.setattr(restoring, "STANDSTILL_SECONDS", 0.0)
     await move.make(5)
     await move.copy()
-    config = (await copying.info_of(move.target, "MARS")).config
+    config = (await copying.info_of(move.target.session.admin, "MARS")).config
     metadata = {**config["metadata"], UNFINISHED: "true"}
     await move.there.api("STREAM.UPDATE.MARS", {**config, "subjects": ["MARS"], "metadata": metadata})
     await move.there.request("MARS", b"not as the original has it")
-    assert not await following.is_begun(move.source, move.target, "MARS")
+    assert not await following.is_begun(move.source.session.admin, move.target.session.admin, "MARS")
     await move.copy()
     await move.fence()
     assert (await move.follow()).messages == 5
@@ -303,7 +311,7 @@ async def test_a_copy_that_was_changed_is_never_called_whole(move: Move) -> None
     await move.fence()
     with pytest.raises(BackupError, match="message 6 is not in the copy as it is in the original"):
         await move.follow()
-    assert copying.is_fenced((await copying.info_of(move.target, "MARS")).config)
+    assert copying.is_fenced((await copying.info_of(move.target.session.admin, "MARS")).config)
 
 
 async def test_a_copy_of_another_stream_is_not_carried_on(move: Move) -> None:
@@ -312,7 +320,7 @@ async def test_a_copy_of_another_stream_is_not_carried_on(move: Move) -> None:
     await move.here.api("STREAM.DELETE.MARS")
     await move.make(7)
     with pytest.raises(BackupError, match="delete that copy to begin anew"):
-        await following.is_begun(move.source, move.target, "MARS")
+        await following.is_begun(move.source.session.admin, move.target.session.admin, "MARS")
 
 
 @pytest.mark.parametrize("config", [{"retention": "interest"}, {"allow_msg_schedules": True}])
@@ -327,10 +335,12 @@ async def test_a_stream_that_moves_on_while_it_is_copied(move: Move, monkeypatch
     create = partial(_publishing_behind, move, backups.create)
     monkeypatch.setattr(copying.backups, "create", create)
     await move.make(5)
-    copied = await copying.copy(move.source, move.target, "MARS", progress=lambda size: None)
+    copied = await copying.copy(
+        move.source.session.admin, move.target.session.admin, "MARS", progress=lambda size: None
+    )
     assert (copied.meanwhile, copied.whole, copied.subjects) == (2, False, ())
     await move.fence()
-    assert await following.is_begun(move.source, move.target, "MARS")
+    assert await following.is_begun(move.source.session.admin, move.target.session.admin, "MARS")
     assert (await move.follow()).appended == 2
     assert await move.is_the_same()
 

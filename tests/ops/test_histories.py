@@ -26,11 +26,11 @@ class Pair:
 
     def __init__(self, app: App) -> None:
         self.app = app
-        self.mirrors = Mirrors(app)
+        self.mirrors = Mirrors(app.session.admin)
 
     @property
     def server(self) -> Administration:
-        return self.app.session.backend.administration()
+        return self.app.session.admin.administration()
 
     async def make_origin(self, messages: int, **config: Any) -> None:
         await self.server.api("STREAM.CREATE.MARS", {"name": "MARS", "subjects": ["mars.>"], **config})
@@ -82,7 +82,7 @@ async def test_a_mirror_is_of_the_history_of_its_origin(pair: Pair) -> None:
     assert (await pair.link()).trouble == ""
     await pair.server.api("STREAM.PURGE.MARS")
     assert (await pair.link()).trouble == ""
-    assert (await promotion.promote(pair.app, "COPY")).gap == 0
+    assert (await promotion.promote(pair.app.session.admin, "COPY")).gap == 0
 
 
 @pytest.mark.parametrize("messages", [40, 10, 0])
@@ -93,7 +93,7 @@ async def test_an_origin_that_was_made_again_is_another_history(pair: Pair, mess
     await pair.make_origin_again(messages)
     assert "made again" in (await pair.link()).trouble
     with pytest.raises(RefusedError, match=r"made again.* --origin-was-recreated"):
-        await promotion.promote(pair.app, "COPY")
+        await promotion.promote(pair.app.session.admin, "COPY")
     assert await pair.takes_publishes()
 
 
@@ -101,11 +101,11 @@ async def test_an_origin_without_its_newest_messages_is_found_in_between(pair: P
     """A backup lacked messages 41 to 45 of 200, which the mirror has, and the origin has other ones there."""
     await pair.make_origin(40)
     await pair.make_mirror()
-    backup = await backups.create(pair.app, "MARS", tmp_path)
+    backup = await backups.create(pair.app.session.admin, "MARS", tmp_path)
     await pair.publish(5)
     await pair.caught_up(45)
     await pair.server.api("STREAM.DELETE.MARS")
-    await backups.restore(pair.app, backup)
+    await backups.restore(pair.app.session.admin, backup)
     await pair.publish(160)
     assert "its message 4" in (await pair.link()).trouble
 
@@ -114,9 +114,9 @@ async def test_an_origin_that_was_restored_whole_is_the_same_history(pair: Pair,
     await pair.make_origin(40)
     await pair.make_mirror()
     await pair.caught_up(40)
-    backup = await backups.create(pair.app, "MARS", tmp_path)
+    backup = await backups.create(pair.app.session.admin, "MARS", tmp_path)
     await pair.server.api("STREAM.DELETE.MARS")
-    await backups.restore(pair.app, backup)
+    await backups.restore(pair.app.session.admin, backup)
     await pair.publish(1)
     assert (await pair.link()).trouble == ""
 
@@ -160,7 +160,7 @@ async def test_a_mirror_of_an_origin_that_was_deleted_says_so(pair: Pair) -> Non
     await pair.server.api("STREAM.DELETE.MARS")
     assert (await pair.link()).trouble == "MARS does not exist any more"
     with pytest.raises(RefusedError, match=r"MARS, the origin of COPY, cannot be fenced"):
-        await promotion.promote(pair.app, "COPY")
+        await promotion.promote(pair.app.session.admin, "COPY")
 
 
 async def test_a_mirror_of_an_origin_that_was_made_again_is_promoted_where_that_is_said(pair: Pair) -> None:
@@ -168,7 +168,7 @@ async def test_a_mirror_of_an_origin_that_was_made_again_is_promoted_where_that_
     await pair.make_mirror()
     await pair.caught_up(40)
     await pair.make_origin_again(40)
-    promoted = await promotion.promote(pair.app, "COPY", origin_was_recreated=True)
+    promoted = await promotion.promote(pair.app.session.admin, "COPY", origin_was_recreated=True)
     assert (promoted.gap, promoted.last_sequence, promoted.proven) == (None, 40, False)
     assert not await pair.takes_publishes()
 
@@ -179,7 +179,7 @@ async def test_a_fence_of_before_stays_where_a_promotion_is_refused(pair: Pair) 
     await pair.caught_up(5)
     await mirroring.fence(pair.server, "MARS")
     with pytest.raises(RefusedError, match="did not catch up with MARS"):
-        await promotion.promote(pair.app, "COPY", patience_seconds=0.1)
+        await promotion.promote(pair.app.session.admin, "COPY", patience_seconds=0.1)
     assert not await pair.takes_publishes()
 
 
@@ -197,9 +197,9 @@ async def test_a_promotion_needs_its_fence_until_its_end(pair: Pair, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(consumer_positions, "carry", give_up_beside)
         with pytest.raises(RefusedError, match="MARS takes publishes again"):
-            await promotion.promote(pair.app, "COPY")
+            await promotion.promote(pair.app.session.admin, "COPY")
     assert (await pair.link()).relation == "mirror"
-    assert (await promotion.promote(pair.app, "COPY")).proven
+    assert (await promotion.promote(pair.app.session.admin, "COPY")).proven
 
 
 async def test_a_promotion_that_gives_up_leaves_the_fence_to_one_that_was_done(
@@ -211,12 +211,12 @@ async def test_a_promotion_that_gives_up_leaves_the_fence_to_one_that_was_done(
 
     async def be_late(*places: Any) -> list[consumer_positions.Carried]:
         monkeypatch.undo()
-        await promotion.promote(pair.app, "COPY", subjects=("copy.>",))
+        await promotion.promote(pair.app.session.admin, "COPY", subjects=("copy.>",))
         raise UnavailableError("no answer in time")
 
     monkeypatch.setattr(consumer_positions, "carry", be_late)
     with pytest.raises(UnavailableError):
-        await promotion.promote(pair.app, "COPY")
+        await promotion.promote(pair.app.session.admin, "COPY")
     assert not await pair.takes_publishes()
 
 
@@ -231,7 +231,7 @@ async def test_a_fence_that_cannot_be_taken_down_is_told(pair: Pair, monkeypatch
     monkeypatch.setattr(consumer_positions, "carry", fail)
     monkeypatch.setattr(mirroring, "unfence", fail)
     with pytest.raises(UnavailableError, match="nothing was promoted, and MARS may be fenced still"):
-        await promotion.promote(pair.app, "COPY")
+        await promotion.promote(pair.app.session.admin, "COPY")
 
 
 async def test_an_origin_that_follows_or_has_its_place_again_is_no_trouble(pair: Pair) -> None:
@@ -239,13 +239,13 @@ async def test_an_origin_that_follows_or_has_its_place_again_is_no_trouble(pair:
     await pair.make_origin(5)
     await pair.make_mirror()
     await pair.caught_up(5)
-    await promotion.promote(pair.app, "COPY", subjects=("copy.>",))
+    await promotion.promote(pair.app.session.admin, "COPY", subjects=("copy.>",))
     await pair.server.api("STREAM.DELETE.MARS")
     await pair.server.api("STREAM.CREATE.MARS", {"name": "MARS", "mirror": {"name": "COPY"}})
     with anyio.fail_after(PATIENCE_SECONDS):
         while any(link.trouble for link in await pair.mirrors.links()):  # noqa: ASYNC110
             await anyio.sleep(0.02)
-    await promotion.promote(pair.app, "MARS", subjects=("mars.>",))
+    await promotion.promote(pair.app.session.admin, "MARS", subjects=("mars.>",))
     assert [(link.stream, link.trouble) for link in await pair.mirrors.links()] == [("MARS", "")]
 
 
@@ -263,7 +263,7 @@ async def test_an_origin_whose_newest_messages_were_deleted_has_nothing_more_to_
         await pair.server.api("STREAM.MSG.DELETE.MARS", {"seq": sequence})
     await pair.make_mirror()
     await pair.caught_up(8)
-    promoted = await promotion.promote(pair.app, "COPY", subjects=("copy.>",), patience_seconds=1)
+    promoted = await promotion.promote(pair.app.session.admin, "COPY", subjects=("copy.>",), patience_seconds=1)
     assert (promoted.gap, promoted.last_sequence) == (0, 8)
     assert [each.next_sequence for each in promoted.consumers or ()] == [9]
     await pair.server.request("copy.1", b"{}")

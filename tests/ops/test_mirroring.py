@@ -83,11 +83,11 @@ class Sites:
 
     @property
     def server(self) -> Administration:
-        return self.app.session.backend.administration()
+        return self.app.session.admin.administration()
 
     @property
     def mirrors(self) -> Mirrors:
-        return Mirrors(self.app)
+        return Mirrors(self.app.session.admin)
 
     async def mirror(self, messages: int = 10) -> None:
         await self.server.api("STREAM.CREATE.MARS", {"name": "MARS", "subjects": ["mars.>"]}, prefix=HUB)
@@ -169,7 +169,7 @@ async def test_a_mirror_of_nothing_has_never_heard_of_it(sites: Sites) -> None:
 @pytest.mark.covers("001-26")
 async def test_a_promoted_mirror_goes_on_where_its_origin_was(sites: Sites) -> None:
     await sites.mirror(10)
-    promoted = await promotion.promote(sites.app, "MARS")
+    promoted = await promotion.promote(sites.app.session.admin, "MARS")
     assert (promoted.subjects, promoted.last_sequence, promoted.gap) == (("mars.>",), 10, 0)
     receipt = await sites.app.notify("mars", {"class": "od", "step": 11})
     assert receipt.sequence == 11
@@ -180,16 +180,16 @@ async def test_a_promoted_mirror_goes_on_where_its_origin_was(sites: Sites) -> N
 
 async def test_an_origin_that_comes_back_refuses_publishes(sites: Sites) -> None:
     await sites.mirror(10)
-    await promotion.promote(sites.app, "MARS")
+    await promotion.promote(sites.app.session.admin, "MARS")
     sites.hub.lose()
     await sites.app.notify("mars", {"class": "od", "step": 11})
     sites.hub.start()
     async with sites.hub.app() as at_hub:
         with pytest.raises(RefusedError, match=r"MARS is fenced.*mirror unfence MARS"):
             await at_hub.notify("mars", {"class": "od", "step": 12})
-        server = at_hub.session.backend.administration()
+        server = at_hub.session.admin.administration()
         assert (await server.api("STREAM.INFO.MARS"))["state"]["last_seq"] == 10
-        plans = await stream_policy.plans(at_hub)
+        plans = await stream_policy.plans(at_hub.session.admin, at_hub.config)
         assert [(plan.fenced, plan.needed) for plan in plans if plan.stream == "MARS"] == [(True, False)]
 
 
@@ -197,10 +197,10 @@ async def test_a_lost_origin_has_to_be_called_so(sites: Sites) -> None:
     await sites.mirror(10)
     sites.hub.lose()
     with pytest.raises(RefusedError, match=r"MARS, the origin of MARS, cannot be fenced: .* say --origin-is-lost"):
-        await promotion.promote(sites.app, "MARS")
+        await promotion.promote(sites.app.session.admin, "MARS")
     with pytest.raises(RefusedError, match=r"the subjects of MARS cannot be asked for: name them by --subject"):
-        await promotion.promote(sites.app, "MARS", origin_is_lost=True)
-    promoted = await promotion.promote(sites.app, "MARS", origin_is_lost=True, subjects=("mars.>",))
+        await promotion.promote(sites.app.session.admin, "MARS", origin_is_lost=True)
+    promoted = await promotion.promote(sites.app.session.admin, "MARS", origin_is_lost=True, subjects=("mars.>",))
     assert (promoted.gap, promoted.last_sequence, promoted.consumers, promoted.proven) == (None, 10, None, False)
     assert (await sites.app.notify("mars", {"class": "od", "step": 11})).sequence == 11
 
@@ -208,7 +208,7 @@ async def test_a_lost_origin_has_to_be_called_so(sites: Sites) -> None:
 async def test_a_lost_origin_that_is_back_is_told_until_it_is_fenced(sites: Sites) -> None:
     await sites.mirror(10)
     sites.hub.lose()
-    await promotion.promote(sites.app, "MARS", origin_is_lost=True, subjects=("mars.>",))
+    await promotion.promote(sites.app.session.admin, "MARS", origin_is_lost=True, subjects=("mars.>",))
     assert (await sites.link()).trouble == ""
     sites.hub.start()
     with anyio.fail_after(PATIENCE_SECONDS):
@@ -225,18 +225,18 @@ async def test_a_lost_origin_that_is_back_is_told_until_it_is_fenced(sites: Site
 async def test_what_a_lost_origin_has_when_it_is_back_is_published_at_the_second_site(sites: Sites) -> None:
     await sites.mirror(10)
     sites.hub.lose()
-    await promotion.promote(sites.app, "MARS", origin_is_lost=True, subjects=("mars.>",))
+    await promotion.promote(sites.app.session.admin, "MARS", origin_is_lost=True, subjects=("mars.>",))
     await sites.app.notify("mars", {"class": "od", "step": 11})
     sites.hub.start()
     async with sites.hub.app() as at_hub:
         for step in range(3):
             await at_hub.notify("mars", {"class": "rd", "step": step})
-        await mirroring.fence(at_hub.session.backend.administration(), "MARS")
+        await mirroring.fence(at_hub.session.admin.administration(), "MARS")
     with anyio.fail_after(PATIENCE_SECONDS):
         while not await sites.reaches_the_hub():  # noqa: ASYNC110
             await anyio.sleep(0.05)
     for published in (3, 0):
-        async with recovery.opened(sites.app, "MARS") as found:
+        async with recovery.opened(sites.app.session.admin, sites.app.config, "MARS") as found:
             assert [message.subject async for message in found.only_there()] == [f"mars.rd.{step}" for step in range(3)]
             assert (await found.publish()).published == published
     assert (await sites.info())["state"]["last_seq"] == 14
@@ -250,7 +250,7 @@ async def test_a_mirror_that_does_not_catch_up_is_not_promoted(sites: Sites) -> 
         "STREAM.CREATE.MARS", {"name": "MARS", "mirror": {"name": "MARS", "external": {"api": HUB}}, **full}
     )
     with pytest.raises(RefusedError, match=r"did not catch up with MARS within 0\.2 s: (5|10) messages were missing"):
-        await promotion.promote(sites.app, "MARS", patience_seconds=0.2)
+        await promotion.promote(sites.app.session.admin, "MARS", patience_seconds=0.2)
     await sites.publish(1)
     assert (await sites.info(prefix=HUB))["state"]["last_seq"] == 11
 
@@ -279,7 +279,7 @@ async def test_agents_go_on_at_the_second_site_where_they_had_come_to(sites: Sit
     assert await handled(sites.hub.app(), 5) == [0, 1, 2, 3, 4]
     await sites.publish(3)
     await sites.deliver("$JS.hub.API.CONSUMER.MSG.NEXT.MARS.tests__index")
-    promoted = await promotion.promote(sites.app, "MARS")
+    promoted = await promotion.promote(sites.app.session.admin, "MARS")
     [carried] = promoted.consumers or ()
     assert (carried.consumer, carried.next_sequence, carried.delivered, carried.made) == ("tests__index", 6, 6, True)
     assert promoted.proven
@@ -298,7 +298,7 @@ async def test_a_consumer_that_is_at_work_at_the_second_site_stays_as_it_is(site
         {"stream_name": "MARS", "config": {**config, "durable_name": "late", "deliver_policy": "new"}},
         prefix=HUB,
     )
-    promoted = await promotion.promote(sites.app, "MARS")
+    promoted = await promotion.promote(sites.app.session.admin, "MARS")
     assert [(each.consumer, each.made, each.next_sequence) for each in promoted.consumers or ()] == [
         ("late", True, 5),
         ("reader", False, 1),
@@ -311,7 +311,7 @@ async def test_a_consumer_that_is_refused_is_told_and_the_promotion_not_proven(s
         request = {"stream_name": "MARS", "config": {"durable_name": name, "ack_policy": "explicit"}}
         await sites.server.api(f"CONSUMER.DURABLE.CREATE.MARS.{name}", request, prefix=HUB)
     await sites.server.api("STREAM.UPDATE.MARS", {**(await sites.info())["config"], "max_consumers": 1})
-    promoted = await promotion.promote(sites.app, "MARS")
+    promoted = await promotion.promote(sites.app.session.admin, "MARS")
     assert promoted.consumers is not None
     assert [bool(each.refused) for each in promoted.consumers] == [False, True]
     assert "maximum consumers" in promoted.consumers[1].refused
@@ -326,7 +326,7 @@ async def test_consumers_are_made_again_where_a_promotion_is_repeated(sites: Sit
     there = Place(server=sites.server, stream="MARS", api=HUB)
     [before] = await consumer_positions.carry(there, Place(server=sites.server, stream="MARS"))
     await sites.deliver("$JS.hub.API.CONSUMER.MSG.NEXT.MARS.reader")
-    promoted = await promotion.promote(sites.app, "MARS")
+    promoted = await promotion.promote(sites.app.session.admin, "MARS")
     [after] = promoted.consumers or ()
     assert [(each.made, each.next_sequence) for each in (before, after)] == [(True, 1), (True, 2)]
     info = await sites.server.api("CONSUMER.INFO.MARS.reader")
@@ -344,7 +344,7 @@ async def test_consumers_are_made_again_where_a_promotion_is_repeated(sites: Sit
 async def test_only_a_whole_mirror_is_promoted(sites: Sites, config: dict[str, Any], complaint: str) -> None:
     await sites.server.api("STREAM.CREATE.MARS", {"name": "MARS", **config})
     with pytest.raises(RefusedError, match=complaint):
-        await promotion.promote(sites.app, "MARS")
+        await promotion.promote(sites.app.session.admin, "MARS")
 
 
 async def test_a_fence_is_put_up_once_and_taken_down(sites: Sites) -> None:
@@ -362,7 +362,7 @@ async def test_a_fence_is_put_up_once_and_taken_down(sites: Sites) -> None:
 @pytest.mark.covers("001-27")
 @pytest.mark.parametrize("origin_api", [HUB, ""], ids=["between two sites", "within one"])
 async def test_a_failover_is_rehearsed_and_leaves_nothing_behind(sites: Sites, origin_api: str) -> None:
-    drill = await failing_over.rehearse(sites.app, origin_api=origin_api, messages=200)
+    drill = await failing_over.rehearse(sites.app.session.admin, origin_api=origin_api, messages=200)
     assert (drill.stored, drill.published, drill.after_fence) == (200, 200, 0)
     assert drill.passed
     assert await sites.server.pages("STREAM.NAMES", "streams") == []
@@ -372,15 +372,15 @@ async def test_a_failover_is_rehearsed_and_leaves_nothing_behind(sites: Sites, o
 async def test_a_mirror_is_declared_planned_and_applied(sites: Sites) -> None:
     await sites.server.api("STREAM.CREATE.MARS", {"name": "MARS", "subjects": ["mars.>"]}, prefix=HUB)
     async with sites.other.app(MARS={"mirror": {"name": "MARS", "external": {"api": HUB}}}) as app:
-        [plan] = await stream_policy.plans(app)
+        [plan] = await stream_policy.plans(app.session.admin, app.config)
         assert not plan.exists
-        await stream_policy.carry_out(app, plan)
+        await stream_policy.carry_out(app.session.admin, app.config, plan)
         await sites.publish(3)
         await sites.until(lambda info: info["state"]["last_seq"] == 3)
-        [plan] = await stream_policy.plans(app)
+        [plan] = await stream_policy.plans(app.session.admin, app.config)
         assert (plan.differences, plan.fixed) == ((), ())
-        await promotion.promote(sites.app, "MARS")
-        [plan] = await stream_policy.plans(app)
+        await promotion.promote(sites.app.session.admin, "MARS")
+        [plan] = await stream_policy.plans(app.session.admin, app.config)
         [told] = map(str, plan.fixed)
     assert told == (
         'mirror: none -> {"name":"MARS","external":{"api":"$JS.hub.API"}}; '
@@ -395,9 +395,9 @@ async def test_sources_are_declared_and_changed(sites: Sites) -> None:
     source = {"name": "MARS", "external": {"api": HUB}, "subject_transforms": transforms}
     for sources in ([], [source], [source]):
         async with sites.other.app(ALL={"sources": sources, "subjects": ["all.>"]}) as app:
-            for plan in await stream_policy.plans(app):
+            for plan in await stream_policy.plans(app.session.admin, app.config):
                 if plan.stream == "ALL" and plan.needed:
-                    await stream_policy.carry_out(app, plan)
+                    await stream_policy.carry_out(app.session.admin, app.config, plan)
     assert not plan.needed
     await sites.publish(3)
     with anyio.fail_after(PATIENCE_SECONDS):
@@ -415,5 +415,5 @@ async def test_a_rehearsal_that_fails_says_why_and_leaves_nothing_behind(
 
     monkeypatch.setattr(mirroring, "fence", refuse)
     with pytest.raises(RefusedError, match="not today"):
-        await failing_over.rehearse(sites.app, origin_api=HUB, messages=50)
+        await failing_over.rehearse(sites.app.session.admin, origin_api=HUB, messages=50)
     assert await sites.server.pages("STREAM.NAMES", "streams") == []

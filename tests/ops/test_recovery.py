@@ -32,7 +32,7 @@ async def promoted_without_the_newest(pair: Pair, **config: Any) -> None:
     await pair.make_origin(5, **config)
     await pair.make_mirror(**config)
     await pair.caught_up(5)
-    await promotion.promote(pair.app, "COPY", subjects=("copy.>",))
+    await promotion.promote(pair.app.session.admin, "COPY", subjects=("copy.>",))
     await mirroring.unfence(pair.server, "MARS")
     await pair.publish(3)
     await mirroring.fence(pair.server, "MARS")
@@ -44,12 +44,12 @@ async def take_the_same_subjects(pair: Pair) -> None:
 
 
 async def missing(pair: Pair) -> list[int]:
-    async with recovery.opened(pair.app, "COPY") as found:
+    async with recovery.opened(pair.app.session.admin, pair.app.config, "COPY") as found:
         return [message.sequence async for message in found.only_there()]
 
 
 async def publish(pair: Pair) -> Recovered:
-    async with recovery.opened(pair.app, "COPY") as found:
+    async with recovery.opened(pair.app.session.admin, pair.app.config, "COPY") as found:
         return await found.publish()
 
 
@@ -85,7 +85,7 @@ async def test_what_is_published_is_never_published_again(pair: Pair, monkeypatc
         await anyio.sleep_forever()
 
     with monkeypatch.context() as patched, anyio.CancelScope() as ended:
-        patched.setattr(pair.app.session.backend, "publish_many", publish_and_end)
+        patched.setattr(pair.app.session.admin, "publish_many", publish_and_end)
         await publish(pair)
     await anyio.sleep(0.15)
     assert await publish(pair) == Recovered(published=2, present=1, superseded=0, undecided=0)
@@ -172,7 +172,7 @@ async def test_what_an_origin_stored_that_was_made_again_is_only_there(pair: Pai
     await pair.make_mirror()
     await pair.caught_up(40)
     await pair.make_origin_again(40)
-    await promotion.promote(pair.app, "COPY", origin_was_recreated=True)
+    await promotion.promote(pair.app.session.admin, "COPY", origin_was_recreated=True)
     assert await missing(pair) == list(range(1, 41))
     assert (await publish(pair)).published == 40
     assert await missing(pair) == list(range(1, 41))
@@ -185,7 +185,7 @@ async def test_an_origin_that_takes_publishes_has_to_be_fenced_before(pair: Pair
     with pytest.raises(RefusedError, match=r"fence it first, by `aviso-workers mirror fence MARS"):
         await missing(pair)
     with pytest.raises(RefusedError, match="MARS is no promoted mirror"):
-        async with recovery.opened(pair.app, "MARS"):
+        async with recovery.opened(pair.app.session.admin, pair.app.config, "MARS"):
             pass
 
 

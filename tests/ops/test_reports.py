@@ -26,7 +26,7 @@ class Place:
 
     @property
     def server(self) -> Administration:
-        return self.app.session.backend.administration()
+        return self.app.session.admin.administration()
 
     async def create(self, stream: str, **config: Any) -> None:
         config = {"name": stream, "subjects": [f"{stream.lower()}.>"], **config}
@@ -47,7 +47,7 @@ class Place:
             await self.server.request((await heard.receive()).reply, answer)
 
     async def look(self) -> Look:
-        return await reports.look(self.app)
+        return await reports.look(self.app.session.admin)
 
 
 @pytest.fixture

@@ -141,7 +141,7 @@ async def bridge(configure: Configure) -> None:
                 await deliver_later(app)
             if changed:
                 for stream in (deferring.STREAM, "MARS"):
-                    assert await message_at(app.session.backend, stream, 10_000) is None
+                    assert await message_at(app.session.admin, stream, 10_000) is None
                 bucket = await app.session.backend.key_value(spark_events.BUCKET)
                 assert await bucket.get("nothing") is None
                 await find_the_server_unreadable(app)
@@ -149,7 +149,7 @@ async def bridge(configure: Configure) -> None:
 
 async def operate(configure: Configure) -> None:
     async with App("operator", config=configure()) as app:
-        backend, letters = app.session.backend, f"{dead_lettering.RETRIES_SUBJECT}.field.index"
+        backend, letters = app.session.admin, f"{dead_lettering.RETRIES_SUBJECT}.field.index"
         administration = backend.administration()
         await app.notify("mars", {"class": "od", "step": 1}, {"n": 1})
         async with administration.listen("$JS.EVENT.>"), administration.snapshot("MARS") as snapshot:
@@ -200,9 +200,11 @@ SCENARIOS: dict[permissions.Role, Scenario] = {
 def granted(role: permissions.Role, config: Path) -> Permissions:
     match role:
         case "worker":
-            return permissions.of_worker(an_app(config))
+            app = an_app(config)
+            return permissions.of_worker(app, app.config)
         case "bridge":
-            return permissions.of_worker(a_bridge(config), buckets=[permissions.BRIDGE])
+            app = a_bridge(config)
+            return permissions.of_worker(app, app.config, buckets=[permissions.BRIDGE])
         case "operator":
             return permissions.of_operator(App("any", config=config).config)
         case _:
@@ -307,7 +309,7 @@ def test_a_worker_may_use_the_lease_by_which_one_of_all_closes_windows(tmp_path:
     async def daily(window: Window[int]) -> None:
         pass
 
-    lines = permissions.of_worker(app).publish.allow
+    lines = permissions.of_worker(app, app.config).publish.allow
     assert {"$KV.field_leases.>", "$JS.API.STREAM.INFO.KV_field_leases"} <= {*lines}
     assert "$KV.field_timers.>" not in lines
 

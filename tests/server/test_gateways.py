@@ -99,11 +99,11 @@ def test_a_stream_of_one_cluster_is_sourced_in_another(sites: dict[str, Site]) -
 
     async def work() -> None:
         async with App("west", config=sites["west"].config) as app:
-            for plan in await stream_policy.plans(app):
-                await stream_policy.carry_out(app, plan)
+            for plan in await stream_policy.plans(app.session.admin, app.config):
+                await stream_policy.carry_out(app.session.admin, app.config, plan)
             for step in range(5):
                 await app.notify("mars", {"step": step}, {})
-            api = app.session.backend.administration().api
+            api = app.session.admin.administration().api
             with anyio.fail_after(PATIENCE_SECONDS):
                 while (archive := await api("STREAM.INFO.ARCHIVE"))["state"]["messages"] < 5:  # noqa: ASYNC110
                     await anyio.sleep(0.05)

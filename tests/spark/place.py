@@ -90,7 +90,7 @@ class Place:
 
     def do(self, deed: str, *arguments: Any) -> Any:
         """A deed of the backend, such as `purge_stream`."""
-        return self._with_app(lambda app: getattr(app.session.backend, deed)(*arguments))
+        return self._with_app(lambda app: getattr(app.session.admin, deed)(*arguments))
 
     def read(self, event: str = "mars", **options: Any) -> DataFrame:
         return self._spark.read.format("aviso").options(**self.options(event, **options)).load()

@@ -112,7 +112,7 @@ class Installation:
 
         async def ask() -> list[str]:
             async with App("test", config=config.load(self._file, environ=environ)) as app:
-                return await app.session.backend.stream_names()
+                return await app.session.admin.stream_names()
 
         return anyio.run(ask)
 

@@ -41,7 +41,7 @@ async def test_every_sum_is_exact_and_published_once_although_workers_are_killed
     )
     async with App("reader", config=app_config("jetstream", server.url)) as reader:
         found = [one async for one in reader.replay("plain")]
-        streams = await reader.session.backend.stream_names()
+        streams = await reader.session.admin.stream_names()
     assert sorted((one.identifier["b"], int(one.identifier["a"]), one.payload) for one in found) == [
         (key, start, sum(range(start, start + WINDOW_SECONDS))) for key in KEYS for start in STARTS
     ]

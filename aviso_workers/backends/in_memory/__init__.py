@@ -122,7 +122,9 @@ class InMemoryBackend:
         await self._connection.reach()
         return self._account.update(config).info(now_ns=self._account.now_ns)
 
-    async def purge_stream(self, stream: str, *, subject: str = "") -> int:
+    async def purge_stream(self, stream: str, *, subject: str = "", keep: int = 0, before: int = 0) -> int:
+        if keep or before:
+            raise RefusedError("the in-memory backend purges a whole stream or one subject; use `kind: jetstream`")
         await self._connection.reach()
         return self._account.stream(stream).purge(subject)
 

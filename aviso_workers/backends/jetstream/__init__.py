@@ -126,8 +126,9 @@ class JetStreamBackend:
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
         return self._stream_info(await self._connection.api(f"STREAM.UPDATE.{config['name']}", config))
 
-    async def purge_stream(self, stream: str, *, subject: str = "") -> int:
-        request = {"filter": subject} if subject else {}
+    async def purge_stream(self, stream: str, *, subject: str = "", keep: int = 0, before: int = 0) -> int:
+        wanted = {"filter": subject, "keep": keep, "seq": before}
+        request = {field: value for field, value in wanted.items() if value}
         return int((await self._connection.api(f"STREAM.PURGE.{stream}", request))["purged"])
 
     async def delete_message(self, stream: str, sequence: int, *, overwrite: bool = True) -> None:

@@ -29,8 +29,7 @@ import anyio.to_thread
 import msgspec
 from msgspec import Struct, structs
 
-from aviso_workers.app import App
-from aviso_workers.backends import Snapshot
+from aviso_workers.backends import Admin, Snapshot
 from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.codec import Message
 from aviso_workers.errors import BackupError, NotFoundError
@@ -58,7 +57,7 @@ def may_lack(config: Mapping[str, Any]) -> bool:
 
 @asynccontextmanager
 async def snapshot(
-    app: App, stream: str, *, beside: Path, encrypted: bool, earlier: Spool | None = None
+    admin: Admin, stream: str, *, beside: Path, encrypted: bool, earlier: Spool | None = None
 ) -> AsyncIterator[Snapshot]:
     """As `Administration.snapshot`, and whole. What is spooled meanwhile takes room in the directory `beside`; where it
     is for an encrypted backup, it is encrypted.
@@ -66,7 +65,7 @@ async def snapshot(
     With `earlier`, an archive that `spooled` has made, it also has the messages that only that one has. Raises
     `BackupError` where the directory cannot be written to, or the archive of a server before 2.15 would lack messages.
     """
-    server = app.session.backend.administration()
+    server = admin.administration()
     async with server.snapshot(stream) as sent, aclosing(sent.chunks):
         if earlier is None and not may_lack(sent.config):
             yield sent
@@ -81,17 +80,17 @@ async def snapshot(
                 return
             since = stack.enter_context(spool(beside, encrypted=encrypted))
             in_bulk = sent.config.retention == "limits"
-            last = await _store_since(app, stream, before.last_sequence, since, in_bulk=in_bulk)
+            last = await _store_since(admin, stream, before.last_sequence, since, in_bulk=in_bulk)
             merging = _Merging([*([earlier] if earlier else []), received, since], sent, last_sequence=last)
             state = await anyio.to_thread.run_sync(merging.count)
             yield structs.replace(sent, state=state, chunks=_following(merging.pieces()))
 
 
 @asynccontextmanager
-async def spooled(app: App, stream: str, *, beside: Path, encrypted: bool) -> AsyncIterator[Spool]:
+async def spooled(admin: Admin, stream: str, *, beside: Path, encrypted: bool) -> AsyncIterator[Spool]:
     """A whole snapshot of a stream, to be given to `snapshot` as the earlier one. Raises as that does."""
     with spool(beside, encrypted=encrypted) as received:
-        async with snapshot(app, stream, beside=beside, encrypted=encrypted) as found:
+        async with snapshot(admin, stream, beside=beside, encrypted=encrypted) as found:
             await _receive(found, received)
         yield received
 
@@ -115,7 +114,7 @@ async def _receive(sent: Snapshot, received: Spool) -> None:
     await anyio.to_thread.run_sync(lambda: received.write(arriving(sent.chunks)))
 
 
-async def _store_since(app: App, stream: str, sequence: int, since: Spool, *, in_bulk: bool) -> int:
+async def _store_since(admin: Admin, stream: str, sequence: int, since: Spool, *, in_bulk: bool) -> int:
     """Write an archive of the messages after a sequence up to a moment of which none is missing; return the last
     sequence of the stream then. `in_bulk`: readers may be made beside its consumers.
     """
@@ -124,9 +123,9 @@ async def _store_since(app: App, stream: str, sequence: int, since: Spool, *, in
         with anyio.fail_after(CATCH_UP_SECONDS):
             complete = False
             while not complete:
-                last = (await app.session.backend.stream_info(stream)).last_sequence
+                last = (await admin.stream_info(stream)).last_sequence
                 read = stream_pairs.read if in_bulk and last - sequence > FEW else _one_by_one
-                found = [_encoded(each) async for each in read(app, stream, after=sequence, last=last)]
+                found = [_encoded(each) async for each in read(admin, stream, after=sequence, last=last)]
                 entries += found
                 # Where one is missing, its place was taken before it was read, perhaps by one after the last.
                 complete = len(found) == last - sequence
@@ -141,8 +140,8 @@ async def _store_since(app: App, stream: str, sequence: int, since: Spool, *, in
     return sequence
 
 
-async def _one_by_one(app: App, stream: str, *, after: int, last: int) -> AsyncGenerator[Message, None]:
-    server = app.session.backend.administration()
+async def _one_by_one(admin: Admin, stream: str, *, after: int, last: int) -> AsyncGenerator[Message, None]:
+    server = admin.administration()
     while after < last:
         try:
             answer = await server.api(f"STREAM.MSG.GET.{stream}", {"seq": after + 1, "next_by_subj": ">"})

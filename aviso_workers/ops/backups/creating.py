@@ -11,7 +11,8 @@ from pathlib import Path
 import anyio.to_thread
 from msgspec import Struct
 
-from aviso_workers.app import App
+from aviso_workers.backends import Admin
+from aviso_workers.config import Config
 from aviso_workers.errors import (
     BackupError,
     NotFoundError,
@@ -39,7 +40,7 @@ class Made(Struct, frozen=True, kw_only=True):
 
 
 async def create(
-    app: App,
+    admin: Admin,
     stream: str,
     to: Path,
     *,
@@ -54,16 +55,16 @@ async def create(
     With `since`, a backup in `<to>/<stream>`, only what that one does not have is stored, and the two are restored as
     one; the stream is read whole all the same, and compared. `encrypt_to` are public keys of age; `identities` are
     needed where `since` is encrypted. `earlier` is an archive of the same stream, see `completing.spooled`: what
-    only it has is stored as well. Inside of `async with app:`. Raises `StreamReplacedError` where the stream is not
+    only it has is stored as well. Raises `StreamReplacedError` where the stream is not
     the one that `since` is of, `BackupError` where `since` is damaged or the backup cannot be written, and
     `BackendError`; nothing of it stays then.
     """
     made = datetime.now(UTC)
     place = place_of(to, stream, made)
-    server = app.session.backend.administration()
+    server = admin.administration()
     async with (
-        _opened_before(app, stream, since, place, encrypt_to, identities) as before,
-        completing.snapshot(app, stream, beside=to, encrypted=bool(encrypt_to), earlier=earlier) as snapshot,
+        _opened_before(admin, stream, since, place, encrypt_to, identities) as before,
+        completing.snapshot(admin, stream, beside=to, encrypted=bool(encrypt_to), earlier=earlier) as snapshot,
         aclosing(snapshot.chunks) as chunks,
     ):
         if metadata.is_unfinished(snapshot.config):
@@ -90,7 +91,7 @@ async def create(
 
 @asynccontextmanager
 async def _opened_before(
-    app: App,
+    admin: Admin,
     stream: str,
     since: Backup | None,
     place: Path,
@@ -105,7 +106,7 @@ async def _opened_before(
     if since is None:
         yield None
         return
-    first = (await app.session.backend.stream_info(stream)).first_sequence
+    first = (await admin.stream_info(stream)).first_sequence
     with ExitStack() as stack:
         beside = locked_backups(since.directory.resolve().parent, alone=False)
         await anyio.to_thread.run_sync(stack.enter_context, beside)
@@ -120,7 +121,7 @@ def _from(first: int, entries: Iterator[Entry]) -> Iterator[Entry]:
 
 
 async def create_next(
-    app: App,
+    admin: Admin,
     stream: str,
     to: Path,
     *,
@@ -140,7 +141,7 @@ async def create_next(
     if since:
         try:
             backup = await create(
-                app,
+                admin,
                 stream,
                 to,
                 since=since,
@@ -153,7 +154,7 @@ async def create_next(
         except (StreamReplacedError, UnavailableError) as error:
             why = str(error)
     backup = await create(
-        app, stream, to, encrypt_to=encrypt_to, identities=identities, earlier=earlier, progress=progress
+        admin, stream, to, encrypt_to=encrypt_to, identities=identities, earlier=earlier, progress=progress
     )
     return Made(backup=backup, full_because=why)
 
@@ -232,24 +233,24 @@ def _arriving(chunks: AsyncGenerator[bytes, None], progress: Progress) -> Iterat
         yield chunk
 
 
-async def named_streams(app: App, names: Sequence[str]) -> list[str]:
+async def named_streams(admin: Admin, config: Config, names: Sequence[str]) -> list[str]:
     """The streams of event types, or of that name; of no names, all streams that there are.
 
     Raises `NotFoundError`, which says what there is.
     """
-    present = await app.session.backend.stream_names()
+    present = await admin.stream_names()
     if not names:
         return sorted(present)
-    wanted = [_stream(app, name, present) for name in names]
+    wanted = [_stream(config, name, present) for name in names]
     if missing := [stream for stream in wanted if stream not in present]:
         raise NotFoundError(f"no stream {', '.join(missing)}; there are: {', '.join(sorted(present)) or 'none'}")
     return list(dict.fromkeys(wanted))
 
 
-def _stream(app: App, name: str, present: Sequence[str]) -> str:
+def _stream(config: Config, name: str, present: Sequence[str]) -> str:
     if name in present:
         return name
     try:
-        return wiping.stream_of(app, name)
+        return wiping.stream_of(config, name)
     except UnknownEventTypeError:
         return name

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from aviso_workers.app import App
+from aviso_workers.backends import Admin
 from aviso_workers.errors import AvisoWorkersError, BackupError, NotFoundError
 from aviso_workers.jetstream.specs import UNREADABLE
 from aviso_workers.ops.backups import completing, set_order, sets
@@ -38,20 +38,20 @@ class MadeSet(Struct, frozen=True, kw_only=True):
     """Those that were made."""
 
 
-async def create_set(app: App, to: Path, back_up: BackUp, *, encrypted: bool) -> MadeSet:
+async def create_set(admin: Admin, to: Path, back_up: BackUp, *, encrypted: bool) -> MadeSet:
     """Back up all streams of the account, in an order that fits, and write down that they belong together.
 
     Where one fails the others are backed up all the same, and there is no set. `encrypted`: what `back_up` makes is, so
-    nothing may lie on the disk in the clear. Inside of `async with app:`. Raises `BackupError` where there are no
+    nothing may lie on the disk in the clear. Raises `BackupError` where there are no
     streams, there is no such order or `to` cannot be written, and `BackendError`.
     """
-    backend, made = app.session.backend, datetime.now(UTC)
+    made = datetime.now(UTC)
     with sets.Draft(to, made) as draft:
-        before = await _streams(app)
+        before = await _streams(admin)
         if not before:
             raise BackupError("the account has no streams that could be backed up as a set")
         positions = {
-            stream: {consumer.name: consumer.ack_floor for consumer in await backend.consumers(stream)}
+            stream: {consumer.name: consumer.ack_floor for consumer in await admin.consumers(stream)}
             for stream in before
         }
         configs = {stream: config for stream, (_, config) in before.items()}
@@ -59,7 +59,9 @@ async def create_set(app: App, to: Path, back_up: BackUp, *, encrypted: bool) ->
         backups: list[Backup] = []
         async with AsyncExitStack() as stack:
             earlier = {
-                stream: await stack.enter_async_context(completing.spooled(app, stream, beside=to, encrypted=encrypted))
+                stream: await stack.enter_async_context(
+                    completing.spooled(admin, stream, beside=to, encrypted=encrypted)
+                )
                 for stream in set_order.twice(configs)
             }
             for stream in set_order.order(configs):
@@ -69,7 +71,7 @@ async def create_set(app: App, to: Path, back_up: BackUp, *, encrypted: bool) ->
                     failures.append(error)
                 else:
                     backups.append(backup)
-        if changed := _changed(before, await _streams(app)):
+        if changed := _changed(before, await _streams(admin)):
             failures.append(BackupError(f"the backups are no set, because meanwhile {changed}: make it again"))
         if failures:
             return MadeSet(file=None, failures=failures, backups=backups)
@@ -81,11 +83,10 @@ async def create_set(app: App, to: Path, back_up: BackUp, *, encrypted: bool) ->
         return MadeSet(file=draft.finish(finished), failures=[], backups=backups)
 
 
-async def _streams(app: App) -> dict[str, tuple[datetime | None, dict[str, Any]]]:
+async def _streams(admin: Admin) -> dict[str, tuple[datetime | None, dict[str, Any]]]:
     """Return when each stream was created, and its configuration. Raises `BackupError` where not all can be known."""
-    backend = app.session.backend
     found = {}
-    for name in await backend.stream_names():
+    for name in await admin.stream_names():
         if name == UNREADABLE:
             raise BackupError(
                 "the server cannot read all of its streams (JS042), so a set of those that it knows is not whole"
@@ -93,7 +94,7 @@ async def _streams(app: App) -> dict[str, tuple[datetime | None, dict[str, Any]]
         if name.startswith(SCRATCH):
             continue
         try:
-            info = await backend.stream_info(name)
+            info = await admin.stream_info(name)
         except NotFoundError:
             continue
         found[name] = (info.created, dict(info.config))

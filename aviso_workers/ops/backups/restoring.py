@@ -11,8 +11,7 @@ import anyio
 import anyio.to_thread
 from msgspec import Struct
 
-from aviso_workers.app import App
-from aviso_workers.backends import Administration
+from aviso_workers.backends import Admin, Administration
 from aviso_workers.errors import BackupError, NotFoundError
 from aviso_workers.jetstream import info, metadata, specs
 from aviso_workers.jetstream.info import SnapshotState, StreamConfig
@@ -80,7 +79,7 @@ class Drill(Struct, frozen=True, kw_only=True):
 
 
 async def restore(
-    app: App,
+    admin: Admin,
     backup: Backup,
     *,
     name: str | None = None,
@@ -104,35 +103,35 @@ async def restore(
     wanted = dict(config or backup.config) if stream == backup.stream else _standing_still(backup.config, stream)
     changes = {"storage": storage, "num_replicas": replicas}
     wanted |= {field: value for field, value in changes.items() if value is not None}
-    await require_restorable(app, backup, wanted, identities)
-    await _make_room(app, wanted)
-    made = await upload(app, backup, wanted, identities, progress)
+    await require_restorable(admin, backup, wanted, identities)
+    await _make_room(admin, wanted)
+    made = await upload(admin, backup, wanted, identities, progress)
     return Restored(stream=stream, state=SnapshotState(made["state"]), messages_before=backup.state.messages)
 
 
 async def drill(
-    app: App, backup: Backup, *, identities: Identities | None = None, progress: Progress = ignore
+    admin: Admin, backup: Backup, *, identities: Identities | None = None, progress: Progress = ignore
 ) -> Drill:
     """Restore a backup into a stream that nobody else uses, read that back, compare the two, and delete it.
 
     It takes as much room on the server as the original, and for a while as much here as the backup. Raises as
     `restore` does, and `BackupError` for the archive of a nats-server before 2.15, which cannot be read here.
     """
-    _require_reader(app, backup)
+    _require_reader(admin, backup)
     chains.require_identities(backup, identities)
     before = await anyio.to_thread.run_sync(lambda: verify(backup, identities=identities))
     if before is None:
         raise BackupError(f"{backup.archive} was made by a nats-server before 2.15, and cannot be read here to compare")
-    server = app.session.backend.administration()
+    server = admin.administration()
     scratch = SCRATCH + uuid4().hex[:8].upper()
     config = _standing_still(backup.config, scratch) | {"max_age": 0, "num_replicas": 1, "sealed": False}
     config.pop("placement", None)
-    await upload(app, backup, config, identities, progress)
+    await upload(admin, backup, config, identities, progress)
     try:
         after = await read_back(server, scratch)
     finally:
         with anyio.CancelScope(shield=True):
-            await server.api(f"STREAM.DELETE.{scratch}")
+            await admin.delete_stream(scratch)
     return Drill(backup=before, restored=after)
 
 
@@ -146,7 +145,7 @@ def require_name(name: str | None) -> None:
 
 
 async def require_restorable(
-    app: App, backup: Backup, config: Mapping[str, Any], identities: Identities | None
+    admin: Admin, backup: Backup, config: Mapping[str, Any], identities: Identities | None
 ) -> None:
     """Raise `BackupError` where a backup is damaged or cannot be restored with this configuration, `RefusedError` where
     the server is older than its format needs.
@@ -158,14 +157,14 @@ async def require_restorable(
         raise BackupError(
             f"{backup.archive} was made by a nats-server before 2.15: it restores as it was, and no other"
         )
-    _require_reader(app, backup)
+    _require_reader(admin, backup)
     chains.require_identities(backup, identities)
     await anyio.to_thread.run_sync(_require_whole, backup)
 
 
-def _require_reader(app: App, backup: Backup) -> None:
+def _require_reader(admin: Admin, backup: Backup) -> None:
     if backup.of_entries:
-        app.session.backend.require_server(*ENTRIES_SINCE, to=f"restore {backup.directory}")
+        admin.require_server(*ENTRIES_SINCE, to=f"restore {backup.directory}")
 
 
 def _require_whole(backup: Backup) -> None:
@@ -175,12 +174,12 @@ def _require_whole(backup: Backup) -> None:
         chains.require_whole(backup)
 
 
-async def _make_room(app: App, config: Mapping[str, Any]) -> None:
+async def _make_room(admin: Admin, config: Mapping[str, Any]) -> None:
     """Raise `BackupError` where the name or a subject is taken; by the rest of an interrupted restore, remove it."""
-    backend, name = app.session.backend, config["name"]
-    server = backend.administration()
+    name = config["name"]
+    server = admin.administration()
     try:
-        found = await backend.stream_info(name)
+        found = await admin.stream_info(name)
     except NotFoundError:
         pass
     else:
@@ -192,9 +191,9 @@ async def _make_room(app: App, config: Mapping[str, Any]) -> None:
         if metadata.is_of_set(found.config):
             raise BackupError(f"stream {name} is of a set that is not whole yet: do `backup restore --all` again")
         await anyio.sleep(STANDSTILL_SECONDS)
-        if (await backend.stream_info(name)).last_sequence != found.last_sequence:
+        if (await admin.stream_info(name)).last_sequence != found.last_sequence:
             raise BackupError(f"stream {name} is being restored by somebody else")
-        await backend.delete_stream(name)
+        await admin.delete_stream(name)
     if other := await taken(server, StreamConfig(config).subjects):
         raise BackupError(
             f"{other} of {name}: restore under another name (--as NAME), which takes none, or delete that stream first"
@@ -214,7 +213,7 @@ async def taken(server: Administration, subjects: Iterable[str], *, besides: Con
 
 
 async def upload(
-    app: App,
+    admin: Admin,
     backup: Backup,
     config: Mapping[str, Any],
     identities: Identities | None,
@@ -226,7 +225,7 @@ async def upload(
 
     Where it `stays_unfinished`, it keeps its mark and has no subjects. Raises as `Administration.restore` does.
     """
-    server = app.session.backend.administration()
+    server = admin.administration()
     with chains.opened_upload(backup, identities, progress=progress) as file:
 
         async def read(size: int) -> bytes:

@@ -24,8 +24,7 @@ import anyio
 import anyio.to_thread
 from msgspec import Struct
 
-from aviso_workers.app import App
-from aviso_workers.backends import ConsumerInfo, StreamInfo
+from aviso_workers.backends import Admin, ConsumerInfo, StreamInfo
 from aviso_workers.errors import BackendError, BackupError, NotFoundError, UnavailableError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import StreamConfig
@@ -69,7 +68,7 @@ class RestoredStream(Struct, frozen=True, kw_only=True):
 
 
 async def restore_set(
-    app: App,
+    admin: Admin,
     found: BackupSet,
     *,
     storage: str | None = None,
@@ -79,15 +78,15 @@ async def restore_set(
 ) -> list[RestoredStream]:
     """Restore a set, or go on where a restore of it ended.
 
-    Inside of `async with app:`. Raises `BackupError`, with nothing touched, where a member is missing or damaged, or a
+    Raises `BackupError`, with nothing touched, where a member is missing or damaged, or a
     stream exists that is none of the set's; as `restore` does otherwise. What was begun stays marked then: repeat it.
     """
     changes = {"storage": storage, "num_replicas": replicas}
     wanted = {field: value for field, value in changes.items() if value is not None}
     backups = sets.members(found)
     for backup in backups:
-        await require_restorable(app, backup, dict(backup.config) | wanted, identities)
-    restoring = _Restoring(app, found, {backup.stream: dict(backup.config) | wanted for backup in backups})
+        await require_restorable(admin, backup, dict(backup.config) | wanted, identities)
+    restoring = _Restoring(admin, found, {backup.stream: dict(backup.config) | wanted for backup in backups})
     await restoring.begin()
     for backup in reversed(backups):  # the origin of a mirror before the mirror
         if not await restoring.is_whole(backup.stream):
@@ -102,10 +101,9 @@ async def restore_set(
 class _Restoring:
     """The streams of one set on a server, and how far each of them is."""
 
-    def __init__(self, app: App, found: BackupSet, configs: Mapping[str, dict[str, Any]]) -> None:
-        self._app = app
-        self._backend = app.session.backend
-        self._server = app.session.backend.administration()
+    def __init__(self, admin: Admin, found: BackupSet, configs: Mapping[str, dict[str, Any]]) -> None:
+        self._admin = admin
+        self._server = admin.administration()
         self._set = found
         self._whole, self._held = (f"{what}, {OF_SET}{found.id}" for what in ("whole", "empty"))
         self._configs = configs
@@ -142,15 +140,15 @@ class _Restoring:
     async def send(self, backup: Backup, identities: Identities | None, progress: Progress) -> None:
         """Replace what stands for a stream by what its backup holds, and say of it that it is whole."""
         stream = backup.stream
-        await self._backend.delete_stream(stream)
+        await self._admin.delete_stream(stream)
         try:
-            await upload(self._app, backup, self._configs[stream], identities, progress, stays_unfinished=True)
+            await upload(self._admin, backup, self._configs[stream], identities, progress, stays_unfinished=True)
             positions = self._set.written.positions.get(stream, {})
             for consumer in await self._durables(backup, identities):
                 await self._take_back(stream, consumer, positions.get(consumer, 0) + 1)
-            info = await self._backend.stream_info(stream)
+            info = await self._admin.stream_info(stream)
             metadata = {**info.config.metadata, UNFINISHED: self._whole}
-            await self._backend.update_stream({**info.config, "metadata": metadata})
+            await self._admin.update_stream({**info.config, "metadata": metadata})
         except BaseException:
             with anyio.CancelScope(shield=True):
                 if await self._info(stream) is None:
@@ -159,7 +157,7 @@ class _Restoring:
 
     async def describe(self, backup: Backup, identities: Identities | None) -> RestoredStream:
         """Return what there is of a stream, and where its consumers go on."""
-        info = await self._backend.stream_info(backup.stream)
+        info = await self._admin.stream_info(backup.stream)
         consumers = await self._consumers(backup.stream)
         stored = await anyio.to_thread.run_sync(consumer_entries.read, backup, identities)
         return RestoredStream(
@@ -171,7 +169,7 @@ class _Restoring:
 
     async def _consumers(self, stream: str) -> list[ConsumerInfo]:
         """Return those that outlive their readers."""
-        return [each for each in await self._backend.consumers(stream) if each.durable]
+        return [each for each in await self._admin.consumers(stream) if each.durable]
 
     async def _goes_on(self, stream: str, consumer: ConsumerInfo, stored: StoredConsumer | None) -> GoesOn:
         ahead = consumer.num_pending + consumer.num_ack_pending
@@ -179,7 +177,7 @@ class _Restoring:
         if stored is not None:
             filters = consumer.config.filters
             with suppress(BackendError):  # a work queue has no further reader
-                undelivered = await self._backend.count(
+                undelivered = await self._admin.count(
                     stream, filter_subjects=filters, start_sequence=stored.state.delivered.stream_seq + 1
                 )
                 new = undelivered + len(stored.state.pending or {})
@@ -190,7 +188,7 @@ class _Restoring:
         """Give a whole stream its subjects, and take its mark away."""
         info = await self._info(stream)
         if info is not None and metadata.is_unfinished(info.config):
-            await self._server.api(f"STREAM.UPDATE.{stream}", self._configs[stream])
+            await self._admin.update_stream(self._configs[stream])
 
     async def _durables(self, backup: Backup, identities: Identities | None) -> list[str]:
         """Return the names of the consumers that are to be taken back. A list of the server lacks those of which it
@@ -206,7 +204,7 @@ class _Restoring:
         deadline = anyio.current_time() + CONSUMER_SECONDS
         while True:
             try:
-                await self._backend.reset_consumer(stream, consumer, sequence=sequence)
+                await self._admin.reset_consumer(stream, consumer, sequence=sequence)
                 return
             except (UnavailableError, NotFoundError) as error:  # it is about to be made, or to elect its leader
                 if anyio.current_time() > deadline:
@@ -243,7 +241,7 @@ class _Restoring:
 
     async def _info(self, stream: str) -> StreamInfo | None:
         try:
-            return await self._backend.stream_info(stream)
+            return await self._admin.stream_info(stream)
         except NotFoundError:
             return None
 

@@ -23,7 +23,8 @@ import anyio.to_thread
 import structlog
 from msgspec import Struct
 
-from aviso_workers.app import App
+from aviso_workers.backends import Admin
+from aviso_workers.config import Config
 from aviso_workers.errors import BackendError, BackupError
 from aviso_workers.ops.backups import chains, sets
 from aviso_workers.ops.backups.creating import Made, named_streams
@@ -39,8 +40,8 @@ log = structlog.get_logger("aviso_workers")
 AGAIN_SECONDS = 60.0
 """After what failed, unless backups are made more often."""
 
-Connect = Callable[[], AbstractAsyncContextManager[App]]
-Make = Callable[[App, str, Spool | None], Awaitable[Made]]
+Connect = Callable[[], AbstractAsyncContextManager[Admin]]
+Make = Callable[[Admin, str, Spool | None], Awaitable[Made]]
 """Makes one backup of a stream, with what an earlier snapshot of it had."""
 
 
@@ -60,10 +61,10 @@ class Schedule(Struct, frozen=True, kw_only=True):
         return min(AGAIN_SECONDS, self.every_seconds)
 
 
-async def keep_backing_up(schedule: Schedule, connect: Connect, make: Make) -> None:
+async def keep_backing_up(schedule: Schedule, config: Config, connect: Connect, make: Make) -> None:
     """Back up what is due, and wait, until it is cancelled. Each round has a connection of its own."""
     log.info("backup.schedule_started", directory=str(schedule.to), every_seconds=schedule.every_seconds)
-    scheduled = _Streams(schedule, make) if schedule.names else _Set(schedule, make)
+    scheduled = _Streams(schedule, config, make) if schedule.names else _Set(schedule, make)
     while True:
         wait_seconds = await _round(schedule, connect, scheduled)
         await anyio.sleep(max(0.0, wait_seconds))  # one that took longer than the interval is due again at once
@@ -73,8 +74,8 @@ async def _round(schedule: Schedule, connect: Connect, scheduled: _Streams | _Se
     """Back up what is due; returns in how many seconds something is due again."""
     try:
         with exclusive(schedule.to):
-            async with connect() as app:
-                return await scheduled.back_up(app)
+            async with connect() as admin:
+                return await scheduled.back_up(admin)
     except BlockingIOError:
         log.info("backup.left_to_another", directory=str(schedule.to))
     except (BackendError, BackupError) as error:
@@ -85,8 +86,9 @@ async def _round(schedule: Schedule, connect: Connect, scheduled: _Streams | _Se
 class _Streams:
     """Backups of single streams, each of which is due by itself."""
 
-    def __init__(self, schedule: Schedule, make: Make) -> None:
+    def __init__(self, schedule: Schedule, config: Config, make: Make) -> None:
         self._schedule = schedule
+        self._config = config
         self._make = make
 
     def newest(self, stream: str | None = None) -> datetime | None:
@@ -94,16 +96,16 @@ class _Streams:
         to = self._schedule.to
         return chains.newest(to / stream if stream else to, stream=stream)
 
-    async def back_up(self, app: App) -> float:
+    async def back_up(self, admin: Admin) -> float:
         """Back up the streams that are due; return in how many seconds one is due again."""
-        names = await named_streams(app, self._schedule.names)
-        return min([await self._back_up(app, each) for each in names])
+        names = await named_streams(admin, self._config, self._schedule.names)
+        return min([await self._back_up(admin, each) for each in names])
 
-    async def _back_up(self, app: App, stream: str) -> float:
+    async def _back_up(self, admin: Admin, stream: str) -> float:
         if (wait := await self._due_in(stream)) > 0:
             return wait
         try:
-            made = await self._make(app, stream, None)
+            made = await self._make(admin, stream, None)
             _say_made(stream, made)
             await _prune(self._schedule, stream)
         except (BackendError, BackupError) as error:  # the others are backed up all the same
@@ -129,7 +131,7 @@ class _Set:
         found = sets.newest(self._schedule.to, until=datetime.now(UTC))
         return found.written.made if found else None
 
-    async def back_up(self, app: App) -> float:
+    async def back_up(self, admin: Admin) -> float:
         """Make a set if one is due; return in how many seconds one is due again.
 
         Raises what cannot be mended by another attempt, as a key that cannot be used, and what no set can be begun for.
@@ -138,11 +140,11 @@ class _Set:
             return wait
 
         async def back_up(stream: str, earlier: Spool | None) -> Backup:
-            made = await self._make(app, stream, earlier)
+            made = await self._make(admin, stream, earlier)
             _say_made(stream, made)
             return made.backup
 
-        made = await create_set(app, self._schedule.to, back_up, encrypted=self._schedule.encrypted)
+        made = await create_set(admin, self._schedule.to, back_up, encrypted=self._schedule.encrypted)
         if made.file is None:
             return self._failed_again(made)
         self._again_seconds = self._schedule.again_seconds

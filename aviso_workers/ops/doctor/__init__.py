@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct, structs
 
-from aviso_workers.app import App
+from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.ops.doctor import durability, facts, judging
 from aviso_workers.ops.doctor.checks import CHECKS
@@ -46,12 +46,12 @@ def hurried(config: Config) -> Config:
     return structs.replace(config, notification_backend=structs.replace(backend, jetstream=jetstream))
 
 
-async def examine(app: App, scope: Scope) -> Report:
+async def examine(admin: Admin, config: Config, scope: Scope) -> Report:
     """Ask and judge. `app` is connected, and only its configuration counts. Changes nothing.
 
     Raises `RefusedError` where the backend is no server, `UnavailableError` where the connection is lost.
     """
-    found = await facts.gather(app, scope)
+    found = await facts.gather(admin, config, scope)
     return Report(
         server=f"{found.server.name} {found.server.ver}",
         results=tuple(judging.judge(CHECKS, found)),

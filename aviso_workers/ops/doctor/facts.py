@@ -21,8 +21,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from msgspec import Struct, structs
 
 from aviso_workers.agents import Agent
-from aviso_workers.app import App
-from aviso_workers.backends import Administration, Heard
+from aviso_workers.backends import Admin, Administration, Heard
 from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
 from aviso_workers.engine.consumer_records import ConsumerRecord
@@ -142,12 +141,12 @@ class Facts(Struct, frozen=True, kw_only=True):
         return {name: stream for name, stream in self.configured_streams.items() if name in of_events}
 
 
-async def gather(app: App, scope: Scope) -> Facts:
+async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
     """Ask for everything. `app` is connected, and only its configuration counts.
 
     Raises `RefusedError` where the backend is no server, `UnavailableError` where the connection is lost.
     """
-    asking = _Asking(app.session.backend.administration())
+    asking = _Asking(admin.administration())
     server = await asking.server()
     before = after = Sample()
     elapsed = scope.seconds
@@ -158,7 +157,7 @@ async def gather(app: App, scope: Scope) -> Facts:
             await anyio.sleep(scope.seconds)
             elapsed = time.monotonic() - sampled
             after = await asking.sample()
-    once = await _ask_once(app, asking, after, server, scope)
+    once = await _ask_once(admin, config, asking, after, server, scope)
     unknown = asking.unknown
     if scope.agents is None:
         unknown["agents"] = "which agents is not known: say --app MODULE:APP"
@@ -167,12 +166,12 @@ async def gather(app: App, scope: Scope) -> Facts:
     return Facts(
         now=datetime.now(UTC),
         scope=scope,
-        config=app.config,
+        config=config,
         server=server,
         before=before,
         after=after,
         elapsed_seconds=elapsed,
-        plans=_plans(app.config, after.streams),
+        plans=_plans(config, after.streams),
         heard=tuple(heard),
         letters=once.letters,
         given_up=once.given_up,
@@ -183,7 +182,7 @@ async def gather(app: App, scope: Scope) -> Facts:
         links=once.links,
         backups=await anyio.to_thread.run_sync(_backups, scope.backups) if scope.backups else {},
         unknown=unknown,
-        server_certificate=app.session.backend.administration().server_certificate,
+        server_certificate=admin.administration().server_certificate,
     )
 
 
@@ -199,27 +198,29 @@ class _Once(Struct):
     deaf: Mapping[str, str] = {}
 
 
-async def _ask_once(app: App, asking: _Asking, after: Sample, server: Server, scope: Scope) -> _Once:
+async def _ask_once(
+    admin: Admin, config: Config, asking: _Asking, after: Sample, server: Server, scope: Scope
+) -> _Once:
     """Ask side by side, so that those who do not answer are waited for at the same time."""
     found = _Once()
 
     async def letters() -> None:
-        found.letters = await asking.ask("letters", lambda: observing.dead_letters(app)) or {}
+        found.letters = await asking.ask("letters", lambda: observing.dead_letters(admin)) or {}
 
     async def given_up() -> None:
-        found.given_up = await asking.ask("letters", lambda: observing.given_up(app)) or {}
+        found.given_up = await asking.ask("letters", lambda: observing.given_up(admin)) or {}
 
     async def records() -> None:
-        found.records = await asking.ask("records", lambda: observing.records(app)) or {}
+        found.records = await asking.ask("records", lambda: observing.records(admin)) or {}
 
     async def run_alone() -> None:
-        found.run_alone = tuple(await asking.ask("records", lambda: observing.run_alone(app, after.streams)) or ())
+        found.run_alone = tuple(await asking.ask("records", lambda: observing.run_alone(admin, after.streams)) or ())
 
     async def links() -> None:
-        found.links = tuple(await asking.ask("streams", Mirrors(app).links, within=LISTING_SECONDS) or ())
+        found.links = tuple(await asking.ask("streams", Mirrors(admin).links, within=LISTING_SECONDS) or ())
 
     async def monitored() -> None:
-        urls = monitoring.urls(app.config, scope.monitors)
+        urls = monitoring.urls(config, scope.monitors)
         found.monitored, found.deaf = await asking.monitored(urls, named=bool(scope.monitors), of=server)
 
     async with anyio.create_task_group() as tasks:

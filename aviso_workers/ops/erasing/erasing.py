@@ -21,9 +21,9 @@ import msgspec
 from msgspec import Struct, structs
 
 from aviso_workers import topics
-from aviso_workers.app import App
-from aviso_workers.backends import StreamInfo
+from aviso_workers.backends import Admin, StreamInfo
 from aviso_workers.codec import Message
+from aviso_workers.config import Config
 from aviso_workers.engine import deferring
 from aviso_workers.errors import (
     InvalidNotificationError,
@@ -101,7 +101,8 @@ class Eraser:
 
     def __init__(
         self,
-        app: App,
+        admin: Admin,
+        config: Config,
         event_type: str,
         *,
         where: Mapping[str, Any] | None = None,
@@ -112,9 +113,9 @@ class Eraser:
             raise InvalidNotificationError(
                 "say which notifications to erase, by KEY=VALUE or by their id; `streams wipe` removes all of them"
             )
-        self._backend = app.session.backend
-        name = event_type_of(app, event_type)
-        self._wanted = Wanted(name, app.config.notification_schema[name], where=where or {}, sequence=sequence)
+        self._admin = admin
+        name = event_type_of(config, event_type)
+        self._wanted = Wanted(name, config.notification_schema[name], where=where or {}, sequence=sequence)
         self._keys = [parse_key(key) for key in keys]
         self._known: dict[str, dict[int, int]] = {}
         """By stream, the sequences and store times of what has been found so far, also of what is erased by now."""
@@ -134,7 +135,7 @@ class Eraser:
 
     async def survey(self) -> Survey:
         """Look for them, without a change. Raises `BackendError`."""
-        infos = {name: await self._backend.stream_info(name) for name in await self._backend.stream_names()}
+        infos = {name: await self._admin.stream_info(name) for name in await self._admin.stream_names()}
         found: dict[str, Finding] = {}
         await self._look_into_ours(infos, found)
         await self._look_into_copies(infos, found)
@@ -147,7 +148,7 @@ class Eraser:
             if stream in infos and infos[stream].behind:
                 unreached.append(_lagging(stream, infos[stream].behind))
         if self._suspects is None:
-            self._suspects = tuple(await suspects(self._backend, infos, self._values))
+            self._suspects = tuple(await suspects(self._admin, infos, self._values))
         return Survey(findings=findings, unreached=tuple(unreached), suspects=self._suspects)
 
     async def erase(self, survey: Survey, *, audit: Path, progress: Progress = ignore) -> Survey:
@@ -168,7 +169,7 @@ class Eraser:
         found, left, pace = survey, survey, deleting.Pace()
         for _ in range(ROUNDS):
             for finding in reversed(_reachable(found)):  # copies before what they are recognised by
-                await deleting.delete(self._backend, finding.stream, finding.sequences, pace=pace, progress=progress)
+                await deleting.delete(self._admin, finding.stream, finding.sequences, pace=pace, progress=progress)
             left = await self._survey_again()
             if not _reachable(found := left):
                 break
@@ -241,7 +242,7 @@ class Eraser:
         for name in infos.keys() - found.keys():
             if name.startswith(NO_NOTIFICATIONS):
                 continue
-            if await self._backend.subject_counts(name, subject=wanted.subjects):
+            if await self._admin.subject_counts(name, subject=wanted.subjects):
                 await self._add(found, name, f"messages of {wanted.subjects}", wanted.kept_in(name, known))
 
     async def _add_counted(
@@ -253,7 +254,7 @@ class Eraser:
         """
         last = await self._add(found, stream, what, matches)
         for _ in range(ROUNDS):
-            counts = [await self._backend.subject_counts(stream, subject=each) for each in filters]
+            counts = [await self._admin.subject_counts(stream, subject=each) for each in filters]
             counted = sum(
                 count
                 for each in counts
@@ -272,7 +273,7 @@ class Eraser:
 
     async def _add(self, found: dict[str, Finding], stream: str, what: str, matches: Matches, *, after: int = 0) -> int:
         """Add what matches after a sequence; returns the one up to which the stream was read."""
-        last = (await self._backend.stream_info(stream)).last_sequence
+        last = (await self._admin.stream_info(stream)).last_sequence
         messages = dict(found[stream].messages) if stream in found else {}
         async for message in self._messages(stream, after, last):
             if matches(message):
@@ -295,9 +296,7 @@ class Eraser:
 
     async def _messages(self, stream: str, after: int, last: int) -> AsyncIterator[Message]:
         filters = topics.filter_subjects(self._wanted.where) if stream == self._wanted.stream else ()
-        reading = self._backend.read_chunks(
-            stream, filter_subjects=filters, start_sequence=after + 1, last_sequence=last
-        )
+        reading = self._admin.read_chunks(stream, filter_subjects=filters, start_sequence=after + 1, last_sequence=last)
         async with aclosing(reading):
             async for chunk in reading:
                 for message in chunk:
@@ -319,7 +318,7 @@ class Eraser:
         """Wait until the replicas have done what their leaders did, or for so long as they may take for it."""
         with anyio.move_on_after(CATCH_UP_SECONDS):
             for stream in [stream for stream, known in self._known.items() if known]:
-                while (await self._backend.stream_info(stream)).behind:  # noqa: ASYNC110 - no server tells of it
+                while (await self._admin.stream_info(stream)).behind:  # noqa: ASYNC110 - no server tells of it
                     await anyio.sleep(LOOK_SECONDS)
 
     def _findings(self) -> list[Finding]:

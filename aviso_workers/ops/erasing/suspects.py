@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from aviso_workers.backends import Backend, Message, StreamInfo
+from aviso_workers.backends import Admin, Message, StreamInfo
 from aviso_workers.codec import UNREADABLE_JSON
 from aviso_workers.engine import consumer_records, failing, scheduling, tabling
 from aviso_workers.errors import BackendError, InvalidNotificationError, NotFoundError
@@ -46,15 +46,15 @@ class Suspect(Struct, frozen=True, kw_only=True):
     """Why it could not be looked through; empty where it was."""
 
 
-async def suspects(backend: Backend, infos: Mapping[str, StreamInfo], values: Iterable[str]) -> list[Suspect]:
+async def suspects(admin: Admin, infos: Mapping[str, StreamInfo], values: Iterable[str]) -> list[Suspect]:
     """Return all that hold any key, by name."""
     wanted = {value for value in values if value}
     found = []
     for stream in sorted(infos):
         if stream.startswith(BUCKET) and not _holds_positions_only(stream.removeprefix(BUCKET)):
-            found.append(await _bucket(backend, stream.removeprefix(BUCKET), wanted))
+            found.append(await _bucket(admin, stream.removeprefix(BUCKET), wanted))
         elif stream == tabling.COUNTERS:
-            found += await _counters(backend, wanted)
+            found += await _counters(admin, wanted)
     return [suspect for suspect in found if suspect.keys or suspect.unread]
 
 
@@ -82,12 +82,12 @@ def subject_of_key(infos: Mapping[str, StreamInfo], holder: str, key: str) -> tu
     raise NotFoundError(f"no bucket {holder!r}, and no counter")
 
 
-async def _bucket(backend: Backend, bucket: str, values: set[str]) -> Suspect:
+async def _bucket(admin: Admin, bucket: str, values: set[str]) -> Suspect:
     kind: Kind = "table" if "__" in bucket else "windows" if "_windows_" in bucket else "bucket"
     newest: dict[str, bool] = {}
     named: set[str] = set()
     try:
-        async for message in _messages(backend, f"{BUCKET}{bucket}"):
+        async for message in _messages(admin, f"{BUCKET}{bucket}"):
             key = message.subject.removeprefix(f"{OF_KEYS}{bucket}.")
             if kind == "windows" and key.startswith("="):
                 continue  # how far time has come, of all keys
@@ -99,10 +99,10 @@ async def _bucket(backend: Backend, bucket: str, values: set[str]) -> Suspect:
     return Suspect(kind=kind, name=bucket, keys=sum(newest.values()), named=tuple(sorted(named)))
 
 
-async def _counters(backend: Backend, values: set[str]) -> list[Suspect]:
+async def _counters(admin: Admin, values: set[str]) -> list[Suspect]:
     keys: dict[str, set[str]] = {}
     try:
-        subjects = await backend.subject_counts(tabling.COUNTERS, subject=f"{tabling.COUNTERS_SUBJECT}.>")
+        subjects = await admin.subject_counts(tabling.COUNTERS, subject=f"{tabling.COUNTERS_SUBJECT}.>")
     except BackendError as error:
         return [Suspect(kind="counter", name="all counters", keys=0, unread=str(error))]
     for subject in subjects:
@@ -125,9 +125,9 @@ def _holds_positions_only(bucket: str) -> bool:
     return bucket == consumer_records.BUCKET or ("__" not in bucket and bucket.endswith(endings))
 
 
-async def _messages(backend: Backend, stream: str) -> AsyncIterator[Message]:
-    last = (await backend.stream_info(stream)).last_sequence
-    reading = backend.read_chunks(stream, filter_subjects=(), start_sequence=1, last_sequence=last)
+async def _messages(admin: Admin, stream: str) -> AsyncIterator[Message]:
+    last = (await admin.stream_info(stream)).last_sequence
+    reading = admin.read_chunks(stream, filter_subjects=(), start_sequence=1, last_sequence=last)
     async with aclosing(reading):
         async for chunk in reading:
             for message in chunk:

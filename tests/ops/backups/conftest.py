@@ -30,7 +30,7 @@ class Site:
 
     @property
     def server(self) -> Administration:
-        return self.app.session.backend.administration()
+        return self.app.session.admin.administration()
 
     async def fill(self, count: int) -> None:
         """So many notifications of `mars`, whose bytes do not compress to nothing."""
@@ -84,10 +84,10 @@ class Site:
         assert found == count
 
     async def streams(self) -> list[str]:
-        return await self.app.session.backend.stream_names()
+        return await self.app.session.admin.stream_names()
 
     async def delete(self, stream: str = "MARS") -> None:
-        await self.app.session.backend.delete_stream(stream)
+        await self.app.session.admin.delete_stream(stream)
 
 
 class Original(Struct, frozen=True):
@@ -115,7 +115,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
             await site.add_consumers()
             await app.session.backend.delete_message("MARS", STORED // 2)
             account = await site.account()
-            return Original(await backups.create(app, "MARS", directory / "backups"), account)
+            return Original(await backups.create(app.session.admin, "MARS", directory / "backups"), account)
 
     with NatsServer.start(store_dir=directory / "jetstream") as server:
         return anyio.run(make, server.url)

@@ -39,53 +39,53 @@ async def test_a_chain_restores_the_stream_and_its_consumers(site: Site, tmp_pat
     identities = key.identities if encrypted else None
     await site.fill(500)
     await site.add_consumers()
-    full = await backups.create(site.app, "MARS", tmp_path, **keys)
+    full = await backups.create(site.app.session.admin, "MARS", tmp_path, **keys)
     accounts = [await site.account()]
     for step in (1, 2):
         await site.fill(20)
         await site.app.session.backend.delete_message("MARS", 100 * step)
         await site.app.session.backend.delete_message("MARS", 500 + step)
         await acknowledge(site, 5)
-        made = await backups.create_next(site.app, "MARS", tmp_path, **keys)
+        made = await backups.create_next(site.app.session.admin, "MARS", tmp_path, **keys)
         accounts.append(await site.account())
         assert (made.full_because, made.backup.size < full.size / 4) == ("", True)
     links = backups.find(tmp_path)
     assert [link.previous is None for link in links] == [True, False, False]
-    assert (await backups.drill(site.app, links[-1], identities=identities)).differences == []
+    assert (await backups.drill(site.app.session.admin, links[-1], identities=identities)).differences == []
     for link, account in zip(links, accounts, strict=True):
         await site.delete()
-        await backups.restore(site.app, link, identities=identities)
+        await backups.restore(site.app.session.admin, link, identities=identities)
         assert await site.account() == account, link.directory
     assert (await site.app.notify("mars", {"class": "od", "step": 1})).sequence == 541
 
 
 async def test_a_stream_that_was_made_again_gets_a_full_backup(site: Site, tmp_path: Path) -> None:
     await site.fill(5)
-    first = await backups.create(site.app, "MARS", tmp_path)
+    first = await backups.create(site.app.session.admin, "MARS", tmp_path)
     await site.delete()
     await site.fill(3)
     with pytest.raises(StreamReplacedError, match=r"has 3 as its last sequence, and .* has 5"):
-        await backups.create(site.app, "MARS", tmp_path, since=first)
+        await backups.create(site.app.session.admin, "MARS", tmp_path, since=first)
     await site.fill(3)
     with pytest.raises(StreamReplacedError, match="MARS: message 1 is another one"):
-        await backups.create(site.app, "MARS", tmp_path, since=first)
+        await backups.create(site.app.session.admin, "MARS", tmp_path, since=first)
     assert backups.find(tmp_path) == [first], "nothing of the increment stays"
-    made = await backups.create_next(site.app, "MARS", tmp_path)
+    made = await backups.create_next(site.app.session.admin, "MARS", tmp_path)
     assert (made.backup.previous, "message 1 is another one" in made.full_because) == (None, True)
     await site.delete()
-    assert (await backups.restore(site.app, made.backup)).state["messages"] == 6
+    assert (await backups.restore(site.app.session.admin, made.backup)).state["messages"] == 6
 
 
 async def test_a_full_backup_is_made_where_no_increment_can_be(site: Site, tmp_path: Path) -> None:
     await site.fill(5)
-    first = await backups.create_next(site.app, "MARS", tmp_path)
+    first = await backups.create_next(site.app.session.admin, "MARS", tmp_path)
     assert first.full_because == "there is none before it"
     data = bytearray(first.backup.archive.read_bytes())
     data[-20] ^= 1
     first.backup.archive.write_bytes(data)
-    second = await backups.create_next(site.app, "MARS", tmp_path)
+    second = await backups.create_next(site.app.session.admin, "MARS", tmp_path)
     assert f"{first.backup.directory} is damaged" in second.full_because
-    third = await backups.create_next(site.app, "MARS", tmp_path, full_every_seconds=0)
+    third = await backups.create_next(site.app.session.admin, "MARS", tmp_path, full_every_seconds=0)
     assert "the last full one is of" in third.full_because
     assert backups.verify(third.backup)
 
@@ -97,20 +97,20 @@ async def test_where_the_server_gives_up_meanwhile_a_full_backup_is_tried(
         raise UnavailableError("snapshot of MARS: No Flow Response")
 
     await site.fill(5)
-    await backups.create(site.app, "MARS", tmp_path)
+    await backups.create(site.app.session.admin, "MARS", tmp_path)
     monkeypatch.setattr(increments, "encode", give_up)
-    made = await backups.create_next(site.app, "MARS", tmp_path)
+    made = await backups.create_next(site.app.session.admin, "MARS", tmp_path)
     assert (made.backup.previous, made.full_because) == (None, "snapshot of MARS: No Flow Response")
 
 
 async def test_an_increment_does_not_show_what_the_backup_before_encrypts(site: Site, tmp_path: Path) -> None:
     key = Key(tmp_path / "key.txt")
     await site.fill(5)
-    await backups.create(site.app, "MARS", tmp_path, encrypt_to=[key.public])
+    await backups.create(site.app.session.admin, "MARS", tmp_path, encrypt_to=[key.public])
     with pytest.raises(BackupError, match="say to whom the increment is"):
-        await backups.create_next(site.app, "MARS", tmp_path, identities=key.identities)
+        await backups.create_next(site.app.session.admin, "MARS", tmp_path, identities=key.identities)
     with pytest.raises(BackupError, match="say which keys open it"):
-        await backups.create_next(site.app, "MARS", tmp_path, encrypt_to=[key.public])
+        await backups.create_next(site.app.session.admin, "MARS", tmp_path, encrypt_to=[key.public])
     assert len(backups.find(tmp_path)) == 1
 
 
@@ -119,7 +119,7 @@ async def test_what_left_at_the_beginning_is_read_before_the_server_waits(
 ) -> None:
     """A server gives a snapshot up for which nobody asks for 5 seconds, and to read on may take longer."""
     await site.fill(10)
-    first = await backups.create(site.app, "MARS", tmp_path)
+    first = await backups.create(site.app.session.admin, "MARS", tmp_path)
     await site.server.api("STREAM.PURGE.MARS", {"seq": 8})
     seen: list[int | str] = []
     read, snapshot = archive.entries, snapshots.snapshot
@@ -135,7 +135,7 @@ async def test_what_left_at_the_beginning_is_read_before_the_server_waits(
 
     monkeypatch.setattr(archive, "entries", noted)
     monkeypatch.setattr(snapshots, "snapshot", asked)
-    made = await backups.create(site.app, "MARS", tmp_path, since=first)
+    made = await backups.create(site.app.session.admin, "MARS", tmp_path, since=first)
     assert seen[: seen.index("snapshot")] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     contents = backups.verify(made)
     assert contents is not None
@@ -147,9 +147,9 @@ async def test_a_server_that_waits_for_what_takes_long_gets_padding(
 ) -> None:
     """It gives a restore up to which nothing comes for 5 seconds, and to read over what is gone may take longer."""
     await site.fill(300)
-    full = await backups.create(site.app, "MARS", tmp_path)
+    full = await backups.create(site.app.session.admin, "MARS", tmp_path)
     await site.fill(1)
-    made = await backups.create(site.app, "MARS", tmp_path, since=full)
+    made = await backups.create(site.app.session.admin, "MARS", tmp_path, since=full)
     account = await site.account()
     await site.delete()
     sent: list[bytes] = []
@@ -165,7 +165,7 @@ async def test_a_server_that_waits_for_what_takes_long_gets_padding(
             return sent[-1]
 
     monkeypatch.setattr(prefetch, "Prefetch", Slow)
-    await backups.restore(site.app, made)
+    await backups.restore(site.app.session.admin, made)
     assert sent.count(s2.PADDING) >= 2
     assert await site.account() == account
 
@@ -177,28 +177,30 @@ async def test_what_was_read_beside_a_snapshot_is_the_same_in_the_next_one(site:
     for n in range(10):
         await site.put(f"mars.od.{n}", b"x" * n, ttl="1h" if n % 3 == 0 else "")
         await site.server.request(f"mars.rd.{n}", b"without headers")
-    first = await backups.create(site.app, "MARS", tmp_path)
+    first = await backups.create(site.app.session.admin, "MARS", tmp_path)
     with chains.opened_own_entries(first, None) as entries:
         stored = [entry.raw for entry in entries if entry.sequence]
     for read in (stream_pairs.read, completing._one_by_one):
-        assert [completing._encoded(each) async for each in read(site.app, "MARS", after=0, last=20)] == stored
+        assert [
+            completing._encoded(each) async for each in read(site.app.session.admin, "MARS", after=0, last=20)
+        ] == stored
     await site.put("mars.od.3", b"again")
-    made, account = await backups.create_next(site.app, "MARS", tmp_path), await site.account()
+    made, account = await backups.create_next(site.app.session.admin, "MARS", tmp_path), await site.account()
     await site.delete()
-    await backups.restore(site.app, made.backup)
+    await backups.restore(site.app.session.admin, made.backup)
     assert (made.full_because, await site.account()) == ("", account)
 
 
 async def test_what_lies_elsewhere_is_no_backup_before(site: Site, tmp_path: Path) -> None:
     await site.fill(5)
-    elsewhere = await backups.create(site.app, "MARS", tmp_path / "elsewhere")
+    elsewhere = await backups.create(site.app.session.admin, "MARS", tmp_path / "elsewhere")
     with pytest.raises(BackupError, match=r"does not lie in .*here/MARS"):
-        await backups.create(site.app, "MARS", tmp_path / "here", since=elsewhere)
+        await backups.create(site.app.session.admin, "MARS", tmp_path / "here", since=elsewhere)
 
 
 async def test_the_backups_before_an_increment_stay_while_it_is_made(site: Site, tmp_path: Path) -> None:
     await site.fill(5)
-    first = await backups.create(site.app, "MARS", tmp_path)
+    first = await backups.create(site.app.session.admin, "MARS", tmp_path)
     held: list[bool] = []
 
     def look(_: int) -> None:
@@ -208,6 +210,6 @@ async def test_the_backups_before_an_increment_stay_while_it_is_made(site: Site,
         except BlockingIOError:
             held.append(True)
 
-    await backups.create(site.app, "MARS", tmp_path, since=first, progress=look)
+    await backups.create(site.app.session.admin, "MARS", tmp_path, since=first, progress=look)
     assert held
     assert all(held)

@@ -56,7 +56,7 @@ def by_another_program(backup: Backup) -> Backup:
 
 @pytest.mark.covers("001-05", "004-30")
 async def test_a_stream_is_restored_as_it_was(site: Site, original: Original) -> None:
-    restored = await backups.restore(site.app, original.backup)
+    restored = await backups.restore(site.app.session.admin, original.backup)
     assert restored.state == original.account["state"]
     assert await site.account() == original.account
     assert original.account["index"]["num_ack_pending"] == 3
@@ -86,7 +86,7 @@ def test_all_of_it_is_read_and_counted(original: Original) -> None:
 async def test_a_backup_by_the_nats_cli_is_restored(site: Site, original: Original, copied: Backup) -> None:
     theirs = by_another_program(copied)
     assert (theirs.record, backups.verify(theirs)) == (None, backups.verify(original.backup))
-    await backups.restore(site.app, theirs)
+    await backups.restore(site.app.session.admin, theirs)
     assert await site.account() == original.account
 
 
@@ -131,7 +131,7 @@ async def test_a_damaged_archive_is_refused(
     with pytest.raises(BackupError, match="is damaged"):
         backups.verify(backup)
     with pytest.raises(BackupError, match="is damaged"):
-        await backups.restore(site.app, backup)
+        await backups.restore(site.app.session.admin, backup)
     assert await site.streams() == []
 
 
@@ -142,7 +142,7 @@ async def test_a_changed_configuration_is_refused(site: Site, copied: Backup) ->
     with pytest.raises(BackupError, match=r"backup\.json has changed"):
         backups.verify(changed)
     with pytest.raises(BackupError, match=r"backup\.json has changed"):
-        await backups.restore(site.app, changed)
+        await backups.restore(site.app.session.admin, changed)
 
 
 def test_what_is_no_backup_is_told(copied: Backup, tmp_path: Path) -> None:
@@ -157,8 +157,8 @@ def test_what_is_no_backup_is_told(copied: Backup, tmp_path: Path) -> None:
 
 
 async def test_a_copy_stands_beside_the_original(site: Site, original: Original) -> None:
-    await backups.restore(site.app, original.backup)
-    await backups.restore(site.app, original.backup, name="OLD", storage="memory")
+    await backups.restore(site.app.session.admin, original.backup)
+    await backups.restore(site.app.session.admin, original.backup, name="OLD", storage="memory")
     copy = await site.account("OLD")
     assert (copy["config"]["subjects"], copy["config"]["storage"]) == (["OLD"], "memory")
     state = original.account["state"]
@@ -178,17 +178,17 @@ async def test_a_consumer_of_which_the_server_tells_nothing_is_an_error(
 
     monkeypatch.setattr(type(site.server), "pages", all_but_one)
     with pytest.raises(BackupError, match="MARS is restored, but not proven to have its consumers idle"):
-        await backups.restore(site.app, original.backup)
+        await backups.restore(site.app.session.admin, original.backup)
 
 
 async def test_a_stream_that_exists_is_not_restored_over(site: Site, original: Original) -> None:
     await site.fill(1)
     with pytest.raises(BackupError, match="MARS exists, with 1 messages: restore under another name"):
-        await backups.restore(site.app, original.backup)
+        await backups.restore(site.app.session.admin, original.backup)
     await site.delete()
     await site.server.api("STREAM.CREATE.OTHER", {"name": "OTHER", "subjects": ["mars.od.>"]})
     with pytest.raises(BackupError, match=r"OTHER has the subjects mars\.> of MARS"):
-        await backups.restore(site.app, original.backup)
+        await backups.restore(site.app.session.admin, original.backup)
     assert await site.streams() == ["OTHER"]
 
 
@@ -200,13 +200,13 @@ async def test_a_subject_that_is_taken_meanwhile_leaves_nothing(
 
     monkeypatch.setattr(restoring, "_make_room", see_no_other)
     with pytest.raises(RefusedError, match=r"STREAM\.UPDATE\.MARS: subjects overlap"):
-        await backups.restore(site.app, original.backup)
+        await backups.restore(site.app.session.admin, original.backup)
     assert await site.streams() == ["OTHER"]
 
 
 async def test_what_the_server_refuses_leaves_nothing(site: Site, original: Original) -> None:
     with pytest.raises(RefusedError, match="replicas > 1 not supported"):
-        await backups.restore(site.app, original.backup, replicas=3)
+        await backups.restore(site.app.session.admin, original.backup, replicas=3)
     assert await site.streams() == []
 
 
@@ -216,7 +216,7 @@ async def test_a_server_too_old_for_the_format_is_left_alone(
     monkeypatch.setattr(Connection, "server_version", (2, 14))
     for act in (backups.restore, backups.drill):
         with pytest.raises(RefusedError, match=r"2\.15 or newer is needed; this one is 2\.14"):
-            await act(site.app, original.backup)
+            await act(site.app.session.admin, original.backup)
     assert await site.streams() == []
 
 
@@ -231,10 +231,10 @@ async def test_a_cancelled_restore_leaves_nothing(site: Site, original: Original
             anyio.from_thread.run_sync(scope.cancel)
 
     with scope:
-        await backups.restore(site.app, original.backup, progress=cancel_later)
+        await backups.restore(site.app.session.admin, original.backup, progress=cancel_later)
     assert scope.cancelled_caught
     assert await site.streams() == []
-    await backups.restore(site.app, original.backup)
+    await backups.restore(site.app.session.admin, original.backup)
     assert await site.account() == original.account
 
 
@@ -271,9 +271,9 @@ def die_later(size):
 async def main():
     async with app:
         if act == "restore":
-            await backups.restore(app, backups.load(Path(sys.argv[2])), progress=die_later)
+            await backups.restore(app.session.admin, backups.load(Path(sys.argv[2])), progress=die_later)
         else:
-            await backups.create(app, "MARS", Path(sys.argv[2]), progress=die_later)
+            await backups.create(app.session.admin, "MARS", Path(sys.argv[2]), progress=die_later)
 
 anyio.run(main)
 """
@@ -291,12 +291,14 @@ async def test_what_a_killed_restore_left_is_marked_and_replaced(
     left = await site.account()
     assert metadata.is_unfinished(left["config"])
     assert (left["config"]["subjects"], left["state"]["messages"] < STORED - 1) == (["MARS"], True), left
-    [plan] = [plan for plan in await stream_policy.plans(site.app) if plan.stream == "MARS"]
+    [plan] = [
+        plan for plan in await stream_policy.plans(site.app.session.admin, site.app.config) if plan.stream == "MARS"
+    ]
     with pytest.raises(UnavailableError, match="MARS is being restored"):
         await site.app.session.provisioner.carry_out(plan)
     with pytest.raises(BackupError, match="MARS is what a restore left"):
-        await backups.create(site.app, "MARS", tmp_path)
-    await backups.restore(site.app, original.backup)
+        await backups.create(site.app.session.admin, "MARS", tmp_path)
+    await backups.restore(site.app.session.admin, original.backup)
     assert await site.account() == original.account
 
 
@@ -308,7 +310,7 @@ async def test_a_killed_backup_is_no_backup_and_is_swept_away(
     assert [path.name.startswith(".unfinished-") for path in (tmp_path / "MARS").iterdir()] == [True]
     assert backups.find(tmp_path) == []
     with Draft(tmp_path / "MARS" / "another's"):
-        made = await backups.create(site.app, "MARS", tmp_path)
+        made = await backups.create(site.app.session.admin, "MARS", tmp_path)
         left = {path.name for path in (tmp_path / "MARS").iterdir()} - {made.directory.name}
         assert len(left) == 1, "what is still being written stays"
 
@@ -327,7 +329,7 @@ def largest_file(size: int) -> Iterator[None]:
 async def test_a_full_disk_is_told_and_nothing_is_left(site: Site, tmp_path: Path) -> None:
     await site.fill(2_000)
     with largest_file(600_000), pytest.raises(BackupError, match=r"cannot write .*MARS.*nothing of it is kept"):
-        await backups.create(site.app, "MARS", tmp_path)
+        await backups.create(site.app.session.admin, "MARS", tmp_path)
     assert list((tmp_path / "MARS").iterdir()) == []
 
 
@@ -336,7 +338,7 @@ async def test_a_backup_that_breaks_off_is_told_and_nothing_is_left(
 ) -> None:
     await site.fill(20_000)
     with pytest.raises(UnavailableError, match="snapshot of MARS: the connection was lost"):
-        await backups.create(site.app, "MARS", tmp_path, progress=lambda size: nats_server.kill())
+        await backups.create(site.app.session.admin, "MARS", tmp_path, progress=lambda size: nats_server.kill())
     assert list((tmp_path / "MARS").iterdir()) == []
 
 
@@ -362,11 +364,11 @@ async def test_any_stream_is_backed_up_and_drilled(site: Site, tmp_path: Path, s
     if stated.get("sealed"):
         await site.server.api("STREAM.UPDATE.MARS", config | {"sealed": True})
     before = await site.account()
-    backup = await backups.create(site.app, "MARS", tmp_path)
-    assert (await backups.drill(site.app, backup)).differences == []
+    backup = await backups.create(site.app.session.admin, "MARS", tmp_path)
+    assert (await backups.drill(site.app.session.admin, backup)).differences == []
     assert await site.streams() == ["MARS"], "the scratch stream is gone"
     await site.delete()
-    await backups.restore(site.app, backup)
+    await backups.restore(site.app.session.admin, backup)
     assert await site.account() == before
 
 
@@ -375,9 +377,9 @@ async def test_a_drill_tells_what_is_not_as_it_was(site: Site, tmp_path: Path) -
     await site.server.api("STREAM.CREATE.MARS", config)
     await site.put("mars.1", b"stays")
     await site.put("mars.2", b"goes", ttl="1s")
-    backup = await backups.create(site.app, "MARS", tmp_path)
+    backup = await backups.create(site.app.session.admin, "MARS", tmp_path)
     await site.until_messages(1)
-    drilled = await backups.drill(site.app, backup)
+    drilled = await backups.drill(site.app.session.admin, backup)
     assert drilled.differences[0] == "messages: 2 in the backup, 1 restored"
 
 
@@ -388,11 +390,11 @@ async def test_a_cluster_takes_it_with_other_replicas_and_gives_it_back(original
         config = write_mars_config(tmp_path / "mars.yaml", nodes[0].url)
         async with App("tests", config=config) as app:
             site = Site(app)
-            await backups.restore(app, original.backup, replicas=3)
+            await backups.restore(app.session.admin, original.backup, replicas=3)
             account = await site.account()
             assert (account["config"]["num_replicas"], account["state"]) == (3, original.account["state"])
-            assert (await backups.drill(app, original.backup)).restored.messages == STORED - 1
-            again = await backups.create(app, "MARS", tmp_path)
+            assert (await backups.drill(app.session.admin, original.backup)).restored.messages == STORED - 1
+            again = await backups.create(app.session.admin, "MARS", tmp_path)
     finally:
         running.stop(tmp_path / "servers")
     contents, before = backups.verify(again), backups.verify(original.backup)
@@ -415,7 +417,7 @@ async def test_cleansed_of_notifications_it_restores_without_them(
     assert cleansed.record is not None
     assert (cleansed.record.cleansed is not None, cleansed.made) == (True, copied.made)
     assert [path.name for path in copied.directory.parent.iterdir() if "copied" in path.name] == ["copied"]
-    await backups.restore(site.app, cleansed)
+    await backups.restore(site.app.session.admin, cleansed)
     after = await site.account()
     assert (after["state"]["messages"], after["state"]["last_seq"]) == (STORED * 99 // 100, STORED)
     for consumer in ("index", "idle"):
@@ -431,7 +433,7 @@ async def test_nothing_of_a_cleansed_payload_is_left(site: Site, tmp_path: Path,
     await site.server.api("STREAM.CREATE.MARS", config)
     for subject, data in (("mars.ada", secret), ("mars.od", b"x"), ("mars.ada.address", secret * 3)):
         await site.put(subject, data)
-    backup = await backups.create(site.app, "MARS", tmp_path)
+    backup = await backups.create(site.app.session.admin, "MARS", tmp_path)
     assert secret in backup.archive.read_bytes()
     cleansed = backups.cleanse(backups.plan_cleanse(backup, backups.of_subject("mars.ada.>")))
     cleansed = backups.cleanse(backups.plan_cleanse(cleansed, backups.of_subject("mars.ada")))
@@ -439,18 +441,18 @@ async def test_nothing_of_a_cleansed_payload_is_left(site: Site, tmp_path: Path,
     assert sorted(path.name for path in files) == ["backup.json", "stream.arc.s2"]
     assert not any(b"Ada" in path.read_bytes() or b"mars.ada" in path.read_bytes() for path in files)
     await site.delete()
-    state = (await backups.restore(site.app, cleansed)).state
+    state = (await backups.restore(site.app.session.admin, cleansed)).state
     assert (state["messages"], state["first_seq"], state["last_seq"]) == (1, 2, 3)
     assert await site.put("mars.od", b"y") == 4
 
 
 async def test_cleansed_of_everything_it_restores_empty(site: Site, tmp_path: Path) -> None:
     await site.fill(10)
-    backup = await backups.create(site.app, "MARS", tmp_path)
+    backup = await backups.create(site.app.session.admin, "MARS", tmp_path)
     cleansed = backups.cleanse(backups.plan_cleanse(backup, backups.of_subject(">")))
     assert backups.verify(cleansed) is not None
     await site.delete()
-    assert (await backups.restore(site.app, cleansed)).state["messages"] == 0
+    assert (await backups.restore(site.app.session.admin, cleansed)).state["messages"] == 0
     assert (await site.app.notify("mars", {"class": "od", "step": 1})).sequence == 11
 
 
@@ -464,7 +466,7 @@ async def test_what_cannot_be_cleansed_is_told(site: Site, original: Original, c
 
 async def test_other_streams_are_not_cleansed_by_identifier(site: Site, tmp_path: Path) -> None:
     await site.server.api("STREAM.CREATE.OTHER", {"name": "OTHER", "subjects": ["other"]})
-    backup = await backups.create(site.app, "OTHER", tmp_path)
+    backup = await backups.create(site.app.session.admin, "OTHER", tmp_path)
     with pytest.raises(BackupError, match="OTHER: that is the stream of no configured event type: say --event, or --s"):
         backups.of_identifier(site.app.config, [backup], {"class": "od"})
 
@@ -472,7 +474,7 @@ async def test_other_streams_are_not_cleansed_by_identifier(site: Site, tmp_path
 async def test_a_backup_of_a_server_before_2_15(site: Site, tmp_path: Path) -> None:
     old = backups.load(OF_OLD_SERVER)
     assert backups.verify(old) is None
-    await backups.restore(site.app, old)
+    await backups.restore(site.app.session.admin, old)
     account = await site.account()
     assert {name: account["state"][name] for name in ("messages", "last_seq", "num_deleted")} == {
         "messages": 99,
@@ -484,28 +486,31 @@ async def test_a_backup_of_a_server_before_2_15(site: Site, tmp_path: Path) -> N
     with pytest.raises(BackupError, match=r"before 2\.15, and cannot be cleansed"):
         backups.plan_cleanse(old, backups.of_subject(">"))
     with pytest.raises(BackupError, match=r"before 2\.15"):
-        await backups.drill(site.app, old)
+        await backups.drill(site.app.session.admin, old)
     cut = backups.load(Path(shutil.copytree(OF_OLD_SERVER, tmp_path / "cut")))
     os.truncate(cut.archive, cut.size - 10)
     with pytest.raises(BackupError, match="is damaged"):
-        await backups.restore(site.app, cut)
+        await backups.restore(site.app.session.admin, cut)
     for changed in ({"name": "COPY"}, {"storage": "memory"}):
         with pytest.raises(BackupError, match="it restores as it was"):
-            await backups.restore(site.app, old, **changed)
+            await backups.restore(site.app.session.admin, old, **changed)
 
 
 async def test_streams_are_named_by_event_type_or_stream(site: Site) -> None:
     await site.fill(1)
     await site.server.api("STREAM.CREATE.OTHER", {"name": "OTHER"})
-    assert await backups.named_streams(site.app, ()) == ["MARS", "OTHER"]
-    assert await backups.named_streams(site.app, ("mars", "OTHER", "MARS")) == ["MARS", "OTHER"]
+    assert await backups.named_streams(site.app.session.admin, site.app.config, ()) == ["MARS", "OTHER"]
+    assert await backups.named_streams(site.app.session.admin, site.app.config, ("mars", "OTHER", "MARS")) == [
+        "MARS",
+        "OTHER",
+    ]
     with pytest.raises(NotFoundError, match="no stream NONE; there are: MARS, OTHER"):
-        await backups.named_streams(site.app, ("NONE",))
+        await backups.named_streams(site.app.session.admin, site.app.config, ("NONE",))
 
 
 async def test_old_backups_go_and_the_newest_stays(site: Site, tmp_path: Path) -> None:
     await site.fill(1)
-    made = [await backups.create(site.app, "MARS", tmp_path) for _ in range(4)]
+    made = [await backups.create(site.app.session.admin, "MARS", tmp_path) for _ in range(4)]
     assert backups.find(tmp_path) == made
     assert backups.newest(tmp_path) == backups.newest(tmp_path, stream="MARS") == made[-1].made
     assert backups.newest(tmp_path, stream="OTHER") is None
@@ -520,7 +525,7 @@ async def test_old_backups_go_and_the_newest_stays(site: Site, tmp_path: Path) -
 
 async def test_a_damaged_newest_backup_removes_no_whole_one(site: Site, tmp_path: Path) -> None:
     await site.fill(1)
-    made = [await backups.create(site.app, "MARS", tmp_path) for _ in range(4)]
+    made = [await backups.create(site.app.session.admin, "MARS", tmp_path) for _ in range(4)]
     flip_a_bit(made[3])
     pruned = backups.prune(tmp_path, "MARS", Keep(newest=1))
     assert pruned.removed == made[:2], "the newest whole one stays"
@@ -532,7 +537,7 @@ async def test_only_the_owner_can_read_a_backup(site: Site, tmp_path: Path) -> N
     await site.fill(1)
     before = os.umask(0)
     try:
-        backup = await backups.create(site.app, "MARS", tmp_path / "kept" / "here")
+        backup = await backups.create(site.app.session.admin, "MARS", tmp_path / "kept" / "here")
         cleansed = backups.cleanse(backups.plan_cleanse(backup, backups.of_subject(">")))
     finally:
         os.umask(before)
@@ -545,7 +550,7 @@ async def test_only_the_owner_can_read_a_backup(site: Site, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["two words", "a.b", "a*", "a/b", "x" * 256, "a\n"])
 async def test_a_name_that_no_stream_can_have_is_refused_first(site: Site, original: Original, name: str) -> None:
     with pytest.raises(BackupError, match="is no name of a stream"):
-        await backups.restore(site.app, original.backup, name=name)
+        await backups.restore(site.app.session.admin, original.backup, name=name)
     assert await site.streams() == []
 
 
@@ -570,9 +575,13 @@ async def test_a_missing_permission_names_the_subject(
         all_allowed = write_config(server.url, name="all.yaml", user="all", password="x")
         if act == "create":
             async with App("all", config=all_allowed) as app:
-                await backups.restore(app, original.backup)
+                await backups.restore(app.session.admin, original.backup)
         async with App("some", config=write_config(server.url, user="some", password="x")) as app:
-            doing = backups.create(app, "MARS", tmp_path) if act == "create" else backups.restore(app, original.backup)
+            doing = (
+                backups.create(app.session.admin, "MARS", tmp_path)
+                if act == "create"
+                else backups.restore(app.session.admin, original.backup)
+            )
             with pytest.raises(RefusedError, match=re.escape(denied.rstrip(">").lower())) as refused:
                 await doing
             assert "permissions violation" in str(refused.value)

@@ -45,10 +45,10 @@ async def test_a_table_that_is_written_to_keeps_every_key(site: Site, tmp_path: 
 
     async with anyio.create_task_group() as writing:
         writing.start_soon(write)
-        backup = await backups.create(site.app, "KV_table", tmp_path)
+        backup = await backups.create(site.app.session.admin, "KV_table", tmp_path)
     assert backups.verify(backup) is not None
     await site.delete("KV_table")
-    restored = await backups.restore(site.app, backup)
+    restored = await backups.restore(site.app.session.admin, backup)
     assert restored.state["messages"] == KEYS
     found = {entry.key: int(entry.value.rstrip(b".")) for entry in await bucket.entries()}
     assert sorted(found) == names, "a key that was written while the server read it is in neither state"
@@ -73,14 +73,14 @@ async def test_what_only_an_earlier_snapshot_has_is_there_whoever_reads_meanwhil
             )
 
     monkeypatch.setattr(Administration, "snapshot", with_a_reader_that_goes)
-    async with completing.spooled(site.app, "KV_table", beside=tmp_path, encrypted=False) as earlier:
+    async with completing.spooled(site.app.session.admin, "KV_table", beside=tmp_path, encrypted=False) as earlier:
         await site.app.session.backend.delete_message("KV_table", 1)
         await bucket.put("second", b"2")
-        backup = await backups.create(site.app, "KV_table", tmp_path, earlier=earlier)
+        backup = await backups.create(site.app.session.admin, "KV_table", tmp_path, earlier=earlier)
     monkeypatch.undo()
     assert backups.verify(backup) is not None
     await site.delete("KV_table")
-    await backups.restore(site.app, backup)
+    await backups.restore(site.app.session.admin, backup)
     assert {entry.key: entry.value for entry in await bucket.entries()} == {"first": b"1", "second": b"2"}
 
 
@@ -103,10 +103,12 @@ async def test_nothing_of_an_encrypted_backup_lies_on_the_disk_in_the_clear(
     async with AsyncExitStack() as stack:
         earlier = None
         if written_meanwhile:
-            spooled = completing.spooled(site.app, "KV_table", beside=tmp_path, encrypted=True)
+            spooled = completing.spooled(site.app.session.admin, "KV_table", beside=tmp_path, encrypted=True)
             earlier = await stack.enter_async_context(spooled)
             await site.app.session.backend.delete_message("KV_table", 1)
-        backup = await backups.create(site.app, "KV_table", tmp_path, encrypt_to=[key.public], earlier=earlier)
+        backup = await backups.create(
+            site.app.session.admin, "KV_table", tmp_path, encrypt_to=[key.public], earlier=earlier
+        )
     found = [os.pread(each, 1_000_000, 0) for each in kept]
     for each in kept:
         os.close(each)

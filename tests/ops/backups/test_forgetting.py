@@ -41,7 +41,7 @@ class Place:
             await self.app.notify("mars", {"class": klass, "step": step}, f"secret-of-{klass}-{step}.", **how)
 
     async def create(self, name: str, **config: Any) -> None:
-        await self.app.session.backend.administration().api(f"STREAM.CREATE.{name}", {"name": name, **config})
+        await self.app.session.admin.administration().api(f"STREAM.CREATE.{name}", {"name": name, **config})
 
     async def until_stored(self, stream: str, messages: int) -> None:
         with anyio.fail_after(PATIENCE_SECONDS):
@@ -77,10 +77,12 @@ class Place:
             await self.until_stored(stream, 4)
 
     async def back_up(self, *streams: str) -> list[Backup]:
-        return [await backups.create(self.app, stream, self.backups) for stream in streams or (*OWN, *COPIES)]
+        return [
+            await backups.create(self.app.session.admin, stream, self.backups) for stream in streams or (*OWN, *COPIES)
+        ]
 
     async def erase(self, **wanted: Any) -> Record:
-        eraser = Eraser(self.app, "mars", **wanted)
+        eraser = Eraser(self.app.session.admin, self.app.config, "mars", **wanted)
         await eraser.erase(await eraser.survey(), audit=self.audit)
         return records.read(self.audit)
 
@@ -146,7 +148,7 @@ async def test_a_stream_that_was_made_again_keeps_its_other_messages(place: Plac
     await place.notify("od", range(3))
     [old] = await place.back_up("MARS")
     record = await place.erase(where={"class": "od"})
-    await place.app.session.backend.delete_stream("MARS")
+    await place.app.session.admin.delete_stream("MARS")
     await place.create("MARS", subjects=["mars.>"])
     await place.notify("rd", range(3))
     [new] = await place.back_up("MARS")
@@ -176,19 +178,19 @@ async def test_a_backup_of_a_restored_copy_is_cleansed_too(place: Place) -> None
     await place.notify("od", range(2))
     await place.notify("rd", range(2))
     [backup] = await place.back_up("MARS")
-    await backups.restore(place.app, backup, name="LOOKED_INTO")
+    await backups.restore(place.app.session.admin, backup, name="LOOKED_INTO")
     found = await place.back_up("LOOKED_INTO")
-    await place.app.session.backend.delete_stream("LOOKED_INTO")
+    await place.app.session.admin.delete_stream("LOOKED_INTO")
     record = await place.erase(where={"class": "od"})
     assert _forget(found, Forgotten(records=[record])) == {"LOOKED_INTO": 2}
 
 
 async def test_all_backups_of_a_chain_are_cleansed_as_one(place: Place) -> None:
     await place.notify("od", range(2))
-    full = await backups.create(place.app, "MARS", place.backups)
+    full = await backups.create(place.app.session.admin, "MARS", place.backups)
     await place.notify("od", [2])
     await place.notify("rd", range(2))
-    increment = await backups.create(place.app, "MARS", place.backups, since=full)
+    increment = await backups.create(place.app.session.admin, "MARS", place.backups, since=full)
     record = await place.erase(where={"class": "od"})
     [chosen] = backups.one_of_each_chain([full, increment])
     assert _forget([chosen], Forgotten(records=[record])) == {"MARS": 3}

@@ -16,7 +16,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from aviso_workers import App, Notification, Tick, Window, Windowing
-from aviso_workers.backends import ConsumerInfo, StreamInfo
+from aviso_workers.backends import Admin, ConsumerInfo, StreamInfo, open_backend
+from aviso_workers.config import load
 from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationError, NotFoundError, UnavailableError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.metadata import UNFINISHED
@@ -98,16 +99,16 @@ class Site:
 
     async def create_set(self, to: Path) -> backups.MadeSet:
         async def back_up(stream: str, earlier: Any) -> Backup:
-            return await backups.create(self.app, stream, to, earlier=earlier)
+            return await backups.create(self.app.session.admin, stream, to, earlier=earlier)
 
-        return await backups.create_set(self.app, to, back_up, encrypted=False)
+        return await backups.create_set(self.app.session.admin, to, back_up, encrypted=False)
 
     async def restore(self, to: Path, watch: Any = lambda backup: nullcontext(lambda size: None)) -> Any:
-        return await backups.restore_set(self.app, backups.load_set(to), watch=watch)
+        return await backups.restore_set(self.app.session.admin, backups.load_set(to), watch=watch)
 
     async def delete_all(self) -> None:
-        for stream in await self.app.session.backend.stream_names():
-            await self.app.session.backend.delete_stream(stream)
+        for stream in await self.app.session.admin.stream_names():
+            await self.app.session.admin.delete_stream(stream)
 
 
 @pytest.fixture
@@ -317,7 +318,7 @@ async def test_a_set_that_is_not_whole_keeps_workers_out_and_is_gone_on_with(
             with pytest.raises(UnavailableError, match="is being restored"):
                 await use
         with pytest.raises(BackupError, match=r"MARS is of a set that is not whole yet: do `backup restore --all`"):
-            await backups.restore(site.app, backups.find(tmp_path / "MARS")[0])
+            await backups.restore(site.app.session.admin, backups.find(tmp_path / "MARS")[0])
         await site.restore(tmp_path)
         assert await messages(site) == there
         assert (await site.rows.get("a"), await site.count.get("all")) == (1, 5)
@@ -345,7 +346,7 @@ def watch(backup):
 
 async def restore():
     async with App("killed", config=sys.argv[1]) as app:
-        await backups.restore_set(app, backups.load_set(Path(sys.argv[2])), watch=watch)
+        await backups.restore_set(app.session.admin, backups.load_set(Path(sys.argv[2])), watch=watch)
 
 
 anyio.run(restore)
@@ -414,15 +415,16 @@ async def scheduled(
 ) -> Any:
     """Back up all streams again and again, but for those that fail; give the events."""
 
-    async def make(app: App, stream: str, earlier: Any) -> backups.Made:
+    async def make(admin: Admin, stream: str, earlier: Any) -> backups.Made:
         if stream in failing:
             raise error(f"{stream} cannot be read")
-        return await backups.create_next(app, stream, to, full_every_seconds=3600.0, earlier=earlier)
+        return await backups.create_next(admin, stream, to, full_every_seconds=3600.0, earlier=earlier)
 
     schedule = backups.Schedule(names=(), to=to, every_seconds=every_seconds, keep=backups.Keep(2), encrypted=False)
     with capture_logs() as events:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(backups.keep_backing_up, schedule, lambda: App("schedule", config=config), make)
+            loaded = load(config)
+            tasks.start_soon(backups.keep_backing_up, schedule, loaded, lambda: open_backend(loaded), make)
             yield events
             tasks.cancel_scope.cancel()
 
@@ -528,9 +530,9 @@ async def test_a_consumer_that_the_server_does_not_list_yet_is_taken_back(
         async def back_up(stream: str, earlier: Any) -> Backup:
             if stream == "MARS":
                 await backend.reset_consumer("MARS", "slow", sequence=4)
-            return await backups.create(site.app, stream, tmp_path, earlier=earlier)
+            return await backups.create(site.app.session.admin, stream, tmp_path, earlier=earlier)
 
-        assert (await backups.create_set(site.app, tmp_path, back_up, encrypted=False)).failures == []
+        assert (await backups.create_set(site.app.session.admin, tmp_path, back_up, encrypted=False)).failures == []
         await site.delete_all()
         reset, asked = type(backend).reset_consumer, list[str]()
 
@@ -588,7 +590,7 @@ async def test_a_set_is_refused_before_anything_is_touched(site: Site, tmp_path:
         await site.app.session.backend.key_value("field__rows")
         with pytest.raises(BackupError, match="KV_field__rows exist: nothing is restored"):
             await site.restore(tmp_path)
-        assert await site.app.session.backend.stream_names() == ["KV_field__rows"]
+        assert await site.app.session.admin.stream_names() == ["KV_field__rows"]
 
 
 async def test_a_set_that_was_not_finished_is_named_and_none(site: Site, tmp_path: Path) -> None:
@@ -603,7 +605,7 @@ async def test_a_set_that_was_not_finished_is_named_and_none(site: Site, tmp_pat
         (tmp_path / "KV_field__rows").unlink()
         first = await site.create_set(tmp_path)
         assert (backups.unfinished_sets(tmp_path), backups.sets_in(tmp_path)) == ([], [first.file])
-        await backups.create(site.app, "KV_field__rows", tmp_path)
+        await backups.create(site.app.session.admin, "KV_field__rows", tmp_path)
         assert backups.prune(tmp_path, "KV_field__rows", backups.Keep(newest=1)).removed == [], (
             "the newest set needs it"
         )

@@ -64,7 +64,7 @@ def judged(found: Facts) -> Seen:
 async def gathered(loaded: Config, **scope: Any) -> Facts:
     """The facts; between the samples there is little time, unless `seconds` says otherwise."""
     async with App("the-doctor", config=loaded) as app:
-        return await facts.gather(app, Scope(**{"seconds": 0.2, **scope}))
+        return await facts.gather(app.session.admin, app.config, Scope(**{"seconds": 0.2, **scope}))
 
 
 def examined(loaded: Config, **scope: Any) -> Seen:

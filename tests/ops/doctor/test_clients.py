@@ -79,7 +79,7 @@ async def leave_behind(server: Administration) -> None:
 def left(directory: Path) -> Iterator[Seen]:
     async def leave(loaded: Config) -> None:
         async with App("leaving", config=loaded) as app:
-            await leave_behind(app.session.backend.administration())
+            await leave_behind(app.session.admin.administration())
 
     with served(directory) as (server, monitor):
         loaded = write(directory / "config.yaml", server.url, event_types=("mars", "short", "long"))

@@ -59,7 +59,7 @@ def cluster(directory: Path) -> Iterator[Cluster]:
 async def use_badly(loaded: Config) -> None:
     """Three copies, two of them, one, and one server that leads nearly everything."""
     async with App("using", config=loaded) as app:
-        server = app.session.backend.administration()
+        server = app.session.admin.administration()
         await add_stream(server, "MARS", subjects=["mars.>"], num_replicas=3)
         await add_stream(server, "TWO", num_replicas=2)
         await add_stream(server, "ONE", num_replicas=1, placement={"tags": ["az:2"]})

@@ -90,7 +90,7 @@ async def ask(server: Administration) -> None:
 
 async def gather_broken(loaded: Config, monitor: str) -> Facts:
     async with App("breaking", config=loaded) as breaking:
-        server = breaking.session.backend.administration()
+        server = breaking.session.admin.administration()
         await break_consumers(server)
         await pull(server, "MARS", "pinned", 3, group="g")
         async with server.listen("to.us"), between_samples(server, lambda: ask(server)):
@@ -219,7 +219,7 @@ async def test_overlapping_consumers_of_a_work_queue_are_refused_by_the_server(t
     """Which is why no check looks for them."""
     with served(tmp_path) as (server, _):
         async with App("breaking", config=write(tmp_path / "config.yaml", server.url)) as breaking:
-            queue = breaking.session.backend.administration()
+            queue = breaking.session.admin.administration()
             await add_stream(queue, "QUEUE", retention="workqueue")
             await add_consumer(queue, "QUEUE", "one")
             with pytest.raises(RefusedError, match="not unique on workqueue") as refused:

@@ -81,7 +81,7 @@ async def work(server: Administration, slow: str, quick: str) -> None:
 
 async def gather_working(loaded: Config, monitor: str) -> Facts:
     async with App("working", config=loaded) as app:
-        server = app.session.backend.administration()
+        server = app.session.admin.administration()
         await set_up(server)
         await set_up_queues(server)
         await add_stream(server, "QUIET")
@@ -259,7 +259,7 @@ def test_a_worker_that_cannot_make_its_consumer(tmp_path: Path, retention: str) 
             stop.set()
 
         async with App("operator", config=operator) as operating:
-            server = operating.session.backend.administration()
+            server = operating.session.admin.administration()
             await add_stream(server, "MARS", subjects=["mars.>"], retention=retention)
             if retention == "workqueue":
                 await add_consumer(server, "MARS", "another")

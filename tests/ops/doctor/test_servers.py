@@ -72,13 +72,13 @@ def running(directory: Path, settings: str = "") -> Iterator[tuple[Config, str]]
 
 async def consume(loaded: Config, stream: str, name: str) -> None:
     async with App("adds", config=loaded) as app:
-        await add_consumer(app.session.backend.administration(), stream, name)
+        await add_consumer(app.session.admin.administration(), stream, name)
 
 
 async def add(loaded: Config, *names: str, **config: Any) -> None:
     async with App("adding", config=loaded) as app:
         for name in names:
-            await add_stream(app.session.backend.administration(), name, **config)
+            await add_stream(app.session.admin.administration(), name, **config)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_a_server_that_has_stored_as_much_as_it_may(tmp_path: Path) -> None:
 
 async def fill(loaded: Config, stream: str, size: int) -> None:
     async with App("filling", config=loaded) as app:
-        server = app.session.backend.administration()
+        server = app.session.admin.administration()
         await add_stream(server, stream)
         await publish(server, stream, 1, size=size)
 
@@ -174,7 +174,7 @@ def test_a_power_cut_of_a_server_that_flushes(tmp_path: Path, settings: str, sta
 
 async def gather_hot(loaded: Config, monitor: str) -> Facts:
     async with App("hot", config=loaded) as app:
-        server = app.session.backend.administration()
+        server = app.session.admin.administration()
         await add_stream(server, "HOT")
         await add_stream(server, "COLD")
         async with between_samples(server, lambda: publish(server, "HOT", 20)):
@@ -243,7 +243,7 @@ def test_a_damaged_block(tmp_path: Path) -> None:
 
     async def fill(loaded: Config) -> None:
         async with App("filling", config=loaded) as app:
-            server = app.session.backend.administration()
+            server = app.session.admin.administration()
             await add_stream(server, "MARS", subjects=["MARS.>"], max_bytes=10 * 2**20)  # in blocks of 4 MB
             await publish(server, "MARS", 100, size=100_000)
 
@@ -264,7 +264,7 @@ def test_a_damaged_block(tmp_path: Path) -> None:
 def test_a_slow_client_and_too_many_of_them(tmp_path: Path) -> None:
     async def flood(loaded: Config) -> None:
         async with App("flooding", config=loaded) as app:
-            server = app.session.backend.administration()
+            server = app.session.admin.administration()
             for _ in range(60):
                 server.send("flood", b"x" * 500_000)
             await server.api("INFO")
@@ -311,7 +311,7 @@ def test_an_account_that_is_nearly_used_up(accounts: tuple[str, str], tmp_path: 
                 await server.request("$JS.API.STREAM.INFO.NOT_THERE")
 
         async with App("using", config=loaded) as app:
-            server = app.session.backend.administration()
+            server = app.session.admin.administration()
             for i in range(4):
                 await add_stream(server, f"S{i}", max_bytes=250_000 if i < 3 else 100_000)
                 await add_consumer(server, f"S{i}", "reader")
@@ -388,7 +388,7 @@ async def test_a_server_that_hangs_is_told_of_within_seconds(nats_server: NatsSe
         nats_server.process.send_signal(signal.SIGSTOP)
         try:
             with anyio.fail_after(PROMPT_SECONDS), pytest.raises(UnavailableError, match="does not answer"):
-                await facts.gather(app, Scope())
+                await facts.gather(app.session.admin, app.config, Scope())
         finally:
             nats_server.process.send_signal(signal.SIGCONT)
 

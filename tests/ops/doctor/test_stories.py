@@ -121,8 +121,8 @@ def test_the_demos_deployment(tmp_path: Path) -> None:
 
 async def apply(loaded: Config) -> None:
     async with App("applying", config=loaded) as applying:
-        for plan in await stream_policy.plans(applying):
-            await stream_policy.carry_out(applying, plan)
+        for plan in await stream_policy.plans(applying.session.admin, applying.config):
+            await stream_policy.carry_out(applying.session.admin, applying.config, plan)
 
 
 class Cluster(Struct, frozen=True):
@@ -135,7 +135,7 @@ class Cluster(Struct, frozen=True):
 
     async def gather(self) -> Facts:
         async with App("measuring", config=self.loaded) as measuring:
-            server = measuring.session.backend.administration()
+            server = measuring.session.admin.administration()
             async with between_samples(server, lambda: measure(server)):
                 return await gathered(
                     self.loaded,
@@ -192,7 +192,7 @@ async def hear_of_all_requests(loaded: Config) -> None:
     They tell it together with what they store, so it is known where all of a new message is.
     """
     async with App("settling", config=loaded) as settling:
-        server = settling.session.backend.administration()
+        server = settling.session.admin.administration()
         await measure(server)
         with anyio.fail_after(PATIENCE_SECONDS):
             while (await server.api("INFO"))["storage"] != await stored(server):  # noqa: ASYNC110
@@ -207,7 +207,7 @@ async def stored(server: Administration) -> int:
 
 async def sample(loaded: Config) -> None:
     async with App("sampling", config=loaded) as sampling:
-        server = sampling.session.backend.administration()
+        server = sampling.session.admin.administration()
         await add_stream(server, "MEASURED", **WHOLE)
         patient = {"backoff": [SECOND, 5 * SECOND], "max_deliver": 20}
         await add_consumer(server, "MEASURED", "sampled", sample_freq="100", **patient)
@@ -251,7 +251,7 @@ BROKEN = {
 
 async def break_in_ten_ways(loaded: Config) -> None:
     async with App("breaking", config=loaded) as breaking:
-        server = breaking.session.backend.administration()
+        server = breaking.session.admin.administration()
         await add_stream(server, "ENDLESS", **{**WHOLE, "max_age": 0})
         await add_stream(server, "ALONE", **{**WHOLE, "num_replicas": 1})
         await add_stream(server, "TWO", **{**WHOLE, "num_replicas": 2})

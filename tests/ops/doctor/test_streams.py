@@ -35,7 +35,7 @@ DAY = 86_400 * SECOND
 
 async def break_streams(loaded: Config) -> None:
     async with App("breaking", config=loaded) as app:
-        server = app.session.backend.administration()
+        server = app.session.admin.administration()
         await add_stream(server, "UNLIMITED")
         await add_stream(server, "LIMITED", max_bytes=10**6, max_age=DAY)
         await add_stream(server, "FEW", max_msgs=10)
