@@ -215,7 +215,7 @@ async def test_a_consumer_with_one_filter_is_not_updated_for_the_way_in_which_it
     await backend.ensure_consumer("MARS", spec)
     info = await backend.ensure_consumer("MARS", replace(spec, filter_subjects=("mars.od.>", "mars.rd.>")))
     assert info.config.filters == ["mars.od.>", "mars.rd.>"]
-    asked = [(await requests.next_msg()).subject.split(".")[3] for _ in range(3)]
+    asked = [(await requests.next_msg(timeout=PATIENCE_SECONDS)).subject.split(".")[3] for _ in range(3)]
     assert asked == ["INFO", "INFO", "CREATE"], "the first look found nothing to update"
 
 

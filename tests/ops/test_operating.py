@@ -196,7 +196,7 @@ class TestPermissions:
         [
             (("streams", "purge", "ORDERS", "--yes"), "$js.api.stream.purge.orders"),
             (("streams", "get", "ORDERS", "1", "--direct"), "$js.api.direct.get.orders"),
-            (("consumers", "ls", "ORDERS"), "$js.api.consumer.list.orders"),
+            (("consumers", "ls", "ORDERS"), "$js.api.consumer.names.orders"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
     )
