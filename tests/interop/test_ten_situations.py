@@ -176,7 +176,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
 
         async def use() -> None:
             async with App("breaking", config=loaded) as app:
-                await break_all(app.session.backend.administration())
+                await break_all(app.session.admin.administration())
 
         anyio.run(use)
         yield Broken(nodes, shell)
