@@ -11,11 +11,13 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from pyarrow import fs
 
+from aviso_workers import files
 from aviso_workers.backends import OutgoingChunk
 from aviso_workers.errors import InvalidNotificationError, PipelineError
 
@@ -79,12 +81,16 @@ class DeadLetters:
 
         system, directory = _located(self._directory)
         path = f"{directory}/{self._digest.hexdigest()}.parquet"
-        if _is_file(system.get_file_info(path)):
-            return path  # of an earlier attempt, with the same rows
+        # An earlier attempt may have left the same file, whole or cut short by a power cut: it is written again.
         partial = f"{directory}/_{uuid.uuid4().hex}.parquet"  # readers of tables pass over names like this
         system.create_dir(directory)
         parquet.write_table(pa.Table.from_batches(self._rows), partial, filesystem=system)
+        if is_local := isinstance(system, fs.LocalFileSystem):
+            with open(partial, "rb+") as written:
+                files.sync(written)
         system.move(partial, path)
+        if is_local:
+            files.sync_directory(Path(directory))
         return path
 
 

@@ -62,6 +62,17 @@ def test_the_same_rows_are_the_same_file_and_others_another_one(tmp_path: Path) 
     assert not (tmp_path / "none").exists()
 
 
+def test_a_file_that_a_power_cut_has_left_empty_is_written_again(tmp_path: Path) -> None:
+    def save() -> Path:
+        refused = DeadLetters(str(tmp_path), task="query/1/0")
+        refused.add(batch_of(-1), "-1 is below 0")
+        return Path(refused.save())
+
+    save().write_bytes(b"")
+
+    assert parquet.read_table(save()).to_pylist() == [{"step": -1, "reason": "-1 is below 0"}]
+
+
 def test_a_row_is_cut_in_an_error() -> None:
     assert dead_letters.excerpt(batch_of(1)) == "{'step': 1}"
     long = pa.RecordBatch.from_pydict({"payload": ["x" * 1000]})
