@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import anyio
+import pyrage
 import pytest
 
 from _chaos import upgrade
@@ -17,6 +18,7 @@ from _chaos.clusters import Node, connected, start_nodes, stop_nodes
 from aviso_workers import App
 from aviso_workers.errors import RefusedError, UnavailableError
 from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.ops import backups
 from aviso_workers.server import BINARY_VARIABLE, NatsServer
 from tests.contract.settings import app_config, mars
 from tests.interop import programs
@@ -89,6 +91,21 @@ async def test_what_a_server_does_not_know_is_refused_by_name(version: str, tmp_
             needed = r"with allow_msg_counter, nats-server 2\.12 or newer is needed; this one is 2\.11"
             with pytest.raises(RefusedError, match=needed):
                 await app.session.backend.create_stream(StreamSpec(name="SUMS", allow_msg_counter=True))
+
+
+@pytest.mark.parametrize("version", before(15))
+async def test_backups_that_a_server_cannot_make_are_refused_by_name(version: str, tmp_path: Path) -> None:
+    key = str(pyrage.x25519.Identity.generate().to_public())
+    with server(version, tmp_path / "store") as old:
+        app = App("old", config=app_config("jetstream", old.url))
+        async with connected(app):
+            await app.notify("mars", mars(step="1"), {})
+            admin = app.session.admin
+            with pytest.raises(RefusedError, match=r"to encrypt a backup, nats-server 2\.15 or newer is needed"):
+                await backups.create(admin, "MARS", tmp_path / "kept", encrypt_to=[key])
+            with pytest.raises(RefusedError, match=r"to back up all streams as a set, nats-server 2\.15 or newer"):
+                await backups.create_set(admin, tmp_path / "kept", lambda stream, earlier: None, encrypted=False)
+            assert (await backups.create(admin, "MARS", tmp_path / "kept")).state.messages == 1
 
 
 @pytest.mark.parametrize("version", programs.NATS_SERVERS)

@@ -56,9 +56,12 @@ async def create(
     one; the stream is read whole all the same, and compared. `encrypt_to` are public keys of age; `identities` are
     needed where `since` is encrypted. `earlier` is an archive of the same stream, see `completing.spooled`: what
     only it has is stored as well. Raises `StreamReplacedError` where the stream is not
-    the one that `since` is of, `BackupError` where `since` is damaged or the backup cannot be written, and
-    `BackendError`; nothing of it stays then.
+    the one that `since` is of, `BackupError` where `since` is damaged or the backup cannot be written,
+    `RefusedError` where it is to be encrypted and the server is older than 2.15, and `BackendError`; nothing of it
+    stays then.
     """
+    if encrypt_to:
+        admin.require_server(2, 15, to="encrypt a backup")
     made = datetime.now(UTC)
     place = place_of(to, stream, made)
     server = admin.administration()

@@ -43,8 +43,10 @@ async def create_set(admin: Admin, to: Path, back_up: BackUp, *, encrypted: bool
 
     Where one fails the others are backed up all the same, and there is no set. `encrypted`: what `back_up` makes is, so
     nothing may lie on the disk in the clear. Raises `BackupError` where there are no
-    streams, there is no such order or `to` cannot be written, and `BackendError`.
+    streams, there is no such order or `to` cannot be written, `RefusedError` where the server is older than 2.15, and
+    `BackendError`.
     """
+    admin.require_server(2, 15, to="back up all streams as a set")
     made = datetime.now(UTC)
     with sets.Draft(to, made) as draft:
         before = await _streams(admin)
