@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,20 @@ class Shell:
 
     def ours(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         return self._run(str(Path(sys.executable).with_name("aviso-workers")), *arguments)
+
+    @contextmanager
+    def started(self, *arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+        """Our command line while it runs, output and errors in one; ended by force where it does not end by itself."""
+        program = [Path(sys.executable).with_name("aviso-workers"), *map(str, arguments)]
+        together = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen(program, cwd=self.home, env=self.environ, **together) as process:
+            too_late = threading.Timer(LONGEST_SECONDS, process.kill)
+            too_late.start()
+            try:
+                yield process
+            finally:
+                too_late.cancel()
+                process.kill()
 
     def nats_json(self, *arguments: str | Path) -> Any:
         return json.loads(successful(self.nats(*arguments)))

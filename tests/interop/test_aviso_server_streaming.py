@@ -65,6 +65,34 @@ class Collected:
                 await self._more.wait()
 
 
+class Watched:
+    """What a watch of ours has seen from the first notification on, while it is open."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+        self._more = anyio.Event()
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, app: App) -> AsyncIterator[Watched]:
+        watched = cls()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watched._watch, app)
+            yield watched
+            tasks.cancel_scope.cancel()
+
+    async def until_count(self, count: int) -> None:
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while len(self.ids) < count:
+                self._more = anyio.Event()
+                await self._more.wait()
+
+    async def _watch(self, app: App) -> None:
+        async for notification in app.watch("mars", from_id=1):
+            self.ids.append(notification.id)
+            self._more.set()
+
+
 def mars(**values: Any) -> dict[str, Any]:
     fields = {
         "class": "od",
@@ -255,22 +283,17 @@ async def test_what_comes_after_its_wipe_reaches_watches_and_agents(
         async with working(app):
             await to_thread.run_sync(post, server, [1, 2])
             await collected.until_count(2)
-            watched: list[str] = []
-            async with anyio.create_task_group() as tasks:
-
-                async def watch() -> None:
-                    watched.extend(await first_ids(app, 4, from_id=1))
-
-                tasks.start_soon(watch)
-                body = {"stream_name": "MARS"} if what == "stream" else None
-                assert (await to_thread.run_sync(server.request, "DELETE", f"/api/v1/admin/wipe/{what}", body))[
-                    0
-                ] == 200
+            body = {"stream_name": "MARS"} if what == "stream" else None
+            async with Watched.opened(app) as watched:
+                await watched.until_count(2)
+                status, _ = await to_thread.run_sync(server.request, "DELETE", f"/api/v1/admin/wipe/{what}", body)
+                assert status == 200
                 assert [each async for each in app.replay("mars")] == []
                 await to_thread.run_sync(post, server, [3, 4, 5, 6])
                 await collected.until_count(6)
-                assert await first_ids(app, 4, from_id=1) == [f"mars@{sequence}" for sequence in (3, 4, 5, 6)]
-                tasks.cancel_scope.cancel()
+                await watched.until_count(6)
+            assert await first_ids(app, 4, from_id=1) == [f"mars@{sequence}" for sequence in (3, 4, 5, 6)]
+    assert watched.ids == [f"mars@{sequence}" for sequence in range(1, 7)]
     assert collected.steps == ["1", "2", "3", "4", "5", "6"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -35,6 +36,20 @@ accounts {
     ]
   }
 }
+"""
+
+
+WORKER = """
+import structlog
+
+from aviso_workers import App, Notification
+
+app = App("agents")
+
+
+@app.agent("work")
+async def handle(notification: Notification[int]) -> None:
+    structlog.get_logger().info(f"handled {notification.identifier['class']}")
 """
 
 
@@ -147,7 +162,7 @@ def test_the_selected_context_is_the_one_that_the_nats_command_line_selected(
         successful(shell.ours("streams", "ls", "--context", "selected"))
 
 
-def test_a_worker_connects_by_a_context(shell: Shell, servers: dict[str, tuple[NatsServer, list[str]]]) -> None:
+def test_doctor_shows_no_secret_of_a_context(shell: Shell, servers: dict[str, tuple[NatsServer, list[str]]]) -> None:
     server, options = servers["user"]
     successful(shell.nats("context", "add", "prod", "--server", server.url, *options))
     file = shell.home / ".config/nats/context/prod.json"
@@ -156,6 +171,32 @@ def test_a_worker_connects_by_a_context(shell: Shell, servers: dict[str, tuple[N
     assert report.returncode in (0, 1), report.stderr
     assert "right" not in report.stdout + report.stderr
     assert json.loads(report.stdout)
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_worker_connects_by_a_context(
+    shell: Shell, servers: dict[str, tuple[NatsServer, list[str]]], processes: str
+) -> None:
+    server, options = servers["user"]
+    successful(shell.nats("context", "add", "prod", "--server", server.url, *options))
+    config = shell.home / "config.yaml"
+    identifier = {"class": {"type": "StringHandler", "required": True}}
+    event = {"topic": {"base": "work", "key_order": ["class"]}, "identifier": identifier}
+    workers = {"status": {"port": 0}, "logging": {"format": "json"}}
+    config.write_text(json.dumps({"notification_schema": {"work": event}, "workers": workers}))
+    (shell.home / "agents.py").write_text(WORKER)
+    by = ("--config", config, "--context", "prod")
+
+    with shell.started("worker", "agents:app", "--processes", processes, *by) as worker:
+        successful(shell.ours("notify", "work", f"class=od{processes}", "--payload", "1", *by))
+        said = []
+        for line in worker.stdout or ():
+            said.append(line)
+            if f"handled od{processes}" in line:
+                worker.send_signal(signal.SIGTERM)
+    assert f"handled od{processes}" in "".join(said)
+    assert worker.returncode == 0, said
+    assert "right" not in "".join(said)
 
 
 @pytest.mark.parametrize(
