@@ -30,18 +30,16 @@ async def test_the_lag_of_all_agents_is_asked_for_in_turn_and_not_too_often(agen
         found.append(agent.name)
         return None
 
-    app: Any = SimpleNamespace(
-        agents=[SimpleNamespace(name=f"agent-{number}") for number in range(agents)],
-        session=SimpleNamespace(consumer_info=consumer_info, backend=SimpleNamespace(clock=clock)),
-    )
+    known: Any = [SimpleNamespace(name=f"agent-{number}") for number in range(agents)]
+    session: Any = SimpleNamespace(consumer_info=consumer_info, backend=SimpleNamespace(clock=clock))
     metrics: Any = SimpleNamespace(lag=lambda agent, info: None)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(serve._measure_lag, app, metrics)
+        tasks.start_soon(serve._measure_lag, known, session, metrics)
         await clock.advance(119.999)
         tasks.cancel_scope.cancel()
 
     assert len(found) == pytest.approx(asked, abs=1)
-    assert set(found) == {agent.name for agent in app.agents}
+    assert set(found) == {agent.name for agent in known}
 
 
 def test_what_keeps_a_worker_from_its_work_makes_it_unready_until_it_is_over() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aviso_workers.cli.finding import find_app
+from aviso_workers.cli.finding import ConfigSource, find_app
 from aviso_workers.testing import harness
 
 pytestmark = pytest.mark.anyio
@@ -70,7 +70,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 async def test_it_runs_with_nothing_but_its_name(write_config: Callable[..., Path]) -> None:
-    app = find_app(None, agent="tally", config=write_config("nats://127.0.0.1:1"))
+    app = find_app(None, agent="tally", config=ConfigSource(write_config("nats://127.0.0.1:1")))
     assert app.mistakes() == []
     totals: Any = app.tables["totals"]
     async with harness(app) as t:

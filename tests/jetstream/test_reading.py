@@ -158,7 +158,8 @@ class PlayedStream(PlayedConnection):
     async def api(self, subject: str, request: Any = None, *, timeout_seconds: float = 5.0) -> dict[str, Any]:
         match subject.partition(".MARS")[0]:
             case "CONSUMER.CREATE":
-                return {"name": "reader", "config": {}, "delivered": {"stream_seq": 0}, "num_pending": 5}
+                reader = {"stream_name": "MARS", "name": "reader", "ts": "2026-11-20T06:00:00Z", "config": {}}
+                return {**reader, "delivered": {"stream_seq": 0}, "num_pending": 5}
             case "STREAM.MSG.GET" if self.held is None:
                 raise NotFoundError("no message found", code=10037)
             case "STREAM.MSG.GET":
