@@ -20,8 +20,8 @@ from msgspec import Meta, Struct
 
 from aviso_workers import App, Router
 from aviso_workers.errors import BackendError
-from aviso_workers.ops import observing, stuck
-from aviso_workers.ops.observing import ConsumerInfo, ConsumerRecord
+from aviso_workers.ops import deployment, stuck
+from aviso_workers.ops.deployment import ConsumerInfo, ConsumerRecord
 
 __all__ = ["Observer", "observe", "router"]
 
@@ -73,7 +73,7 @@ class _Rounds:
     async def go(self) -> None:
         questions: dict[str, Callable[[], Awaitable[None]]] = {"records": self._ask_for_records}
         questions |= {
-            stream: partial(self._ask_for_agents, stream) for stream in observing.streams_of(self._app.config)
+            stream: partial(self._ask_for_agents, stream) for stream in deployment.streams_of(self._app.config)
         }
         questions |= {"dead letters": self._ask_for_dead_letters, "given up": self._ask_for_given_up}
         while True:
@@ -92,8 +92,8 @@ class _Rounds:
         self._problems[about] = problem
 
     async def _ask_for_agents(self, stream: str) -> None:
-        found = await observing.agents(self._app.session.admin, stream)
-        self._missing[stream] = await observing.missing(self._app.session.admin, stream, self._records)
+        found = await deployment.agents(self._app.session.admin, stream)
+        self._missing[stream] = await deployment.missing(self._app.session.admin, stream, self._records)
         before = self._agents.get(stream, {})
         self._agents[stream] = {agent: self._seen(stream, each, before.get(agent)) for agent, each in found.items()}
         self._polled_at[stream,] = time.time()
@@ -107,7 +107,7 @@ class _Rounds:
         await self._ask_for_use(stream)
 
     async def _ask_for_use(self, stream: str) -> None:
-        used = await observing.part_used(self._app.session.admin, stream)
+        used = await deployment.part_used(self._app.session.admin, stream)
         self._used.pop(stream, None)
         if used is not None:
             self._used[stream] = used
@@ -123,19 +123,19 @@ class _Rounds:
         return Seen(consumer, stuck.why_stuck(consumer, before.consumer if before else None, record))
 
     async def _ask_for_records(self) -> None:
-        self._records = await observing.records(self._app.session.admin)
+        self._records = await deployment.records(self._app.session.admin)
 
     async def _ask_for_dead_letters(self) -> None:
-        counts = await observing.dead_letters(self._app.session.admin)
+        counts = await deployment.dead_letters(self._app.session.admin)
         self._show("dead_letters", "Dead letters that are kept.", labels=AGENT, values=counts)
-        await self._ask_for_use(observing.DEAD_LETTERS)
+        await self._ask_for_use(deployment.DEAD_LETTERS)
 
     async def _ask_for_given_up(self) -> None:
         self._show(
             "given_up",
             "Notifications of the last 7 days whose worker died on every delivery.",
             labels=CONSUMER,
-            values=await observing.given_up(self._app.session.admin),
+            values=await deployment.given_up(self._app.session.admin),
         )
 
     def _show_agents(self) -> None:

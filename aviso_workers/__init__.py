@@ -1,15 +1,16 @@
 """Workers that react to data notifications on NATS JetStream, in the format of ECMWF's Aviso."""
 
-from aviso_workers.agents import Agent, Router
 from aviso_workers.app import App
+from aviso_workers.aviso.notifications import Notification, Notify, Receipt
+from aviso_workers.declare.agents import Agent, Router
+from aviso_workers.declare.batches import Batch, Batching, Stream
+from aviso_workers.declare.retry import Backoff
+from aviso_workers.declare.tables import Change, Counter, Table
+from aviso_workers.declare.timers import Tick, Timer
+from aviso_workers.declare.verdicts import Ack, Reject, Retry
+from aviso_workers.declare.windows import Window, Windowing
 from aviso_workers.errors import AvisoWorkersError
-from aviso_workers.key_value import KeyValue
-from aviso_workers.notifications import Batch, Batching, Notification, Notify, Receipt, Stream
-from aviso_workers.retry import Backoff
-from aviso_workers.tables import Change, Counter, Table
-from aviso_workers.timers import Tick, Timer
-from aviso_workers.verdicts import Ack, Reject, Retry
-from aviso_workers.windows import Window, Windowing
+from aviso_workers.jetstream.key_value import KeyValue
 
 __all__ = [
     "Ack",

@@ -20,11 +20,14 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
-from aviso_workers import outputs, positions, resources, schema, topics
-from aviso_workers.agents import Agent, Router, check_name
+from aviso_workers.aviso import positions, schema, topics
+from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, examine, load
-from aviso_workers.engine.publishing import encode
+from aviso_workers.declare import outputs, resources
+from aviso_workers.declare.agents import Agent, Router, check_name
+from aviso_workers.declare.timers import Timer
+from aviso_workers.engine.publisher import encode
 from aviso_workers.engine.session import Session, open_session
 from aviso_workers.engine.subscription import Run
 from aviso_workers.errors import (
@@ -35,8 +38,6 @@ from aviso_workers.errors import (
     UnknownEventTypeError,
 )
 from aviso_workers.events import Events, Measured
-from aviso_workers.notifications import Notification, Notify, Receipt
-from aviso_workers.timers import Timer
 
 __all__ = ["App"]
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from msgspec import Struct
 
-from aviso_workers.literals import printable
+from aviso_workers.aviso.literals import printable
 
 __all__ = [
     "AckWaitDiffers",

@@ -29,8 +29,9 @@ import anyio
 from anyio.abc import TaskStatus
 from msgspec import structs
 
-from aviso_workers.agents import Agent, durable_name
 from aviso_workers.app import App
+from aviso_workers.aviso.codec import Message, NotificationReader
+from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.backends import (
     Admin,
     ConnectionListener,
@@ -44,13 +45,16 @@ from aviso_workers.backends import (
 )
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import Clock, VirtualClock, at_rest
-from aviso_workers.codec import Message, NotificationReader
 from aviso_workers.config import Config, JetStream, streams
 from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
-from aviso_workers.engine import dead_lettering, deferring, delayed_delivery, max_deliveries, parts, windowing
-from aviso_workers.engine.dead_lettering import DeadLetter
-from aviso_workers.engine.ordering import Line
+from aviso_workers.declare.agents import Agent, durable_name
+from aviso_workers.declare.batches import Source, Stream
+from aviso_workers.declare.timers import Timer
+from aviso_workers.engine import dead_letter_store, delayed_delivery, delayed_messages, max_deliveries, parts
+from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.dead_letter_store import DeadLetter
+from aviso_workers.engine.handlers import windowed
 from aviso_workers.engine.session import Session, open_session
 from aviso_workers.engine.threads import in_thread
 from aviso_workers.errors import (
@@ -65,8 +69,6 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import AgentDisturbed, Event, Events, Settled, Ticked, WindowDone
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.notifications import Notification, Notify, Receipt, Source, Stream
-from aviso_workers.timers import Timer
 
 __all__ = ["Harness", "harness"]
 
@@ -102,6 +104,8 @@ class Harness:
         self.published: list[Notify] = []
         """What the agents and the test have published, in order, with canonical identifiers."""
         self.dead_letters: list[DeadLetter] = []
+        self._dead_lettered: set[int] = set()
+        """The sequences of what is stored as dead letters."""
         """What was given up, in order."""
         self._first_parts: dict[int, bytes] = {}
         """By sequence, of dead letters that are stored as two."""
@@ -273,7 +277,7 @@ class Harness:
     @asynccontextmanager
     async def _own_streams_removed(self) -> AsyncIterator[None]:
         before = set(await self._watch.stream_names())
-        ours = {dead_lettering.STREAM, dead_lettering.RETRIES, max_deliveries.STREAM, deferring.STREAM}
+        ours = {dead_letter_store.STREAM, dead_letter_store.RETRIES, max_deliveries.STREAM, delayed_messages.STREAM}
         if taken := before & {*self._readers, *ours}:
             raise AvisoWorkersError(
                 f"{self._server} has the streams {', '.join(sorted(taken))} already: a test makes and removes "
@@ -288,10 +292,13 @@ class Harness:
 
     def _note(self, message: Message, ack: PubAck) -> None:
         stored = structs.replace(message, sequence=ack.sequence, timestamp_ns=self.clock.time_ns())
-        if ack.duplicate:
+        if ack.stream == dead_letter_store.STREAM:
+            # A repeat is noted as well where the acknowledgement of the first try was lost.
+            if not (ack.duplicate and ack.sequence in self._dead_lettered):
+                self._dead_lettered.add(ack.sequence)
+                self._note_dead_letter(stored)
+        elif ack.duplicate:
             return
-        if ack.stream == dead_lettering.STREAM:
-            self._note_dead_letter(stored)
         elif reader := self._readers.get(ack.stream):
             with suppress(UndecodableError):  # as below
                 if found := reader.notification(stored):
@@ -366,7 +373,7 @@ class Harness:
         for agent in self.app.agents:
             durable = agent.durable_name(self.app.name)
             lines = self._lines(agent)
-            read = (self._streams[agent.event_type], dead_lettering.RETRIES)
+            read = (self._streams[agent.event_type], dead_letter_store.RETRIES)
             facts = [await self._left_of(stream, durable) for stream in read]
             if held := sum(map(len, lines)):
                 facts.append(f"{held} held by workers, {sum(line.running for line in lines)} of them running")
@@ -377,7 +384,9 @@ class Harness:
         reader = durable_name(self.app.name, max_deliveries.NAME)
         if self.app.agents and (exceeded := await self._left_of(max_deliveries.STREAM, reader)):
             left.append(f"{max_deliveries.NAME}: {exceeded}")
-        if deferring.STREAM in self._made and (due := await self._left_of(deferring.STREAM, delayed_delivery.DURABLE)):
+        if delayed_messages.STREAM in self._made and (
+            due := await self._left_of(delayed_messages.STREAM, delayed_delivery.DURABLE)
+        ):
             left.append(f"{delayed_delivery.NAME}: {due}")
         return left
 
@@ -393,12 +402,12 @@ class Harness:
     async def _windows_over(self, agent: Agent[Any, Any]) -> int:
         if (window := agent.policy.window) is None:
             return 0
-        return await windowing.unfinished(agent, window, self._watch, app=self.app.name)
+        return await windowed.unfinished(agent, window, self._watch, app=self.app.name)
 
     def _reasons(self, agent: str) -> Iterator[str]:
         if not self._workers:
             yield "no worker runs"
-        if not all(worker.session.backend.connected for worker in self._workers):
+        if not all(worker.session.backend.connection.ready for worker in self._workers):
             yield "the connection was taken away"
         if last := self.settled(agent)[-1:]:
             yield f"the last one was {last[0].outcome} ({last[0].reason or 'done'}: {_text(last[0].error)})"

@@ -38,7 +38,7 @@ def items() -> dict[str, dict[str, str]]:
 
 
 def tests() -> dict[str, list[str]]:
-    """By number, the tests that cover it, as `tests/ops/test_inspecting.py::test_gaps_are_shown_as_runs`."""
+    """By number, the tests that cover it, as `tests/ops/test_inventory.py::test_gaps_are_shown_as_runs`."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for name, number in _covered(ast.parse(path.read_text())):

@@ -21,7 +21,7 @@ import math
 import os
 import sys
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, aclosing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -98,13 +98,13 @@ class Installation:
         self.say(f"replayed {len(found)} of {event_type} where {where}: {[each.id for each in found]}")
         return found
 
-    def watch(self, event_type: str, where: Mapping[str, Any], **start: Any) -> AsyncIterator[Notification[Any]]:
+    def watch(self, event_type: str, where: Mapping[str, Any], **start: Any) -> AsyncGenerator[Notification[Any], None]:
         return self._app.watch(event_type, where, **start)
 
     async def policy(self, stream: str) -> Mapping[str, Any]:
         """Return the stream's configuration as the server has it. Raises `NotFoundError`."""
         backend = self._app.session.backend
-        if backend.kind != "jetstream":
+        if self._app.config.notification_backend.kind != "jetstream":
             raise CheckSkippedError("the backend keeps no stream policy")
         config = (await backend.stream_info(stream)).config
         self.say(f"{stream} has {dict(config)}")
@@ -255,7 +255,7 @@ def expect(holds: bool, otherwise: str) -> None:
         raise CheckFailedError(otherwise)
 
 
-async def run_together(*functions: Callable[[], Awaitable[None]]) -> None:
+async def run_together(*functions: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run all of them at the same time. Raises the first error of any as it is, not in a group."""
     try:
         async with anyio.create_task_group() as tasks:

@@ -20,7 +20,7 @@ from pathlib import Path
 import anyio
 
 from aviso_workers import App, Notify, config
-from aviso_workers.ops import wiping
+from aviso_workers.ops import aviso_admin
 from aviso_workers.server import NatsServer
 
 EVENT = "mars"
@@ -72,7 +72,7 @@ async def play(url: str, *, count: int, rounds: int, seed: int) -> int:
     async with App("watch-handover", config=loaded) as app:
         await app.notify_many(notifications(1))
         for number in range(1, rounds + 1):
-            await wiping.wipe(app.session.admin, ["MARS"])
+            await aviso_admin.wipe(app.session.admin, ["MARS"])
             after, started = dice.randrange(count), time.monotonic()
             problems = await play_round(app, count, after)
             bad += bool(problems)

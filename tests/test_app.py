@@ -11,7 +11,7 @@ import pytest
 from msgspec import Struct
 
 from aviso_workers import App, Notification, Notify, Router, config
-from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.backends.in_memory.connection import Connection
 from aviso_workers.config import Config
 from aviso_workers.errors import (
     ConfigError,
@@ -279,15 +279,16 @@ class TestConnected:
         assert [event.outcome for event in settled] == ["acked", "acked"]
         assert tasks_ended == ["tail"]
 
-    async def test_its_work_ends_with_the_error_when_the_connection_is_lost_for_good(self, app: App) -> None:
+    async def test_its_work_ends_with_the_error_when_the_connection_is_lost_for_good(
+        self, app: App, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         working = anyio.Event()
 
-        class MortalBackend(InMemoryBackend):
-            async def failed(self) -> NoReturn:
-                await working.wait()
-                raise UnavailableError("lost for good")
+        async def failed(self: Connection) -> NoReturn:
+            await working.wait()
+            raise UnavailableError("lost for good")
 
-        app.configure(app.config, opening=lambda config, **_: MortalBackend(config.notification_backend.in_memory))
+        monkeypatch.setattr(Connection, "failed", failed)
 
         @app.agent("mars")
         async def index(notification: Notification[Any]) -> None:

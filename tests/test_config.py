@@ -15,12 +15,12 @@ import yaml
 from msgspec import inspect
 
 from aviso_workers import config
+from aviso_workers.aviso.literals import Duration, Size
+from aviso_workers.aviso.schema import IntHandler, Topic
 from aviso_workers.config import documents
 from aviso_workers.config.documents import Place, parse
 from aviso_workers.config.settings import Document
 from aviso_workers.errors import ConfigError
-from aviso_workers.literals import Duration, Size
-from aviso_workers.schema import IntHandler, Topic
 
 CONFIG_FILES = Path(__file__).parent.parent / "config"
 

@@ -23,7 +23,7 @@ from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.errors import RefusedError, UnavailableError
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-from aviso_workers.subjects import matcher, overlap, pattern, union
+from aviso_workers.jetstream.subjects import matcher, overlap, pattern, union
 from tests.waits import PATIENCE_SECONDS
 
 SECOND = 1_000_000_000
@@ -227,9 +227,9 @@ class TestALostConnection:
 
         async with InMemoryBackend(config.InMemory(), on_connection=listen) as backend:
             backend.disconnect("the cable")
-            assert not backend.connected
+            assert not backend.connection.ready
             backend.reconnect()
-            assert backend.connected
+            assert backend.connection.ready
 
         assert told == [(True, ""), (False, "the cable"), (True, "")]
 

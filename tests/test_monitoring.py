@@ -15,12 +15,12 @@ from msgspec import Struct
 
 from aviso_agents import observer, spark_events
 from aviso_workers import App, Router
-from aviso_workers.agents import durable_name
 from aviso_workers.config import Config, load
+from aviso_workers.declare.agents import durable_name
 from aviso_workers.events import Event, Measured
-from aviso_workers.metrics import METRICS, OF_FLEET
 from aviso_workers.ops import doctor
-from aviso_workers.ops.doctor import showing
+from aviso_workers.ops.doctor import output
+from aviso_workers.worker.metrics import METRICS, OF_FLEET
 from tests import programs
 from tests.waits import PATIENCE_SECONDS
 
@@ -79,7 +79,7 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> list[Shown]:
 
 def of_doctor() -> list[Shown]:
     healthy = doctor.Report(server="n1", results=(), standings=())
-    return [Shown(gauge.name, "gauge", gauge.labels, gauge.help) for gauge in showing.measured(healthy)]
+    return [Shown(gauge.name, "gauge", gauge.labels, gauge.help) for gauge in output.measured(healthy)]
 
 
 async def of_agent(router: Router, config: Config, last: str) -> list[Shown]:

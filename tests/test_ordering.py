@@ -9,10 +9,10 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
+from aviso_workers.aviso.codec import Message
 from aviso_workers.clocks import VirtualClock
-from aviso_workers.codec import Message
 from aviso_workers.engine import acknowledging
-from aviso_workers.engine.ordering import KEY_PREFETCH, Line
+from aviso_workers.engine.buffer import KEY_PREFETCH, Line
 
 pytestmark = pytest.mark.anyio
 

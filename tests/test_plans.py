@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from msgspec import UNSET, structs
 
+from aviso_workers.aviso.literals import Duration, Size
+from aviso_workers.aviso.schema import EventType, StoragePolicy, StringHandler, Topic
 from aviso_workers.config import Config, DeclaredStream, JetStream, NotificationBackend, streams
 from aviso_workers.jetstream import plans
 from aviso_workers.jetstream.plans import Plan, Stored
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-from aviso_workers.literals import Duration, Size
-from aviso_workers.schema import EventType, StoragePolicy, StringHandler, Topic
 
 SECOND = 1_000_000_000
 MINUTE = 60 * SECOND

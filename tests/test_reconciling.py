@@ -19,8 +19,8 @@ import yaml
 from aviso_workers import App
 from aviso_workers.cli import main
 from aviso_workers.errors import SparkRestError
-from aviso_workers.ops import reconciling
-from aviso_workers.ops.reconciling import (
+from aviso_workers.ops import spark_reconciliation
+from aviso_workers.ops.spark_reconciliation import (
     Comparison,
     Difference,
     Incomparable,
@@ -107,7 +107,7 @@ async def test_what_is_lost_runs_again_where_its_application_goes_on(tmp_path: P
 async def test_one_application_that_cannot_be_read_hides_no_other(
     tmp_path: Path, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconciling, "published", nothing_published)
+    monkeypatch.setattr(spark_reconciliation, "published", nothing_published)
     answers.text, answers.special = APPLICATIONS, {"/app-1": b"[]", "/bad": b""}
     async with App("reconciled", config=write_config(tmp_path)) as app:
         found = [each async for each in reconcile(app.replay, app.config, SparkRest(answers.url))]
@@ -126,7 +126,7 @@ def test_the_command_tells_of_all_others_and_ends_with_2(
     answers.text, answers.special = APPLICATIONS, {"/app-1": b"[]", "/bad": b""}
     command = ["aviso-workers", "spark", "reconcile", answers.url, "--config", str(write_config(tmp_path))]
     monkeypatch.setattr(sys, "argv", command)
-    monkeypatch.setattr(reconciling, "published", nothing_published)
+    monkeypatch.setattr(spark_reconciliation, "published", nothing_published)
     with pytest.raises(SystemExit) as ended:
         main()
     told = capsys.readouterr()

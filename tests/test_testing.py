@@ -16,7 +16,7 @@ from aviso_workers import Ack, App, Backoff, Batch, Batching, Notification, Reje
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
-from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, UnavailableError
+from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, OutcomeUnknownError, UnavailableError
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.server import NatsServer
 from aviso_workers.testing import Harness, harness
@@ -583,3 +583,29 @@ class TestTimersAndTables:
             await t.advance(2.5)
             assert await names.get("od") is None
             assert [item async for item in names.items()] == []
+
+
+async def test_a_dead_letter_whose_first_acknowledgement_was_lost_is_listed_once(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = InMemoryBackend.publish
+    lost: list[str] = []
+
+    async def lose_the_first(self: InMemoryBackend, message: Any, **stated: Any) -> Any:
+        ack = await publish(self, message, **stated)
+        if ack.stream == "aviso_workers_dead_letters" and not lost:
+            lost.append(ack.stream)
+            raise OutcomeUnknownError("no acknowledgement came")
+        return ack
+
+    @app.agent("mars", retry=SOON)
+    async def index(notification: Notification[Any]) -> None:
+        raise Reject("no such field")
+
+    monkeypatch.setattr(InMemoryBackend, "publish", lose_the_first)
+    async with harness(app) as t:
+        await app.notify("mars", {"class": "od", "step": 1})
+        await t.settle()
+
+        assert lost == ["aviso_workers_dead_letters"]
+        assert [letter.reason for letter in t.dead_letters] == ["rejected"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aviso_workers.cli.finding import ConfigSource, find_app
+from aviso_workers.cli.targets import ConfigSource, find_app
 from aviso_workers.testing import harness
 
 pytestmark = pytest.mark.anyio

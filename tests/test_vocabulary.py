@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,16 +22,23 @@ CODES = range(10_001, 10_300)
 """Of JetStream's errors, as of nats-server 2.15."""
 
 
-def expressions() -> Iterator[tuple[str, ast.AST]]:
-    """Every expression outside of the vocabulary, and where it stands."""
-    for file in FILES:
-        if VOCABULARY not in file.parents:
-            for node in ast.walk(ast.parse(file.read_text())):
-                yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", node
+@cache
+def expressions() -> list[tuple[str, ast.AST]]:
+    """Every expression outside of the vocabulary, and the file in which it stands."""
+    return [
+        (str(file.relative_to(ROOT)), node)
+        for file in FILES
+        if VOCABULARY not in file.parents
+        for node in ast.walk(ast.parse(file.read_text()))
+    ]
 
 
 def test_one_file_names_error_codes() -> None:
-    named = [place for place, node in expressions() if isinstance(node, ast.Constant) and node.value in CODES]
+    named = [
+        file
+        for file, node in expressions()
+        if isinstance(node, ast.Constant) and type(node.value) is int and node.value in CODES
+    ]
 
     assert named == []
 
@@ -57,21 +64,13 @@ OF_ANSWERS = {
     "stream_seq",
 }
 OF_CONFIGURATIONS = {"durable_name", "filter_subject"} | STREAM.keys() | CONSUMER.keys()
-SERVER_OF_ITS_OWN = PACKAGE / "backends" / "in_memory"
+SERVER_OF_ITS_OWN = "aviso_workers/backends/in_memory/"
 """What it indexes are its own configurations, and nobody's answers."""
 STILL_INDEXED = {
-    "aviso_workers/backends/jetstream/administering.py": 1,
-    "aviso_workers/backends/jetstream/snapshots.py": 1,
     "aviso_workers/backends/jetstream/wire.py": 1,
-    "aviso_workers/ops/backups/archive.py": 1,
-    "aviso_workers/ops/backups/restoring.py": 1,
-    "aviso_workers/ops/moving.py": 2,
-    "aviso_workers/ops/stream_policy.py": 2,
     "aviso_workers/spark/job_events.py": 1,
 }
-"""What is left, and how often: pages of a listing, the start of a snapshot, a time that is stored as text, the greeting
-of a server, a consumer's state in an archive, requests that are made, and a setting of an agent.
-"""
+"""What is left, and how often, and is no answer of JetStream's: the greeting of a server, and a setting of an agent."""
 
 
 def indexed(node: ast.AST) -> tuple[ast.expr, object] | None:
@@ -95,9 +94,9 @@ def is_configuration(inside: ast.expr) -> bool:
 
 def test_nobody_else_indexes_answers() -> None:
     found = Counter(
-        place.rpartition(":")[0]
-        for place, node in expressions()
-        if SERVER_OF_ITS_OWN not in (ROOT / place).parents
+        file
+        for file, node in expressions()
+        if not file.startswith(SERVER_OF_ITS_OWN)
         and (at := indexed(node))
         and (at[1] in OF_ANSWERS or (is_configuration(at[0]) and at[1] in OF_CONFIGURATIONS))
     )
@@ -113,3 +112,22 @@ def test_what_is_read_of_a_configuration_has_the_zero_value_of_the_table(
 
     assert set(read) <= table.keys()
     assert {name: getattr(config(), name) for name in read} == {name: table[name].zero for name in read}
+
+
+ASKED_ONCE = {
+    "aviso_workers/ops/doctor/facts.py": 1,  # $SYS.REQ.USER.INFO: which server answers
+    "aviso_workers/ops/inventory.py": 1,  # DIRECT.GET, which any copy of a stream answers
+    "aviso_workers/ops/maintenance.py": 3,  # CONSUMER.UNPIN, LEADER.STEPDOWN and STREAM.PEER.REMOVE
+}
+"""The requests that no method of `Admin` makes: each is made in one place. There may be fewer, and not more."""
+
+
+def test_operators_tools_make_no_raw_request_but_those_that_are_asked_once() -> None:
+    found = Counter(
+        file
+        for file, node in expressions()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("api", "request")
+        if file.startswith(("aviso_workers/ops/", "aviso_workers/cli/"))
+    )
+
+    assert found == ASKED_ONCE

@@ -1,7 +1,9 @@
-"""THE CONTRACT between the engine and whatever stores notifications.
+"""The contract between the engine and whatever stores notifications, and between operators' tools and a server.
 
-The engine knows these names and nothing of a backend behind them. `in_memory` and `jetstream` fulfil them with the
-same semantics, and tests/contract holds both to it.
+Two Protocols, by who calls them. `Backend` is what the engine needs: publish, consume, read, and ensure that a stream
+or a consumer exists. `Admin` is what operators need beside that: JetStream's management API (`Management`), and what
+only a server has (`Administration`). `in_memory` and `jetstream` fulfil both with the same semantics, and
+tests/contract holds them to it; where the in-memory backend has no server to ask, it raises `RefusedError`.
 
 What a backend promises:
 
@@ -10,7 +12,7 @@ What a backend promises:
 * A request that fails raises one of three errors: `UnavailableError` (not done, try again), `OutcomeUnknownError`
   (perhaps done, try again with the same message id), `RefusedError` (not done, do not repeat). A backend never
   retries and never sleeps between attempts: that is the engine's.
-* A delivery is given to exactly one reader at a time and comes back when it was not settled within `ack_wait`.
+* A delivery is handed to exactly one reader at a time, and to one again when it was not settled within `ack_wait`.
 * `deliver` is called on the event loop's thread, one delivery at a time; it must not block and must not raise.
 """
 
@@ -20,18 +22,18 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from anyio.streams.memory import MemoryObjectReceiveStream
 from msgspec import Struct
 
+from aviso_workers.aviso.codec import Message
 from aviso_workers.clocks import Clock
-from aviso_workers.codec import Message
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError
-from aviso_workers.jetstream.info import ConsumerInfo, SnapshotState, StreamConfig, StreamInfo
+from aviso_workers.jetstream.info import Account, ConsumerInfo, SnapshotState, StreamConfig, StreamInfo
+from aviso_workers.jetstream.key_value import BulkKeyValue, Entry, KeyValue
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-from aviso_workers.key_value import BulkKeyValue, Entry, KeyValue
 
 __all__ = [
     "Admin",
@@ -39,6 +41,7 @@ __all__ = [
     "Backend",
     "BulkKeyValue",
     "Chunk",
+    "Connection",
     "ConnectionListener",
     "Consumer",
     "ConsumerInfo",
@@ -46,6 +49,7 @@ __all__ = [
     "Entry",
     "Heard",
     "KeyValue",
+    "Management",
     "Message",
     "Opening",
     "Outgoing",
@@ -53,6 +57,7 @@ __all__ = [
     "PubAck",
     "Snapshot",
     "StreamInfo",
+    "Streams",
     "open_backend",
 ]
 
@@ -150,47 +155,45 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
 
 class Administration(Protocol):
-    """All that a server can be asked for, in its own JSON. Operators' tools use it, workers do not."""
+    """What only a nats-server is asked for. Operators' tools use it, workers do not.
+
+    Its requests raise `UnavailableError` where nobody answers in time, and `RefusedError` where the server denies us
+    the subject or refuses what it was asked for.
+    """
 
     @property
     def server_version(self) -> str:
-        """Of the server that we are connected to, as `2.15.0`."""
+        """The version of the server that we are connected to, as `2.15.0`."""
 
     @property
     def server_certificate(self) -> bytes | None:
-        """Of the server that we are connected to, in DER form; None without TLS."""
+        """The certificate of the server that we are connected to, in DER form; None without TLS."""
 
-    @property
-    def api_prefix(self) -> str:
-        """What the subjects of JetStream's API begin with: `$JS.API`, or that of a domain."""
+    async def account(self) -> Account:
+        """Return what our account uses of JetStream, and what it may use."""
 
     async def api(
         self, subject: str, request: Any = None, *, prefix: str = "", timeout_seconds: float = 5.0
     ) -> dict[str, Any]:
-        """Ask JetStream's API. `subject` is what follows the prefix, which may be that of another domain.
+        """Ask JetStream's API what no method of `Management` asks for, and return its JSON.
 
-        Raises as a backend's requests do.
+        `subject` is what follows the prefix, which may be that of another domain.
         """
-
-    async def pages(self, subject: str, found: str, *, prefix: str = "") -> list[Any]:
-        """All pages of a listing of JetStream's API, whose entries are under the key `found`. Raises as `api` does."""
 
     async def request(self, subject: str, data: bytes = b"", *, timeout_seconds: float = 5.0) -> Heard:
-        """Ask whoever listens to a subject. Raises `UnavailableError` where nobody answers in time, `RefusedError`
-        where the server denies us the subject.
-        """
+        """Ask whoever listens to a subject, and return the first answer."""
 
     def send(self, subject: str, data: bytes = b"", *, reply: str = "") -> None:
-        """Publish without an acknowledgement, soon."""
+        """Publish a message soon, without an acknowledgement."""
 
     def new_inbox(self) -> str:
-        """A subject for answers, which nobody else has."""
+        """Return a subject for answers, which nobody else has."""
 
     def listen(self, subject: str) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Heard]]:
-        """What comes for a subject, from when the block is entered until it is left. It is kept until it is read."""
+        """Receive what is published to a subject while the block runs. Messages are kept until they are read."""
 
     def snapshot(self, stream: str) -> AbstractAsyncContextManager[Snapshot]:
-        """Raises `NotFoundError`, and as `api` does."""
+        """Receive a snapshot of a stream while the block runs. Raises `NotFoundError`."""
 
     async def restore(
         self,
@@ -199,14 +202,13 @@ class Administration(Protocol):
         *,
         read: Callable[[int], Awaitable[bytes]],
         stays_unfinished: bool = False,
-    ) -> dict[str, Any]:
-        """Make a stream of this configuration from a snapshot's state and archive; returns JetStream's stream info.
+    ) -> StreamInfo:
+        """Create a stream of this configuration from a snapshot's state and archive.
 
-        Where it `stays_unfinished` it is whole, but still has its mark and none of its subjects.
-
-        `read` gives at most so many bytes of the archive at a time, none at its end. Where it fails or is cancelled,
-        what was made of the stream is removed; where this process is killed, a stream stays that is unfinished (see
-        `streams.is_unfinished`). Raises `RefusedError` where the name is taken or the archive is damaged, and as `api`.
+        `read` returns at most so many bytes of the archive at a time, and none at its end. Where it fails or is
+        cancelled, what was made of the stream is removed. Where this process is killed, an unfinished stream stays
+        (`metadata.is_unfinished`). A stream that `stays_unfinished` is whole, and keeps its mark and none of its
+        subjects. Raises `RefusedError` where the name is taken or the archive is damaged.
         """
 
 
@@ -220,37 +222,39 @@ class Delivery(Protocol):
     """Whoever holds many may put one without a body here, and read the whole one again from the stream."""
 
     @property
-    def num_delivered(self) -> int: ...
+    def num_delivered(self) -> int:
+        """How often it has been delivered, this time included."""
+
     @property
     def can_be_read_again(self) -> bool:
         """Whether the consumer's stream has its message under its sequence. False for a message made of others."""
 
     @property
     def held(self) -> bool:
-        """Of a pinned reader: whether certainly nobody else has been given it since. Else True."""
+        """Whether its reader may settle it: one that was pinned may not, once another one may have been handed it."""
 
     def ack(self) -> None:
-        """It is done."""
+        """Settle it as handled."""
 
     def nak(self, *, delay_seconds: float = 0.0) -> None:
-        """Deliver it again, not before the delay is over."""
+        """Ask for it to be delivered again, after the delay."""
 
     def term(self, reason: str) -> None:
-        """Never deliver it again."""
+        """Ask for it never to be delivered again."""
 
     def in_progress(self) -> None:
-        """Start `ack_wait` anew."""
+        """Report that it is being handled, which starts `ack_wait` anew."""
 
 
 class Consumer(Protocol):
-    """An open reader of a durable consumer. It asks for as much as its `room` says and no more."""
+    """An open reader of a durable consumer. It asks for as many messages as its `room` says, and for no more."""
 
     @property
     def pinned(self) -> bool:
-        """Whether it is the one that is served, as far as it knows, of the readers of a pinned consumer."""
+        """Whether this reader of a pinned consumer is the one that is served, as far as it knows."""
 
     def refill(self) -> None:
-        """Say that there is room again."""
+        """Tell the reader that there is room again, so that it asks for more."""
 
     async def lost(self) -> None:
         """Wait until reading cannot go on, then raise the `BackendError` that says why."""
@@ -259,92 +263,112 @@ class Consumer(Protocol):
         """Return when every settlement so far has reached the backend. Raises `UnavailableError`."""
 
     async def stop(self) -> None:
-        """Ask for no more; return when nothing more can arrive. What arrives meanwhile is still delivered."""
+        """Ask for no more, and return when nothing more can arrive. What arrives meanwhile is still delivered."""
 
 
-class ConnectionListener(Protocol):
-    """Called on every change of the connection; `reason` is empty on the way up.
-
-    Also called when the server denies us something for the first time: `denied` says what, and nothing else changes.
-    """
-
-    def __call__(self, *, connected: bool, reason: str, denied: str = "") -> None: ...
-
-
-class Opening(Protocol):
-    """How a backend is opened; `open_backend` is one."""
-
-    def __call__(
-        self, config: Config, *, on_connection: ConnectionListener | None = None
-    ) -> AbstractAsyncContextManager[Admin]: ...
-
-
-class Backend(Protocol):
-    """Where notifications are stored. Opened by `open_backend`, closed by leaving it."""
+class Connection(Protocol):
+    """The connection to the place where notifications are stored. It comes back by itself after it was lost."""
 
     @property
-    def kind(self) -> str: ...
-    @property
-    def clock(self) -> Clock:
-        """The time that its deliveries and expiries live by."""
+    def ready(self) -> bool:
+        """Whether requests can be sent now."""
 
-    @property
-    def connected(self) -> bool: ...
     @property
     def slow_because(self) -> str:
         """Why it works slower than it could; empty where it does not."""
 
     @property
     def max_payload(self) -> int:
-        """The largest message (headers and body) that it takes, in bytes."""
+        """The largest message (headers and body) that can be published, in bytes."""
 
     def require_server(self, major: int, minor: int, *, to: str) -> None:
         """Raise `RefusedError`, which names both versions, where the server is older than is needed `to` do this."""
 
     async def failed(self) -> None:
-        """Wait until the backend is lost for good, then raise the `BackendError` that says why."""
+        """Wait until the connection is lost for good, then raise the `BackendError` that says why."""
 
-    async def stream_info(self, stream: str) -> StreamInfo:
-        """Raises `NotFoundError`."""
 
-    async def create_stream(self, spec: StreamSpec) -> StreamInfo:
-        """Raises `RefusedError` with JetStream's code, STREAM_NAME_IN_USE where a peer created it differently."""
+class ConnectionListener(Protocol):
+    """Called on every change of the connection. `reason` says why it was lost, and is empty when it is there.
+
+    It is also called when the server denies us something for the first time: `denied` says what, and the rest is as
+    before.
+    """
+
+    def __call__(self, *, connected: bool, reason: str, denied: str = "") -> None: ...
+
+
+class Opening(Protocol):
+    """A function that opens a backend, as `open_backend` does; tests pass their own."""
+
+    def __call__(
+        self, config: Config, *, on_connection: ConnectionListener | None = None
+    ) -> AbstractAsyncContextManager[Admin]: ...
+
+
+class Streams(Protocol):
+    """Requests for what a stream holds and how a consumer stands, which the engine and operators make alike.
+
+    Each raises `NotFoundError` where the stream or the consumer does not exist.
+    """
+
+    async def stream_info(
+        self, stream: str, *, deleted_details: bool = False, timeout_seconds: float = 5.0
+    ) -> StreamInfo:
+        """Return a stream's configuration and state; with `deleted_details`, every sequence that was deleted as well.
+
+        Raises `RefusedError` where there is no server and the details are asked for.
+        """
 
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
-        """Replace a stream's configuration by this whole one."""
+        """Replace a stream's configuration by this one, which must be whole: what it leaves out is reset."""
 
-    async def purge_stream(self, stream: str, *, subject: str = "") -> int:
-        """Remove all messages, or those of a subject, keep the configuration; returns how many went.
+    async def purge_stream(self, stream: str, *, subject: str = "", keep: int = 0, before: int = 0) -> int:
+        """Remove all messages, or those of a subject, but keep the newest `keep`, or those from a sequence on.
 
-        Raises `NotFoundError`.
+        Returns how many were removed. Raises `RefusedError` where there is no server and one of the last two is given.
         """
 
     async def delete_message(self, stream: str, sequence: int, *, overwrite: bool = True) -> None:
-        """Erase one message. Raises `NotFoundError` where stream or message is missing.
+        """Delete one message. Raises `NotFoundError` also where the message is missing.
 
-        Without `overwrite` its bytes stay on disk for a while, and a server does thirty times as many a second.
+        Without `overwrite` its bytes stay on disk for a while, and a server deletes thirty times as many a second.
         """
 
-    async def message(self, stream: str, sequence: int) -> Message | None:
-        """The message of that sequence, as the stream's leader holds it, for one request; None where there is none.
+    async def message(self, stream: str, sequence: int, *, next_by_subject: str = "") -> Message | None:
+        """Return the message of that sequence as the stream's leader holds it; None where there is none.
 
-        Its time may be cut to whole microseconds. Raises `NotFoundError` where the stream is missing.
+        With a filter, `next_by_subject`, it is the first message from that sequence on whose subject the filter takes.
         """
 
     async def last_message(self, stream: str, subject: str) -> Message | None:
-        """The newest message of a subject, from who decides about the next one; None where there is none.
+        """Return the newest message of a subject as the stream's leader holds it; None where there is none."""
 
-        Raises `NotFoundError`.
-        """
+    async def consumer_info(self, stream: str, consumer: str, *, timeout_seconds: float = 5.0) -> ConsumerInfo:
+        """Return a consumer's configuration and state."""
+
+
+class Backend(Streams, Protocol):
+    """What the engine needs of the place where notifications are stored: publish, consume, read, and ensure that a
+    stream or a consumer exists. Opened by `open_backend`, closed by leaving it.
+    """
+
+    @property
+    def clock(self) -> Clock:
+        """The clock by which deliveries come again and messages expire."""
+
+    @property
+    def connection(self) -> Connection:
+        """The connection to the place where notifications are stored."""
+
+    async def create_stream(self, spec: StreamSpec) -> StreamInfo:
+        """Create a stream. Raises `RefusedError`; its code is STREAM_NAME_IN_USE where there is another one."""
 
     async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
         """Create the durable consumer, or update it where it differs in what can be updated.
 
         Where no `max_ack_pending` of this size is allowed, it has the largest that is.
         """
-
-    async def consumer_info(self, stream: str, consumer: str) -> ConsumerInfo:
-        """Raises `NotFoundError`."""
 
     def consume(
         self,
@@ -355,11 +379,11 @@ class Backend(Protocol):
         room: Callable[[], int],
         priority: int = 0,
     ) -> AbstractAsyncContextManager[Consumer]:
-        """Read a durable consumer: `room()` tells how many deliveries could be taken now.
+        """Read a durable consumer while the block runs, and call `deliver` with each delivery.
 
-        With the `priority_policy` `pinned_client`, one of its readers is given everything, and another one when that
-        has left or has not asked for `priority_timeout`. With `prioritized`, a reader is given something while none of
-        a lower `priority` (0 to 9) asks.
+        `room()` returns how many deliveries could be taken now. With the `priority_policy` `pinned_client`, one of the
+        readers is handed everything, and another one when that has left or has not asked for `priority_timeout`. With
+        `prioritized`, a reader is handed something only while none of a lower `priority` (0 to 9) asks.
         """
 
     def read(
@@ -371,7 +395,7 @@ class Backend(Protocol):
         start_time: datetime | None = None,
         last_sequence: int | None = None,
     ) -> AsyncGenerator[Message, None]:
-        """Stored messages in sequence order, without acks: up to `last_sequence`, else on and on as they come.
+        """Yield stored messages in sequence order, without acks: up to `last_sequence`, else on and on as they come.
 
         A `start_time` wins over `start_sequence`; both are inclusive. It ends where nothing more matches up to
         `last_sequence`, and not before. Raises `UnavailableError` where reading was interrupted (read on after the last
@@ -382,7 +406,7 @@ class Backend(Protocol):
     def read_chunks(
         self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
     ) -> AsyncGenerator[Chunk, None]:
-        """As `read`, some thousand messages or some megabytes at a time: for what goes through much of a stream."""
+        """Read as `read` does, some thousand messages or some megabytes at a time, at the least expense for each."""
 
     async def count(
         self,
@@ -392,12 +416,12 @@ class Backend(Protocol):
         start_sequence: int = 1,
         start_time: datetime | None = None,
     ) -> int:
-        """How many messages `read` would give now, as one server of the stream counts them: one that is behind counts
-        fewer. Raises `NotFoundError`.
+        """Return how many messages `read` would yield now. A server of the stream counts them, and one whose replica is
+        behind counts fewer. Raises `NotFoundError`.
         """
 
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
-        """Store one message; see `Outgoing`. These of its headers are obeyed, as JetStream does:
+        """Store one message; see `Outgoing`. These of its headers are obeyed as by JetStream:
 
         * `Nats-Expected-Last-Subject-Sequence`: only where the newest message of the subject is that one (0: there is
           none). Raises `ConflictError` otherwise, also where it is the message itself that was stored before.
@@ -413,76 +437,120 @@ class Backend(Protocol):
     async def publish_many(
         self, outgoing: Sequence[Outgoing], *, timeout_seconds: float, answered: bool = False
     ) -> list[PubAck | BackendError]:
-        """Store messages in this order, all under way at once; what became of each. One timeout is for all of them.
+        """Store messages in this order, all under way at once, and return what became of each. The timeout is for all.
 
         One alone is answered as `publish` does. Of more, an acknowledgement may leave out the sequence and whether the
         message was stored before, unless `answered` asks for an answer to each.
         """
 
     async def publish_chunk(self, stream: str, chunk: OutgoingChunk, *, timeout_seconds: float) -> int:
-        """Store messages of one stream in this order, at the least expense; how many, from the first on, are stored.
+        """Store messages of one stream in this order, at the least expense for each.
 
-        What became of the others is not known: `publish_many` of them stores each once, or says why it cannot.
+        Returns how many, from the first on, are stored. What became of the others is not known: `publish_many` of them
+        stores each once, or says why it cannot.
         """
 
     async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
-        """Store all of these messages of one stream, one after another, or none; the sequence is that of the last.
+        """Store all of these messages of one stream, one after another, or none. The acknowledgement is of the last.
 
         Their ids must have been used for these messages together and no others: where one is known, all are taken as
         stored before. Raises `RefusedError` where the stream's `allow_atomic` is off, or the server is older than 2.12.
         """
 
     async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> BulkKeyValue:
-        """The bucket of that name. Where it is missing it is created: it forgets values older than `ttl_seconds` and
-        keeps `history` (at most 64) values of a key.
+        """Return the bucket of that name, created where it is missing.
+
+        A new one forgets values older than `ttl_seconds` and keeps `history` (at most 64) values of a key.
         """
 
 
-class Admin(Backend, Protocol):
-    """What operators need beside that, of the same object. The engine asks for none of it."""
+class Management(Streams, Protocol):
+    """The streams and consumers of one account and domain: JetStream's management API, a method for each request.
 
-    def administration(self) -> Administration:
-        """Raises `RefusedError` where there is no server."""
+    Configurations are JetStream's own JSON; answers are parsed by `jetstream.info`. Every method raises
+    `UnavailableError`, `RefusedError`, and `NotFoundError` where the stream or the consumer does not exist. A listing
+    of a cluster leaves out a stream or a consumer that has no leader at the moment, but its name is listed.
+    """
 
-    async def stream_names(self) -> list[str]: ...
+    @property
+    def api_prefix(self) -> str:
+        """What the subjects of this API begin with: `$JS.API`, or that of a domain. Empty without a server."""
+
+    async def stream_names(self, *, subject: str = "") -> list[str]:
+        """Return the names of all streams, or of those that take a subject.
+
+        Raises `RefusedError` where there is no server and a subject is given.
+        """
+
+    async def streams(self) -> list[StreamInfo]:
+        """Return the configurations and states of all streams. Raises `RefusedError` without a server."""
 
     async def subject_counts(self, stream: str, *, subject: str = ">") -> dict[str, int]:
-        """How many messages of each subject that a filter takes a stream holds, as its leader counts them: for few
-        subjects. Raises `NotFoundError`, and `UnavailableError` where subjects come and go faster than they are listed.
+        """Return how many messages of each subject that a filter takes a stream holds, as its leader counts them.
+
+        It is meant for few subjects. Raises `UnavailableError` where subjects come and go faster than they are listed.
         """
 
-    async def consumers(self, stream: str) -> list[ConsumerInfo]:
-        """All consumers of a stream, at the price of a request for some hundreds. Raises `NotFoundError`.
+    async def add_stream(self, config: Mapping[str, Any]) -> StreamInfo:
+        """Create a stream of this configuration, and of the server's defaults for the rest.
 
-        One that has no leader just now may be missing.
+        The engine asks for `Backend.create_stream`, which takes more care. Raises `RefusedError` without a server.
+        """
+
+    async def delete_stream(self, stream: str) -> None:
+        """Delete a stream with its messages and its consumers, for good."""
+
+    async def consumer_names(self, stream: str) -> list[str]:
+        """Return the names of all consumers of a stream."""
+
+    async def consumers(self, stream: str) -> list[ConsumerInfo]:
+        """Return the configurations and states of all consumers of a stream, by one request for some hundreds."""
+
+    async def put_consumer(
+        self,
+        stream: str,
+        consumer: str,
+        config: Mapping[str, Any],
+        *,
+        action: Literal["create", "update"],
+        filter_in_subject: str = "",
+    ) -> ConsumerInfo:
+        """Create a consumer of this configuration, or update one to it.
+
+        Its single filter may be part of the request's subject, so that permissions can be given by filter. Raises
+        `RefusedError` without a server.
         """
 
     async def delete_consumer(self, stream: str, consumer: str) -> None:
-        """Remove a consumer and what is known of how far it has come, for good. Raises `NotFoundError`."""
-
-    async def delete_stream(self, stream: str) -> None:
-        """Remove a stream, its messages and its consumers, for good. Raises `NotFoundError`."""
+        """Delete a consumer and its position in the stream, for good."""
 
     async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> None:
-        """Deliver nothing, to nobody, before `until`; None: deliver again at once.
+        """Let a consumer deliver nothing to anybody before `until`; None: let it deliver again at once.
 
-        What was delivered before can be settled meanwhile; what comes back waits. Raises `NotFoundError`, and
+        What was delivered before can be settled meanwhile, and what is to be delivered again waits. Raises
         `RefusedError` where the server is older than 2.11.
         """
 
     async def reset_consumer(self, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
-        """Let the consumer go on at `sequence` (1 or more), as if it had never come further, nor as far.
+        """Let a consumer go on at `sequence` (1 or more), as if it had never come further, nor as far.
 
-        What was delivered and not settled is forgotten; from `sequence` on everything is delivered, as for the first
-        time. A sequence that the stream has not reached is waited for, and what is stored before it is passed over.
-        Raises `NotFoundError`, and `RefusedError` where the server is older than 2.14.
+        It forgets what was delivered and not settled, and delivers everything from `sequence` on as for the first time.
+        It waits for a sequence that the stream has not reached, and passes over what is stored before. Raises
+        `RefusedError` where the server is older than 2.14.
         """
 
-    async def purge_stream(self, stream: str, *, subject: str = "", keep: int = 0, before: int = 0) -> int:
-        """As `Backend.purge_stream`, but for the newest `keep`, or only messages before a sequence.
 
-        Raises `NotFoundError`, and `RefusedError` where there is no server and one of the two is given.
+class Admin(Backend, Management, Protocol):
+    """What operators need: the backend of the engine, which also manages the streams and consumers that it sees."""
+
+    def at(self, prefix: str) -> Management:
+        """Return the streams and consumers at another prefix, such as `$JS.hub.API` of a domain; empty: our own.
+
+        Raises `RefusedError` where there is no server and a prefix is given.
         """
+
+    def administration(self) -> Administration:
+        """Return what only a server is asked for. Raises `RefusedError` where there is none."""
 
 
 def open_backend(

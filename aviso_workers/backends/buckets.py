@@ -14,14 +14,14 @@ from contextlib import aclosing
 
 from msgspec import UNSET
 
+from aviso_workers.aviso.codec import MARKER_HEADER, Message, store_time
 from aviso_workers.backends import Backend, Outgoing, PubAck
-from aviso_workers.codec import MARKER_HEADER, Message, store_time
 from aviso_workers.errors import ConflictError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes, metadata
 from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
 from aviso_workers.jetstream.info import StreamConfig
+from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.key_value import Entry
 
 __all__ = ["Bucket", "open_bucket"]
 
@@ -186,7 +186,7 @@ class Bucket:
 
     def _ttl(self, key: str, seconds: float) -> str:
         what = f"bucket {self._name}, key {key}"
-        self._backend.require_server(2, 11, to="have a key forgotten after a time")
+        self._backend.connection.require_server(2, 11, to="have a key forgotten after a time")
         if not self._knows_ttl or not self._tells_ttl:
             raise RefusedError(
                 f"{what}: this bucket knows no ttl: it has a history or an age, or was made by somebody else"

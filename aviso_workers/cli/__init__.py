@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.errors import (
     AvisoWorkersError,
     ConfigError,
@@ -28,7 +29,6 @@ from aviso_workers.errors import (
     InvalidPositionError,
     SparkRestError,
 )
-from aviso_workers.literals import printable_lines
 
 __all__ = ["NOT_PROVEN", "main"]
 
@@ -47,33 +47,33 @@ ANYIO_THREAD = "AnyIO worker thread"
 IDLE_SECONDS = 0.2
 
 COMMANDS = {
-    "worker": ("working",),
-    "dev": ("working",),
-    "notify": ("notifying",),
-    "watch": ("reading",),
-    "replay": ("reading",),
-    "check": ("checking",),
-    "doctor": ("examining",),
-    "delete": ("administering",),
-    "erase": ("erasing",),
-    "agents": ("reporting",),
-    "lag": ("reporting",),
-    "top": ("measuring",),
-    "pause": ("steering",),
-    "resume": ("steering",),
-    "reset": ("steering",),
-    "retire": ("steering",),
-    "dead-letters": ("burying",),
-    "spark": ("sparking", "piping"),
-    "streams": ("administering", "inspecting", "operating", "copying"),
-    "backup": ("backing_up",),
-    "report": ("measuring",),
-    "mirror": ("mirroring",),
-    "drill": ("mirroring",),
-    "consumers": ("inspecting", "operating"),
-    "account": ("inspecting",),
-    "server": ("serving",),
-    "config": ("configuring",),
+    "worker": ("worker",),
+    "dev": ("worker",),
+    "notify": ("notify",),
+    "watch": ("watch",),
+    "replay": ("watch",),
+    "check": ("check",),
+    "doctor": ("doctor",),
+    "delete": ("delete",),
+    "erase": ("erase",),
+    "agents": ("agents",),
+    "lag": ("agents",),
+    "top": ("report",),
+    "pause": ("agents_control",),
+    "resume": ("agents_control",),
+    "reset": ("agents_control",),
+    "retire": ("agents_control",),
+    "dead-letters": ("dead_letters",),
+    "spark": ("spark", "spark_pipelines"),
+    "streams": ("streams", "streams_policy", "streams_maintenance", "streams_copy"),
+    "backup": ("backup",),
+    "report": ("report",),
+    "mirror": ("mirror",),
+    "drill": ("mirror",),
+    "consumers": ("consumers",),
+    "account": ("account",),
+    "server": ("server",),
+    "config": ("config",),
 }
 """Each command or group of commands, and the modules of this package that declare it: the first has it under its name,
 the others add commands to the group."""
@@ -126,7 +126,7 @@ def _load(name: str) -> Any:
         whole.command(name)(declared)
     built = typer.main.get_group(whole).commands[name]
     if name not in WITHOUT_CONTEXT:
-        importlib.import_module(f"{__name__}.finding").add_context_option(built)
+        importlib.import_module(f"{__name__}.targets").add_context_option(built)
     return built
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from aviso_workers.backends import Admin
-from aviso_workers.cli.printing import print_table
+from aviso_workers.cli.output import print_table
 from aviso_workers.cli.progress import bar
 from aviso_workers.errors import AvisoWorkersError, BackupError
 from aviso_workers.ops import backups

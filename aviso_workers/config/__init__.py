@@ -3,10 +3,11 @@
 Whoever starts a process calls `load`; the engine and the backends are handed the sections that concern them. The keys
 are those of aviso-server, whose own file loads unchanged, and the sections `workers`, `streams` and `server` of ours;
 `settings.py`, `jetstream/fields.py` and `nats_server.py` explain each of them. The way of a value is `documents` (YAML
-with lines), `environment` (variables over files), `reading` (types), `loading` (sources and what types cannot say,
-with `streams`); `showing` prints it.
+with lines), `environment` (variables over files), `conversion` (types), `loading` (sources and what types cannot say,
+with `streams`); `display` prints it.
 """
 
+from aviso_workers.config.display import effective, json_schema
 from aviso_workers.config.loading import Examined, examine, load, places
 from aviso_workers.config.nats_server import Server
 from aviso_workers.config.secrets import Secret, ServerUrls
@@ -22,7 +23,6 @@ from aviso_workers.config.settings import (
     Tls,
     Workers,
 )
-from aviso_workers.config.showing import effective, json_schema
 from aviso_workers.jetstream.fields import DeclaredConsumer, DeclaredStream
 
 __all__ = [

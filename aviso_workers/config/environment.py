@@ -13,8 +13,8 @@ from typing import Any
 
 from msgspec import inspect
 
+from aviso_workers.config.conversion import near, without_none
 from aviso_workers.config.documents import Node, Place, is_text, overlay, parse
-from aviso_workers.config.reading import near, without_none
 
 __all__ = ["SERVER_FILE", "WORKERS_FILE", "overrides"]
 

@@ -1,6 +1,6 @@
 """What fields of settings are made of: bounded numbers, text that says something, and a word on each.
 
-`settings` and `nats_server` declare with these; `reading` knows what they mean.
+`settings` and `nats_server` declare with these; `conversion` knows what they mean.
 """
 
 from __future__ import annotations

@@ -18,17 +18,17 @@ from typing import Any
 
 from msgspec import Struct, inspect, structs
 
-from aviso_workers import schema
+from aviso_workers.aviso import schema
+from aviso_workers.aviso.schema import EventType
 from aviso_workers.config import nats_context
 from aviso_workers.config import streams as declared_streams
+from aviso_workers.config.conversion import Reader
 from aviso_workers.config.documents import Node, Place, overlay, parse
 from aviso_workers.config.environment import SERVER_FILE, WORKERS_FILE, overrides
-from aviso_workers.config.reading import Reader
 from aviso_workers.config.secrets import Secret
 from aviso_workers.config.settings import Config, Document, JetStream, NotificationBackend
 from aviso_workers.errors import ConfigError
 from aviso_workers.jetstream.fields import DeclaredStream
-from aviso_workers.schema import EventType
 
 __all__ = ["Examined", "examine", "load", "places"]
 

@@ -1,7 +1,7 @@
 """What can be configured of a nats-server of our own: the section `server`.
 
 The names are nats-server's where it has one for the thing (JetStream's as in its documentation, "JetStream
-configuration"); `aviso_workers.server.rendering` writes nats-server.conf from these Structs. Nothing here says how
+configuration"); `aviso_workers.server.nats_conf` writes nats-server.conf from these Structs. Nothing here says how
 workers connect: that is `notification_backend.jetstream`. MQTT, WebSocket and gateways cannot be configured and stay
 off.
 
@@ -17,9 +17,9 @@ from typing import Annotated, Literal
 
 from msgspec import Struct
 
+from aviso_workers.aviso.literals import Duration, Size
 from aviso_workers.config.fields import Port, Positive, Text, about
 from aviso_workers.config.secrets import Secret
-from aviso_workers.literals import Duration, Size
 
 __all__ = [
     "Account",

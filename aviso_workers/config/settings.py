@@ -1,6 +1,6 @@
 """What can be configured: every key, its meaning, unit and default, where it is declared.
 
-`loading` fills these Structs, `showing` prints them, and everybody else reads them. The keys of `notification_backend`
+`loading` fills these Structs, `display` prints them, and everybody else reads them. The keys of `notification_backend`
 and `notification_schema` are those of aviso-server, with its defaults (Aviso's JetStream backend, "Configuration
 Reference"); what stands under "beyond the document" and under `workers` is ours. Structs that refuse unknown keys are
 ours alone; the others ignore what they do not know, as aviso-server does, unless it is nearly the name of a field that
@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field, structs
 
+from aviso_workers.aviso.literals import Duration, Size
+from aviso_workers.aviso.schema import EventType
 from aviso_workers.config.fields import Count, Port, Positive, Seconds, Text, about
 from aviso_workers.config.nats_server import Server
 from aviso_workers.config.secrets import Secret, ServerUrls
 from aviso_workers.jetstream.fields import DeclaredStream
-from aviso_workers.literals import Duration, Size
-from aviso_workers.schema import EventType
 
 __all__ = [
     "Application",

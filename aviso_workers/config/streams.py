@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from aviso_workers import schema, topics
+from aviso_workers.aviso import schema, topics
+from aviso_workers.aviso.schema import EventType
 from aviso_workers.config.settings import Config, JetStream
 from aviso_workers.jetstream.fields import (
     CONSUMER,
@@ -24,7 +25,6 @@ from aviso_workers.jetstream.fields import (
     jetstream_value,
 )
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.schema import EventType
 
 __all__ = ["OURS", "SHOWN", "declared", "event_stream", "event_streams", "mistakes", "own_stream", "stated_by_aviso"]
 

@@ -5,7 +5,8 @@ the original is terminated, counts the failure before it is given back, and stat
 as well. `dead_letter_exceeded` does the same for what the server has given up.
 
 Whoever knows without a handler what is to become of a delivery says so by a `Settlement` and has `settle` carry it out:
-`max_deliveries`, `delayed`, `shared_filters` for what another version wants, `repeats` for what was settled before.
+`max_deliveries`, `delayed_delivery`, `shared_filters` for what another version wants, `repeats` for what was settled
+before.
 """
 
 from __future__ import annotations
@@ -16,29 +17,28 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from aviso_workers import verdicts
-from aviso_workers.agents import Agent
+from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock, Timer
-from aviso_workers.codec import Message
-from aviso_workers.engine.dead_lettering import DeadLetterStore
-from aviso_workers.engine.failing import Failures
-from aviso_workers.engine.ordering import Line
+from aviso_workers.declare import verdicts
+from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.retry import Backoff
+from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, Nak, Settlement, Term, Verdict
+from aviso_workers.engine.attempts import Failures
+from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.repeats import Repeats
-from aviso_workers.engine.shielding import Shield
+from aviso_workers.engine.shields import Shield
 from aviso_workers.errors import BackendError
 from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, Settled, SettledOutcome
 from aviso_workers.jetstream import error_codes
-from aviso_workers.retry import Backoff
-from aviso_workers.verdicts import Ack, Again, DeadLetter, Failure, Nak, Settlement, Term, Verdict
 
 __all__ = ["Exceeded", "Settler", "dead_letter_exceeded", "give_back", "settle", "settle_again"]
 
 REFUSED = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
 """How long an agent stores no dead letter after one could not be stored. Their originals wait as long."""
-
-
 EXCEEDED = "max_deliveries"
+"""The reason of the dead letters of what the server has given up."""
 
 
 class _End(NamedTuple):

@@ -7,38 +7,39 @@ from typing import Any
 
 from msgspec import structs
 
-from aviso_workers import schema, topics
-from aviso_workers.agents import Agent
+from aviso_workers.aviso import schema, topics
+from aviso_workers.aviso.codec import NotificationReader
+from aviso_workers.aviso.notifications import Notification
+from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.backends import Backend
-from aviso_workers.codec import NotificationReader
 from aviso_workers.config import Config, streams
-from aviso_workers.engine import consumer_records, dead_lettering
+from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.batches import Batch, Stream
+from aviso_workers.engine import consumer_records, dead_letter_store
 from aviso_workers.engine.acknowledging import Settler
-from aviso_workers.engine.batching import InBatches
+from aviso_workers.engine.attempts import Failures
+from aviso_workers.engine.buffer import Line
 from aviso_workers.engine.consumer_records import ConsumerRecorder
-from aviso_workers.engine.dead_lettering import DeadLetterStore, Requeued, retry_subject
-from aviso_workers.engine.failing import Failures
+from aviso_workers.engine.dead_letter_store import DeadLetterStore, Requeued, retry_subject
 from aviso_workers.engine.feeds import Feed
-from aviso_workers.engine.handling import HandlerContext, OneByOne
-from aviso_workers.engine.holding import WhileHeld
+from aviso_workers.engine.handlers.batch import InBatches
+from aviso_workers.engine.handlers.one import HandlerContext, OneByOne
+from aviso_workers.engine.handlers.outputs import Outputs
+from aviso_workers.engine.handlers.stream import AsStream
+from aviso_workers.engine.handlers.windowed import AsWindows
 from aviso_workers.engine.isolation import Isolation
-from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.prefetch import MOST_PREFETCH, Prefetch
 from aviso_workers.engine.provisioning import Provisioner
-from aviso_workers.engine.publishing import Publisher
+from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
-from aviso_workers.engine.returning import Outputs
 from aviso_workers.engine.shared_filters import SharedFilter
-from aviso_workers.engine.shielding import Shield
-from aviso_workers.engine.streaming import AsStream
+from aviso_workers.engine.shields import Shield
+from aviso_workers.engine.singletons import WhileHeld
 from aviso_workers.engine.subscription import Handler, Run, Subscription, consumer_spec
 from aviso_workers.engine.threads import Threads
-from aviso_workers.engine.windowing import AsWindows
 from aviso_workers.events import Events
 from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSpec, StreamSpec
-from aviso_workers.notifications import Batch, Notification, Stream
-from aviso_workers.schema import EventType, Where
 
 __all__ = ["AgentSubscriptions"]
 
@@ -183,7 +184,7 @@ class AgentSubscriptions:
             stream=stream.name,
             backend=self._backend,
             recorder=self._recorder(agent, stream.name, self._provisioner),
-            retries=self._recorder(agent, dead_lettering.RETRIES, self._own_streams),
+            retries=self._recorder(agent, dead_letter_store.RETRIES, self._own_streams),
             events=self._events,
             on_ack_wait=lambda seconds: run.keep_within(_reported_within(agent, seconds)),
         )
@@ -217,7 +218,7 @@ class AgentSubscriptions:
                 priority=self._config.workers.priority,
             ),
             Feed(
-                stream=dead_lettering.retries_spec(self._config),
+                stream=dead_letter_store.retries_spec(self._config),
                 consumer=retries_consumer,
                 ensure=lambda: shared.ensure_retries(retries_consumer),
                 provisioner=self._own_streams,

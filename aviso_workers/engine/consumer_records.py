@@ -5,7 +5,7 @@ says: with the whole stream, usually. So the workers of all apps record it in on
 that of its events and that of what is tried again: when they open them, when `shared_filters` looks which versions
 there are, and when they stop. Where a consumer is missing, it is made anew and begins after what was settled. The same
 record says since when the oldest notification of the agent is unfinished, which a server does not tell.
-`ops.observing` reads the records for operators.
+`ops.deployment` reads the records for operators.
 
 A record belongs to one stream. Where the stream was deleted and made anew, its sequences count other notifications.
 """
@@ -17,9 +17,9 @@ from datetime import datetime
 import msgspec
 from msgspec import Struct, structs
 
-from aviso_workers.agents import Policy, durable_name
+from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend, ConsumerInfo
-from aviso_workers.codec import read_json
+from aviso_workers.declare.agents import Policy, durable_name
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import (
     BackendError,

@@ -1,7 +1,7 @@
 """What was to be stored later and is due: read by one consumer for all workers of all apps, and published.
 
-See `deferring` for how it waits. A notification is published under the message id that it was given at first, and
-acknowledged after that. Where a worker dies in between, another one does it again: within the duplicate window the
+See `delayed_messages` for how it waits. A notification is published under the message id that it was given at first,
+and acknowledged after that. Where a worker dies in between, another one does it again: within the duplicate window the
 stream stores it once, and after that it is found there by its id. It is removed from where it waited too; whether that
 succeeds changes nothing of this, and what was left is removed later.
 """
@@ -13,24 +13,21 @@ from contextlib import aclosing, suppress
 from datetime import datetime
 from typing import Literal
 
-from aviso_workers import schema, topics
+from aviso_workers.aviso import schema, topics
+from aviso_workers.aviso.codec import Message, store_time
+from aviso_workers.aviso.schema import EventType
 from aviso_workers.backends import Backend, Delivery, Outgoing
-from aviso_workers.codec import Message, store_time
 from aviso_workers.config import Config
-from aviso_workers.engine import deferring
-from aviso_workers.engine.deferring import DUE, STREAM
+from aviso_workers.declare.retry import Backoff
+from aviso_workers.declare.verdicts import Ack, Nak, Settlement
+from aviso_workers.engine import delayed_messages, internal
+from aviso_workers.engine.delayed_messages import DUE, STREAM
 from aviso_workers.engine.feeds import Feed
-from aviso_workers.engine.internal import Internal
-from aviso_workers.engine.ordering import Line
-from aviso_workers.engine.prefetch import Prefetch
 from aviso_workers.engine.provisioning import Provisioner
-from aviso_workers.engine.replaying import SKEW
-from aviso_workers.engine.subscription import Run, Subscription, consumer_spec
+from aviso_workers.engine.replay import SKEW
+from aviso_workers.engine.subscription import Subscription, consumer_spec
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome
-from aviso_workers.retry import Backoff
-from aviso_workers.schema import EventType
-from aviso_workers.verdicts import Ack, Nak, Settlement
 
 __all__ = ["DURABLE", "NAME", "REMOVE_SECONDS", "subscription"]
 
@@ -51,19 +48,19 @@ AGAIN = Backoff(first=1, factor=2, max=60)
 def subscription(backend: Backend, *, config: Config, own_streams: Provisioner, events: Events) -> Subscription:
     """Return the subscription that brings what is due to the streams it was meant for, whichever app has published it.
 
-    The server must be new enough (`deferring.is_served`).
+    The server must be new enough (`delayed_messages.is_served`).
     """
     delayed = _DelayedDelivery(backend, event_types=config.notification_schema, events=events)
-    prefetch = Prefetch(backend.clock, workers=CONCURRENCY, least=PREFETCH)
-    line = Line(backend.clock, on_begin=prefetch.note_begin, on_surplus=prefetch.ask)
-    handler = Internal(
-        delayed.handle, line=line, stream=STREAM, unreadable_reason="no notification that waited", events=events
-    )
     consumer = consumer_spec(DURABLE, (f"{DUE}.>",), ACK_WAIT_SECONDS, max_ack_pending=-1)
-    return Subscription(
-        name=NAME,
-        feeds=[Feed(stream=deferring.stream_spec(config), consumer=consumer, provisioner=own_streams)],
-        run=Run(handler, line=line, prefetch=prefetch, clock=backend.clock, ack_wait_seconds=ACK_WAIT_SECONDS),
+    return internal.subscription(
+        NAME,
+        delayed.handle,
+        Feed(stream=delayed_messages.stream_spec(config), consumer=consumer, provisioner=own_streams),
+        workers=CONCURRENCY,
+        prefetch=PREFETCH,
+        unreadable_reason="no notification that waited",
+        clock=backend.clock,
+        events=events,
         beside=[delayed.keep_removing],
     )
 
@@ -81,7 +78,7 @@ class _DelayedDelivery:
 
     async def handle(self, delivery: Delivery) -> Settlement:
         """Return how one that is due is settled. Raises `UndecodableError`."""
-        outgoing = deferring.original(delivery.message)
+        outgoing = delayed_messages.original(delivery.message)
         event_type, base = self._event_types.get(outgoing.stream, ("", ""))
         if not event_type:
             unknown = RefusedError(f"this worker's configuration has no event type of the stream {outgoing.stream}")
@@ -150,7 +147,7 @@ class _DelayedDelivery:
 
 def _is_ours(message: Message) -> bool:
     try:
-        deferring.original(message)
+        delayed_messages.original(message)
     except UndecodableError:
         return False  # it was delivered nowhere, and is kept for whoever looks for it
     return True

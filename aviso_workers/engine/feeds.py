@@ -11,15 +11,15 @@ from collections.abc import Awaitable, Callable
 from anyio.abc import TaskGroup
 from msgspec import Struct
 
+from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
-from aviso_workers.codec import Message
+from aviso_workers.declare.verdicts import Nak, Settlement
 from aviso_workers.engine import acknowledging, parts
-from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.buffer import Line
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.errors import BackendError, UndecodableError
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-from aviso_workers.verdicts import Nak, Settlement
 
 __all__ = ["Feed", "delivering"]
 

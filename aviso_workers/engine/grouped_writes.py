@@ -1,6 +1,6 @@
 """Writes that many callers ask for at once, made as few requests.
 
-`failing` uses it: a tenth of all notifications may fail, and a request for each failure would cost more than all the
+`attempts` uses it: a tenth of all notifications may fail, and a request for each failure would cost more than all the
 rest of the handling. The first caller writes, for itself and for all that ask meanwhile. The others go on at once, and
 what they wanted to do after their write is done for them.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import anyio
 
-from aviso_workers.engine.shielding import Shield
+from aviso_workers.engine.shields import Shield
 
 __all__ = ["MOST_WAITING", "GroupedWrites"]
 

@@ -1,6 +1,6 @@
 """The message ids (idempotency keys) of what is published while something else is handled: they follow from that.
 
-The call forms say what they handle, `publishing` asks for ids. A handler that is run again, because it failed or its
+The call forms say what they handle, `publisher` asks for ids. A handler that is run again, because it failed or its
 worker died, publishes the same under the same ids, and the stream's duplicate window stores it once. The content is
 part of an id: what differs from the run before is another notification and never taken for a repeat, for one too many
 does less harm than one that is lost. So is the time of what is handled, because a stream that is made anew counts from
@@ -13,7 +13,7 @@ import hashlib
 from collections import Counter
 from contextvars import ContextVar, Token
 
-from aviso_workers.codec import Message
+from aviso_workers.aviso.codec import Message
 
 __all__ = ["IdempotencyKeys", "message_id"]
 

@@ -1,20 +1,49 @@
-"""Handlers of our own: of what exceeds its deliveries, and of what is to be delivered later."""
+"""Subscriptions of our own: of what exceeds its deliveries, and of what is to be delivered later."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from aviso_workers.backends import Delivery
+from aviso_workers.clocks import Clock
+from aviso_workers.declare.verdicts import Settlement, Term
 from aviso_workers.engine import acknowledging
-from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.feeds import Feed
+from aviso_workers.engine.prefetch import Prefetch
+from aviso_workers.engine.subscription import Run, Subscription
 from aviso_workers.errors import UndecodableError
 from aviso_workers.events import Events, Unreadable
-from aviso_workers.verdicts import Settlement, Term
+from aviso_workers.jetstream.fields import SECOND
 
-__all__ = ["Internal"]
+__all__ = ["subscription"]
 
 
-class Internal:
+def subscription(
+    name: str,
+    handle: Callable[[Delivery], Awaitable[Settlement]],
+    feed: Feed,
+    *,
+    workers: int,
+    prefetch: int,
+    unreadable_reason: str,
+    clock: Clock,
+    events: Events,
+    beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
+) -> Subscription:
+    """Return a subscription of our own, of which `handle` says how each delivery of the feed is settled.
+
+    What it cannot decode is terminated with `unreadable_reason`, and stated. `beside` is run for as long as it runs.
+    """
+    ahead = Prefetch(clock, workers=workers, least=prefetch)
+    line = Line(clock, on_begin=ahead.note_begin, on_surplus=ahead.ask)
+    handler = _Internal(handle, line=line, stream=feed.stream.name, unreadable_reason=unreadable_reason, events=events)
+    run = Run(handler, line=line, prefetch=ahead, clock=clock, ack_wait_seconds=feed.consumer.ack_wait / SECOND)
+    return Subscription(name=name, feeds=[feed], run=run, beside=beside)
+
+
+class _Internal:
     """Runs a handler of our own, which says how each delivery is settled; no author's."""
 
     def __init__(
@@ -26,7 +55,7 @@ class Internal:
         unreadable_reason: str,
         events: Events,
     ) -> None:
-        """What the handler cannot decode is terminated with the reason, and stated; `stream` is where it came from."""
+        """`stream` is where what cannot be decoded came from."""
         self._handle = handle
         self._line = line
         self._stream = stream

@@ -15,10 +15,10 @@ from typing import TypeVar
 from aviso_workers import clocks
 from aviso_workers.backends import Backend
 from aviso_workers.clocks import Clock
-from aviso_workers.engine import holding, replaying
+from aviso_workers.declare.retry import Backoff, Tries
+from aviso_workers.engine import replay, singletons
 from aviso_workers.errors import BackendError, ConflictError, NotFoundError, OutcomeUnknownError, UnavailableError
-from aviso_workers.key_value import Entry, KeyValue
-from aviso_workers.retry import Backoff, Tries
+from aviso_workers.jetstream.key_value import Entry, KeyValue
 
 __all__ = ["CachedKeyValue", "RetryingKeyValue", "retried"]
 
@@ -94,7 +94,7 @@ class RetryingKeyValue:
         while True:
             try:
                 bucket = await self.opened()
-                created = await replaying.when_created(self._backend, f"KV_{self.name}", known=created)
+                created = await replay.when_created(self._backend, f"KV_{self.name}", known=created)
                 async with aclosing(bucket.changes(key, after=after, until=until)) as changes:
                     async for entry in changes:
                         after = entry.revision
@@ -102,7 +102,7 @@ class RetryingKeyValue:
                 return
             except UnavailableError:
                 with clocks.move_on_after(self._backend.clock, LONGEST_DELAY_SECONDS):
-                    await self._backend.failed()
+                    await self._backend.connection.failed()
 
     async def opened(self) -> KeyValue:
         """The bucket itself, which does not try again."""
@@ -113,7 +113,7 @@ class RetryingKeyValue:
         return await self._do(itself)
 
     async def _write(self, key: str, message_id: str, write: Callable[[KeyValue], Awaitable[int]]) -> int:
-        holding.check()
+        singletons.check()
         in_doubt = False
 
         async def attempt(bucket: KeyValue) -> int:

@@ -15,27 +15,24 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from aviso_workers import agents
-from aviso_workers.agents import Agent
+from aviso_workers.aviso.codec import is_marker, read_json
 from aviso_workers.backends import Backend, Delivery
-from aviso_workers.codec import is_marker, read_json
 from aviso_workers.config import Config, streams
-from aviso_workers.engine import acknowledging, parts
+from aviso_workers.declare import agents
+from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.verdicts import Ack, Nak, Settlement
+from aviso_workers.engine import acknowledging, internal, parts
 from aviso_workers.engine.acknowledging import Exceeded
-from aviso_workers.engine.dead_lettering import RETRIES, DeadLetterStore, unwrap
+from aviso_workers.engine.dead_letter_store import RETRIES, DeadLetterStore, unwrap
 from aviso_workers.engine.feeds import Feed
-from aviso_workers.engine.internal import Internal
-from aviso_workers.engine.ordering import Line
-from aviso_workers.engine.prefetch import Prefetch
 from aviso_workers.engine.provisioning import Provisioner
-from aviso_workers.engine.replaying import message_at
-from aviso_workers.engine.subscription import Run, Subscription, consumer_spec
+from aviso_workers.engine.replay import message_at
+from aviso_workers.engine.subscription import Subscription, consumer_spec
 from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
 from aviso_workers.events import Events
 from aviso_workers.jetstream import specs
 from aviso_workers.jetstream.fields import DAY
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.verdicts import Ack, Nak, Settlement
 
 __all__ = ["ADVISORIES", "NAME", "STREAM", "SUBJECT", "advisories_spec", "subscription"]
 
@@ -71,17 +68,18 @@ def subscription(
 
     `known` are the app's agents in this worker.
     """
-    clock = backend.clock
     event_types = {agent.name: agent.event_type for agent in known}
     exceeded = _MaxDeliveries(backend, app=app, event_types=event_types, dead_letters=dead_letters, events=events)
-    prefetch = Prefetch(clock, workers=1, least=PREFETCH)
-    line = Line(clock, on_begin=prefetch.note_begin, on_surplus=prefetch.ask)
-    handler = Internal(exceeded.handle, line=line, stream=STREAM, unreadable_reason="no advisory", events=events)
     consumer = consumer_spec(agents.durable_name(app, NAME), (ADVISORIES,), ACK_WAIT_SECONDS)
-    return Subscription(
-        name=NAME,
-        feeds=[Feed(stream=advisories_spec(config), consumer=consumer, provisioner=own_streams)],
-        run=Run(handler, line=line, prefetch=prefetch, clock=clock, ack_wait_seconds=ACK_WAIT_SECONDS),
+    return internal.subscription(
+        NAME,
+        exceeded.handle,
+        Feed(stream=advisories_spec(config), consumer=consumer, provisioner=own_streams),
+        workers=1,
+        prefetch=PREFETCH,
+        unreadable_reason="no advisory",
+        clock=backend.clock,
+        events=events,
     )
 
 

@@ -1,7 +1,7 @@
 """In which buckets an app keeps its own state: the one list of them, by what the app declares.
 
 `replicas` gives them the configured replicas, and `ops.permissions` gives workers the right to use them. Each bucket is
-opened by the module that names it here. Counters are in a stream of their own (`tabling.COUNTERS`).
+opened by the module that names it here. Counters are in a stream of their own (`table_store.COUNTERS`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any
 
 from msgspec import Struct
 
-from aviso_workers.agents import Agent
-from aviso_workers.engine import consumer_records, failing, scheduling, tabling, windowing
-from aviso_workers.tables import Counter, Table
-from aviso_workers.timers import Timer
-from aviso_workers.windows import Window
+from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.tables import Counter, Table
+from aviso_workers.declare.timers import Timer
+from aviso_workers.declare.windows import Window
+from aviso_workers.engine import attempts, consumer_records, table_store, timer_loops
+from aviso_workers.engine.handlers import windowed
 
 __all__ = ["OwnBuckets", "of_app"]
 
@@ -40,10 +41,10 @@ def of_app(
     agents = tuple(agents)
     windows = [agent.name for agent in agents if agent.form is Window]
     led = any(timer.leader for timer in timers)
-    leases, claims = scheduling.buckets_of(app)
+    leases, claims = timer_loops.buckets_of(app)
     by_key: list[str] = []
     if agents:
-        by_key += [consumer_records.BUCKET, f"{app}{failing.BUCKET_SUFFIX}"]
+        by_key += [consumer_records.BUCKET, f"{app}{attempts.BUCKET_SUFFIX}"]
     if led or windows:
         by_key.append(leases)
     if led:
@@ -51,7 +52,7 @@ def of_app(
     return OwnBuckets(
         by_key=tuple(by_key),
         listed=(
-            *(windowing.bucket_of(app, agent) for agent in windows),
-            *(tabling.bucket_of(app, name) for name, table in tables.items() if not isinstance(table, Counter)),
+            *(windowed.bucket_of(app, agent) for agent in windows),
+            *(table_store.bucket_of(app, name) for name, table in tables.items() if not isinstance(table, Counter)),
         ),
     )

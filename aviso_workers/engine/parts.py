@@ -6,7 +6,7 @@ sequence. The message is there when the rest is. Of one that was broken off in b
 and no reader takes it for a message. Headers cannot be divided, so where those of the original leave no room for ours,
 they are stored as the beginning of the body.
 
-`dead_lettering` and `ops.dead_letters` store by this module and read by it.
+`dead_letter_store` and `ops.dead_letters` store by this module and read by it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from msgspec import structs
 
+from aviso_workers.aviso.codec import Message, read_number
 from aviso_workers.backends import Backend, PubAck
-from aviso_workers.codec import Message, read_number
-from aviso_workers.engine.replaying import message_at
+from aviso_workers.engine.replay import message_at
 from aviso_workers.errors import RefusedError, UndecodableError
 from aviso_workers.jetstream import error_codes
 

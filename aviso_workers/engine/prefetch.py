@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from aviso_workers.backends import Consumer
 from aviso_workers.clocks import Clock
-from aviso_workers.engine.ordering import MOST_WAITING_BYTES, Line
+from aviso_workers.engine.buffer import MOST_WAITING_BYTES, Line
 
 __all__ = ["MOST_PREFETCH", "PREFETCH_SECONDS", "Prefetch"]
 

@@ -7,7 +7,7 @@ record that is still there when the notification comes again says that the proce
 this one: it is run alone (`isolation`), and recorded as such. Where its process ends again, it was this one. That is a
 failure like any other: it counts as an attempt. What never began is run, and counts as nothing.
 
-A message whose body was left out while it waited (`ordering`) is read again from its stream.
+A message whose body was left out while it waited (`buffer`) is read again from its stream.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from functools import partial
 
 import anyio
 
-from aviso_workers import verdicts
 from aviso_workers.backends import Backend, Delivery
 from aviso_workers.clocks import Clock
+from aviso_workers.declare import verdicts
+from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine.acknowledging import Settler
-from aviso_workers.engine.failing import Failures
+from aviso_workers.engine.attempts import Failures
+from aviso_workers.engine.buffer import Line
 from aviso_workers.engine.isolation import Isolation
-from aviso_workers.engine.ordering import Line
-from aviso_workers.engine.shielding import Shield
+from aviso_workers.engine.shields import Shield
 from aviso_workers.errors import BackendError, DeliveriesExhaustedError, NotFoundError, WorkerDiedError
 from aviso_workers.events import Events, NotReadAgain, ReadAgain
-from aviso_workers.verdicts import Failure
 
 __all__ = ["Redeliveries"]
 

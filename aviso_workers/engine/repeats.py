@@ -17,9 +17,9 @@ from contextlib import suppress
 from datetime import datetime
 
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
+from aviso_workers.declare.verdicts import Ack, Nak, Settlement
 from aviso_workers.errors import BackendError
 from aviso_workers.jetstream import metadata
-from aviso_workers.verdicts import Ack, Nak, Settlement
 
 __all__ = ["Repeats"]
 

@@ -8,34 +8,35 @@ from typing import Any
 
 import anyio
 
-from aviso_workers import resources, schema
-from aviso_workers.agents import Agent, Task
+from aviso_workers.aviso import schema
+from aviso_workers.aviso.schema import EventType
 from aviso_workers.backends import Admin, Backend, ConsumerInfo, Opening, open_backend
 from aviso_workers.config import Config, streams
+from aviso_workers.declare import resources
+from aviso_workers.declare.agents import Agent, Task
+from aviso_workers.declare.tables import Counter, Table
+from aviso_workers.declare.timers import Timer
+from aviso_workers.declare.windows import Window
 from aviso_workers.engine import (
     consumer_records,
-    deferring,
     delayed_delivery,
+    delayed_messages,
     max_deliveries,
+    open_resources,
     own_buckets,
     replicas,
-    resourcing,
 )
 from aviso_workers.engine.agent_subscriptions import AgentSubscriptions
-from aviso_workers.engine.dead_lettering import DeadLetterStore
+from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.provisioning import Provisioner
-from aviso_workers.engine.publishing import Publisher
-from aviso_workers.engine.replaying import Replayer
-from aviso_workers.engine.scheduling import run_timers
+from aviso_workers.engine.publisher import Publisher
+from aviso_workers.engine.replay import Replayer
 from aviso_workers.engine.subscription import Run, Subscription, keep_running, supervise_task
-from aviso_workers.engine.tabling import Tables
+from aviso_workers.engine.table_store import Tables
+from aviso_workers.engine.timer_loops import run_timers
 from aviso_workers.errors import BackendError, NotFoundError, UnknownEventTypeError
 from aviso_workers.events import ConnectionChanged, ConnectionSlow, Events, PermissionDenied
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.schema import EventType
-from aviso_workers.tables import Counter, Table
-from aviso_workers.timers import Timer
-from aviso_workers.windows import Window
 
 __all__ = ["Session", "open_session"]
 
@@ -102,9 +103,9 @@ class Session:
 
     async def cancel(self, event_type: str, message_id: str) -> bool:
         """Forget a notification that waits to be delivered. Raises `UnknownEventTypeError`, `BackendError`."""
-        waiting = deferring.waiting(self._stream(event_type).name, message_id)
+        waiting = delayed_messages.waiting(self._stream(event_type).name, message_id)
         try:
-            return await self.backend.purge_stream(deferring.STREAM, subject=waiting) > 0
+            return await self.backend.purge_stream(delayed_messages.STREAM, subject=waiting) > 0
         except NotFoundError:
             return False  # nothing was ever to be delivered later
 
@@ -120,15 +121,15 @@ class Session:
         cannot be opened.
         """
         if self._priority:
-            self.backend.require_server(2, 12, to=f"read with workers.priority {self._priority}")
+            self.backend.connection.require_server(2, 12, to=f"read with workers.priority {self._priority}")
         for agent in agents:
             if agent.policy.singleton:
-                self.backend.require_server(2, 11, to=f"run agent {agent.name!r} as a singleton")
+                self.backend.connection.require_server(2, 11, to=f"run agent {agent.name!r} as a singleton")
             if agent.form is Window:
-                self.backend.require_server(2, 11, to=f"keep the windows of agent {agent.name!r}")
+                self.backend.connection.require_server(2, 11, to=f"keep the windows of agent {agent.name!r}")
         if agents:
             await consumer_records.create_bucket(self.backend)
-        async with resourcing.opened(app.resources, app) as values:
+        async with open_resources.opened(app.resources, app) as values:
             await self._work(
                 app,
                 stop,
@@ -144,7 +145,7 @@ class Session:
         async def watch_backend(work: anyio.CancelScope) -> None:
             nonlocal failure
             try:
-                await self.backend.failed()
+                await self.backend.connection.failed()
             except BackendError as error:
                 failure = error  # raised below, outside of the group, so that it arrives as itself
                 work.cancel()
@@ -209,7 +210,7 @@ class Session:
 
         Nothing waits on a server that is too old to keep it. It may be upgraded while we work.
         """
-        while not deferring.is_served(self.backend):
+        while not delayed_messages.is_served(self.backend):
             with anyio.move_on_after(UPGRADED_SECONDS):
                 await stop.wait()
                 return
@@ -260,6 +261,6 @@ async def open_session(
         opened, was = opened or connected, connected
 
     async with opening(config, on_connection=on_connection) as backend:
-        if backend.slow_because:
-            events.emit(ConnectionSlow(reason=backend.slow_because))
+        if backend.connection.slow_because:
+            events.emit(ConnectionSlow(reason=backend.connection.slow_because))
         yield Session(backend, app=app, config=config, events=events)

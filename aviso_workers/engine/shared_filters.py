@@ -32,17 +32,17 @@ from contextlib import suppress
 import anyio
 from msgspec import Struct
 
-from aviso_workers import clocks, subjects
+from aviso_workers import clocks
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
+from aviso_workers.declare.retry import Backoff
+from aviso_workers.declare.verdicts import Ack, Nak, Settlement
 from aviso_workers.engine.consumer_records import ConsumerRecorder
 from aviso_workers.errors import BackendError
 from aviso_workers.events import AckWaitDiffers, Events, FiltersDiffer
-from aviso_workers.jetstream import metadata, specs
+from aviso_workers.jetstream import metadata, specs, subjects
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.metadata import Version
 from aviso_workers.jetstream.specs import ConsumerSpec
-from aviso_workers.retry import Backoff
-from aviso_workers.verdicts import Ack, Nak, Settlement
 
 __all__ = ["SharedFilter"]
 

@@ -17,23 +17,23 @@ from anyio.abc import TaskGroup
 from msgspec import UNSET, Struct
 
 from aviso_workers import clocks
-from aviso_workers.agents import Task
 from aviso_workers.backends import Backend, Consumer, ConsumerInfo
 from aviso_workers.clocks import Clock
-from aviso_workers.engine import acknowledging, calling, feeds
+from aviso_workers.declare.agents import Task
+from aviso_workers.declare.retry import Backoff, Restarts
+from aviso_workers.declare.verdicts import Failure
+from aviso_workers.engine import acknowledging, calls, feeds
+from aviso_workers.engine.buffer import Line
 from aviso_workers.engine.feeds import Feed
-from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.prefetch import Prefetch
 from aviso_workers.engine.redeliveries import Redeliveries
-from aviso_workers.engine.shielding import Shield
+from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.threads import Threads
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, Passed, TaskFailed
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-from aviso_workers.retry import Backoff, Restarts
-from aviso_workers.verdicts import Failure
 
 __all__ = ["Handler", "Run", "Subscription", "consumer_spec", "keep_running", "supervise_task"]
 
@@ -58,7 +58,7 @@ QUIET_SECONDS = 1.0
 
 
 class Handler(Protocol):
-    """What takes deliveries from a line and settles them: a call form of authors' functions, or `Internal`."""
+    """What takes deliveries from a line and settles them: a call form of authors' functions, or `internal`."""
 
     async def work(self) -> None:
         """Take from the line and settle, until the line is closed."""
@@ -353,7 +353,7 @@ async def supervise_task(task: Task, app: Any, *, clock: Clock, events: Events, 
 
     async def run() -> None:
         nonlocal ended
-        ended = await calling.attempt(task.function, app)
+        ended = await calls.attempt(task.function, app)
 
     while not stop.is_set():
         restarts.note_start(clock.monotonic())

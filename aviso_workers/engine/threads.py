@@ -21,13 +21,14 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from aviso_workers.agents import Agent
+from aviso_workers.aviso.notifications import Notification
 from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock, Timer
-from aviso_workers.engine.ordering import Line
+from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.batches import Batch
+from aviso_workers.declare.verdicts import Failure
+from aviso_workers.engine.buffer import Line
 from aviso_workers.events import Events, ThreadsFreed, ThreadsStuck
-from aviso_workers.notifications import Batch, Notification
-from aviso_workers.verdicts import Failure
 
 __all__ = ["Threads", "in_thread"]
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta, Struct, structs
 
-from aviso_workers.literals import Duration, Size, SizeLimit
+from aviso_workers.aviso.literals import Duration, Size, SizeLimit
 
 __all__ = [
     "CONSUMER",

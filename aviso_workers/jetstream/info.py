@@ -7,8 +7,9 @@ which has the field's zero value (`fields`) where the server left it out. Durati
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from datetime import datetime
+from base64 import b64decode
+from collections.abc import Collection, Iterable, Mapping
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -22,24 +23,31 @@ __all__ = [
     "Cluster",
     "ConsumerConfig",
     "ConsumerInfo",
+    "ConsumerState",
     "Lost",
     "PriorityGroup",
     "Replica",
     "SnapshotState",
     "Source",
     "SourceConfig",
+    "StoredMessage",
     "StreamConfig",
     "StreamInfo",
     "Use",
     "account",
     "consumer",
+    "message",
+    "rfc3339",
+    "snapshot",
     "stream",
+    "subject_counts",
 ]
 
 NEVER = -1
 """`active` of a mirror or source that has not heard of its origin since it was made."""
 SILENT_NANOSECONDS = 5_000_000_000
 """A leader hears of the other replicas every second, and takes one that has died for current until much later."""
+SECOND = 1_000_000_000
 
 
 class _Config(dict[str, Any]):
@@ -64,20 +72,25 @@ class _Config(dict[str, Any]):
         return self.get("metadata") or {}
 
 
-class SourceConfig(Struct, frozen=True, kw_only=True):
-    """Which stream a mirror or a source follows, and what of it."""
+class _Origin(Struct, frozen=True, kw_only=True):
+    """The stream that a mirror or a source follows."""
 
     name: str
     external: Mapping[str, str] | None = None
-    filter_subject: str = ""
-    subject_transforms: tuple[Mapping[str, str], ...] | None = None
-    opt_start_seq: int = 0
-    opt_start_time: datetime | None = None
 
     @property
     def api(self) -> str:
         """The prefix of the API where it is; empty in the same account."""
         return (self.external or {}).get("api", "")
+
+
+class SourceConfig(_Origin, frozen=True, kw_only=True):
+    """Which stream a mirror or a source follows, and what of it."""
+
+    filter_subject: str = ""
+    subject_transforms: tuple[Mapping[str, str], ...] | None = None
+    opt_start_seq: int = 0
+    opt_start_time: datetime | None = None
 
     @property
     def left_out(self) -> str:
@@ -154,6 +167,10 @@ class ConsumerConfig(_Config):
         single = self.get("filter_subject")
         return [single] if single else list(self.get("filter_subjects") or ())
 
+    @property
+    def pause_until(self) -> datetime | None:
+        return msgspec.convert(self.get("pause_until"), datetime | None)
+
     def reads_all(self, subjects: Collection[str]) -> bool:
         """Whether its filters leave out nothing of a stream of these subjects."""
         return not self.filters or set(subjects) <= set(self.filters)
@@ -187,20 +204,13 @@ class Cluster(Struct, frozen=True, kw_only=True):
         return frozenset({self.leader, *(replica.name for replica in self.followers)} - {""})
 
 
-class Source(Struct, frozen=True, kw_only=True):
+class Source(_Origin, frozen=True, kw_only=True):
     """What a mirror or a source has of its origin."""
 
-    name: str
-    external: Mapping[str, str] | None = None
     lag: int = 0
     active: int = NEVER
     """Nanoseconds since the origin was heard of."""
     error: Mapping[str, Any] | None = None
-
-    @property
-    def api(self) -> str:
-        """The prefix of the API where it is; empty in the same account."""
-        return (self.external or {}).get("api", "")
 
     @property
     def trouble(self) -> str:
@@ -252,6 +262,11 @@ class StreamInfo(Struct, frozen=True, kw_only=True):
         return str(self.answer["created"])
 
     @property
+    def state(self) -> SnapshotState:
+        """Its state as the server gave it, whole."""
+        return SnapshotState(self.answer["state"])
+
+    @property
     def origins(self) -> tuple[Source, ...]:
         return (self.mirror, *self.sources) if self.mirror else self.sources
 
@@ -292,8 +307,34 @@ class SnapshotState(dict[str, Any]):
         return int(self["last_seq"])
 
     @property
+    def last_time_text(self) -> str:
+        """When the last message was stored, to the nanosecond, as its server writes it."""
+        return str(self["last_ts"])
+
+    @property
     def consumers(self) -> int:
         return int(self["consumer_count"])
+
+
+class ConsumerState(dict[str, Any]):
+    """The state of a consumer in JetStream's own JSON, whole, as the archive of its stream has it."""
+
+    @property
+    def deliveries(self) -> int:
+        """How often it has delivered, repeats included."""
+        return int(self["delivered"]["consumer_seq"])
+
+
+class StoredMessage(Struct, frozen=True, kw_only=True):
+    """A message of a stream, as the stream's leader has it."""
+
+    subject: str
+    sequence: int
+    timestamp_ns: int
+    """When it was stored, in nanoseconds since 1970."""
+    header_block: bytes
+    """Its headers as they are on the wire; empty where it has none."""
+    data: bytes
 
 
 class PriorityGroup(Struct, frozen=True, kw_only=True):
@@ -485,7 +526,7 @@ def consumer(answer: Mapping[str, Any]) -> ConsumerInfo:
         last_delivered=found.delivered.last_active,
         last_settled=found.ack_floor.last_active,
         created=found.created,
-        paused_until=msgspec.convert(config.get("pause_until"), datetime | None) if found.paused else None,
+        paused_until=config.pause_until if found.paused else None,
         pinned_since=next((group.pinned_ts for group in groups if group.pinned_client_id), None),
         priority_groups=groups,
         cluster=found.cluster or Cluster(),
@@ -496,3 +537,42 @@ def consumer(answer: Mapping[str, Any]) -> ConsumerInfo:
 def account(answer: Mapping[str, Any]) -> Account:
     """What a server answers to INFO."""
     return msgspec.convert(answer, Account)
+
+
+def snapshot(answer: Mapping[str, Any]) -> tuple[StreamConfig, SnapshotState]:
+    """What a server answers to STREAM.SNAPSHOT: the stream as it was when the snapshot began."""
+    return StreamConfig(answer["config"]), SnapshotState(answer["state"])
+
+
+def subject_counts(pages: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """How many messages of each subject there are, of the pages that a server answers to STREAM.INFO with a filter."""
+    counts: dict[str, int] = {}
+    for page in pages:
+        counts |= page["state"].get("subjects") or {}
+    return counts
+
+
+def message(answer: Mapping[str, Any]) -> StoredMessage:
+    """What a server answers to STREAM.MSG.GET."""
+    found = answer["message"]
+    return StoredMessage(
+        subject=found["subject"],
+        sequence=found["seq"],
+        timestamp_ns=_nanoseconds(found["time"]),
+        header_block=b64decode(found.get("hdrs", "")),
+        data=b64decode(found.get("data", "")),
+    )
+
+
+def rfc3339(timestamp_ns: int) -> str:
+    """Return nanoseconds since 1970 as a server writes them: RFC 3339 in UTC, without zeros at the end."""
+    seconds, fraction = divmod(timestamp_ns, SECOND)
+    text = f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}"
+    return f"{text}.{fraction:09d}".rstrip("0").rstrip(".") + "Z"
+
+
+def _nanoseconds(time: str) -> int:
+    """Return a time of RFC 3339 in UTC as nanoseconds since 1970; a datetime would cut it to microseconds."""
+    seconds, _, fraction = time.removesuffix("Z").partition(".")
+    whole = int(msgspec.convert(f"{seconds}Z", datetime).timestamp())
+    return whole * SECOND + int(fraction.ljust(9, "0") or "0")

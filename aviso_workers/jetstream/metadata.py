@@ -14,8 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct, structs
 
-from aviso_workers import subjects
-from aviso_workers.jetstream import specs
+from aviso_workers.jetstream import specs, subjects
 from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.jetstream.specs import ConsumerSpec
 

@@ -12,18 +12,19 @@ from typing import Any
 
 from msgspec import Struct
 
-from aviso_workers import agents, schema, topics
-from aviso_workers.agents import Agent, Router
+from aviso_workers.aviso import schema, topics
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
+from aviso_workers.declare import agents
+from aviso_workers.declare.agents import Agent, Router
+from aviso_workers.declare.batches import Batch
+from aviso_workers.declare.retry import Backoff
 from aviso_workers.engine.consumer_records import ConsumerRecord
-from aviso_workers.engine.dead_lettering import RETRIES
+from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerConfig
-from aviso_workers.notifications import Batch
-from aviso_workers.ops import observing, stuck, wiping
-from aviso_workers.ops.steering import UNTIL_RESUMED
-from aviso_workers.retry import Backoff
+from aviso_workers.ops import aviso_admin, deployment, stuck
+from aviso_workers.ops.agent_control import UNTIL_RESUMED
 
 __all__ = ["Progress", "differing", "of_app", "of_deployment", "policy"]
 
@@ -57,7 +58,7 @@ class Progress(Struct, frozen=True, kw_only=True):
     @property
     def why_none(self) -> str:
         """Why there is no consumer, where that is as it should be; empty where there is one, or it is gone."""
-        return observing.why_none(self.record) if self.events is None and self.behind is None else ""
+        return deployment.why_none(self.record) if self.events is None and self.behind is None else ""
 
     @property
     def ack_pending(self) -> int:
@@ -110,26 +111,26 @@ class _Look(Struct, frozen=True, kw_only=True):
 
 async def of_app(admin: Admin, config: Config, app: Router) -> list[Progress]:
     """The app's own agents. Raises `BackendError`."""
-    streams = {agent.name: wiping.stream_of(config, agent.event_type) for agent in app.agents}
+    streams = {agent.name: aviso_admin.stream_of(config, agent.event_type) for agent in app.agents}
     look = await _look(admin, set(streams.values()))
     return [look.progress(app.name, agent, stream) for agent, stream in streams.items()]
 
 
 async def of_deployment(admin: Admin, config: Config) -> list[Progress]:
     """All agents of whatever app that have ever read one of the configured event streams. As `of_app`."""
-    look = await _look(admin, await wiping.event_streams(admin, config))
+    look = await _look(admin, await aviso_admin.event_streams(admin, config))
     known = sorted({*look.consumers, *look.behind}, key=lambda key: (key[2], key))
     return [look.progress(*key) for key in known]
 
 
 async def _look(admin: Admin, streams: Iterable[str]) -> _Look:
-    records, consumers, behind = await observing.records(admin), {}, {}
+    records, consumers, behind = await deployment.records(admin), {}, {}
     for stream in streams:
-        for (owner, agent), events in (await observing.agents(admin, stream)).items():
+        for (owner, agent), events in (await deployment.agents(admin, stream)).items():
             consumers[owner, agent, stream] = events
-        for (owner, agent), record in (await observing.missing(admin, stream, records)).items():
+        for (owner, agent), record in (await deployment.missing(admin, stream, records)).items():
             behind[owner, agent, stream] = await _behind(admin, stream, record)
-    retries = await observing.agents(admin, RETRIES)
+    retries = await deployment.agents(admin, RETRIES)
     return _Look(consumers=consumers, retries=retries, records=records, behind=behind)
 
 

@@ -1,9 +1,9 @@
 """Consumers made again beside a copy of their stream, each where the original had come to.
 
-Called by `promotion` and `copying`, before anybody reads the copy. A server makes a consumer that begins at a sequence,
-but none that knows which messages behind that were acked. So the new one begins after the ack floor of the original:
-what was delivered and not acked is delivered again, and so is what was acked behind a message that was not. At least
-once, as always.
+Called by `promotion` and `stream_copies`, before anybody reads the copy. A server makes a consumer that begins at a
+sequence, but none that knows which messages behind that were acked. So the new one begins after the ack floor of the
+original: what was delivered and not acked is delivered again, and so is what was acked behind a message that was not.
+At least once, as always.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from contextlib import suppress
 import anyio
 from msgspec import Struct, structs
 
-from aviso_workers.backends import Administration
+from aviso_workers.backends import Management
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
-from aviso_workers.jetstream import info
 from aviso_workers.jetstream.info import ConsumerInfo
+from aviso_workers.ops import inventory
 
 __all__ = ["Carried", "Place", "bring_on", "carry", "consumers", "remove"]
 
@@ -30,10 +30,9 @@ STARTS = ("opt_start_seq", "opt_start_time")
 class Place(Struct, frozen=True, kw_only=True):
     """A stream, wherever it is."""
 
-    server: Administration
+    streams: Management
+    """Where it is, with the others there."""
     stream: str
-    api: str = ""
-    """The prefix of its API; empty where it is that of the connection."""
 
 
 class Carried(Struct, frozen=True, kw_only=True):
@@ -134,8 +133,7 @@ async def _make(original: ConsumerInfo, target: Place, *, replicas: int, last: i
     config = {key: value for key, value in original.config.items() if key not in STARTS}
     config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": _next_sequence(original, last=last)}
     config["num_replicas"] = min(original.config.num_replicas, replicas)
-    request = {"stream_name": target.stream, "config": config, "action": "create"}
-    await target.server.api(f"CONSUMER.CREATE.{target.stream}.{original.name}", request, prefix=target.api)
+    await target.streams.put_consumer(target.stream, original.name, config, action="create")
 
 
 async def consumers(place: Place) -> tuple[list[ConsumerInfo], list[str]]:
@@ -146,21 +144,18 @@ async def consumers(place: Place) -> tuple[list[ConsumerInfo], list[str]]:
     """
     until = anyio.current_time() + ELECTION_SECONDS
     while True:
-        names = await place.server.pages(f"CONSUMER.NAMES.{place.stream}", "consumers", prefix=place.api)
-        listed = await place.server.pages(f"CONSUMER.LIST.{place.stream}", "consumers", prefix=place.api)
-        found = [info.consumer(each) for each in listed]
-        silent = sorted(set(names) - {each.name for each in found})
-        if not silent or anyio.current_time() > until:
-            return found, silent
+        listed = await inventory.consumers(place.streams, place.stream)
+        if not listed.silent or anyio.current_time() > until:
+            return listed.found, listed.silent
         await anyio.sleep(LOOK_SECONDS)
 
 
 async def _replicas_and_last(place: Place) -> tuple[int, int]:
     """Return how many replicas a stream has, and its last sequence."""
-    found = info.stream(await place.server.api(f"STREAM.INFO.{place.stream}", prefix=place.api))
+    found = await place.streams.stream_info(place.stream)
     return found.config.num_replicas, found.last_sequence
 
 
 async def _delete(place: Place, consumer: str) -> None:
     with suppress(NotFoundError):
-        await place.server.api(f"CONSUMER.DELETE.{place.stream}.{consumer}", prefix=place.api)
+        await place.streams.delete_consumer(place.stream, consumer)

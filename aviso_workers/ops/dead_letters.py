@@ -4,7 +4,7 @@ Called by the commands `dead-letters ...`. A letter is handed back by a copy to 
 it leaves the dead letters when the copy is acknowledged. The copy's message id is the letter's, so that a retry that
 was broken off in between can be repeated. Many are handed back at a time (`portions`): their copies are published
 together, and when the server has acknowledged them, the letters are deleted, many at once. What makes and buries
-letters is `engine.dead_lettering`.
+letters is `engine.dead_letter_store`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import anyio
 import msgspec
 from msgspec import Struct
 
-from aviso_workers import agents
+from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Admin, Outgoing, PubAck
-from aviso_workers.codec import Message
 from aviso_workers.config import Config
-from aviso_workers.engine import dead_lettering, parts, windowing
-from aviso_workers.engine.dead_lettering import RETRIES, STREAM, DeadLetter
+from aviso_workers.declare import agents
+from aviso_workers.engine import dead_letter_store, parts
+from aviso_workers.engine.dead_letter_store import RETRIES, STREAM, DeadLetter
+from aviso_workers.engine.handlers import windowed
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Events, Skipped
@@ -139,8 +140,8 @@ class DeadLetterOffice:
 
     async def _copy(self, letters: Sequence[DeadLetter], failures: list[BackendError]) -> list[DeadLetter]:
         """Copy the letters to the retries; return those whose copies are stored, and note why others are not."""
-        copies = [(letter, *dead_lettering.retry_of(letter)) for letter in letters]
-        max_payload = self._admin.max_payload
+        copies = [(letter, *dead_letter_store.retry_of(letter)) for letter in letters]
+        max_payload = self._admin.connection.max_payload
         small = [copy for copy in copies if parts.fits(copy[1], max_payload=max_payload)]
         outgoing = [Outgoing(message, message_id, RETRIES) for _, message, message_id in small]
         results = await self._admin.publish_many(outgoing, timeout_seconds=TIMEOUT_SECONDS) if outgoing else []
@@ -164,7 +165,7 @@ class DeadLetterOffice:
         done = []
         for letter in letters:
             try:
-                await windowing.put_back(self._admin, letter.original, app=letter.app, agent=letter.agent)
+                await windowed.put_back(self._admin, letter.original, app=letter.app, agent=letter.agent)
             except UndecodableError as error:
                 failures.append(RefusedError(f"dead letter {letter.sequence} is of no window: {error}"))
             except BackendError as error:
@@ -203,7 +204,7 @@ class DeadLetterOffice:
         """Or else the letter would wait where nobody reads, and be forgotten there."""
         if (letter.app, letter.agent) in self._readers:
             return
-        await self._own_streams.ensure(dead_lettering.retries_spec(self._config))
+        await self._own_streams.ensure(dead_letter_store.retries_spec(self._config))
         try:
             await self._admin.consumer_info(RETRIES, agents.durable_name(letter.app, letter.agent))
         except NotFoundError as error:
@@ -215,7 +216,7 @@ class DeadLetterOffice:
 
 
 def _is_window(letter: DeadLetter) -> bool:
-    return windowing.is_window(letter.stream, app=letter.app, agent=letter.agent)
+    return windowed.is_window(letter.stream, app=letter.app, agent=letter.agent)
 
 
 async def portions(letters: AsyncIterator[DeadLetter]) -> AsyncGenerator[list[DeadLetter], None]:

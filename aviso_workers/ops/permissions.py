@@ -13,13 +13,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from aviso_workers.agents import Agent, Router
 from aviso_workers.backends.jetstream.server_versions import PING
 from aviso_workers.config import Config, streams
 from aviso_workers.config.nats_server import Permissions, Subjects
-from aviso_workers.engine import dead_lettering, deferring, delayed_delivery, max_deliveries, own_buckets, tabling
+from aviso_workers.declare.agents import Agent, Router
+from aviso_workers.declare.tables import Counter
+from aviso_workers.engine import (
+    dead_letter_store,
+    delayed_delivery,
+    delayed_messages,
+    max_deliveries,
+    own_buckets,
+    table_store,
+)
 from aviso_workers.jetstream.specs import UNREADABLE
-from aviso_workers.tables import Counter
 
 __all__ = ["BRIDGE", "Role", "beyond", "of_operator", "of_publisher", "of_worker"]
 
@@ -55,8 +62,9 @@ BEYOND = {
     "by the stream's `republish`; with stream_management: observe, operators alone may",
     ".CONSUMER.CREATE.": "who may replay a stream can have the server deliver it to any subject of the account, and "
     "change the consumers of others on it; put apps that must not do so to each other into accounts of their own",
-    f"{deferring.SUBJECT}.wait.": "who may have something delivered later can remove what waits for other event types; "
-    f"take out the lines with {deferring.SUBJECT} and {deferring.STREAM} where nothing is delivered later",
+    f"{delayed_messages.SUBJECT}.wait.": "who may have something delivered later can remove what waits for other event "
+    f"types; take out the lines with {delayed_messages.SUBJECT} and {delayed_messages.STREAM} where nothing is "
+    "delivered later",
 }
 """By a part of a subject: what a server lets its publishers do beyond that subject."""
 
@@ -116,9 +124,9 @@ def _publishing(api: _Api) -> Iterator[str]:
     yield from _bases(api.config)
     for stream in _event_streams(api.config):
         yield from api.use(stream)
-        yield f"{deferring.SUBJECT}.wait.{stream}.*"
-    yield from api.use(deferring.STREAM)
-    yield f"{api.prefix}.STREAM.PURGE.{deferring.STREAM}"  # `cancel`
+        yield f"{delayed_messages.SUBJECT}.wait.{stream}.*"
+    yield from api.use(delayed_messages.STREAM)
+    yield f"{api.prefix}.STREAM.PURGE.{delayed_messages.STREAM}"  # `cancel`
 
 
 def _working(api: _Api, app: Router, buckets: Iterable[str]) -> Iterator[str]:
@@ -129,9 +137,9 @@ def _working(api: _Api, app: Router, buckets: Iterable[str]) -> Iterator[str]:
         yield from _agent(api, app, agent)
     if app.agents:
         yield from _dead_letters(api, app)
-    yield from api.read(deferring.STREAM)
-    yield f"{api.prefix}.STREAM.MSG.DELETE.{deferring.STREAM}"
-    yield from api.consume(deferring.STREAM, delayed_delivery.DURABLE, reads=True)
+    yield from api.read(delayed_messages.STREAM)
+    yield f"{api.prefix}.STREAM.MSG.DELETE.{delayed_messages.STREAM}"
+    yield from api.consume(delayed_messages.STREAM, delayed_delivery.DURABLE, reads=True)
     own = own_buckets.of_app(app.name, agents=app.agents, timers=app.timers, tables=app.tables)
     for bucket in (*own.by_key, *own.listed):
         yield from _bucket(api, bucket)
@@ -142,24 +150,24 @@ def _working(api: _Api, app: Router, buckets: Iterable[str]) -> Iterator[str]:
         yield from api.read(f"KV_{bucket}")
     for name, table in app.tables.items():
         if isinstance(table, Counter):
-            yield f"{tabling.COUNTERS_SUBJECT}.{app.name}.{name}.>"
-            yield from api.use(tabling.COUNTERS)
-            yield from api.read(tabling.COUNTERS)
+            yield f"{table_store.COUNTERS_SUBJECT}.{app.name}.{name}.>"
+            yield from api.use(table_store.COUNTERS)
+            yield from api.read(table_store.COUNTERS)
 
 
 def _agent(api: _Api, app: Router, agent: Agent[Any, Any]) -> Iterator[str]:
     stream = streams.event_stream(agent.event_type, api.config.notification_schema[agent.event_type], api.config).name
     durable, singleton = agent.durable_name(app.name), agent.policy.singleton
     yield from api.consume(stream, durable, reads=True, singleton=singleton)
-    yield from api.consume(dead_lettering.RETRIES, durable, reads=True, singleton=singleton)
+    yield from api.consume(dead_letter_store.RETRIES, durable, reads=True, singleton=singleton)
 
 
 def _dead_letters(api: _Api, app: Router) -> Iterator[str]:
-    yield f"{dead_lettering.SUBJECT}.{app.name}.>"
-    yield from api.use(dead_lettering.STREAM)
-    yield from api.read(dead_lettering.STREAM)
-    yield from api.use(dead_lettering.RETRIES)
-    yield from api.read(dead_lettering.RETRIES)
+    yield f"{dead_letter_store.SUBJECT}.{app.name}.>"
+    yield from api.use(dead_letter_store.STREAM)
+    yield from api.read(dead_letter_store.STREAM)
+    yield from api.use(dead_letter_store.RETRIES)
+    yield from api.read(dead_letter_store.RETRIES)
     yield from api.use(max_deliveries.STREAM)
     yield from api.consume(max_deliveries.STREAM, f"{app.name}__{max_deliveries.NAME}", reads=False)
 

@@ -15,14 +15,13 @@ from contextlib import asynccontextmanager, suppress
 import anyio
 from msgspec import Struct
 
-from aviso_workers.backends import Admin, Administration
+from aviso_workers.backends import Admin
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
-from aviso_workers.jetstream import info
 from aviso_workers.jetstream.info import SourceConfig, StreamConfig, StreamInfo
 from aviso_workers.jetstream.metadata import FENCED
-from aviso_workers.ops import consumer_positions, histories, mirroring
+from aviso_workers.ops import consumer_positions, mirror_histories, mirrors
 from aviso_workers.ops.consumer_positions import Carried, Place
-from aviso_workers.ops.mirroring import ORIGIN_SECONDS, PROMOTED, Fenced
+from aviso_workers.ops.mirrors import ORIGIN_SECONDS, PROMOTED, Fenced
 
 __all__ = ["Promotion", "promote"]
 
@@ -69,9 +68,9 @@ async def promote(
     as well, unless it is said. Raises `RefusedError` also where the stream is no whole
     mirror or does not catch up in time; then the origin is as it was. Raises `UnavailableError`.
     """
-    admin.require_server(2, 12, to="promote a mirror")
+    admin.connection.require_server(2, 12, to="promote a mirror")
     config = (await admin.stream_info(stream)).config
-    promoting = _Promoting(admin.administration(), config, patience_seconds=patience_seconds)
+    promoting = _Promoting(admin, config, patience_seconds=patience_seconds)
     try:
         comparison = await promoting.compare()
     except (UnavailableError, NotFoundError) as error:
@@ -97,19 +96,20 @@ async def promote(
 class _Promoting:
     """One mirror on its way to its origin's place."""
 
-    def __init__(self, server: Administration, config: StreamConfig, *, patience_seconds: float) -> None:
+    def __init__(self, admin: Admin, config: StreamConfig, *, patience_seconds: float) -> None:
         mirror = _whole_mirror(config)
         self.origin = mirror.name
-        self._server = server
+        self._admin = admin
+        self._there = admin.at(mirror.api)
         self._config = config
         self._stream = config.name
         self._api = mirror.api
         self._patience_seconds = patience_seconds
         self._began = anyio.current_time()
 
-    async def compare(self) -> histories.Comparison:
-        return await histories.compare(
-            self._server, self._stream, self.origin, api=self._api, timeout_seconds=ORIGIN_SECONDS
+    async def compare(self) -> mirror_histories.Comparison:
+        return await mirror_histories.compare(
+            self._admin, self._stream, self.origin, api=self._api, timeout_seconds=ORIGIN_SECONDS
         )
 
     async def without_origin(self, subjects: Sequence[str]) -> Promotion:
@@ -117,8 +117,8 @@ class _Promoting:
         return self._promotion(subjects, last, gap=None, equal=0, consumers=None)
 
     async def in_place_of_origin(self, subjects: Sequence[str], equal: int, *, recreated: bool) -> Promotion:
-        here = Place(server=self._server, stream=self._stream)
-        there = Place(server=self._server, stream=self.origin, api=self._api)
+        here = Place(streams=self._admin, stream=self._stream)
+        there = Place(streams=self._there, stream=self.origin)
         self._began = anyio.current_time()
         async with self._fence() as fenced:
             gap = await self._catch_up(fenced.last_sequence, recreated=recreated)
@@ -143,7 +143,7 @@ class _Promoting:
     @asynccontextmanager
     async def _fence(self) -> AsyncIterator[Fenced]:
         """Take the fence down again where the block fails, unless there was one before."""
-        fenced = await mirroring.fence(self._server, self.origin, api=self._api)
+        fenced = await mirrors.fence(self._there, self.origin)
         try:
             yield fenced
         except BaseException as failure:
@@ -167,7 +167,7 @@ class _Promoting:
         if fenced.before or not await self._is_fenced():
             return
         if (await self._of_mirror()).config.mirror:
-            await mirroring.unfence(self._server, self.origin, api=self._api)
+            await mirrors.unfence(self._there, self.origin)
 
     async def _require_fence(self) -> None:
         """Raise `RefusedError` where somebody has taken the fence down meanwhile, as a promotion does that gives up."""
@@ -181,10 +181,10 @@ class _Promoting:
         return FENCED in (await self._of_origin()).config.metadata
 
     async def _of_mirror(self) -> StreamInfo:
-        return info.stream(await self._server.api(f"STREAM.INFO.{self._stream}"))
+        return await self._admin.stream_info(self._stream)
 
     async def _of_origin(self) -> StreamInfo:
-        return info.stream(await self._server.api(f"STREAM.INFO.{self.origin}", prefix=self._api))
+        return await self._there.stream_info(self.origin)
 
     async def _catch_up(self, until: int, *, recreated: bool) -> int:
         """Return how many messages were missing, when they have come. Raises `RefusedError`."""
@@ -207,16 +207,16 @@ class _Promoting:
 
     async def _has_more(self, last: int) -> bool:
         """Return whether the origin has a message behind a sequence: its newest ones may have been deleted."""
-        return await histories.next_sequence(self._server, self.origin, after=last, api=self._api) is not None
+        return await self._there.message(self.origin, last + 1, next_by_subject=">") is not None
 
     async def _become(self, subjects: Sequence[str]) -> int:
         """Make a stream of its own of the mirror; returns its last sequence."""
         last = (await self._of_mirror()).last_sequence
         config = {key: value for key, value in self._config.items() if key != "mirror"}
-        promoted = f"{self._api or self._server.api_prefix} {self.origin} {last}"
+        promoted = f"{self._there.api_prefix} {self.origin} {last}"
         config["metadata"] = {**self._config.metadata, PROMOTED: promoted}
         config["subjects"] = list(subjects)
-        await self._server.api(f"STREAM.UPDATE.{self._stream}", config)
+        await self._admin.update_stream(config)
         return last
 
     def _promotion(

@@ -20,10 +20,9 @@ from msgspec import Struct, structs
 from aviso_workers.backends import Admin, Message, Outgoing, PubAck, open_backend
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError, ConflictError, RefusedError
-from aviso_workers.jetstream import info
 from aviso_workers.jetstream.metadata import FENCED
 from aviso_workers.ops import stream_pairs
-from aviso_workers.ops.mirroring import PROMOTED
+from aviso_workers.ops.mirrors import PROMOTED
 
 __all__ = ["Recovered", "Recovery", "opened"]
 
@@ -240,8 +239,7 @@ async def opened(
     api, origin, *rest = promoted.split(" ")
     last = int(rest[0]) if rest else (await admin.stream_info(stream)).last_sequence
     async with _origin_at(admin, config, api, origin_config) as there:
-        answer = await there.administration().api(f"STREAM.INFO.{origin}")
-        if FENCED not in (found := info.stream(answer)).config.metadata:
+        if FENCED not in (found := await there.stream_info(origin)).config.metadata:
             raise RefusedError(
                 f"{origin} takes publishes, so that what only it has is not known: fence it first, by "
                 f"`aviso-workers mirror fence {origin} --api '{api}'`"
@@ -253,7 +251,7 @@ async def opened(
 @asynccontextmanager
 async def _origin_at(admin: Admin, config: Config, api: str, origin_config: Config | None) -> AsyncIterator[Admin]:
     """The JetStream of that prefix: this one, one at another domain, or the one of a configuration of its own."""
-    if origin_config is None and api == admin.administration().api_prefix:
+    if origin_config is None and api == admin.api_prefix:
         yield admin
         return
     async with open_backend(origin_config or _at_domain(config, api)) as there:

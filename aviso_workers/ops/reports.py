@@ -19,9 +19,9 @@ from aviso_workers.config import Config
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import NotFoundError, ServerProcessError
 from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
-from aviso_workers.ops import inspecting, observing, stuck
-from aviso_workers.ops.doctor import monitoring
-from aviso_workers.ops.doctor.monitoring import Monitored
+from aviso_workers.ops import deployment, inventory, stuck
+from aviso_workers.ops.doctor import monitoring_port
+from aviso_workers.ops.doctor.monitoring_port import Monitored
 
 __all__ = ["ConsumerRow", "Look", "ServerRow", "StreamRow", "consumers", "look", "servers", "streams"]
 
@@ -107,7 +107,7 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
 
 async def look(admin: Admin) -> Look:
     """Ask the server. Raises `BackendError`."""
-    listed = await inspecting.streams(admin)
+    listed = await inventory.streams(admin)
     streams = {each.name: each for each in listed.found}
     consumers: dict[tuple[str, str], ConsumerInfo] = {}
 
@@ -117,7 +117,7 @@ async def look(admin: Admin) -> Look:
                 consumers[name, each.name] = each
         except NotFoundError:
             streams.pop(name)  # it was deleted meanwhile
-    records = await observing.records(admin)
+    records = await deployment.records(admin)
     return Look(at=anyio.current_time(), streams=streams, silent=listed.silent, consumers=consumers, records=records)
 
 
@@ -132,9 +132,9 @@ async def servers(config: Config, named: Sequence[str]) -> list[ServerRow]:
     One that was named and does not answer is told as trouble.
     """
     rows = []
-    for url in monitoring.urls(config, named):
+    for url in monitoring_port.urls(config, named):
         try:
-            rows.append(_server_row(await anyio.to_thread.run_sync(monitoring.look, url)))
+            rows.append(_server_row(await anyio.to_thread.run_sync(monitoring_port.look, url)))
         except ServerProcessError as error:
             if named:
                 rows.append(ServerRow(server=url, bytes=0, may_store=0, free=None, trouble=str(error)))

@@ -1,6 +1,6 @@
 """Two streams read side by side, by their sequences: what tells a copy, or a mirror, from its original.
 
-Called by `following` and `recovery`; `backups.completing` reads one stream by it.
+Called by `following_copies` and `recovery`; `backups.completing` reads one stream by it.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from aviso_workers.events import Events
 from aviso_workers.jetstream import plans as planning
 from aviso_workers.jetstream import specs
 from aviso_workers.jetstream.fields import as_jetstream, readable
+from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.jetstream.plans import ConsumerPlan, Plan, Stored
 from aviso_workers.jetstream.specs import StreamSpec
 
@@ -140,16 +141,19 @@ async def _consumer(admin: Admin, stream: str, name: str) -> dict[str, Any] | No
 
 
 async def _carry_out_consumer(admin: Admin, plan: ConsumerPlan) -> None:
-    api = admin.administration().api
-    subject, config = f"CONSUMER.CREATE.{plan.stream}.{plan.consumer}", dict(plan.config)
-    filters: list[str] = config.get("filter_subjects", [])
-    if not plan.exists and len(filters) == 1:
+    config, filter_in_subject = ConsumerConfig(plan.config), ""
+    if not plan.exists and len(config.filters) == 1:
         # Where it is part of the subject, permissions can be given by filter.
+        [filter_in_subject] = config.filters
         del config["filter_subjects"]
-        config["filter_subject"] = filters[0]
-        subject = f"{subject}.{filters[0]}"
-    action = "update" if plan.exists else "create"
-    await api(subject, {"stream_name": plan.stream, "config": config, "action": action})
+        config["filter_subject"] = filter_in_subject
+    await admin.put_consumer(
+        plan.stream,
+        plan.consumer,
+        config,
+        action="update" if plan.exists else "create",
+        filter_in_subject=filter_in_subject,
+    )
     if plan.exists and "pause_until" in {difference.field for difference in plan.differences}:
         # An update leaves it as it is.
-        await api(f"CONSUMER.PAUSE.{plan.stream}.{plan.consumer}", {"pause_until": config["pause_until"]})
+        await admin.pause_consumer(plan.stream, plan.consumer, until=config.pause_until)

@@ -4,8 +4,8 @@
 until it is ready, makes sure that the one that answers is the one that was started, and reaps it. It configures what
 one development server needs and no more.
 
-The section `server` of the configuration describes a whole server: `profiles` chooses what it leaves open, `rendering`
-writes nats-server.conf, and `running` runs one or several of them in the background.
+The section `server` of the configuration describes a whole server: `profiles` chooses what it leaves open, `nats_conf`
+writes nats-server.conf, and `processes` runs one or several of them in the background.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pathlib import Path
 from types import TracebackType
 
 from aviso_workers.errors import ServerProcessError
-from aviso_workers.server import starting
-from aviso_workers.server.starting import Tell
+from aviso_workers.server import readiness
+from aviso_workers.server.readiness import Tell
 
 __all__ = ["BINARY_VARIABLE", "NatsServer", "die_with_parent", "find_binary", "last_error"]
 
@@ -58,7 +58,7 @@ class NatsServer:
         config: str = "",
         name: str = "",
         binary: str = "",
-        tell: Tell = starting.silent,
+        tell: Tell = readiness.silent,
     ) -> NatsServer:
         """Start a server that keeps its streams in `store_dir`, on `port` (0: any free one) of the loopback.
 
@@ -133,13 +133,13 @@ class NatsServer:
         return True
 
     def _wait_until_ready(self, tell: Tell) -> None:
-        is_ready = starting.wait(
+        is_ready = readiness.wait(
             self._is_ready,
-            progress=lambda: (self.log.count("\n"), starting.processor_seconds(self.process.pid)),
+            progress=lambda: (self.log.count("\n"), readiness.processor_seconds(self.process.pid)),
             tell=lambda taken: tell(f"{self.name} is starting, for {taken} so far"),
         )
         if not is_ready:
-            standstill = f"has done nothing for {starting.STANDSTILL_SECONDS:.0f} s"
+            standstill = f"has done nothing for {readiness.STANDSTILL_SECONDS:.0f} s"
             raise ServerProcessError(f"nats-server is not ready, and {standstill}: {last_error(self.log)}")
 
     def _is_ready(self) -> bool:

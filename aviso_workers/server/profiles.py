@@ -1,6 +1,6 @@
 """What a server stands, chosen for production or for development, and why.
 
-`rendering` asks `choose` before it writes a nats-server.conf. A profile fills in what the configuration leaves open
+`nats_conf` asks `choose` before it writes a nats-server.conf. A profile fills in what the configuration leaves open
 and says what follows from it; what only the site can know, production asks for. What is configured is never changed.
 
 The one choice that loses data is when files are flushed: a nats-server acknowledges a message before that. What is
@@ -16,10 +16,10 @@ from typing import Literal
 
 from msgspec import Struct, structs
 
+from aviso_workers.aviso.literals import Duration, Size
 from aviso_workers.config import Config, Server, nats_server
 from aviso_workers.config.nats_server import Cluster, Gateways, LeafNodes, ServerJetStream
 from aviso_workers.errors import ConfigError
-from aviso_workers.literals import Duration, Size
 
 __all__ = ["Choice", "Profile", "choose"]
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from anyio.from_thread import start_blocking_portal
 
+from aviso_workers.aviso.notifications import Notify
+from aviso_workers.aviso.positions import Position
 from aviso_workers.config import Config
 from aviso_workers.engine.session import Session, open_session
 from aviso_workers.errors import NotFoundError
 from aviso_workers.events import Events
-from aviso_workers.notifications import Notify
-from aviso_workers.positions import Position
 
 __all__ = ["KINDS", "announce"]
 

@@ -26,14 +26,16 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from uuid import uuid4
 
-import msgspec
-from msgspec import Struct, structs
+from msgspec import structs
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.types import StructType
 
 from aviso_workers.errors import PipelineError
+from aviso_workers.spark import archive_filters, archive_lists
+from aviso_workers.spark.archive_filters import Selection
+from aviso_workers.spark.archive_lists import WHOLE_BYTES, Entry, FileList
 from aviso_workers.spark.files import File, Files
 
 __all__ = ["archive", "read"]
@@ -41,8 +43,6 @@ __all__ = ["archive", "read"]
 LOG = "_spark_metadata"
 CHECKPOINT = "_checkpoint"
 STAGING = "_staging"
-VERSION = "v1"
-"""First line of each file in the log."""
 WRITTEN = re.compile(r"date=[^/]+/[^/]+\.parquet")
 """The files of a micro-batch, below the directory where Spark writes them."""
 OURS = re.compile(r"date=[^/]+/(\d+)-\d+(-[0-9a-f]{8})?\.parquet")
@@ -55,43 +55,24 @@ ALL_FILES = {"mergeSchema": True, "ignoreCorruptFiles": False, "ignoreMissingFil
 MANY = 16
 """So many small files of one day are merged."""
 SMALL_BYTES = 32 * 1024 * 1024
-WHOLE_BYTES = 128 * 1024 * 1024
 READERS_MS = 60 * 60 * 1000
 """How long a reader may take to read the list that it began with."""
 
 
-class Entry(Struct, frozen=True, kw_only=True, rename="camel"):
-    """A line of the log, as Spark writes it."""
-
-    path: str
-    size: int
-    is_dir: bool = False
-    modification_time: int
-    block_replication: int = 1
-    block_size: int = WHOLE_BYTES
-    action: str = "add"
-
-    @property
-    def day(self) -> str:
-        """The directory that it is in, such as `date=2026-11-20`."""
-        return self.path.rsplit("/", 2)[1]
-
-    @property
-    def name(self) -> str:
-        """Below the archive's directory, wherever that was when this was written."""
-        return "/".join(self.path.rsplit("/", 2)[1:])
-
-
-def archive(notifications: DataFrame, to: str, *, every_seconds: float | None = None) -> StreamingQuery:
+def archive(
+    notifications: DataFrame, to: str, *, selection: Selection | None = None, every_seconds: float | None = None
+) -> StreamingQuery:
     """Start to keep a streaming data frame in the directory `to`, and return the running query.
 
     It needs the columns `time` and `sequence`; `date` is added. Without `every_seconds` the query ends with what is
-    there now. One query at a time writes to a directory, which also holds its checkpoint. Raises `PipelineError`
-    where the checkpoint is gone or is not of the same age as the log, or another program's files are there.
+    there now. One query at a time writes to a directory, which also holds its checkpoint. `selection` is what of a
+    stream the data frame has: the archive remembers it. Raises `PipelineError` where the archive has another selection,
+    the checkpoint is gone or is not of the same age as the log, or another program's files are there.
     """
     archive = _Archive(Files(notifications.sparkSession, to))
     archive.prepare()
     archive.check_types(notifications)
+    archive.check_selection(selection)
     writer = notifications.withColumn("date", F.expr(DAY)).writeStream.foreachBatch(archive.add)
     writer = writer.option("checkpointLocation", f"{archive.root}/{CHECKPOINT}").queryName(f"archive {to}")
     if every_seconds is None:
@@ -139,8 +120,7 @@ class _Archive:
                 f"{self.root} is an archive whose {LOG} is gone, so nobody knows what belongs to it: "
                 "archive to a new directory"
             )
-        newest, _ = self._newest()
-        self._check_same_age(newest)
+        self._check_same_age(self._newest().number)
         self._remove_left(file.name for file in self._files.list(""))
         self._remove_aside()
 
@@ -166,7 +146,7 @@ class _Archive:
     def check_types(self, notifications: DataFrame) -> None:
         """Raise `PipelineError` where a column or field has another type than the archive's newest file has it: no
         query reads both as one table."""
-        _, known = self._newest()
+        known = self._newest().entries
         if not known:
             return
         spark = notifications.sparkSession
@@ -176,6 +156,10 @@ class _Archive:
                 f"{self.root} has {changed}, and no query reads both as one table: archive to a new directory"
             )
 
+    def check_selection(self, wanted: Selection | None) -> None:
+        """Raise `PipelineError` where the archive has other notifications of a stream than are wanted."""
+        archive_filters.check(self._files, wanted, aside=f"{self._staging}/selection")
+
     def _last_batch(self, kind: str) -> int:
         """The number of the last batch that the checkpoint has in this directory; -1 where it has none."""
         return max(
@@ -184,7 +168,10 @@ class _Archive:
 
     def moved(self) -> list[str]:
         """The paths of all files, where the log has them at another place; else none."""
-        _, known = self._newest()
+        newest = self._newest()
+        if not newest.entries:
+            self._left(newest, (file.name for file in self._files.list("")))
+        known = newest.entries
         is_ours = all(OURS.fullmatch(entry.name) for entry in known)  # and not of Spark's own file sink
         if not is_ours or all(entry.path == self._files.url(entry.name) for entry in known):
             return []
@@ -192,9 +179,10 @@ class _Archive:
 
     def add(self, batch: DataFrame, number: int) -> None:
         """One micro-batch. Spark calls it again for one that it does not know to be done."""
-        newest, known = self._newest()
-        if number <= newest:
+        newest = self._newest()
+        if number <= newest.number:
             return
+        known = newest.entries
         merged = _small(known)
         # Either may have fields that the other lacks, when the event type or the options of the read have changed.
         rows = batch.unionByName(self._merge(merged, batch), allowMissingColumns=True) if merged else batch
@@ -209,15 +197,16 @@ class _Archive:
 
     def _list(self, number: int, kept: list[Entry], added: list[Entry]) -> None:
         """Write the list of a batch, unless another run has: that has archived the same notifications."""
-        newest, _ = self._newest()
-        if newest >= number:
+        if self._newest().number >= number:
             return
         if not all(self._files.exists(entry.name) for entry in added):
             raise PipelineError(
                 f"somebody has removed files that this run wrote to {self.root}: let one run at a time write there; "
                 "the next one archives them"
             )
-        self._files.write_new(f"{LOG}/{number}.compact", _text([*kept, *added]), aside=f"{self._staging}/list")
+        self._files.sync(f"{CHECKPOINT}/offsets/{number}")  # a list without the plan of its batch is refused
+        text = archive_lists.encode([*kept, *added])
+        self._files.write_new(f"{LOG}/{number}.compact", text, aside=f"{self._staging}/list")
 
     def _merge(self, merged: list[Entry], batch: DataFrame) -> DataFrame:
         reader = batch.sparkSession.read.options(basePath=self.root, **ALL_FILES)
@@ -242,26 +231,50 @@ class _Archive:
         found = [file for file in self._files.list(LOG) if file.name.endswith(".compact")]
         return sorted((int(file.name.split(".")[0]), file) for file in found)
 
-    def _newest(self) -> tuple[int, list[Entry]]:
+    def _newest(self) -> FileList:
+        """Return the newest list. Raises `PipelineError` where it is damaged."""
         lists = self._lists()
-        return (lists[-1][0], self._entries(lists[-1][1])) if lists else (-1, [])
-
-    def _entries(self, file: File) -> list[Entry]:
-        version, *lines = self._files.read(f"{LOG}/{file.name}").splitlines()
-        if version != VERSION:
-            raise PipelineError(f"{self.root}/{LOG}/{file.name} is of format {version!r}, {VERSION} is known")
-        return [msgspec.json.decode(line, type=Entry) for line in lines]
+        if not lists:
+            return FileList()
+        number, file = lists[-1]
+        try:
+            return archive_lists.decode(self._files.read(f"{LOG}/{file.name}"), number=number)
+        except ValueError as problem:
+            raise PipelineError(
+                f"{self.root}/{LOG}/{file.name} is damaged, so nobody knows what belongs to the archive: {problem}. "
+                "No file was removed. Put a good copy of it back, or archive to a new directory"
+            ) from problem
 
     def _remove_left(self, there: Iterable[str]) -> None:
         """Remove files that are in no list: a killed run merged them and did not remove them, another run listed their
-        batch first, or they are newer than an archive that was restored from a copy. Files of the next batch stay."""
+        batch first, or they are newer than an archive that was restored from a copy. Files of the next batch stay.
+
+        Raises `PipelineError` where the newest list cannot prove that it is whole.
+        """
         written = list(there)
-        newest, known = self._newest()  # after them: another run may be about to list what it has written
-        names = {entry.name for entry in known}
-        for name in written:
-            ours = OURS.fullmatch(name)
-            if ours and int(ours[1]) != newest + 1 and name not in names:
-                self._files.delete(name)
+        newest = self._newest()  # after them: another run may be about to list what it has written
+        for name in self._left(newest, written):
+            self._files.delete(name)
+
+    def _left(self, newest: FileList, there: Iterable[str]) -> list[str]:
+        """Return the files of the archive that are not in its newest list and are of no batch that comes.
+
+        Raises `PipelineError` where there are some, and the list cannot prove that it is whole.
+        """
+        names = {entry.name for entry in newest.entries}
+        left = [
+            name
+            for name in there
+            if (ours := OURS.fullmatch(name)) and int(ours[1]) != newest.number + 1 and name not in names
+        ]
+        if left and not newest.is_proven:
+            raise PipelineError(
+                f"{self.root} has {len(left)} files that are not in its newest list, such as {left[0]}, and "
+                f"{LOG}/{newest.number}.compact cannot prove that it is whole: it names no file, or an older version "
+                "wrote it. No file was removed. Put a good copy of it back, or archive to a new directory; where you "
+                "know that the archive has the rows of these files, as after a run that was killed, move them away"
+            )
+        return left
 
     def _remove_aside(self) -> None:
         """Remove what killed runs left aside long ago."""
@@ -296,7 +309,3 @@ def _small(entries: Iterable[Entry]) -> list[Entry]:
         if entry.size < SMALL_BYTES:
             by_day[entry.day].append(entry)
     return [entry for small in by_day.values() if len(small) >= MANY for entry in small]
-
-
-def _text(entries: Iterable[Entry]) -> str:
-    return "\n".join([VERSION, *(msgspec.json.encode(entry).decode() for entry in entries)])

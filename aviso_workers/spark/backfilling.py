@@ -20,10 +20,10 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StringType, StructField, StructType
 
-from aviso_workers import codec, schema
-from aviso_workers.codec import Message, NotificationReader, NotificationWriter
+from aviso_workers.aviso import codec, schema
+from aviso_workers.aviso.codec import Message, NotificationReader, NotificationWriter
+from aviso_workers.aviso.schema import EventType
 from aviso_workers.errors import InvalidNotificationError, PipelineError, UnknownEventTypeError
-from aviso_workers.schema import EventType
 from aviso_workers.spark import once
 from aviso_workers.spark.connecting import load_config
 from aviso_workers.spark.files import Files
@@ -42,7 +42,7 @@ class Backfilled(Struct, frozen=True, kw_only=True):
 
     published: int
     present: int
-    """Not published: they are in the stream, or a newer one of the same topic is."""
+    """Not published: they are in the stream, or a newer one of the same topic is, also where that came meanwhile."""
     refused: int
     """No notifications: they are in the table of dead letters."""
 

@@ -21,8 +21,8 @@ from aviso_workers import config
 from aviso_workers.backends import Backend, open_backend
 from aviso_workers.config import Config
 from aviso_workers.config.environment import WORKERS_FILE
+from aviso_workers.declare.retry import Backoff, Tries
 from aviso_workers.errors import UnavailableError
-from aviso_workers.retry import Backoff, Tries
 
 __all__ = ["Connection", "connected", "load_config"]
 

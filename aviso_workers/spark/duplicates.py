@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from aviso_workers import codec
+from aviso_workers.aviso import codec
 from aviso_workers.backends import Backend, Message, OutgoingChunk
 from aviso_workers.errors import DuplicateIdError
 

@@ -7,12 +7,15 @@ is found in the stream: a row is left out where a message there has its id, or i
 
 from __future__ import annotations
 
-from pyspark.sql import Column, DataFrame, Observation
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
-from aviso_workers.config import streams
+from aviso_workers.config import Config, streams
 from aviso_workers.errors import NotFoundError, UnknownEventTypeError
+from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.spark import writing
 from aviso_workers.spark.connecting import connected, load_config
+from aviso_workers.spark.options import Writing
 
 __all__ = ["identity", "publish", "without_stored"]
 
@@ -33,11 +36,8 @@ def without_stored(rows: DataFrame, event: str, *, config: str | None = None) ->
     highest `sequence`. Raises `UnknownEventTypeError`, and `UnavailableError` where no server is reached.
     """
     settings = load_config(config)
-    if event not in settings.notification_schema:
-        raise UnknownEventTypeError(event, settings.notification_schema)
-    spec = streams.event_stream(event, settings.notification_schema[event], settings)
-    keeps_one = spec.max_msgs_per_subject == 1
-    if keeps_one:
+    spec = _stream_of(event, settings)
+    if keeps_one := _keeps_one(spec):
         newest = F.max_by(F.struct(*rows.columns), IN_ORDER).alias("newest")
         rows = rows.groupBy("topic").agg(newest).select("newest.*")
     with connected(settings) as connection:
@@ -54,13 +54,27 @@ def without_stored(rows: DataFrame, event: str, *, config: str | None = None) ->
 
 
 def publish(rows: DataFrame, event: str, *, config: str | None = None) -> int:
-    """Publish rows of `id`, `topic`, `identifier`, `payload` and `sequence`, in order within each topic; how many.
+    """Publish rows of `id`, `topic`, `identifier`, `payload` and `sequence`, in order within each topic, and return how
+    many were stored now.
 
-    Raises what the data source raises, in a `PySparkException`.
+    A row is not stored where somebody else has stored it since the stream was looked into, or has published another
+    notification of its topic in a stream that keeps the newest of each. Raises `UnknownEventTypeError`, and what the
+    data source raises, in a `PySparkException`.
     """
-    counted = Observation()
-    ordered = rows.repartition("topic").sortWithinPartitions(IN_ORDER)
-    sent = ordered.select("id", "identifier", "payload").observe(counted, F.count(F.lit(1)).alias("rows"))
-    options = {"event": event, "msgIdColumn": "id"} | ({"config": config} if config else {})
-    sent.write.format("aviso").mode("append").options(**options).save()
-    return int(counted.get["rows"])
+    only_new_topics = _keeps_one(_stream_of(event, load_config(config)))
+    ordered = rows.repartition("topic").sortWithinPartitions(IN_ORDER).select("id", "identifier", "payload")
+    wanted = Writing(event=event, config=config, id_column="id", only_new_topics=only_new_topics)
+    tasks = writing.write_counted(ordered, wanted)
+    return sum(task.rows - task.duplicates - task.present for task in tasks)
+
+
+def _stream_of(event: str, settings: Config) -> StreamSpec:
+    """Raises `UnknownEventTypeError`."""
+    if event not in settings.notification_schema:
+        raise UnknownEventTypeError(event, settings.notification_schema)
+    return streams.event_stream(event, settings.notification_schema[event], settings)
+
+
+def _keeps_one(spec: StreamSpec) -> bool:
+    """Whether a message replaces the one before it of its topic."""
+    return spec.max_msgs_per_subject == 1

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from aviso_workers import positions
+from aviso_workers.aviso import positions
+from aviso_workers.aviso.literals import Duration
 from aviso_workers.errors import InvalidOptionError, InvalidPositionError
-from aviso_workers.literals import Duration
 
 __all__ = ["Reading", "Writing", "parse_reading", "parse_writing", "where_of"]
 
@@ -88,6 +88,9 @@ class Writing(Struct, frozen=True, kw_only=True):
     query_id: str | None = None
     """Together with `batch_id`: of which batch of `foreachBatch` this is the write."""
     batch_id: int | None = None
+    only_new_topics: bool = False
+    """Whether a row is stored only where the stream holds no message of its topic. No option of a query says so: `once`
+    does, which looks into the stream before."""
 
 
 def parse_reading(options: Mapping[str, str], *, streaming: bool | None = None) -> Reading:

@@ -27,9 +27,10 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from aviso_workers import schema, topics
+from aviso_workers.aviso import schema, topics
+from aviso_workers.aviso.codec import NotificationReader, is_marker
+from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.backends import Backend, Chunk, Message, StreamInfo
-from aviso_workers.codec import NotificationReader, is_marker
 from aviso_workers.config import Config, streams
 from aviso_workers.errors import (
     InvalidOptionError,
@@ -37,7 +38,6 @@ from aviso_workers.errors import (
     UnavailableError,
     UnknownEventTypeError,
 )
-from aviso_workers.schema import EventType, Where
 from aviso_workers.spark import offsets
 from aviso_workers.spark.connecting import Connection, connected, load_config, tries
 from aviso_workers.spark.offsets import Offset, Range

@@ -1,7 +1,8 @@
 """What Spark itself says of its applications: its monitoring REST API, of a history server or of a driver's UI.
 
-Called by the command that holds it against what was published (`ops.reconciling`). Everything here blocks on the
-network. It answers with states, not events, and keeps the newest only (`spark.ui.retainedJobs` and others, 1000 each).
+Called by the command that holds it against what was published (`ops.spark_reconciliation`). Everything here blocks on
+the network. It answers with states, not events, and keeps the newest only (`spark.ui.retainedJobs` and others, 1000
+each).
 Followed: Spark's documentation, "Monitoring and Instrumentation", REST API.
 """
 

@@ -16,9 +16,10 @@ import pyarrow.compute as pc
 from msgspec import structs
 from pyspark.sql.types import StructType
 
-from aviso_workers import codec, schema, topics
+from aviso_workers.aviso import codec, schema, topics
+from aviso_workers.aviso.schema import EventType, Topic
 from aviso_workers.backends import OutgoingChunk
-from aviso_workers.engine import publishing
+from aviso_workers.engine import publisher
 from aviso_workers.errors import (
     InvalidIdentifierError,
     InvalidNotificationError,
@@ -26,7 +27,6 @@ from aviso_workers.errors import (
     InvalidPayloadError,
     UndecodableError,
 )
-from aviso_workers.schema import EventType, Topic
 from aviso_workers.spark.message_ids import MessageIds
 from aviso_workers.spark.options import Writing
 
@@ -105,9 +105,9 @@ class Rows:
     def _check_sizes(self, data: Sequence[bytes], headers: Sequence[Mapping[str, str] | None]) -> None:
         size = max(map(len, data), default=0)
         if any(headers):
-            size = max(map(publishing.size_of, data, headers))
+            size = max(map(publisher.size_of, data, headers))
         if size > self._most_bytes:
-            raise publishing.too_large(self._event, size, most=self._most_bytes)
+            raise publisher.too_large(self._event, size, most=self._most_bytes)
 
     def _only(self, field: str) -> EventType:
         """The event type without its other fields, to check a value of this one."""

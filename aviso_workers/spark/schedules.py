@@ -27,9 +27,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from aviso_workers.aviso.literals import Duration
+from aviso_workers.aviso.schema import DateHandler, EventType, Rule, TimeHandler
 from aviso_workers.errors import PipelineError
-from aviso_workers.literals import Duration
-from aviso_workers.schema import DateHandler, EventType, Rule, TimeHandler
 
 __all__ = ["Expected", "expand", "fields", "parse"]
 

@@ -19,10 +19,10 @@ from msgspec import Struct
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
-from aviso_workers import codec, schema, topics
+from aviso_workers.aviso import codec, schema, topics
+from aviso_workers.aviso.schema import DateHandler, EventType, FloatHandler, IntHandler, Rule
 from aviso_workers.backends import Chunk
 from aviso_workers.errors import InvalidOptionError, UndecodableError
-from aviso_workers.schema import DateHandler, EventType, FloatHandler, IntHandler, Rule
 from aviso_workers.spark.options import Reading
 from aviso_workers.spark.payloads import CORRUPT, PayloadReader
 

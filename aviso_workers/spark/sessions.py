@@ -11,17 +11,23 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from aviso_workers.errors import PipelineError
 from aviso_workers.spark import register
 
-__all__ = ["session"]
+__all__ = ["session", "translated"]
 
 SUBMITTED = "PYSPARK_GATEWAY_PORT"
 """Set by spark-submit."""
 OURS = re.compile(r"aviso_workers\.errors\.\w+: (.+)")
+UNREADABLE = re.compile(
+    r"\[FAILED_READ_FILE\.(?:NO_HINT|CANNOT_READ_FILE_FOOTER|FILE_NOT_EXIST)\] [\w ]+? file (.+?\.\w+)\.\s"
+)
+CALLED = re.compile(r"An error occurred while calling .*\n: ")
+"""What stands before a message of the JVM."""
 
 
 @contextmanager
@@ -31,15 +37,32 @@ def session(name: str) -> Iterator[SparkSession]:
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else Spark takes any python3 of PATH
     spark = SparkSession.builder.appName(name).config("spark.sql.session.timeZone", "UTC").getOrCreate()
     try:
-        register(spark)
-        yield spark
-    except PySparkException as error:
-        raise PipelineError(_sentence(str(error))) from error
+        with translated():
+            register(spark)
+            yield spark
     finally:
         spark.stop()
 
 
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raise `PipelineError` with one sentence where Spark fails, or a file system that it uses."""
+    try:
+        yield
+    except (PySparkException, Py4JJavaError) as error:
+        raise PipelineError(_sentence(str(error))) from error
+
+
 def _sentence(said: str) -> str:
-    """What we said ourselves in some process of Spark's, else Spark's first line."""
-    ours = OURS.findall(said)
-    return str(ours[-1]) if ours else said.strip().split("\n")[0]
+    """What we said ourselves in some process of Spark's, else which file Spark cannot read, else Spark's first line."""
+    if ours := OURS.findall(said):
+        return str(ours[-1])
+    if unreadable := UNREADABLE.search(said):
+        return (
+            f"cannot read {unreadable[1]}: it is damaged or missing. Put a good copy of it back, from a backup of the "
+            "archive; what the stream still holds can be archived to a new directory"
+        )
+    said = said.strip()
+    if called := CALLED.match(said):
+        said = said[called.end() :]
+    return said.split("\n")[0]

@@ -13,22 +13,24 @@ import logging
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import pyarrow as pa
 from pyspark import TaskContext
+from pyspark.sql import DataFrame
 from pyspark.sql.datasource import (
     DataSourceArrowWriter,
     DataSourceStreamArrowWriter,
     WriterCommitMessage,
 )
 
-from aviso_workers.backends import OutgoingChunk
+from aviso_workers.backends import OutgoingChunk, PubAck
 from aviso_workers.config import Config, streams
 from aviso_workers.engine.provisioning import Provisioner
-from aviso_workers.engine.publishing import Publisher
+from aviso_workers.engine.publisher import Publisher
 from aviso_workers.errors import (
+    ConflictError,
     DataLossError,
     DuplicateIdError,
     InvalidNotificationError,
@@ -36,18 +38,17 @@ from aviso_workers.errors import (
     UnavailableError,
 )
 from aviso_workers.events import Events
-from aviso_workers.spark import dead_letters, duplicates, offsets
-from aviso_workers.spark.connecting import Connection, connected, load_config
+from aviso_workers.spark import dead_letters, duplicates, new_topics, offsets
+from aviso_workers.spark.connecting import Connection, connected, load_config, tries
 from aviso_workers.spark.dead_letters import DeadLetters
 from aviso_workers.spark.message_ids import ColumnIds, ContentIds
 from aviso_workers.spark.options import Writing
 from aviso_workers.spark.rows import Rows
 
-__all__ = ["BatchWriter", "StreamWriter", "Written"]
+__all__ = ["BatchWriter", "StreamWriter", "Written", "write_counted"]
 
+TYPES = {"int": "BIGINT", "str": "STRING"}
 QUERY, BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
-
-AGAIN_AFTER_SECONDS = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,9 @@ class Written(WriterCommitMessage):
     """Rows that the stream discarded, because it had their message id; counted with `msgIdColumn` only."""
     replaced: int = 0
     """Those of them that could not be compared, because a newer message of their topic had replaced theirs."""
+    present: int = 0
+    """Rows that were not stored, because somebody has published a notification of their topic; counted with
+    `only_new_topics` only."""
     refused: int = 0
     """Rows that are no notifications, in the dead letters."""
     dead_letters: str = ""
@@ -116,6 +120,20 @@ class BatchWriter(_Writer, DataSourceArrowWriter):
 
     def _run(self, context: TaskContext) -> str:
         return self._job
+
+
+def write_counted(rows: DataFrame, writing: Writing) -> list[Written]:
+    """Write rows as a batch write does, and return what became of them in each task, which a batch write keeps to
+    itself. Raises what Spark makes of a failure, and as `commit` does."""
+    writer = BatchWriter(writing)
+
+    def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield pa.RecordBatch.from_pylist([asdict(writer.write(batches))])
+
+    columns = ", ".join(f"{field.name} {TYPES[str(field.type)]}" for field in fields(Written))
+    tasks = [Written(**row.asDict()) for row in rows.mapInArrow(write, columns).collect()]
+    writer.commit([*tasks])
+    return tasks
 
 
 class StreamWriter(_Writer, DataSourceStreamArrowWriter):
@@ -186,8 +204,9 @@ class _Task:
         if self._writing.id_column is None:
             self._connection.call(self._publisher.store_chunk, self._writing.event, chunk)
             return
-        acks = self._connection.call(self._publisher.store_answered, self._writing.event, chunk)
-        discarded = {place: ack.sequence for place, ack in enumerate(acks) if ack.duplicate}
+        acks = self._connection.call(self._answers, chunk)
+        self._written.present += acks.count(None)
+        discarded = {place: ack.sequence for place, ack in enumerate(acks) if ack is not None and ack.duplicate}
         if not discarded:
             return
         try:
@@ -205,16 +224,26 @@ class _Task:
         self._written.duplicates += len(discarded)
         self._written.replaced += replaced
 
+    async def _answers(self, chunk: OutgoingChunk) -> Sequence[PubAck | None]:
+        """Store a chunk, and return the acknowledgement of each message; None where it was to be stored only if its
+        topic is new, and is not."""
+        if self._writing.only_new_topics:
+            return await new_topics.store(
+                self._publisher, self._backend, self._writing.event, stream=self._spec.name, chunk=chunk
+            )
+        answers = await self._publisher.store_answered(self._writing.event, chunk)
+        return [_acknowledgement(answer) for answer in answers]
+
     def _created(self) -> str:
         """Return when the stream was created, which is made where it is missing. Waits as publishing does."""
-        deadline = time.monotonic() + self._patience_seconds
+        left = tries(self._patience_seconds, now=time.monotonic())
         while True:
             try:
                 return self._connection.call(self._created_now)
             except UnavailableError:
-                if time.monotonic() > deadline:
+                if (wait := left.next_wait(time.monotonic())) is None:
                     raise
-            time.sleep(AGAIN_AFTER_SECONDS)
+            time.sleep(wait)
 
     async def _created_now(self) -> str:
         await self._provisioner.ensure(self._spec)
@@ -231,15 +260,24 @@ class _Task:
         return f"row {number} of partition {self._partition} {dead_letters.excerpt(batch.slice(place, 1))}"
 
 
+def _acknowledgement(answer: PubAck | ConflictError) -> PubAck:
+    """Return an answer to a message. Raise the refusal, which there is where a column of the rows asked for it."""
+    if isinstance(answer, ConflictError):
+        raise answer
+    return answer
+
+
 def _told(writing: Writing, tasks: Sequence[Written]) -> str:
     """What became of the rows of all tasks."""
     rows, refused = sum(task.rows for task in tasks), sum(task.refused for task in tasks)
-    found = sum(task.duplicates for task in tasks)
+    found, present = sum(task.duplicates for task in tasks), sum(task.present for task in tasks)
     told = f"{writing.event}: {rows} rows"
     if writing.id_column is not None:
-        told += f", {rows - refused - found} stored, {found} discarded because the stream had them already"
+        told += f", {rows - refused - found - present} stored, {found} discarded because the stream had them already"
     if replaced := sum(task.replaced for task in tasks):
         told += f" (of which {replaced} were not compared: newer notifications have replaced them)"
+    if writing.only_new_topics:
+        told += f", {present} left out because the stream has newer ones of their topics"
     if writing.dead_letters is not None:
         told += f", {refused} refused, in {writing.dead_letters}"
     return told

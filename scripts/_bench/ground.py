@@ -21,7 +21,7 @@ from _bench.tally import MARKS_VARIABLE
 from _chaos.clusters import connected, started
 from _demo.children import Child, ShortfallError, free_port, running, wait_until
 from aviso_workers import App, config
-from aviso_workers.agents import durable_name
+from aviso_workers.declare.agents import durable_name
 from aviso_workers.server import NatsServer
 
 __all__ = ["Cores", "Ground", "Mark", "grounded"]

@@ -28,9 +28,9 @@ from rich.table import Table
 from _chaos.clusters import connected, started
 from _demo.children import ShortfallError
 from aviso_workers import App, Batch, Notification, Notify, Stream, Tick, Window, Windowing, config
-from aviso_workers.agents import durable_name
-from aviso_workers.backends import Administration
-from aviso_workers.engine.scheduling import Claim
+from aviso_workers.backends import Admin
+from aviso_workers.declare.agents import durable_name
+from aviso_workers.engine.timer_loops import Claim
 from aviso_workers.errors import AvisoWorkersError
 from aviso_workers.server import NatsServer
 
@@ -207,7 +207,7 @@ async def _drain(kind: str, count: int, leader_change: bool, nodes: Sequence[Nat
     record = Record()
     app = App(APP, config=config.load(CONFIG, environ=_environment(nodes)))
     KINDS[kind](app, record)
-    async with connected(app) as administration:
+    async with connected(app) as admin:
         if kind == "timer":
             await _miss_ticks(app, count)
         else:
@@ -216,7 +216,7 @@ async def _drain(kind: str, count: int, leader_change: bool, nodes: Sequence[Nat
         async with _at_work(app):
             if leader_change:
                 await _until(lambda: record.handled >= count // 4, record)
-                await _step_down(administration, kind)
+                await _step_down(admin, kind)
             await _until(lambda: len(record.numbers) >= count, record)
     if missing := [number for number in range(count) if number not in record.numbers]:
         raise ShortfallError(f"{kind}: {len(missing):,} of {count:,} not handled, such as number {missing[0]}")
@@ -250,13 +250,13 @@ async def _miss_ticks(app: App, count: int) -> None:
     await bucket.put(AGENT, msgspec.json.encode(claim), revision=0)
 
 
-async def _step_down(administration: Administration, kind: str) -> None:
+async def _step_down(admin: Admin, kind: str) -> None:
     stream = EVENT.upper()
     led = [f"CONSUMER.LEADER.STEPDOWN.{stream}.{durable_name(APP, AGENT)}", f"STREAM.LEADER.STEPDOWN.{stream}"]
     if kind == "timer":
         led = [f"STREAM.LEADER.STEPDOWN.KV_{APP}_timers", f"STREAM.LEADER.STEPDOWN.KV_{APP}_leases"]
     for subject in led:
-        await administration.api(subject)
+        await admin.administration().api(subject)
 
 
 async def _until(condition: Callable[[], bool], record: Record) -> None:

@@ -11,10 +11,10 @@ import anyio
 
 from _demo.children import ShortfallError
 from aviso_workers import App
-from aviso_workers.backends import Administration
+from aviso_workers.backends import Admin
 from aviso_workers.errors import BackendError
 from aviso_workers.server import NatsServer
-from aviso_workers.server.running import free_ports
+from aviso_workers.server.processes import free_ports
 
 __all__ = ["Node", "connected", "start_nodes", "started", "stop_nodes"]
 
@@ -86,17 +86,16 @@ def started(directory: str, servers: int) -> Iterator[list[NatsServer]]:
 
 
 @asynccontextmanager
-async def connected(app: App) -> AsyncIterator[Administration]:
+async def connected(app: App) -> AsyncIterator[Admin]:
     """The app, connected to servers that have elected their leader."""
     deadline = time.monotonic() + READY_SECONDS
     async with app:
-        administration = app.session.admin.administration()
         while True:
             try:
-                await administration.api("STREAM.NAMES")
+                await app.session.admin.stream_names()
                 break
             except BackendError as error:
                 if time.monotonic() > deadline:
                     raise ShortfallError(f"JetStream is not ready: {error}") from error
                 await anyio.sleep(SHORT_SECONDS)
-        yield administration
+        yield app.session.admin

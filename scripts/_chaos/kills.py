@@ -34,9 +34,9 @@ from _demo.children import ShortfallError, running
 from aviso_workers import App, Notify
 from aviso_workers.backends import Message
 from aviso_workers.errors import AvisoWorkersError, BackendError, NotFoundError, UnavailableError
-from aviso_workers.ops import backups, mirroring
+from aviso_workers.ops import backups, mirrors
 from aviso_workers.ops.backups import Backup, chains
-from aviso_workers.server import running as servers
+from aviso_workers.server import processes as servers
 
 APP, EVENT, STREAM, MIRROR = "kills", "deed", "DEED", "DEED_MIRROR"
 LANES = 20
@@ -217,10 +217,10 @@ async def restoring_set(site: Site, count: int) -> Attempt:
 async def promoting(site: Site, count: int) -> Attempt:
     """Put a mirror in its origin's place."""
     published = await site.fill(count)
-    server = site.client.session.admin.administration()
-    replicas = (await site.client.session.admin.stream_info(STREAM)).config["num_replicas"]
+    admin = site.client.session.admin
+    replicas = (await admin.stream_info(STREAM)).config.num_replicas
     mirror = {"name": MIRROR, "mirror": {"name": STREAM}, "num_replicas": replicas, "allow_direct": True}
-    await server.api(f"STREAM.CREATE.{MIRROR}", mirror)
+    await admin.add_stream(mirror)
     with anyio.fail_after(LONGEST_SECONDS):
         while (await site.client.session.admin.stream_info(MIRROR)).messages < count:  # noqa: ASYNC110
             await anyio.sleep(SHORT_SECONDS)
@@ -277,7 +277,7 @@ async def cleansing(site: Site, count: int) -> Attempt:
 async def copying(site: Site, count: int) -> Attempt:
     """Copy a fenced stream to another server."""
     published = await site.fill(count)
-    await mirroring.fence(site.client.session.admin.administration(), STREAM)
+    await mirrors.fence(site.client.session.admin, STREAM)
     command = ("streams", "copy", STREAM, "--to-config", site.other_config, "--replicas", "1", "--config", site.config)
     async with App(APP, config=site.other_config) as target:
         for stream in await target.session.admin.stream_names():

@@ -106,8 +106,7 @@ async def _follower(app: App, nodes: Sequence[NatsServer]) -> NatsServer | None:
     """Return a server of the cluster that does not lead the stream, and is not the one that we are connected to."""
     if len(nodes) == 1:
         return None
-    info = await app.session.admin.administration().api(f"STREAM.INFO.{EVENT.upper()}")
-    leader = info["cluster"]["leader"]
+    leader = (await app.session.admin.stream_info(EVENT.upper())).cluster.leader
     return next(node for node in nodes[1:] if node.name != leader)
 
 

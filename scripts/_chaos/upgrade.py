@@ -31,10 +31,10 @@ from rich.console import Console
 from _chaos.clusters import Node, connected, start_nodes, stop_nodes
 from _demo.children import ShortfallError
 from aviso_workers import App, Backoff, Notification, Tick, Window, Windowing, config
-from aviso_workers.backends import Administration
+from aviso_workers.backends import Admin
+from aviso_workers.declare.tables import Table
 from aviso_workers.errors import AvisoWorkersError, BackendError
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
-from aviso_workers.tables import Table
 
 __all__ = ["Result", "conduct"]
 
@@ -116,7 +116,7 @@ async def _conduct(nodes: list[Node], binaries: Mapping[str, str], rate: float) 
     app = App(APP, config=config.load(CONFIG, environ=_environment(nodes)))
     numbers = _declare(app, ledger)
     tried = dict[str, str]()
-    async with connected(app) as administration:
+    async with connected(app) as admin:
         stop, published = anyio.Event(), anyio.Event()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(app.work, stop)
@@ -125,7 +125,7 @@ async def _conduct(nodes: list[Node], binaries: Mapping[str, str], rate: float) 
             tried[first] = await _said(_later(app, first))
             for version, binary in others.items():
                 for node in nodes:
-                    await _upgrade(node, binary, administration)
+                    await _upgrade(node, binary, admin)
                     await anyio.sleep(BETWEEN_SECONDS)
                 console.print(f"all servers are {version}: {len(ledger.stored):,} stored so far")
                 tried[version] = await _said(_later(app, version))
@@ -194,27 +194,25 @@ async def _publish(app: App, ledger: Ledger, rate: float, published: anyio.Event
             await anyio.sleep_until(started + number / rate)
 
 
-async def _upgrade(node: Node, binary: str, administration: Administration) -> None:
+async def _upgrade(node: Node, binary: str, admin: Admin) -> None:
     await to_thread.run_sync(node.stop)
     node.binary = binary
     node.start()
     with anyio.move_on_after(READY_SECONDS):
         while True:
-            wrong = await _not_whole(administration)
+            wrong = await _not_whole(admin)
             if not wrong:
                 return
             await anyio.sleep(SHORT_SECONDS)
     raise ShortfallError(f"the cluster is not whole {READY_SECONDS:.0f} s after a server was upgraded: {wrong}")
 
 
-async def _not_whole(administration: Administration) -> str:
+async def _not_whole(admin: Admin) -> str:
     try:
-        names = await administration.pages("STREAM.NAMES", "streams")
-        for name in names:
-            group = (await administration.api(f"STREAM.INFO.{name}")).get("cluster", {})
-            behind = [each["name"] for each in group.get("replicas", ()) if not each["current"] or each.get("offline")]
-            if behind or not group.get("leader"):
-                return f"{name}: {', '.join(behind) or 'no leader'}"
+        for name in await admin.stream_names():
+            found = await admin.stream_info(name)
+            if found.behind or not found.cluster.leader:
+                return f"{name}: {', '.join(found.behind) or 'no leader'}"
     except BackendError as error:
         return str(error)
     return ""

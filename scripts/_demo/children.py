@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from aviso_workers.server.running import free_ports
+from aviso_workers.server.processes import free_ports
 
 __all__ = ["Child", "ShortfallError", "free_port", "running", "wait_until"]
 

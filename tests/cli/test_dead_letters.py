@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Backoff, Notification, Reject
-from aviso_workers.engine.dead_lettering import RETRIES, STREAM
+from aviso_workers.engine.dead_letter_store import RETRIES, STREAM
 from aviso_workers.events import Event, Settled
 from tests.cli.conftest import Ran
 from tests.waits import PATIENCE_SECONDS
@@ -208,7 +208,7 @@ def test_a_letter_whose_agent_reads_no_retries_stays_and_the_rest_is_told(
 
 def test_what_is_no_dead_letter_is_left_out_and_told(run: Run, config: Path, buried: Deployment) -> None:
     async def store() -> None:
-        from aviso_workers.codec import Message
+        from aviso_workers.aviso.codec import Message
 
         async with App("tests", config=config) as app:
             message = Message(subject="aviso_workers.dead_letters.a.b", data=b"?")

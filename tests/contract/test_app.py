@@ -20,7 +20,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import Event, StreamGone, StreamMadeAgain
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.ops import wiping
+from aviso_workers.ops import aviso_admin
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
 
@@ -316,8 +316,8 @@ async def test_a_bad_notification_is_refused_before_anything_is_sent(
 async def test_wiping_empties_the_stream_and_keeps_what_it_is(app: App) -> None:
     first = await app.notify("mars", mars(), {})
     config_before = (await app.session.backend.stream_info("MARS")).config
-    assert await wiping.event_streams(app.session.admin, app.config) == {"MARS": 1}
-    assert await wiping.wipe(app.session.admin, ["MARS"]) == {"MARS": 1}
+    assert await aviso_admin.event_streams(app.session.admin, app.config) == {"MARS": 1}
+    assert await aviso_admin.wipe(app.session.admin, ["MARS"]) == {"MARS": 1}
     info = await app.session.backend.stream_info("MARS")
     assert (info.messages, dict(info.config)) == (0, dict(config_before))
     assert (await app.notify("mars", mars(), {})).sequence == first.sequence + 1
@@ -325,13 +325,13 @@ async def test_wiping_empties_the_stream_and_keeps_what_it_is(app: App) -> None:
 
 async def test_wiping_a_stream_that_does_not_exist_says_so(app: App) -> None:
     with pytest.raises(NotFoundError, match="MARS"):
-        await wiping.wipe(app.session.admin, ["MARS"])
+        await aviso_admin.wipe(app.session.admin, ["MARS"])
 
 
 async def test_wiping_all_knows_only_streams_of_event_types(app: App) -> None:
     await app.notify("mars", mars(), {})
     await (await app.key_value("tables")).put("key", b"value")
-    assert await wiping.event_streams(app.session.admin, app.config) == {"MARS": 1}
+    assert await aviso_admin.event_streams(app.session.admin, app.config) == {"MARS": 1}
 
 
 @pytest.mark.covers("003-17")
@@ -339,7 +339,7 @@ async def test_wiping_all_knows_only_streams_of_event_types(app: App) -> None:
 async def test_a_notification_is_deleted_by_its_id(app: App, name: str) -> None:
     first = await app.notify("mars", mars(step=1), {})
     await app.notify("mars", mars(step=2), {})
-    await wiping.delete(app.session.admin, app.config, name.format(first.sequence))
+    await aviso_admin.delete(app.session.admin, app.config, name.format(first.sequence))
     assert await steps(app.replay("mars")) == ["2"]
 
 
@@ -357,7 +357,7 @@ async def test_a_notification_is_deleted_by_its_id(app: App, name: str) -> None:
 async def test_deleting_what_is_not_there_says_what_is_wrong(app: App, name: str, error: type[Exception]) -> None:
     await app.notify("mars", mars(), {})
     with pytest.raises(error):
-        await wiping.delete(app.session.admin, app.config, name)
+        await aviso_admin.delete(app.session.admin, app.config, name)
 
 
 async def test_a_point_finds_the_polygons_around_it(app: App) -> None:

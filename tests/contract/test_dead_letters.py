@@ -11,17 +11,17 @@ import msgspec
 import pytest
 
 from aviso_workers import App, Backoff, Notification, Reject
+from aviso_workers.aviso.literals import Size
+from aviso_workers.aviso.positions import Position
 from aviso_workers.backends import Message, Outgoing, PubAck
 from aviso_workers.config import Config
 from aviso_workers.config.settings import DeadLetters
 from aviso_workers.engine import acknowledging
-from aviso_workers.engine.dead_lettering import STREAM
+from aviso_workers.engine.dead_letter_store import STREAM
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.specs import ConsumerSpec
-from aviso_workers.literals import Size
-from aviso_workers.ops import observing, steering
+from aviso_workers.ops import agent_control, deployment
 from aviso_workers.ops.dead_letters import DeadLetter, DeadLetterOffice, Selection
-from aviso_workers.positions import Position
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
@@ -282,10 +282,10 @@ async def test_what_is_dropped_and_fails_again_at_once_is_kept(app: App, testing
             (letter,) = await all_of(office)
             await office.drop(letter)
             assert await all_of(office) == []
-            plan = await steering.plan_reset(
-                app.session.admin, steering.declared(app, app.config, "failing"), Position(sequence=1)
+            plan = await agent_control.plan_reset(
+                app.session.admin, agent_control.declared(app, app.config, "failing"), Position(sequence=1)
             )
-            await steering.reset(app.session.admin, plan)
+            await agent_control.reset(app.session.admin, plan)
             await t.settle()
         assert len(await all_of(office)) == 1
 
@@ -372,7 +372,7 @@ async def give_up(t: Harness, consumer: str, *, count: int = 1) -> None:
     app, _, agent = consumer.partition("__")
     with anyio.fail_after(PATIENCE_SECONDS):
         async with backend.consume("MARS", consumer, deliver=taken.append, room=lambda: 100):
-            while (await observing.given_up(t.app.session.admin)).get((app, agent, "MARS"), 0) < count:
+            while (await deployment.given_up(t.app.session.admin)).get((app, agent, "MARS"), 0) < count:
                 await t.advance(0.05)
 
 
@@ -568,7 +568,7 @@ async def test_a_body_as_large_as_the_server_takes_is_kept_shown_and_tried_again
     async with testing() as (t, office):
         await t.settle()
         backend = app.session.backend
-        data = msgspec.json.encode("x" * (backend.max_payload - 150))
+        data = msgspec.json.encode("x" * (backend.connection.max_payload - 150))
         subject = "mars.od.0001.g.20261120.0000.oper.12"
         await backend.publish(
             Message(subject=subject, data=data), message_id="x", stream="MARS", timeout_seconds=PATIENCE_SECONDS
@@ -578,7 +578,7 @@ async def test_a_body_as_large_as_the_server_takes_is_kept_shown_and_tried_again
         (letter,) = await all_of(office)
         assert (letter.reason, letter.original.subject, letter.original.data) == ("rejected", subject, data)
         assert [letter.original.data for letter in t.dead_letters] == [data]
-        assert await observing.dead_letters(app.session.admin) == {("contract", "failing"): 1}
+        assert await deployment.dead_letters(app.session.admin) == {("contract", "failing"): 1}
 
         await office.retry(letter)
         await t.settle()
@@ -588,5 +588,5 @@ async def test_a_body_as_large_as_the_server_takes_is_kept_shown_and_tried_again
         broken = False
         await office.retry(again)
         await t.settle()
-        assert handled == [backend.max_payload - 150]
+        assert handled == [backend.connection.max_payload - 150]
         assert (await backend.stream_info(STREAM)).messages == 0

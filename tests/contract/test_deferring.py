@@ -14,7 +14,7 @@ from aviso_workers import App, Backoff, Notification, Notify
 from aviso_workers.backends import Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
-from aviso_workers.engine import deferring
+from aviso_workers.engine import delayed_messages
 from aviso_workers.errors import InvalidNotificationError, RefusedError, UnavailableError, UnknownEventTypeError
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.testing import Harness, harness
@@ -88,7 +88,7 @@ async def test_under_its_message_id_it_takes_its_own_place(app: App, t: Harness)
     await t.advance(3)
     assert delivered(t) == ["2"]
     assert len(t.published) == 2, "the same id in another stream is another notification"
-    assert await app.session.admin.subject_counts(deferring.STREAM) == {}, "what was brought is removed"
+    assert await app.session.admin.subject_counts(delayed_messages.STREAM) == {}, "what was brought is removed"
 
 
 async def test_one_that_is_cancelled_is_never_stored(app: App, t: Harness) -> None:
@@ -239,9 +239,9 @@ async def test_one_that_may_not_be_removed_is_stored_once(
 async def test_what_somebody_else_has_put_there_is_not_obeyed(app: App, t: Harness, subject: str, stream: str) -> None:
     await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=0.5)
     headers = {"Aviso-Subject": subject, "Aviso-Stream": stream, "Aviso-Message-Id": "1", "Aviso-Event-Type": "plain"}
-    foreign = Message(subject=f"{deferring.DUE}.PLAIN", data=b"", headers=headers if stream else {})
+    foreign = Message(subject=f"{delayed_messages.DUE}.PLAIN", data=b"", headers=headers if stream else {})
     await app.session.backend.publish(
-        foreign, message_id="1", stream=deferring.STREAM, timeout_seconds=PATIENCE_SECONDS
+        foreign, message_id="1", stream=delayed_messages.STREAM, timeout_seconds=PATIENCE_SECONDS
     )
     await t.advance(1.5)
     assert delivered(t) == ["1"]
@@ -286,4 +286,4 @@ async def test_an_older_server_is_named_and_its_workers_run_without_it(
             ):
                 await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=1)
             stop.set()
-        assert deferring.STREAM not in await app.session.admin.stream_names()
+        assert delayed_messages.STREAM not in await app.session.admin.stream_names()

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from aviso_workers import App, Backoff, Notification
+from aviso_workers.aviso.positions import Position
 from aviso_workers.engine.consumer_records import ConsumerRecorder
-from aviso_workers.engine.dead_lettering import RETRIES
+from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.events import ConsumerResumed
-from aviso_workers.ops import operating, steering
+from aviso_workers.ops import agent_control, maintenance
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
-from aviso_workers.positions import Position
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 
@@ -85,9 +85,9 @@ async def test_in_a_stream_that_was_made_anew_it_begins_at_its_start(t: Harness,
 
 async def test_after_a_reset_it_goes_on_from_there(t: Harness, handled: list[int]) -> None:
     await settled_before(t)
-    steered = steering.declared(t.app, t.app.config, "index")
-    await steering.reset(
-        t.app.session.admin, await steering.plan_reset(t.app.session.admin, steered, Position(sequence=2))
+    steered = agent_control.declared(t.app, t.app.config, "index")
+    await agent_control.reset(
+        t.app.session.admin, await agent_control.plan_reset(t.app.session.admin, steered, Position(sequence=2))
     )
     await t.app.session.admin.delete_consumer("MARS", steered.consumer)
     await t.start()
@@ -143,7 +143,7 @@ async def test_what_was_tried_again_before_is_not_tried_once_more(kind: str, nat
 
 async def test_one_that_is_removed_on_purpose_begins_at_its_start(t: Harness, handled: list[int]) -> None:
     await settled_before(t)
-    await operating.remove_consumer(t.app.session.admin, "MARS", "contract__index")
+    await maintenance.remove_consumer(t.app.session.admin, "MARS", "contract__index")
     await t.start()
     await t.settle()
     assert handled == [0, 1, 2, 0, 1, 2]

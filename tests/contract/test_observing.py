@@ -14,7 +14,7 @@ from aviso_workers.engine import max_deliveries
 from aviso_workers.errors import NotFoundError
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec
-from aviso_workers.ops import observing
+from aviso_workers.ops import deployment
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
 
@@ -160,19 +160,21 @@ async def test_agents_are_known_by_their_consumers_also_when_nobody_runs_them(ap
     await app.notify("mars", mars(step=9), {})
     await app.session.backend.ensure_consumer("MARS", durable("somebody-else"))
 
-    found = await observing.agents(app.session.admin, "MARS")
+    found = await deployment.agents(app.session.admin, "MARS")
 
     assert {agent: (info.num_pending, info.num_ack_pending) for agent, info in found.items()} == {
         ("contract", "index"): (1, 0)
     }
-    assert list(await observing.agents(app.session.admin, max_deliveries.STREAM)) == [("contract", "dead-letter-sweep")]
+    assert list(await deployment.agents(app.session.admin, max_deliveries.STREAM)) == [
+        ("contract", "dead-letter-sweep")
+    ]
 
 
 async def test_streams_that_do_not_exist_have_nothing_to_tell(app: App) -> None:
-    assert "MARS" in observing.streams_of(app.config)
-    for stream in observing.streams_of(app.config):
-        assert await observing.agents(app.session.admin, stream) == {}, stream
-    assert (await observing.dead_letters(app.session.admin), await observing.given_up(app.session.admin)) == (
+    assert "MARS" in deployment.streams_of(app.config)
+    for stream in deployment.streams_of(app.config):
+        assert await deployment.agents(app.session.admin, stream) == {}, stream
+    assert (await deployment.dead_letters(app.session.admin), await deployment.given_up(app.session.admin)) == (
         {},
         {},
     )
@@ -185,7 +187,7 @@ async def test_dead_letters_are_counted_by_agent(app: App) -> None:
 
     await work_off(app, 2)
 
-    assert await observing.dead_letters(app.session.admin) == {("contract", "broken"): 2}
+    assert await deployment.dead_letters(app.session.admin) == {("contract", "broken"): 2}
 
 
 async def test_what_the_server_gave_up_is_counted_by_agent_and_stream(app: App, inbox: Any) -> None:
@@ -201,7 +203,7 @@ async def test_what_the_server_gave_up_is_counted_by_agent_and_stream(app: App, 
         with anyio.move_on_after(PATIENCE_SECONDS):
             while sum(found.values()) < 2:
                 await anyio.sleep(0.05)
-                found = await observing.given_up(app.session.admin)
+                found = await deployment.given_up(app.session.admin)
 
     assert found == {("contract", "index", "MARS"): 2}
 

@@ -13,7 +13,7 @@ from aviso_workers import App, Backoff, Notification, Notify
 from aviso_workers.backends import Backend, Delivery, Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
-from aviso_workers.engine import ordering, prefetch
+from aviso_workers.engine import buffer, prefetch
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import NotReadAgain, ReadAgain
 from aviso_workers.testing import Harness, harness
@@ -133,7 +133,7 @@ class TestWhatIsTooLargeTogether:
 
     @pytest.fixture(autouse=True)
     def small_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ordering, "MOST_SURPLUS_BYTES", 10_000)
+        monkeypatch.setattr(buffer, "MOST_SURPLUS_BYTES", 10_000)
         monkeypatch.setattr(prefetch, "MOST_WAITING_BYTES", 20_000)
 
     async def test_is_handled_whole_and_in_order(self, app: App, url: str | None) -> None:

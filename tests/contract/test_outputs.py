@@ -11,9 +11,9 @@ import pytest
 from msgspec import structs
 
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Notify, Receipt, Reject, Retry, Stream
-from aviso_workers.codec import Message
+from aviso_workers.aviso.codec import Message
 from aviso_workers.engine.idempotency import IdempotencyKeys, message_id
-from aviso_workers.engine.publishing import Publisher
+from aviso_workers.engine.publisher import Publisher
 from aviso_workers.errors import DeclarationError, RefusedError
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars

@@ -266,7 +266,7 @@ async def test_a_message_that_is_too_large_is_refused(create, publish, backend):
     await create()
 
     with pytest.raises(RefusedError):
-        await publish("mars.od", b"x" * (backend.max_payload + 1))
+        await publish("mars.od", b"x" * (backend.connection.max_payload + 1))
 
     assert (await publish("mars.od")).sequence == 1
 
@@ -275,7 +275,7 @@ async def test_headers_count_as_well(create, publish, backend):
     await create()
 
     with pytest.raises(RefusedError):
-        await publish("mars.od", b"x" * backend.max_payload)
+        await publish("mars.od", b"x" * backend.connection.max_payload)
 
     assert (await publish("mars.od")).sequence == 1
 
@@ -283,7 +283,7 @@ async def test_headers_count_as_well(create, publish, backend):
 async def test_a_large_message_is_stored_whole(create, publish, backend, stored):
     await create()
     body = bytes(range(256)) * 4 * 1000
-    assert len(body) < backend.max_payload
+    assert len(body) < backend.connection.max_payload
     await publish("mars.od", body)
 
     assert [message.data == body for message in await stored()] == [True]

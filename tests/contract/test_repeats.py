@@ -12,8 +12,8 @@ import anyio
 import pytest
 
 from aviso_workers import Agent, App, Batch, Batching, Notification, Reject, Stream
-from aviso_workers.backends.in_memory.consuming import InMemoryDelivery
-from aviso_workers.backends.jetstream.consuming import JetStreamDelivery
+from aviso_workers.backends.in_memory.consumer import InMemoryDelivery
+from aviso_workers.backends.jetstream.consumer import JetStreamDelivery
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS

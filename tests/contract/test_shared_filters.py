@@ -12,8 +12,8 @@ import pytest
 from aviso_workers import Agent, App, Notification, Router
 from aviso_workers.backends import Backend, ConsumerInfo, Message, PubAck
 from aviso_workers.engine import parts, shared_filters
-from aviso_workers.engine.dead_lettering import RETRIES, retry_subject
-from aviso_workers.engine.replaying import message_at
+from aviso_workers.engine.dead_letter_store import RETRIES, retry_subject
+from aviso_workers.engine.replay import message_at
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import AckWaitDiffers, AgentStarted, FiltersDiffer
 from aviso_workers.jetstream.fields import SECOND
@@ -88,7 +88,7 @@ class Deployment:
             )
 
         letter = Message(subject=retry_subject("contract", "index"), data=body, headers=headers)
-        await parts.store(letter, "1", publish, max_payload=self.backend.max_payload)
+        await parts.store(letter, "1", publish, max_payload=self.backend.connection.max_payload)
 
     @property
     def backend(self) -> Backend:
@@ -221,7 +221,9 @@ async def test_a_dead_letter_that_is_tried_again_waits_for_a_version_that_wants_
     async with deployment.worker("od", "rd"):
         pass
     async with deployment.worker("od"):
-        await deployment.retry("rd", b'"%s"' % (b"x" * (deployment.backend.max_payload - 100)) if large else b"{}")
+        await deployment.retry(
+            "rd", b'"%s"' % (b"x" * (deployment.backend.connection.max_payload - 100)) if large else b"{}"
+        )
         await deployment.t.advance(0.5)
         async with deployment.worker("od", "rd"):
             with anyio.fail_after(PATIENCE_SECONDS):

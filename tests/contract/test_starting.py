@@ -9,9 +9,9 @@ import anyio
 import pytest
 
 from aviso_workers import App, Notification, Notify
+from aviso_workers.aviso.positions import Position
 from aviso_workers.events import AgentStarted, ConsumerDiffers
-from aviso_workers.ops import steering
-from aviso_workers.positions import Position
+from aviso_workers.ops import agent_control
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
 
@@ -94,8 +94,10 @@ async def test_a_reset_takes_it_there_and_ends_the_matter(
     app: App, run: Any, stored: Any, differences: list[str]
 ) -> None:
     await run("new")
-    steered = steering.declared(app, app.config, "index")
-    await steering.reset(app.session.admin, await steering.plan_reset(app.session.admin, steered, Position(sequence=4)))
+    steered = agent_control.declared(app, app.config, "index")
+    await agent_control.reset(
+        app.session.admin, await agent_control.plan_reset(app.session.admin, steered, Position(sequence=4))
+    )
     assert await run("all") == [3, 4, 99]
     assert differences == []
     await run("new")

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from aviso_workers import Notification
+from aviso_workers.aviso.positions import Position
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
 from aviso_workers.jetstream.specs import ConsumerSpec
-from aviso_workers.ops import agent_report, steering
+from aviso_workers.ops import agent_control, agent_report
+from aviso_workers.ops.agent_control import UNTIL_RESUMED, Steered
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
-from aviso_workers.ops.steering import UNTIL_RESUMED, Steered
-from aviso_workers.positions import Position
 from aviso_workers.testing import Harness
 from tests.contract.settings import mars
 
@@ -39,16 +39,16 @@ async def four(t: Harness, handled: list[int]) -> list[datetime]:
 
 class TestFinding:
     async def test_an_agent_is_found_by_its_name_and_its_apps(self, t: Harness, four) -> None:
-        assert await steering.find(t.app.session.admin, t.app.config, "contract", "index") == INDEX
-        assert steering.declared(t.app, t.app.config, "index") == INDEX
+        assert await agent_control.find(t.app.session.admin, t.app.config, "contract", "index") == INDEX
+        assert agent_control.declared(t.app, t.app.config, "index") == INDEX
 
     async def test_one_that_is_not_there_is_told_with_those_that_are(self, t: Harness, four) -> None:
         with pytest.raises(NotFoundError, match=r"no agent indx of app contract reads .*; that app has: index"):
-            await steering.find(t.app.session.admin, t.app.config, "contract", "indx")
+            await agent_control.find(t.app.session.admin, t.app.config, "contract", "indx")
         with pytest.raises(NotFoundError, match="there are apps: contract"):
-            await steering.find(t.app.session.admin, t.app.config, "contrct", "index")
+            await agent_control.find(t.app.session.admin, t.app.config, "contrct", "index")
         with pytest.raises(DeclarationError, match="app 'contract' has no agent 'indx'; it has: index"):
-            steering.declared(t.app, t.app.config, "indx")
+            agent_control.declared(t.app, t.app.config, "indx")
 
     async def test_one_that_was_moved_to_another_stream_must_be_named_by_its_code(self, t: Harness, four) -> None:
         await t.notify("plain", {"a": "1", "b": "2"})
@@ -57,7 +57,7 @@ class TestFinding:
         )
         await t.app.session.backend.ensure_consumer("PLAIN", left_behind)
         with pytest.raises(DeclarationError, match=r"a consumer on each of MARS, PLAIN: .*--app MODULE:APP"):
-            await steering.find(t.app.session.admin, t.app.config, "contract", "index")
+            await agent_control.find(t.app.session.admin, t.app.config, "contract", "index")
 
 
 class TestAPause:
@@ -68,21 +68,21 @@ class TestAPause:
         (letter,) = [letter async for letter in office.letters(Selection())]
         handled.clear()
 
-        await steering.pause(t.app.session.admin, INDEX, until=UNTIL_RESUMED)
+        await agent_control.pause(t.app.session.admin, INDEX, until=UNTIL_RESUMED)
         await office.retry(letter)
         await t.notify("mars", mars(step=6), {})
         await t.advance(0.3)
         (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
         assert (handled, progress.pending, progress.paused_until) == ([], 2, "it is resumed")
 
-        await steering.resume(t.app.session.admin, INDEX)
+        await agent_control.resume(t.app.session.admin, INDEX)
         await t.settle()
         (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
         assert (sorted(handled), progress.pending, progress.paused_until) == ([0, 6], 0, "")
 
     async def test_has_an_end(self, t: Harness, handled: list[int], four) -> None:
         now = datetime.fromtimestamp(t.app.session.backend.clock.time_ns() / 1e9, UTC)
-        await steering.pause(t.app.session.admin, INDEX, until=now + timedelta(seconds=1))
+        await agent_control.pause(t.app.session.admin, INDEX, until=now + timedelta(seconds=1))
         await t.notify("mars", mars(step=6), {})
         await t.advance(0.3)
         assert handled == []
@@ -94,36 +94,36 @@ class TestAReset:
     async def test_back_to_a_sequence_handles_again_what_the_agent_asked_for(
         self, t: Harness, handled: list[int], four
     ) -> None:
-        plan = await steering.plan_reset(t.app.session.admin, INDEX, Position(sequence=2))
+        plan = await agent_control.plan_reset(t.app.session.admin, INDEX, Position(sequence=2))
         assert (plan.sequence, plan.again, plan.passed_over, plan.unsettled) == (2, 3, 0, 0)
         assert handled == [], "planning does nothing"
 
-        assert await steering.reset(t.app.session.admin, plan) == 3
+        assert await agent_control.reset(t.app.session.admin, plan) == 3
         await t.settle()
         assert handled == [1, 2, 3]
 
     @pytest.mark.parametrize("zero", [0, 1])
     async def test_back_to_the_beginning(self, t: Harness, handled: list[int], four, zero: int) -> None:
-        plan = await steering.plan_reset(t.app.session.admin, INDEX, Position(sequence=zero))
+        plan = await agent_control.plan_reset(t.app.session.admin, INDEX, Position(sequence=zero))
         assert (plan.sequence, plan.again) == (1, 4)
 
     async def test_back_to_a_date_begins_with_the_first_from_then_on(
         self, t: Harness, handled: list[int], four: list[datetime]
     ) -> None:
         for time, again in ((four[2], 2), (four[2] - timedelta(milliseconds=5), 2), (four[0] - timedelta(days=1), 4)):
-            plan = await steering.plan_reset(t.app.session.admin, INDEX, Position(time=time))
+            plan = await agent_control.plan_reset(t.app.session.admin, INDEX, Position(time=time))
             assert plan.again == again, time
-        after = await steering.plan_reset(t.app.session.admin, INDEX, Position(time=four[3] + timedelta(days=1)))
+        after = await agent_control.plan_reset(t.app.session.admin, INDEX, Position(time=four[3] + timedelta(days=1)))
         assert (after.sequence, after.again, after.passed_over) == (6, 0, 0)
 
     async def test_forward_passes_over_and_says_so(self, t: Harness, handled: list[int], four) -> None:
-        await steering.pause(t.app.session.admin, INDEX, until=UNTIL_RESUMED)
+        await agent_control.pause(t.app.session.admin, INDEX, until=UNTIL_RESUMED)
         for step in (6, 7, 8):
             await t.notify("mars", mars(step=step), {})
-        plan = await steering.plan_reset(t.app.session.admin, INDEX, Position(sequence=8))
+        plan = await agent_control.plan_reset(t.app.session.admin, INDEX, Position(sequence=8))
         assert (plan.again, plan.passed_over) == (0, 2)
-        await steering.reset(t.app.session.admin, plan)
-        await steering.resume(t.app.session.admin, INDEX)
+        await agent_control.reset(t.app.session.admin, plan)
+        await agent_control.resume(t.app.session.admin, INDEX)
         await t.settle()
         assert handled == [8]
 
@@ -133,12 +133,12 @@ class TestAReset:
         await t.advance(0.3)
         (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
         assert progress.ack_pending == 1
-        assert (await steering.plan_reset(t.app.session.admin, INDEX, Position(sequence=6))).unsettled == 0
-        assert (await steering.plan_reset(t.app.session.admin, INDEX, Position(sequence=7))).unsettled == 1
+        assert (await agent_control.plan_reset(t.app.session.admin, INDEX, Position(sequence=6))).unsettled == 0
+        assert (await agent_control.plan_reset(t.app.session.admin, INDEX, Position(sequence=7))).unsettled == 1
 
     async def test_beyond_the_end_is_refused(self, t: Harness, four) -> None:
         with pytest.raises(InvalidPositionError, match="MARS ends at 5: an agent cannot go on at 7"):
-            await steering.plan_reset(t.app.session.admin, INDEX, Position(sequence=7))
+            await agent_control.plan_reset(t.app.session.admin, INDEX, Position(sequence=7))
 
 
 class TestTheReport:

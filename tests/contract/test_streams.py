@@ -13,8 +13,8 @@ pytestmark = pytest.mark.anyio
 SECOND = 1_000_000_000
 
 
-async def test_a_backend_says_what_it_is(backend, kind):
-    assert (backend.kind, backend.connected) == (kind, True)
+async def test_an_open_backend_is_connected(backend):
+    assert backend.connection.ready
 
 
 async def test_a_new_stream_has_what_was_stated_and_is_empty(create):

@@ -12,10 +12,10 @@ import pytest
 from nats.aio.client import Client, ServerVersion
 
 from aviso_workers import App, Batch, Batching, Notification, Notify, Stream, Window, Windowing
+from aviso_workers.aviso.literals import Duration
 from aviso_workers.backends import Backend, Message, Outgoing
 from aviso_workers.errors import InvalidNotificationError, RefusedError
 from aviso_workers.jetstream.fields import DeclaredStream
-from aviso_workers.literals import Duration
 from aviso_workers.testing import harness
 from tests.contract.settings import app_config
 from tests.waits import PATIENCE_SECONDS

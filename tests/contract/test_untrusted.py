@@ -11,7 +11,7 @@ import pytest
 
 from aviso_workers import App
 from aviso_workers.backends import Message
-from aviso_workers.engine import consumer_records, dead_lettering, deferring, max_deliveries
+from aviso_workers.engine import consumer_records, dead_letter_store, delayed_messages, max_deliveries
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import Overdue, Skipped
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
@@ -91,7 +91,7 @@ async def test_an_identifier_that_its_rule_does_not_allow_is_left_out_and_told(
 
 async def test_retries_that_nobody_has_asked_for_harm_nothing(app: App, t: Harness, handled: list[int]) -> None:
     await t.settle()
-    subject = dead_lettering.retry_subject("contract", "index")
+    subject = dead_letter_store.retry_subject("contract", "index")
     whole = {
         "Aviso_Subject": "mars.od.0001.g.20261120.0000.oper.7",
         "Aviso_Stream": "MARS",
@@ -100,10 +100,10 @@ async def test_retries_that_nobody_has_asked_for_harm_nothing(app: App, t: Harne
     }
     for name in ("Aviso_Sequence", "Aviso_Timestamp"):
         for value in (LONG_AGO, FAR_AWAY, MANY_DIGITS, "x", ""):
-            await put(app, dead_lettering.RETRIES, subject, **{**whole, name: value})
+            await put(app, dead_letter_store.RETRIES, subject, **{**whole, name: value})
     for value in (FAR_AWAY, MANY_DIGITS, "x", "0", "٣"):
-        await put(app, dead_lettering.RETRIES, subject, **whole, Aviso_First_Part=value)
-    await put(app, dead_lettering.RETRIES, subject, b"\xff\xfe")
+        await put(app, dead_letter_store.RETRIES, subject, **whole, Aviso_First_Part=value)
+    await put(app, dead_letter_store.RETRIES, subject, b"\xff\xfe")
     await t.notify("mars", mars(step="1"), {})
     await t.settle()
 
@@ -116,13 +116,13 @@ async def test_retries_that_nobody_has_asked_for_harm_nothing(app: App, t: Harne
 async def test_dead_letters_that_are_none_are_left_out(app: App, t: Harness) -> None:
     await t.notify("mars", mars(step="1"), "reject")
     await t.settle()
-    subject = f"{dead_lettering.SUBJECT}.contract.index"
+    subject = f"{dead_letter_store.SUBJECT}.contract.index"
     names = ("App", "Agent", "Reason", "Error", "Traceback", "Stream", "Subject")
     whole = {f"Aviso_{name}": "x" for name in names}
     whole |= {"Aviso_Attempts": "1", "Aviso_Sequence": "1", "Aviso_Timestamp": "1"}
     for name in ("Aviso_Attempts", "Aviso_Sequence", "Aviso_Timestamp"):
         for value in (LONG_AGO, FAR_AWAY, MANY_DIGITS):
-            await put(app, dead_lettering.STREAM, subject, **{**whole, name: value})
+            await put(app, dead_letter_store.STREAM, subject, **{**whole, name: value})
 
     letters = [
         letter
@@ -137,15 +137,15 @@ async def test_what_is_due_and_cannot_be_published_is_left_out(app: App, t: Harn
     whole = {"Aviso_Stream": "PLAIN", "Aviso_Event_Type": "plain", "Aviso_Message_Id": "forged"}
     subjects = ["plain." + "x" * 5000, "plain.a b", "plain.1.2\x01", "plain.1.", "plain", "plain.*.x", "plain.%zz.x"]
     for subject in subjects:
-        await put(app, deferring.STREAM, f"{deferring.DUE}.PLAIN", b"1", **whole, Aviso_Subject=subject)
-    await put(app, deferring.STREAM, f"{deferring.DUE}.PLAIN", b"\xff")
+        await put(app, delayed_messages.STREAM, f"{delayed_messages.DUE}.PLAIN", b"1", **whole, Aviso_Subject=subject)
+    await put(app, delayed_messages.STREAM, f"{delayed_messages.DUE}.PLAIN", b"\xff")
     await t.advance(2)
     await t.settle()
 
     assert [(one.event_type, one.identifier) for one in t.published] == [("plain", {"a": "1", "b": "x"})]
-    found = await app.session.backend.consumer_info(deferring.STREAM, "aviso_workers__schedule-courier")
+    found = await app.session.backend.consumer_info(delayed_messages.STREAM, "aviso_workers__schedule-courier")
     assert found.num_ack_pending == 0, "none of them comes again"
-    assert app.session.backend.connected
+    assert app.session.backend.connection.ready
 
 
 async def test_a_record_of_a_consumer_that_is_none_counts_as_none(app: App, t: Harness, handled: list[int]) -> None:
@@ -179,12 +179,12 @@ async def test_who_may_schedule_for_one_stream_has_nothing_published_to_another(
     await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=2)
     due = datetime.fromtimestamp(t.clock.time_ns() / 1e9, UTC) + timedelta(seconds=1)
     said = {"Aviso_Stream": stream, "Aviso_Subject": subject, "Aviso_Message_Id": "forged", "Aviso_Event_Type": "plain"}
-    when = {"Nats_Schedule": f"@at {due.isoformat()}", "Nats_Schedule_Target": f"{deferring.DUE}.{stream}"}
-    await put(app, deferring.STREAM, deferring.waiting("MARS", "forged"), b"1", **said, **when)
-    await put(app, deferring.STREAM, f"{deferring.DUE}.{stream}", b"1", **said)
-    said["Nats_Scheduler"] = deferring.waiting(stream, "forged")
+    when = {"Nats_Schedule": f"@at {due.isoformat()}", "Nats_Schedule_Target": f"{delayed_messages.DUE}.{stream}"}
+    await put(app, delayed_messages.STREAM, delayed_messages.waiting("MARS", "forged"), b"1", **said, **when)
+    await put(app, delayed_messages.STREAM, f"{delayed_messages.DUE}.{stream}", b"1", **said)
+    said["Nats_Scheduler"] = delayed_messages.waiting(stream, "forged")
     with pytest.raises(RefusedError):
-        await put(app, deferring.STREAM, f"{deferring.DUE}.{stream}", **said)
+        await put(app, delayed_messages.STREAM, f"{delayed_messages.DUE}.{stream}", **said)
     await t.advance(3)
     await t.settle()
 
@@ -197,11 +197,11 @@ async def test_what_is_for_an_event_type_that_no_worker_knows_waits_for_one_that
     await app.notify("mars", mars(step="1"), {}, deliver_after=3600)
     due = datetime.fromtimestamp(t.clock.time_ns() / 1e9, UTC)
     said = {"Aviso_Stream": "DISS", "Aviso_Subject": "diss.1", "Aviso_Message_Id": "theirs", "Aviso_Event_Type": "diss"}
-    when = {"Nats_Schedule": f"@at {due.isoformat()}", "Nats_Schedule_Target": f"{deferring.DUE}.DISS"}
-    await put(app, deferring.STREAM, deferring.waiting("DISS", "theirs"), b"1", **said, **when)
+    when = {"Nats_Schedule": f"@at {due.isoformat()}", "Nats_Schedule_Target": f"{delayed_messages.DUE}.DISS"}
+    await put(app, delayed_messages.STREAM, delayed_messages.waiting("DISS", "theirs"), b"1", **said, **when)
     await t.advance(1)
 
     assert {(late.stream, late.message_id) for late in overdue} == {("DISS", "theirs")}
-    assert await app.session.admin.subject_counts(deferring.STREAM, subject=f"{deferring.DUE}.>") == {
-        f"{deferring.DUE}.DISS": 1
+    assert await app.session.admin.subject_counts(delayed_messages.STREAM, subject=f"{delayed_messages.DUE}.>") == {
+        f"{delayed_messages.DUE}.DISS": 1
     }

@@ -11,11 +11,12 @@ import anyio
 import msgspec
 import pytest
 
-from aviso_workers import Ack, App, Backoff, Notification, Notify, Reject, Retry, Window, Windowing, windows
+from aviso_workers import Ack, App, Backoff, Notification, Notify, Reject, Retry, Window, Windowing
 from aviso_workers.clocks import LoopClock
-from aviso_workers.engine import windowing
-from aviso_workers.engine.dead_lettering import DeadLetterStore
-from aviso_workers.engine.windowing import AsWindows
+from aviso_workers.declare import windows
+from aviso_workers.engine.dead_letter_store import DeadLetterStore
+from aviso_workers.engine.handlers import windowed
+from aviso_workers.engine.handlers.windowed import AsWindows
 from aviso_workers.errors import LateError, RefusedError, UndecodableError
 from aviso_workers.events import Event, Published, Unreadable, WindowDone
 from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
@@ -134,7 +135,7 @@ async def test_what_somebody_else_wrote_keeps_no_window_open(
     async with harness(app, server=url) as t:
         await notify(t, 1, of="od")
         await t.settle()
-        bucket = await app.session.backend.key_value(windowing.bucket_of("contract", "sums"))
+        bucket = await app.session.backend.key_value(windowed.bucket_of("contract", "sums"))
         for key, garbage in {
             "rd": b"\xff",
             "xx": b"[" * 100_000,
@@ -171,7 +172,7 @@ async def test_what_is_out_of_order_is_waited_for_by_the_lateness(
     async with harness(app, server=url) as t:
         await notify(t, 70, 10, 74, 59)
         await t.settle()
-        await t.advance(2 * windowing.LOOK_SECONDS)
+        await t.advance(2 * windowed.LOOK_SECONDS)
         await notify(t, 58)
         await t.settle()
         assert sums(t) == {}
@@ -185,10 +186,10 @@ async def test_while_nothing_comes_nothing_is_stored(app: App, url: str | None, 
     async with harness(app, server=url) as t:
         await notify(t, 10)
         await t.settle()
-        await t.advance(2 * windowing.LOOK_SECONDS)
+        await t.advance(2 * windowed.LOOK_SECONDS)
         bucket = await app.key_value("contract_windows_sums")
         revision = await bucket.revision()
-        await t.advance(2 * windowing.LOOK_SECONDS)
+        await t.advance(2 * windowed.LOOK_SECONDS)
         assert await bucket.revision() == revision
 
 
@@ -630,7 +631,7 @@ async def test_a_server_that_is_too_old_is_told_before_anything_runs(
         raise RefusedError(f"nats-server {major}.{minor} is needed to {to}")
 
     async with app:
-        monkeypatch.setattr(app.session.admin, "require_server", refuse)
+        monkeypatch.setattr(app.session.admin.connection, "require_server", refuse)
         with pytest.raises(RefusedError, match=r"nats-server 2\.11 is needed to keep the windows of agent 'sums'"):
             await app.work(anyio.Event())
 
@@ -842,7 +843,7 @@ async def test_what_windows_of_two_keys_publish_alike_is_stored_for_each(app: Ap
 async def test_a_key_is_forgotten_after_its_last_window_and_not_before(
     app: App, url: str | None, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windowing, "FORGOTTEN_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr(windowed, "FORGOTTEN_AFTER_SECONDS", 1.0)
     declare(hourly(key=class_of))
     async with harness(app, server=url) as t:
         await notify(t, 10, of="od")

@@ -12,12 +12,12 @@ import anyio
 import pytest
 
 from aviso_workers import Agent, Notify, Receipt, Router, config
+from aviso_workers.aviso.schema import EventType, IntHandler, StringHandler, Topic
 from aviso_workers.backends import Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.config import Config, NotificationBackend, streams
 from aviso_workers.engine.session import Session
 from aviso_workers.events import AgentDisturbed, AgentStarted, Event, Events
-from aviso_workers.schema import EventType, IntHandler, StringHandler, Topic
 
 E = TypeVar("E", bound=Event)
 

@@ -12,8 +12,8 @@ from aviso_workers import Backoff, Batch, Batching, Notification, Router, config
 from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.config import Config
-from aviso_workers.engine import failing, shielding
-from aviso_workers.engine.dead_lettering import STREAM
+from aviso_workers.engine import attempts, shields
+from aviso_workers.engine.dead_letter_store import STREAM
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.events import FailuresNotStored, Settled
@@ -81,7 +81,7 @@ async def test_a_batch_that_failed_asks_a_bucket_that_does_not_answer_once(
 async def test_a_bucket_that_did_not_answer_is_asked_again_after_a_while(
     backend: Silent, session: Session, router: Router, notify, working, facts: Facts, stored
 ) -> None:
-    @router.agent("mars", retry=Backoff(first=failing.SILENT_SECONDS + 1.0, factor=1.0, attempts=5, jitter=0.0))
+    @router.agent("mars", retry=Backoff(first=attempts.SILENT_SECONDS + 1.0, factor=1.0, attempts=5, jitter=0.0))
     async def index(notification: Notification[Any]) -> None:
         raise ConnectionError
 
@@ -107,7 +107,7 @@ async def test_a_worker_that_is_cancelled_settles_for_seconds_and_no_longer(
         assert backend.asked == 1
         cancelled_at = anyio.current_time()
         tasks.cancel_scope.cancel()
-    assert anyio.current_time() - cancelled_at == pytest.approx(shielding.SHIELDED_SECONDS)
+    assert anyio.current_time() - cancelled_at == pytest.approx(shields.SHIELDED_SECONDS)
     assert facts.of(Settled) == []
 
     backend.silent = ""
@@ -128,7 +128,7 @@ async def test_a_worker_whose_drain_timeout_is_over_settles_for_seconds_and_no_l
         await anyio.sleep(1.0)
         stopped_at = anyio.current_time()
         stop.set()
-    assert anyio.current_time() - stopped_at == pytest.approx(DRAIN_SECONDS + shielding.SHIELDED_SECONDS)
+    assert anyio.current_time() - stopped_at == pytest.approx(DRAIN_SECONDS + shields.SHIELDED_SECONDS)
 
 
 async def test_what_succeeds_does_not_wait_until_failures_are_counted(
@@ -165,4 +165,4 @@ async def test_failures_that_nobody_counts_keep_a_cancelled_worker_for_seconds_a
         await anyio.sleep(1.0)
         cancelled_at = anyio.current_time()
         tasks.cancel_scope.cancel()
-    assert anyio.current_time() - cancelled_at == pytest.approx(shielding.SHIELDED_SECONDS)
+    assert anyio.current_time() - cancelled_at == pytest.approx(shields.SHIELDED_SECONDS)

@@ -9,17 +9,17 @@ import pytest
 from msgspec import structs
 
 from aviso_workers import config
-from aviso_workers.agents import Policy
 from aviso_workers.backends import ConsumerInfo, Message, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock
+from aviso_workers.declare.agents import Policy
+from aviso_workers.declare.retry import Backoff
 from aviso_workers.engine import consumer_records
 from aviso_workers.engine.consumer_records import BUCKET, ConsumerRecord, ConsumerRecorder, longest_seconds
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.events import ConsumerNotRecorded, Events
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-from aviso_workers.retry import Backoff
 
 pytestmark = pytest.mark.anyio
 

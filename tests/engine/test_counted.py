@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from aviso_workers import windows
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.engine.counted import PAGES, Counted
+from aviso_workers.declare import windows
+from aviso_workers.declare.windows import Page, Settled, State
+from aviso_workers.engine.handlers.counted import PAGES, Counted
 from aviso_workers.engine.key_value import RetryingKeyValue
+from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.key_value import Entry
-from aviso_workers.windows import Page, Settled, State
 
 pytestmark = pytest.mark.anyio
 

@@ -11,7 +11,7 @@ import pytest
 from aviso_workers.clocks import LoopClock
 from aviso_workers.engine import grouped_writes
 from aviso_workers.engine.grouped_writes import GroupedWrites
-from aviso_workers.engine.shielding import Shield
+from aviso_workers.engine.shields import Shield
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio

@@ -16,7 +16,7 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import Clock, LoopClock, VirtualClock
 from aviso_workers.config import Config
 from aviso_workers.engine import prefetch
-from aviso_workers.engine.ordering import Line
+from aviso_workers.engine.buffer import Line
 from aviso_workers.engine.prefetch import MOST_PREFETCH, PREFETCH_SECONDS, Prefetch
 from aviso_workers.engine.session import Session
 from aviso_workers.engine.subscription import Run

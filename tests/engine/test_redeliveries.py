@@ -12,18 +12,18 @@ import pytest
 from aviso_workers import Notification, Router, config
 from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import acknowledging
 from aviso_workers.engine.acknowledging import Settler
-from aviso_workers.engine.dead_lettering import DeadLetterStore
-from aviso_workers.engine.failing import Failures
+from aviso_workers.engine.attempts import Failures
+from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.isolation import ALONE_SECONDS, Isolation
-from aviso_workers.engine.ordering import Line
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
-from aviso_workers.engine.shielding import Shield
+from aviso_workers.engine.shields import Shield
 from aviso_workers.events import Settled
-from aviso_workers.verdicts import Failure
 from tests.engine.conftest import Facts, config_with
 
 pytestmark = pytest.mark.anyio

@@ -18,11 +18,11 @@ import pytest
 from msgspec import Struct, structs
 
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Reject, Stream
-from aviso_workers.backends.in_memory.consuming import InMemoryDelivery
+from aviso_workers.aviso.schema import StoragePolicy
+from aviso_workers.backends.in_memory.consumer import InMemoryDelivery
 from aviso_workers.config import Config
 from aviso_workers.engine.acknowledging import REFUSED
 from aviso_workers.events import Settled
-from aviso_workers.schema import StoragePolicy
 from aviso_workers.testing import Harness, harness
 from tests.engine.conftest import MARS, config_with
 
@@ -299,7 +299,7 @@ def book(monkeypatch: pytest.MonkeyPatch) -> Book:
 
     def ack_in_the_book(delivery: InMemoryDelivery) -> None:
         agent = delivery._dispatcher.name.partition("__")[2].partition(" ")[0]
-        counter = book.settled if delivery._reader.connection.up else book.unheard
+        counter = book.settled if delivery._reader.connection.ready else book.unheard
         counter[agent, delivery.message.sequence] += 1
         ack(delivery)
 

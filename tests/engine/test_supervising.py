@@ -13,7 +13,7 @@ import pytest
 from aviso_workers import Notification, Router, config
 from aviso_workers.backends import ConsumerInfo, Delivery, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.backends.in_memory.consuming import InMemoryConsumer
+from aviso_workers.backends.in_memory.consumer import InMemoryConsumer
 from aviso_workers.clocks import LoopClock
 from aviso_workers.engine.session import Session
 from aviso_workers.engine.subscription import HEALTHY_SECONDS, supervise_task

@@ -20,7 +20,7 @@ from aviso_workers.errors import BackupError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import archive, s2
 from aviso_workers.ops.backups.s2 import MalformedError
-from aviso_workers.ops.backups.storing import META, OF_ENTRIES, Draft
+from aviso_workers.ops.backups.storage import META, OF_ENTRIES, Draft
 from tests.fuzz.mutations import Rounds, mutated, with_another_value
 from tests.ops.backups.entries import backed_up, varint
 from tests.ops.backups.test_chains import MOMENTS

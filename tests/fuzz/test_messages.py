@@ -11,25 +11,18 @@ from typing import Any
 
 import pytest
 
-from aviso_workers import App, Notify, Window, Windowing, codec, config, schema, spatial, topics
+from aviso_workers import App, Notify, Window, Windowing, config
+from aviso_workers.aviso import codec, schema, spatial, topics
+from aviso_workers.aviso.codec import Message, NotificationReader
+from aviso_workers.aviso.literals import printable_lines
+from aviso_workers.aviso.spatial import Footprint
 from aviso_workers.backends.jetstream.wire import Headers, header_block
-from aviso_workers.codec import Message, NotificationReader
-from aviso_workers.engine import (
-    consumer_records,
-    counted,
-    dead_lettering,
-    deferring,
-    failing,
-    max_deliveries,
-    parts,
-    windowing,
-)
-from aviso_workers.engine.scheduling import Claim
-from aviso_workers.engine.windowing import _States
+from aviso_workers.engine import attempts, consumer_records, dead_letter_store, delayed_messages, max_deliveries, parts
+from aviso_workers.engine.handlers import counted, windowed
+from aviso_workers.engine.handlers.windowed import _States
+from aviso_workers.engine.timer_loops import Claim
 from aviso_workers.errors import UndecodableError
-from aviso_workers.key_value import Entry
-from aviso_workers.literals import printable_lines
-from aviso_workers.spatial import Footprint
+from aviso_workers.jetstream.key_value import Entry
 from tests.contract import settings
 from tests.fuzz.mutations import Rounds, mutated
 
@@ -52,7 +45,7 @@ OURS = {
     "Aviso-Message-Id": "mine",
     "Aviso-First-Part": "3",
     "Aviso-Header-Bytes": "4",
-    "Nats-Scheduler": deferring.waiting("MARS", "mine"),
+    "Nats-Scheduler": delayed_messages.waiting("MARS", "mine"),
 }
 SPATIAL = {"spatial_bbox": "52.4,13.4,52.6,13.6", "spatial_geometry": POLYGON, "spatial_point_cloud": "[[52.5,13.5]]"}
 
@@ -96,9 +89,9 @@ def told(known: _States, entry: Entry) -> None:
 OF_HEADERS: dict[str, Callable[[Message], object]] = {
     "a notification": lambda message: [each.notification(message) for each in READERS],
     "whether it is wanted": lambda message: [each.matches(message) for each in READERS],
-    "a dead letter": dead_lettering.DeadLetter.read,
-    "a retry": dead_lettering.unwrap,
-    "what is due": deferring.original,
+    "a dead letter": dead_letter_store.DeadLetter.read,
+    "a retry": dead_letter_store.unwrap,
+    "what is due": delayed_messages.original,
     "two parts": lambda message: (parts.first_part_of(message), parts.joined(message.data, message)),
 }
 OF_JSON: dict[str, tuple[bytes, type]] = {
@@ -109,7 +102,7 @@ OF_JSON: dict[str, tuple[bytes, type]] = {
         b'"time":"2026-11-22T06:00:00Z","longest_seconds":60.0}',
         consumer_records.ConsumerRecord,
     ),
-    "a window of a dead letter": (b'{"start":1700000000,"end":1700003600,"value":{"a":1}}', windowing.KeptWindow),
+    "a window of a dead letter": (b'{"start":1700000000,"end":1700003600,"value":{"a":1}}', windowed.KeptWindow),
     "progress": (b'{"closed":1700000000,"settled":{"sequence":7,"time":1700000000.5}}', counted.Progress),
     "a page": (b'{"created":1700000000.5,"newest":1700000001.5,"bits":"AAAA"}', counted.Page),
 }
@@ -118,7 +111,7 @@ TEXTS: dict[str, tuple[bytes, Callable[[str], object], type[Exception]]] = {
     "a number": (b"1700000000000000000", codec.read_number, UndecodableError),
     "a sequence": (
         b"7",
-        lambda text: failing.parse_began(f"$KV.a_failures.index.MARS.{text.replace('.', '')}.17.began"),
+        lambda text: attempts.parse_began(f"$KV.a_failures.index.MARS.{text.replace('.', '')}.17.began"),
         UndecodableError,
     ),
     "a box": (b"52.4,13.4,52.6,13.6", spatial.Box.parse, ValueError),

@@ -42,21 +42,24 @@ class Field(Struct):
     sizes: list[float] = []
 
 
-class Collected:
-    """What an agent was given, in order."""
+class Arrivals:
+    """Notifications as they come, in order."""
 
-    def __init__(self, app: App, **where: Any) -> None:
+    def __init__(self) -> None:
         self.notifications: list[Notification[Field]] = []
         self._more = anyio.Event()
 
-        @app.agent("mars", where=where)
-        async def collect(notification: Notification[Field]) -> None:
-            self.notifications.append(notification)
-            self._more.set()
+    @property
+    def ids(self) -> list[str]:
+        return [notification.id for notification in self.notifications]
 
     @property
     def steps(self) -> list[str]:
         return [notification.identifier["step"] for notification in self.notifications]
+
+    def add(self, notification: Notification[Field]) -> None:
+        self.notifications.append(notification)
+        self._more.set()
 
     async def until_count(self, count: int) -> None:
         with anyio.fail_after(PATIENCE_SECONDS):
@@ -65,32 +68,30 @@ class Collected:
                 await self._more.wait()
 
 
-class Watched:
-    """What a watch of ours has seen from the first notification on, while it is open."""
+def collected_by(app: App, **where: Any) -> Arrivals:
+    """What an agent of the app is given."""
+    arrivals = Arrivals()
 
-    def __init__(self) -> None:
-        self.ids: list[str] = []
-        self._more = anyio.Event()
+    @app.agent("mars", where=where)
+    async def collect(notification: Notification[Field]) -> None:
+        arrivals.add(notification)
 
-    @classmethod
-    @asynccontextmanager
-    async def opened(cls, app: App) -> AsyncIterator[Watched]:
-        watched = cls()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watched._watch, app)
-            yield watched
-            tasks.cancel_scope.cancel()
+    return arrivals
 
-    async def until_count(self, count: int) -> None:
-        with anyio.fail_after(PATIENCE_SECONDS):
-            while len(self.ids) < count:
-                self._more = anyio.Event()
-                await self._more.wait()
 
-    async def _watch(self, app: App) -> None:
+@asynccontextmanager
+async def watched_by(app: App) -> AsyncIterator[Arrivals]:
+    """What a watch of ours sees from the first notification on, while it is open."""
+    arrivals = Arrivals()
+
+    async def watch() -> None:
         async for notification in app.watch("mars", from_id=1):
-            self.ids.append(notification.id)
-            self._more.set()
+            arrivals.add(notification)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        yield arrivals
+        tasks.cancel_scope.cancel()
 
 
 def mars(**values: Any) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def to_microseconds(event: Mapping[str, Any]) -> datetime:
 
 async def test_what_is_posted_reaches_agents(server: AvisoServer, aviso_config: Path) -> None:
     async with App("beside", config=aviso_config) as app:
-        collected = Collected(app, **{"class": "od", "stream": "a.b", "step": {"between": [10, 20]}})
+        collected = collected_by(app, **{"class": "od", "stream": "a.b", "step": {"between": [10, 20]}})
         async with working(app):
             await to_thread.run_sync(post, server, [1, 10, 20, 21])
             await collected.until_count(2)
@@ -267,7 +268,7 @@ async def test_what_its_admin_deletes_is_seen_by_nobody(server: AvisoServer, avi
     assert server.request("DELETE", "/api/v1/admin/notification/mars@2")[0] == 500, "its documentation says 404"
 
     async with App("beside", config=aviso_config) as app:
-        collected = Collected(app)
+        collected = collected_by(app)
         async with working(app):
             await collected.until_count(2)
         assert await first_ids(app, 2, from_id=1) == ["mars@1", "mars@3"]
@@ -279,12 +280,12 @@ async def test_what_comes_after_its_wipe_reaches_watches_and_agents(
     server: AvisoServer, aviso_config: Path, what: str
 ) -> None:
     async with App("beside", config=aviso_config) as app:
-        collected = Collected(app)
+        collected = collected_by(app)
         async with working(app):
             await to_thread.run_sync(post, server, [1, 2])
             await collected.until_count(2)
             body = {"stream_name": "MARS"} if what == "stream" else None
-            async with Watched.opened(app) as watched:
+            async with watched_by(app) as watched:
                 await watched.until_count(2)
                 status, _ = await to_thread.run_sync(server.request, "DELETE", f"/api/v1/admin/wipe/{what}", body)
                 assert status == 200
@@ -301,7 +302,7 @@ async def test_each_side_restarted_in_the_middle_loses_nothing(server: AvisoServ
     handled: list[str] = []
     for life, steps in enumerate((range(10), range(10, 20), range(20, 30))):
         async with App("beside", config=aviso_config) as app:
-            collected = Collected(app)
+            collected = collected_by(app)
             async with working(app):
                 await to_thread.run_sync(post, server, steps[:3])
                 await to_thread.run_sync(server.kill if life % 2 else server.stop)
@@ -314,7 +315,7 @@ async def test_each_side_restarted_in_the_middle_loses_nothing(server: AvisoServ
         await to_thread.run_sync(post, server, steps[7:])  # while no worker runs
         handled_later = steps[7:]
         async with App("beside", config=aviso_config) as app:
-            collected = Collected(app)
+            collected = collected_by(app)
             async with working(app):
                 await collected.until_count(len(handled_later))
             handled += collected.steps

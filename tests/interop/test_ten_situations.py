@@ -21,8 +21,8 @@ from msgspec import Struct
 from aviso_workers import App, config
 from aviso_workers.backends import Administration
 from aviso_workers.errors import BackendError
-from aviso_workers.server import running
-from aviso_workers.server.running import Node
+from aviso_workers.server import processes
+from aviso_workers.server.processes import Node
 from tests.interop.nats_cli import Shell, successful
 from tests.ops.doctor.conftest import SECOND, add_consumer, add_stream, publish, pull
 from tests.waits import PATIENCE_SECONDS
@@ -168,7 +168,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
     (directory / "server.yaml").write_text(SERVER)
     shell = Shell(directory)
     try:
-        nodes = running.start(config.load(directory / "server.yaml", environ={}), directory=directory, nodes=3)
+        nodes = processes.start(config.load(directory / "server.yaml", environ={}), directory=directory, nodes=3)
         urls = ",".join(node.url for node in nodes)
         for name in ("data", "sys"):
             successful(shell.nats("context", "add", name, "--server", urls, "--user", name, "--password", name))
@@ -181,7 +181,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
         anyio.run(use)
         yield Broken(nodes, shell)
     finally:
-        running.stop(directory)
+        processes.stop(directory)
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import pytest
 from aviso_workers import config as configuration
 from aviso_workers.backends import Administration
 from aviso_workers.backends.jetstream import JetStreamBackend
-from aviso_workers.server import NatsServer, running
-from aviso_workers.server.running import Node
+from aviso_workers.server import NatsServer, processes
+from aviso_workers.server.processes import Node
 from tests.cli.conftest import Ran, run
 from tests.server.conftest import load_server
 
@@ -92,5 +92,5 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, ...]
     directory = tmp_path_factory.mktemp("cluster")
     server = "server_name: n\nserver_tags: [az]\nport: 0\nmonitoring: {port: 0}\njetstream: {unique_tag: az}"
     loaded = load_server(directory / "dev.yaml", server, replicas=3)
-    yield running.start(loaded, directory=directory, nodes=3, detached=False)
-    running.stop(directory)
+    yield processes.start(loaded, directory=directory, nodes=3, detached=False)
+    processes.stop(directory)

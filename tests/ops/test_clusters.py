@@ -13,8 +13,8 @@ import anyio
 import pytest
 
 from aviso_workers import App, Backoff, Notification, Tick
-from aviso_workers.server import running
-from aviso_workers.server.running import Node
+from aviso_workers.server import processes
+from aviso_workers.server.processes import Node
 from tests.ops.conftest import Api, Declare, Run
 from tests.server.conftest import load_server
 from tests.waits import PATIENCE_SECONDS
@@ -84,7 +84,7 @@ def test_a_server_gives_up_its_copy_and_another_makes_one(
     assert (asked.code, leaving in asked.out, "--yes" in asked.err) == (2, True, True), asked
     ran = run("streams", "remove-peer", "CLAIMS", leaving, "--yes", "--config", config)
     assert ran.code == 0, ran
-    assert running.eventually(lambda: holders("CLAIMS") == before - {leaving} | {spare}, PATIENCE_SECONDS), holders(
+    assert processes.eventually(lambda: holders("CLAIMS") == before - {leaving} | {spare}, PATIENCE_SECONDS), holders(
         "CLAIMS"
     )
 
@@ -106,7 +106,7 @@ def test_a_stream_lives_where_its_tags_are(make: Make, holders: Callable[[str], 
 def test_more_copies_are_made_and_given_up(make: Make, holders: Callable[[str], set[str]]) -> None:
     for copies in (1, 3, 1):
         make("SCALED", num_replicas=copies)
-        assert running.eventually(lambda copies=copies: len(holders("SCALED")) == copies, PATIENCE_SECONDS), holders(
+        assert processes.eventually(lambda copies=copies: len(holders("SCALED")) == copies, PATIENCE_SECONDS), holders(
             "SCALED"
         )
 
@@ -137,12 +137,12 @@ def test_a_client_need_not_know_which_server_holds_a_stream(
 @pytest.mark.covers("002-69", "002-70", "002-71", "002-76", "002-77", "004-47", "004-48")
 def test_the_monitoring_port_tells_of_accounts_streams_and_consumers(make: Make, nodes: tuple[Node, ...]) -> None:
     make("WATCHED", num_replicas=3)
-    told = running.ask(nodes[0], "/jsz?accounts=true&streams=true&consumers=true&config=true")
+    told = processes.ask(nodes[0], "/jsz?accounts=true&streams=true&consumers=true&config=true")
     assert {"memory", "storage", "reserved_memory", "reserved_storage", "api", "ha_assets", "meta_cluster"} <= set(told)
     streams = {stream["name"]: stream for stream in told["account_details"][0]["stream_detail"]}
     assert streams["WATCHED"]["config"]["num_replicas"] == 3
     assert [consumer["name"] for consumer in streams["WATCHED"]["consumer_detail"]] == ["shipping"]
-    assert len(running.ask(nodes[0], "/routez")["routes"]) > 0
+    assert len(processes.ask(nodes[0], "/routez")["routes"]) > 0
 
 
 OWN = (
@@ -207,7 +207,7 @@ def test_five_copies_stand_the_loss_of_two(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     loaded = load_server(tmp_path / "five.yaml", "server_name: n\nport: 0\nmonitoring: {port: 0}", replicas=5)
-    nodes = running.start(loaded, directory=tmp_path / "five", nodes=5, detached=False)
+    nodes = processes.start(loaded, directory=tmp_path / "five", nodes=5, detached=False)
     try:
         config = write_config(",".join(node.url for node in nodes), replicas=5)
         assert run("notify", "mars", "class=od", "step=1", "--config", config).code == 0
@@ -216,4 +216,4 @@ def test_five_copies_stand_the_loss_of_two(
         assert run("notify", "mars", "class=od", "step=2", "--config", config).code == 0
         assert len(run("replay", "mars", "--config", config).lines) == 2
     finally:
-        running.stop(tmp_path / "five")
+        processes.stop(tmp_path / "five")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
-from aviso_workers.backends import Administration
+from aviso_workers.backends import Management
 from aviso_workers.errors import UnavailableError
+from aviso_workers.jetstream import info
+from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops import consumer_positions
 from aviso_workers.ops.consumer_positions import Place
 
@@ -17,17 +19,20 @@ pytestmark = pytest.mark.anyio
 class Cluster:
     """A cluster in which a consumer has no leader, so that it is among the names and not in the list."""
 
-    async def api(self, subject: str, *_: object, **__: object) -> dict[str, Any]:
-        return {"config": {"num_replicas": 3}, "state": {"last_seq": 7}, "ts": "2026-11-20T06:00:00Z"}
+    async def stream_info(self, stream: str) -> StreamInfo:
+        return info.stream({"config": {"num_replicas": 3}, "state": {"last_seq": 7}, "ts": "2026-11-20T06:00:00Z"})
 
-    async def pages(self, subject: str, found: str, *, prefix: str = "") -> list[Any]:
-        return ["leaderless"] if "NAMES" in subject else []
+    async def consumer_names(self, stream: str) -> list[str]:
+        return ["leaderless"]
+
+    async def consumers(self, stream: str) -> list[ConsumerInfo]:
+        return []
 
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setattr(consumer_positions, "ELECTION_SECONDS", 0.0)
-    return Place(server=cast(Administration, Cluster()), stream="MARS")
+    return Place(streams=cast(Management, Cluster()), stream="MARS")
 
 
 async def test_a_consumer_that_no_server_answers_for_is_told_of_and_not_proven(place: Place) -> None:

@@ -12,11 +12,11 @@ import pytest
 from aviso_workers import App
 from aviso_workers.backends import Message, Outgoing
 from aviso_workers.errors import RefusedError
-from aviso_workers.ops import mirroring, promotion, recovery
+from aviso_workers.ops import mirrors, promotion, recovery
 from aviso_workers.ops.recovery import Recovered
 from aviso_workers.server import NatsServer
 from tests.cli.conftest import Ran, run  # noqa: F401
-from tests.ops.test_histories import Pair
+from tests.ops.test_mirror_histories import Pair
 
 pytestmark = pytest.mark.anyio
 
@@ -33,9 +33,9 @@ async def promoted_without_the_newest(pair: Pair, **config: Any) -> None:
     await pair.make_mirror(**config)
     await pair.caught_up(5)
     await promotion.promote(pair.app.session.admin, "COPY", subjects=("copy.>",))
-    await mirroring.unfence(pair.server, "MARS")
+    await mirrors.unfence(pair.app.session.admin, "MARS")
     await pair.publish(3)
-    await mirroring.fence(pair.server, "MARS")
+    await mirrors.fence(pair.app.session.admin, "MARS")
 
 
 async def take_the_same_subjects(pair: Pair) -> None:
@@ -96,11 +96,11 @@ async def test_what_is_published_is_never_published_again(pair: Pair, monkeypatc
 async def test_what_its_publisher_has_repeated_is_there(pair: Pair) -> None:
     """It did not know whether it was stored, and published again under the same id when the mirror was promoted."""
     await promoted_without_the_newest(pair)
-    await mirroring.unfence(pair.server, "MARS")
+    await mirrors.unfence(pair.app.session.admin, "MARS")
     message = Message(subject="mars.od.9", data=b"{}")
     backend = pair.app.session.backend
     await backend.publish(message, message_id="unknown", stream="MARS", timeout_seconds=5)
-    await mirroring.fence(pair.server, "MARS")
+    await mirrors.fence(pair.app.session.admin, "MARS")
     await take_the_same_subjects(pair)
     await backend.publish(message, message_id="unknown", stream="COPY", timeout_seconds=5)
     assert await publish(pair) == Recovered(published=3, present=1, superseded=0, undecided=0)
@@ -109,14 +109,14 @@ async def test_what_its_publisher_has_repeated_is_there(pair: Pair) -> None:
 async def test_messages_that_share_an_id_are_all_published(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The origin had forgotten the id when it came again, after its duplicate window."""
     await promoted_without_the_newest(pair)
-    await mirroring.unfence(pair.server, "MARS")
+    await mirrors.unfence(pair.app.session.admin, "MARS")
     config = (await pair.server.api("STREAM.INFO.MARS"))["config"]
     await pair.server.api("STREAM.UPDATE.MARS", {**config, "duplicate_window": 100_000_000})
     for data in (b"1", b"2", b"3"):
         message = Message(subject="mars.od.9", data=data)
         await pair.app.session.backend.publish(message, message_id="same", stream="MARS", timeout_seconds=5)
         await anyio.sleep(0.3)
-    await mirroring.fence(pair.server, "MARS")
+    await mirrors.fence(pair.app.session.admin, "MARS")
     await take_the_same_subjects(pair)
     monkeypatch.setattr(recovery, "BATCH", 4)
     with monkeypatch.context() as patched:
@@ -144,10 +144,10 @@ async def test_what_was_published_together_is_published_one_by_one(pair: Pair, *
     await promoted_without_the_newest(pair)
     config = (await pair.server.api("STREAM.INFO.MARS"))["config"]
     await pair.server.api("STREAM.UPDATE.MARS", {**config, "allow_atomic": True})
-    await mirroring.unfence(pair.server, "MARS")
+    await mirrors.unfence(pair.app.session.admin, "MARS")
     together = [Outgoing(Message(subject=f"mars.rd.{step}", data=b"{}"), "", "MARS") for step in range(3)]
     await pair.app.session.backend.publish_together(together, timeout_seconds=5)
-    await mirroring.fence(pair.server, "MARS")
+    await mirrors.fence(pair.app.session.admin, "MARS")
     await take_the_same_subjects(pair)
     config = (await pair.server.api("STREAM.INFO.COPY"))["config"]
     await pair.server.api("STREAM.UPDATE.COPY", {**config, "allow_atomic": atomic})
@@ -181,7 +181,7 @@ async def test_what_an_origin_stored_that_was_made_again_is_only_there(pair: Pai
 
 async def test_an_origin_that_takes_publishes_has_to_be_fenced_before(pair: Pair) -> None:
     await promoted_without_the_newest(pair)
-    await mirroring.unfence(pair.server, "MARS")
+    await mirrors.unfence(pair.app.session.admin, "MARS")
     with pytest.raises(RefusedError, match=r"fence it first, by `aviso-workers mirror fence MARS"):
         await missing(pair)
     with pytest.raises(RefusedError, match="MARS is no promoted mirror"):

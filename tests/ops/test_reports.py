@@ -10,7 +10,7 @@ from msgspec import structs
 
 from aviso_workers import App
 from aviso_workers.backends import Administration
-from aviso_workers.cli import measuring
+from aviso_workers.cli import report
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.jetstream.info import Cluster, Replica
 from aviso_workers.ops import reports
@@ -204,4 +204,4 @@ async def test_when_something_was_settled_is_not_known_after_a_restart_and_is_no
                 look = await place.look()
     unused, used = reports.consumers(look, look)
     assert (used.deliveries, used.last_settled) == (1, None)
-    assert (measuring._settled(used), measuring._settled(unused)) == ("-", "never")
+    assert (report._settled(used), report._settled(unused)) == ("-", "never")

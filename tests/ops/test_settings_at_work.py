@@ -15,7 +15,7 @@ import pytest
 
 from aviso_workers.backends import Administration
 from aviso_workers.errors import UnavailableError
-from aviso_workers.server import NatsServer, running
+from aviso_workers.server import NatsServer, processes
 from tests.ops.conftest import Administer, Api, Declare, Run, administered
 from tests.waits import PATIENCE_SECONDS
 
@@ -123,7 +123,7 @@ def test_what_is_in_a_file_outlives_its_server_and_what_is_in_memory_does_not(
         await administration.request("ORDERS", b"here")
 
     async def look(administration: Administration) -> dict[str, int]:
-        found = await administration.pages("STREAM.LIST", "streams")
+        found = (await administration.api("STREAM.LIST"))["streams"]
         return {stream["config"]["name"]: stream["state"]["messages"] for stream in found}
 
     with NatsServer.start(store_dir=tmp_path / "store") as server:
@@ -151,7 +151,7 @@ def test_messages_grow_too_old(make: Make, publish: Publish, held: Callable[[], 
     make(max_age="1s", duplicate_window="1s")
     publish("orders.1")
     assert held() == 1
-    assert running.eventually(lambda: held() == 0, PATIENCE_SECONDS)
+    assert processes.eventually(lambda: held() == 0, PATIENCE_SECONDS)
 
 
 @pytest.mark.covers("002-18", "002-20", "004-39")
@@ -217,7 +217,7 @@ def test_a_message_may_say_how_long_it_is_kept(make: Make, tell: Tell, held: Cal
     tell("orders.short", **{"Nats-TTL": "1s"})
     tell("orders.long")
     assert held() == 2
-    assert running.eventually(lambda: held() == 1, PATIENCE_SECONDS)
+    assert processes.eventually(lambda: held() == 1, PATIENCE_SECONDS)
 
 
 def test_that_a_subjects_last_message_was_too_old_is_told(make: Make, tell: Tell, api: Api) -> None:
@@ -228,7 +228,7 @@ def test_that_a_subjects_last_message_was_too_old_is_told(make: Make, tell: Tell
         headers = api("STREAM.MSG.GET.ORDERS", {"last_by_subj": "orders.1"})["message"].get("hdrs", "")
         return b"Nats-Marker-Reason: MaxAge" in base64.b64decode(headers)
 
-    assert running.eventually(marked, PATIENCE_SECONDS)
+    assert processes.eventually(marked, PATIENCE_SECONDS)
 
 
 def test_a_message_may_say_when_it_is_to_be_published(make: Make, tell: Tell, api: Api) -> None:
@@ -238,7 +238,7 @@ def test_a_message_may_say_when_it_is_to_be_published(make: Make, tell: Tell, ap
     def subjects() -> dict[str, int]:
         return dict(api("STREAM.INFO.ORDERS", {"subjects_filter": ">"})["state"]["subjects"])
 
-    assert running.eventually(lambda: "orders.due" in subjects(), PATIENCE_SECONDS), subjects()
+    assert processes.eventually(lambda: "orders.due" in subjects(), PATIENCE_SECONDS), subjects()
 
 
 def test_a_message_may_take_the_place_of_all_before_it(make: Make, tell: Tell, held: Callable[[], int]) -> None:

@@ -14,10 +14,11 @@ import pytest
 
 import aviso_agents
 import aviso_workers
-from aviso_workers import spatial, subjects
-from aviso_workers.codec import _payload_decoder
+from aviso_workers.aviso import spatial
+from aviso_workers.aviso.codec import _payload_decoder
+from aviso_workers.aviso.spatial import Box
 from aviso_workers.errors import UndecodableError
-from aviso_workers.spatial import Box
+from aviso_workers.jetstream import subjects
 
 PACKAGES = (aviso_workers, aviso_agents)
 LENGTH = 500

@@ -17,16 +17,16 @@ from nats.aio.msg import Msg
 from aviso_agents import spark_events
 from aviso_workers import App, Backoff, Notification, Window, Windowing, cli
 from aviso_workers import config as settings
-from aviso_workers.backends.jetstream import creating
+from aviso_workers.aviso.codec import Message
+from aviso_workers.backends.jetstream import creation
 from aviso_workers.backends.jetstream.server_versions import PING
-from aviso_workers.codec import Message
 from aviso_workers.config.nats_server import Permissions, Subjects
-from aviso_workers.engine import dead_lettering, deferring
-from aviso_workers.engine.replaying import message_at
+from aviso_workers.engine import dead_letter_store, delayed_messages
+from aviso_workers.engine.replay import message_at
 from aviso_workers.errors import NotFoundError
+from aviso_workers.jetstream.subjects import pattern
 from aviso_workers.ops import permissions
 from aviso_workers.server import NatsServer
-from aviso_workers.subjects import pattern
 from tests.conftest import write_mars_config
 from tests.waits import PATIENCE_SECONDS
 
@@ -83,13 +83,13 @@ async def publish_with(app: App) -> None:
 
 
 async def find_the_server_unreadable(app: App) -> None:
-    await creating.mark(app.session.backend._connection, "MARS")
+    await creation.mark(app.session.backend._connection, "MARS")
 
 
 async def deliver_later(app: App) -> None:
     soon = datetime.now(UTC) + timedelta(seconds=1)
     await app.notify("mars", {"class": "od", "step": 2}, {"n": 1}, deliver_at=soon)
-    await until_messages(app, deferring.STREAM, lambda count: count == 0)
+    await until_messages(app, delayed_messages.STREAM, lambda count: count == 0)
 
 
 async def work(configure: Configure) -> None:
@@ -99,7 +99,7 @@ async def work(configure: Configure) -> None:
             await publish_with(app)
             if not changed:
                 await deliver_later(app)
-            await until_messages(app, dead_lettering.STREAM, lambda count: count > 0)
+            await until_messages(app, dead_letter_store.STREAM, lambda count: count > 0)
             async for _ in app.replay("mars"):
                 pass
             if changed:
@@ -110,7 +110,7 @@ async def work(configure: Configure) -> None:
 async def read_what_is_seldom_read(app: App) -> None:
     """As a worker does that follows one that was killed, and one whose answers were lost."""
     backend = app.session.backend
-    for stream in (dead_lettering.STREAM, dead_lettering.RETRIES, deferring.STREAM, "MARS"):
+    for stream in (dead_letter_store.STREAM, dead_letter_store.RETRIES, delayed_messages.STREAM, "MARS"):
         assert await message_at(backend, stream, 10_000) is None
     for bucket in ("field__newest", "field_failures", "field_leases", "field_timers", "field_windows_daily"):
         await (await backend.key_value(bucket)).get("nothing")
@@ -140,7 +140,7 @@ async def bridge(configure: Configure) -> None:
             if not changed:
                 await deliver_later(app)
             if changed:
-                for stream in (deferring.STREAM, "MARS"):
+                for stream in (delayed_messages.STREAM, "MARS"):
                     assert await message_at(app.session.admin, stream, 10_000) is None
                 bucket = await app.session.backend.key_value(spark_events.BUCKET)
                 assert await bucket.get("nothing") is None
@@ -149,16 +149,16 @@ async def bridge(configure: Configure) -> None:
 
 async def operate(configure: Configure) -> None:
     async with App("operator", config=configure()) as app:
-        backend, letters = app.session.admin, f"{dead_lettering.RETRIES_SUBJECT}.field.index"
+        backend, letters = app.session.admin, f"{dead_letter_store.RETRIES_SUBJECT}.field.index"
         administration = backend.administration()
         await app.notify("mars", {"class": "od", "step": 1}, {"n": 1})
         async with administration.listen("$JS.EVENT.>"), administration.snapshot("MARS") as snapshot:
             async for _ in snapshot.chunks:
                 pass
         await (await backend.key_value("bucket")).put("key", b"value")
-        await app.session.own_streams.ensure(dead_lettering.retries_spec(app.config))
+        await app.session.own_streams.ensure(dead_letter_store.retries_spec(app.config))
         retried = Message(subject=letters, data=b"{}", headers={})
-        await backend.publish(retried, message_id="one", stream=dead_lettering.RETRIES, timeout_seconds=10.0)
+        await backend.publish(retried, message_id="one", stream=dead_letter_store.RETRIES, timeout_seconds=10.0)
 
 
 @asynccontextmanager
@@ -298,7 +298,7 @@ async def test_a_worker_whose_streams_an_operator_has_created_needs_no_right_to_
             app = an_app(configure(server.url, user=name, password=name, **management))
             async with app, working(app):
                 await publish_with(app)
-                await until_messages(app, dead_lettering.STREAM, lambda count, before=letters: count > before)
+                await until_messages(app, dead_letter_store.STREAM, lambda count, before=letters: count > before)
         assert "ermissions Violation" not in server.log
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from aviso_workers import config
 from aviso_workers.config import Config
-from aviso_workers.server import running
-from aviso_workers.server.running import Node
+from aviso_workers.server import processes
+from aviso_workers.server.processes import Node
 from tests import programs
 
 Load = Callable[..., Config]
@@ -45,11 +45,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def start(loaded: Config, *, nodes: int = 1, directory: str = "servers") -> tuple[Node, ...]:
         directories.add(tmp_path / directory)
-        return running.start(loaded, directory=tmp_path / directory, nodes=nodes, detached=False)
+        return processes.start(loaded, directory=tmp_path / directory, nodes=nodes, detached=False)
 
     yield start
     for directory in directories:
-        running.stop(directory)
+        processes.stop(directory)
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,8 @@ import pytest
 from msgspec import Struct, inspect
 
 from aviso_workers.config import Config, Server
-from aviso_workers.server import running
-from aviso_workers.server.running import Node, ask
+from aviso_workers.server import processes
+from aviso_workers.server.processes import Node, ask
 from tests.server.conftest import Load, Start, load_server
 from tests.waits import PATIENCE_SECONDS
 
@@ -118,10 +118,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, certificate: Path) -> Iter
             Path(name).symlink_to(certificate / name)
         loaded = load_server(directory / "dev.yaml", CLUSTER, replicas=3)
         try:
-            nodes = running.start(loaded, directory=directory, nodes=3, detached=False)
+            nodes = processes.start(loaded, directory=directory, nodes=3, detached=False)
             yield Facts(loaded=loaded, directory=directory, nodes=nodes)
         finally:
-            running.stop(directory)
+            processes.stop(directory)
 
 
 def greeting(port: int) -> dict[str, Any]:
@@ -388,7 +388,9 @@ def test_a_leaf_node_joins_with_its_account(load: Load, start: Start, certificat
         """
     )
     (leaf,) = start(leaf_config, directory="leaf")
-    assert running.eventually(lambda: ask(leaf, "/leafz")["leafnodes"] == 1, PATIENCE_SECONDS), f"{leaf.log}\n{hub.log}"
+    assert processes.eventually(lambda: ask(leaf, "/leafz")["leafnodes"] == 1, PATIENCE_SECONDS), (
+        f"{leaf.log}\n{hub.log}"
+    )
     (at_leaf,), (at_hub,) = ask(leaf, "/leafz")["leafs"], ask(hub, "/leafz")["leafs"]
     assert (at_leaf["account"], at_leaf["name"], at_leaf["is_spoke"]) == ("LOCAL", "hub", True)
     assert (at_hub["account"], at_hub["name"]) == ("HUB", "leaf")

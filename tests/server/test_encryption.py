@@ -10,8 +10,8 @@ import pytest
 from nats.js.api import AckPolicy, ConsumerConfig
 
 from aviso_workers.errors import ConfigError, ServerProcessError
-from aviso_workers.server import BINARY_VARIABLE, find_binary, running
-from aviso_workers.server.running import Node
+from aviso_workers.server import BINARY_VARIABLE, find_binary, processes
+from aviso_workers.server.processes import Node
 from tests.server.conftest import Load, Start, program
 
 MARKER = "a-payload-that-nobody-may-read"
@@ -29,7 +29,7 @@ def run_once(start: Start, load: Load, encryption: str, *, publish: int = 0) -> 
     try:
         return asyncio.run(_messages(node, publish=publish))
     finally:
-        running.stop(node.directory.parent)
+        processes.stop(node.directory.parent)
 
 
 async def _messages(node: Node, *, publish: int) -> int:
@@ -124,12 +124,12 @@ def test_a_stream_that_a_server_erases_when_it_starts_is_told(
 def test_status_tells_what_is_in_the_store_and_not_served(load: Load, start: Start) -> None:
     (node,) = start(load(server("encryption: {key: a key}")))
     asyncio.run(_messages(node, publish=1))
-    (state,) = running.states(node.directory.parent)
+    (state,) = processes.states(node.directory.parent)
     assert state.health == "ok"
     unread = Path("streams/jetstream/$G/streams/DATA/obs/unread/meta.inf")
     unread.parent.mkdir()
     unread.write_text("of another key")
-    (state,) = running.states(node.directory.parent)
+    (state,) = processes.states(node.directory.parent)
     assert state.health.endswith("1 of 2 consumers of the store are served; not consumer unread of DATA")
 
 

@@ -13,7 +13,7 @@ import pytest
 from aviso_workers import App, config
 from aviso_workers.errors import ConfigError
 from aviso_workers.ops import stream_policy
-from aviso_workers.server import find_binary, profiles, rendering, running
+from aviso_workers.server import find_binary, nats_conf, processes, profiles
 from tests import ports
 from tests.server.conftest import Load
 from tests.waits import PATIENCE_SECONDS
@@ -49,7 +49,7 @@ class Site:
     def __init__(self, file: Path, *, name: str, monitoring: int) -> None:
         self.config = config.load(file, environ={})
         self._file = file.with_suffix(".conf")
-        self._node = running.Node(
+        self._node = processes.Node(
             name=f"{name}-1",
             directory=file.parent,
             port=0,
@@ -60,19 +60,19 @@ class Site:
 
     def start(self) -> subprocess.Popen[bytes]:
         server, choices = profiles.choose(self.config, profile="development")
-        rendered = rendering.render(server, origins=self.config.origins, choices=choices)
-        rendering.write(rendered, self._file, origins=self.config.origins)
+        rendered = nats_conf.render(server, origins=self.config.origins, choices=choices)
+        nats_conf.write(rendered, self._file, origins=self.config.origins)
         with self._file.with_suffix(".log").open("wb") as log:
             return subprocess.Popen([find_binary(), "-c", self._file], stdout=log, stderr=subprocess.STDOUT)
 
     def is_healthy(self) -> bool:
         try:
-            return bool(running.ask(self._node, "/healthz").get("status") == "ok")
+            return bool(processes.ask(self._node, "/healthz").get("status") == "ok")
         except Exception:
             return False
 
     def gateways(self) -> set[str]:
-        return set(running.ask(self._node, "/gatewayz")["outbound_gateways"])
+        return set(processes.ask(self._node, "/gatewayz")["outbound_gateways"])
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def sites(tmp_path: Path) -> Iterator[dict[str, Site]]:
             process = site.start()
             stack.callback(process.wait)
             stack.callback(process.kill)
-        assert running.eventually(lambda: all(site.is_healthy() for site in found.values()), PATIENCE_SECONDS)
+        assert processes.eventually(lambda: all(site.is_healthy() for site in found.values()), PATIENCE_SECONDS)
         yield found
 
 
@@ -145,8 +145,8 @@ def test_tls_between_clusters_is_taken_by_nats_server(load: Load, certificate: P
     tls = f"{{cert_file: {certificate}/cert.pem, key_file: {certificate}/key.pem, verify: true}}"
     loaded = load(f"cluster: {{name: east}}\ngateways: {{tls: {tls}, remotes: {{west: ['w1:7222', 'w2:7222']}}}}")
     server, choices = profiles.choose(loaded, profile="development")
-    rendered = rendering.render(server, origins=loaded.origins, choices=choices)
-    rendering.write(rendered, Path("nats-server.conf"), origins=loaded.origins)
+    rendered = nats_conf.render(server, origins=loaded.origins, choices=choices)
+    nats_conf.write(rendered, Path("nats-server.conf"), origins=loaded.origins)
     gateway = rendered.text[rendered.text.index("gateway {") :]
     assert f'cert_file: "{certificate}/cert.pem"' in gateway
     assert '"nats://w2:7222"' in gateway

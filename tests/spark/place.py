@@ -73,12 +73,12 @@ class Place:
         wanted = [Notify("mars", {**IDENTIFIER, "step": number}, {"number": number}) for number in range(count)]
         self._with_app(lambda app: app.notify_many(wanted))
 
-    def publish_raw(self, subject: str, *, headers: dict[str, str] | None = None) -> None:
+    def publish_raw(self, subject: str, *, stream: str = "MARS", headers: dict[str, str] | None = None) -> None:
         """A message that no schema has seen."""
         message = Message(subject=subject, data=b"", headers=headers)
         self._with_app(
             lambda app: app.session.backend.publish(
-                message, message_id=subject, stream="MARS", timeout_seconds=PATIENCE_SECONDS
+                message, message_id=subject, stream=stream, timeout_seconds=PATIENCE_SECONDS
             )
         )
 

@@ -31,6 +31,8 @@ from tests.spark.place import Place
 from tests.stories.processes import cluster, until_jetstream
 from tests.waits import PATIENCE_SECONDS
 
+QUERY_SECONDS = 3 * PATIENCE_SECONDS
+"""A query whose executor is killed waits until Spark has noticed and started another one."""
 SPARK_CLASS = Path(pyspark.__file__).parent / "bin" / "spark-class"
 QUICK_START = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 SETTINGS = {
@@ -167,7 +169,7 @@ def copy(place: Place, halt: Halt) -> None:
     copied = halt.first_task_of(place.read_stream(startingOffsets="earliest", numPartitions=2))
     writer = copied.select("identifier", "payload").writeStream.format("aviso").trigger(availableNow=True)
     writer = writer.options(config=str(place.config), event="copy", checkpointLocation=str(place.directory / "offsets"))
-    assert writer.start().awaitTermination(PATIENCE_SECONDS)
+    assert writer.start().awaitTermination(QUERY_SECONDS)
 
 
 class Halt:

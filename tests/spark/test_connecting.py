@@ -11,7 +11,7 @@ import pytest
 
 from aviso_workers import Notify
 from aviso_workers.config import Config
-from aviso_workers.engine.publishing import Publisher
+from aviso_workers.engine.publisher import Publisher
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import writing
 from aviso_workers.spark.connecting import Connection, connected, load_config

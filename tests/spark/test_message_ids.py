@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aviso_workers.aviso.schema import EventType
 from aviso_workers.errors import InvalidNotificationError
-from aviso_workers.schema import EventType
 from aviso_workers.spark import message_ids
 from aviso_workers.spark.message_ids import ColumnIds, ContentIds
 from aviso_workers.spark.rows import Rows

@@ -11,9 +11,9 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-from aviso_workers.backends.jetstream import reading as wire_reading
+from aviso_workers.backends.jetstream import readers as wire_reading
+from aviso_workers.declare.retry import Backoff
 from aviso_workers.errors import DataLossError, InvalidOptionError, UnavailableError
-from aviso_workers.retry import Backoff
 from aviso_workers.spark import connecting, reading
 from aviso_workers.spark.data_source import AvisoDataSource
 from aviso_workers.spark.offsets import Offset, Range

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from aviso_workers.aviso.schema import DateHandler, EventType, IntHandler, StringHandler, TimeHandler
 from aviso_workers.errors import PipelineError
-from aviso_workers.schema import DateHandler, EventType, IntHandler, StringHandler, TimeHandler
 from aviso_workers.spark import pages, schedules
 
 EVENT = EventType(

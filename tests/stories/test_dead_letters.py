@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Notification, Notify, Reject
-from aviso_workers.engine.dead_lettering import RETRIES, STREAM
+from aviso_workers.engine.dead_letter_store import RETRIES, STREAM
 from aviso_workers.events import Event, Settled
 from aviso_workers.server import NatsServer
 from tests.commands import Command

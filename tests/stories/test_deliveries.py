@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from aviso_workers import App
-from aviso_workers.engine.dead_lettering import STREAM as DEAD_LETTERS
-from aviso_workers.engine.dead_lettering import DeadLetter
+from aviso_workers.engine.dead_letter_store import STREAM as DEAD_LETTERS
+from aviso_workers.engine.dead_letter_store import DeadLetter
 from aviso_workers.engine.prefetch import MOST_PREFETCH
 from aviso_workers.errors import NotFoundError
 from tests.contract.settings import app_config
@@ -156,8 +156,9 @@ async def test_a_poison_notification_is_tried_as_its_policy_says_and_then_buried
     tries = [act.time for act in record.of("begun", 0)]
     assert len(tries) == RETRY.attempts
     waits = [later - earlier for earlier, later in itertools.pairwise(tries)]
-    expected = [RETRY.delay_seconds(failures) for failures in range(1, RETRY.attempts)]
-    assert waits == pytest.approx(expected, rel=0.2, abs=0.2)  # the short ones as exactly as a busy machine can
+    for failures, wait in enumerate(waits, start=1):
+        assert wait / RETRY.delay_seconds(failures) >= 0.8, f"after {failures} of {waits}"
+        assert wait < RETRY.delay_seconds(failures) + PROMPT_SECONDS, f"after {failures} of {waits}"
     (letter,) = await dead_letters(server)
     assert (letter.agent, letter.attempts, letter.reason) == ("work", RETRY.attempts, "attempts_exhausted")
     assert record.numbers("done") == dict.fromkeys(range(1, 201), 1)

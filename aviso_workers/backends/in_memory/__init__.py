@@ -1,7 +1,7 @@
 """The in-memory backend: JetStream's semantics without a server, for development and tests.
 
 A real queue: messages are stored, limits bite, acks count, and what is not settled comes back. `stream` and
-`durable` hold the rules and know no event loop, `account` holds the streams, `consuming` and `reading` are the
+`durable` hold the rules and know no event loop, `account` holds the streams, `consumer` and `readers` are the
 contract's face. What it does not do: outlive its process, replicate, or keep messages by anything but limits.
 `num_replicas`, `storage` and `compression` are noted and mean nothing.
 """
@@ -14,11 +14,10 @@ from datetime import datetime
 from functools import partial
 from itertools import takewhile
 from types import TracebackType
-from typing import Any
-
-import anyio
+from typing import Any, Literal
 
 from aviso_workers import config
+from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import (
     Administration,
     BulkKeyValue,
@@ -26,23 +25,26 @@ from aviso_workers.backends import (
     ConnectionListener,
     ConsumerInfo,
     Delivery,
+    Management,
     Outgoing,
     OutgoingChunk,
     PubAck,
     StreamInfo,
     buckets,
 )
-from aviso_workers.backends.in_memory import reading
-from aviso_workers.backends.in_memory.account import MAX_PAYLOAD, Account
+from aviso_workers.backends.in_memory import readers
+from aviso_workers.backends.in_memory.account import Account
 from aviso_workers.backends.in_memory.connection import Connection
-from aviso_workers.backends.in_memory.consuming import Dispatcher, InMemoryConsumer
+from aviso_workers.backends.in_memory.consumer import Dispatcher, InMemoryConsumer
 from aviso_workers.clocks import Clock, LoopClock
-from aviso_workers.codec import Message
 from aviso_workers.errors import BackendError, RefusedError
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-from aviso_workers.subjects import pattern
+from aviso_workers.jetstream.subjects import pattern
 
 __all__ = ["InMemoryBackend"]
+
+
+NO_SERVER = "the in-memory backend has no server to administer; use `kind: jetstream`"
 
 
 class InMemoryBackend:
@@ -60,24 +62,24 @@ class InMemoryBackend:
         self.clock: Clock = clock or LoopClock()
         self._settings = settings
         self._account = Account(settings, self.clock)
-        self._connection = Connection(on_connection)
+        self.connection = Connection(on_connection)
         self._dispatchers: dict[tuple[str, str], Dispatcher] = {}
 
     async def __aenter__(self) -> InMemoryBackend:
-        self._connection.open()
+        self.connection.open()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._connection.close()
+        self.connection.close()
 
     def disconnect(self, reason: str = "the test took it away") -> None:
         """Play a lost connection: requests fail, nothing is delivered, settlements are lost, readings end."""
-        self._connection.lose(reason)
+        self.connection.lose(reason)
 
     def reconnect(self) -> None:
-        self._connection.open()
+        self.connection.open()
 
     def peer(self, *, on_connection: ConnectionListener | None = None) -> InMemoryBackend:
         """Another client of the same streams, with a connection of its own."""
@@ -85,102 +87,120 @@ class InMemoryBackend:
         peer._account, peer._dispatchers = self._account, self._dispatchers
         return peer
 
-    @property
-    def kind(self) -> str:
-        return "in_memory"
-
-    @property
-    def connected(self) -> bool:
-        return self._connection.up
-
-    @property
-    def slow_because(self) -> str:
-        return ""
-
-    @property
-    def max_payload(self) -> int:
-        return MAX_PAYLOAD
-
-    def require_server(self, major: int, minor: int, *, to: str) -> None:
-        """There is none, and everything is offered."""
+    def at(self, prefix: str) -> Management:
+        if prefix:
+            raise RefusedError(NO_SERVER)
+        return self
 
     def administration(self) -> Administration:
-        raise RefusedError("the in-memory backend has no server to administer; use `kind: jetstream`")
+        raise RefusedError(NO_SERVER)
 
-    async def failed(self) -> None:
-        await anyio.sleep_forever()  # there is no server to lose
+    @property
+    def api_prefix(self) -> str:
+        return ""
 
-    async def stream_info(self, stream: str) -> StreamInfo:
-        await self._connection.reach()
+    async def stream_info(
+        self, stream: str, *, deleted_details: bool = False, timeout_seconds: float = 0
+    ) -> StreamInfo:
+        if deleted_details:
+            raise RefusedError(NO_SERVER)
+        await self.connection.reach()
         return self._account.stream(stream).info(now_ns=self._account.now_ns)
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:
-        await self._connection.reach()
+        await self.connection.reach()
         return self._account.create(spec).info(now_ns=self._account.now_ns)
 
+    async def add_stream(self, config: Mapping[str, Any]) -> StreamInfo:
+        raise RefusedError(NO_SERVER)
+
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
-        await self._connection.reach()
+        await self.connection.reach()
         return self._account.update(config).info(now_ns=self._account.now_ns)
 
     async def purge_stream(self, stream: str, *, subject: str = "", keep: int = 0, before: int = 0) -> int:
         if keep or before:
             raise RefusedError("the in-memory backend purges a whole stream or one subject; use `kind: jetstream`")
-        await self._connection.reach()
+        await self.connection.reach()
         return self._account.stream(stream).purge(subject)
 
     async def delete_message(self, stream: str, sequence: int, *, overwrite: bool = True) -> None:
-        await self._connection.reach()
+        await self.connection.reach()
         self._account.stream(stream).delete(sequence)
 
     async def delete_stream(self, stream: str) -> None:
-        await self._connection.reach()
+        await self.connection.reach()
         self._account.delete(stream)
         for name, consumer in self._dispatchers:
             if name == stream:
                 self._dispatchers[name, consumer].end()
 
     async def delete_consumer(self, stream: str, consumer: str) -> None:
-        await self._connection.reach()
+        await self.connection.reach()
         self._account.delete_durable(stream, consumer)
         if (stream, consumer) in self._dispatchers:
             self._dispatchers[stream, consumer].end()
 
-    async def stream_names(self) -> list[str]:
-        await self._connection.reach()
+    async def stream_names(self, *, subject: str = "") -> list[str]:
+        if subject:
+            raise RefusedError(NO_SERVER)
+        await self.connection.reach()
         return self._account.names()
 
-    async def message(self, stream: str, sequence: int) -> Message | None:
-        await self._connection.reach()
-        return self._account.stream(stream).messages.get(sequence)
+    async def streams(self) -> list[StreamInfo]:
+        raise RefusedError(NO_SERVER)
+
+    async def message(self, stream: str, sequence: int, *, next_by_subject: str = "") -> Message | None:
+        await self.connection.reach()
+        messages = self._account.stream(stream).messages
+        if not next_by_subject:
+            return messages.get(sequence)
+        wanted = pattern([next_by_subject])
+        following = (each for each in messages.values() if each.sequence >= sequence)
+        return next((each for each in following if wanted.fullmatch(each.subject)), None)
 
     async def last_message(self, stream: str, subject: str) -> Message | None:
-        await self._connection.reach()
+        await self.connection.reach()
         return self._account.stream(stream).newest(subject)
 
     async def subject_counts(self, stream: str, *, subject: str = ">") -> dict[str, int]:
-        await self._connection.reach()
+        await self.connection.reach()
         wanted, held = pattern([subject]), self._account.stream(stream).subjects
         return {found: len(sequences) for found, sequences in held.items() if wanted.fullmatch(found)}
 
     async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
-        await self._connection.reach()
+        await self.connection.reach()
         return self._account.ensure_durable(stream, spec).info(now_ns=self._account.now_ns)
 
-    async def consumer_info(self, stream: str, consumer: str) -> ConsumerInfo:
-        await self._connection.reach()
+    async def consumer_info(self, stream: str, consumer: str, *, timeout_seconds: float = 0) -> ConsumerInfo:
+        await self.connection.reach()
         return self._account.durable(stream, consumer).info(now_ns=self._account.now_ns)
 
+    async def consumer_names(self, stream: str) -> list[str]:
+        return [each.name for each in await self.consumers(stream)]
+
+    async def put_consumer(
+        self,
+        stream: str,
+        consumer: str,
+        config: Mapping[str, Any],
+        *,
+        action: Literal["create", "update"],
+        filter_in_subject: str = "",
+    ) -> ConsumerInfo:
+        raise RefusedError(NO_SERVER)
+
     async def consumers(self, stream: str) -> list[ConsumerInfo]:
-        await self._connection.reach()
+        await self.connection.reach()
         now_ns = self._account.now_ns
         return [durable.info(now_ns=now_ns) for durable in self._account.stream(stream).durables.values()]
 
     async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> None:
-        await self._connection.reach()
+        await self.connection.reach()
         self._dispatcher(stream, consumer).pause(until)
 
     async def reset_consumer(self, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
-        await self._connection.reach()
+        await self.connection.reach()
         self._dispatcher(stream, consumer).reset(sequence)
         return self._account.durable(stream, consumer).info(now_ns=self._account.now_ns)
 
@@ -194,9 +214,9 @@ class InMemoryBackend:
         room: Callable[[], int],
         priority: int = 0,
     ) -> AsyncIterator[InMemoryConsumer]:
-        await self._connection.reach()
+        await self.connection.reach()
         dispatcher = self._dispatcher(stream, consumer)
-        reader = dispatcher.join(self._connection, deliver=deliver, room=room, priority=priority)
+        reader = dispatcher.join(self.connection, deliver=deliver, room=room, priority=priority)
         try:
             yield reader
         finally:
@@ -211,9 +231,9 @@ class InMemoryBackend:
         start_time: datetime | None = None,
         last_sequence: int | None = None,
     ) -> AsyncGenerator[Message, None]:
-        return reading.read(
+        return readers.read(
             self._account,
-            self._connection,
+            self.connection,
             stream,
             filter_subjects=filter_subjects,
             start_sequence=start_sequence,
@@ -244,13 +264,13 @@ class InMemoryBackend:
         start_sequence: int = 1,
         start_time: datetime | None = None,
     ) -> int:
-        await self._connection.reach()
-        return reading.count(
+        await self.connection.reach()
+        return readers.count(
             self._account.stream(stream), filter_subjects, start_sequence=start_sequence, start_time=start_time
         )
 
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
-        await self._connection.reach()
+        await self.connection.reach()
         return self._account.publish(Outgoing(message, message_id, stream))
 
     async def publish_many(
@@ -273,7 +293,7 @@ class InMemoryBackend:
         return sum(1 for _ in takewhile(lambda result: isinstance(result, PubAck), results))
 
     async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
-        await self._connection.reach()
+        await self.connection.reach()
         return self._account.publish_together(outgoing)
 
     async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> BulkKeyValue:

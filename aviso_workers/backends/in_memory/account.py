@@ -10,17 +10,17 @@ from typing import Any
 
 import msgspec
 
-from aviso_workers import config, subjects
+from aviso_workers import config
+from aviso_workers.aviso.codec import Message
+from aviso_workers.aviso.topics import LONGEST_SUBJECT
 from aviso_workers.backends import Outgoing, PubAck
 from aviso_workers.backends.in_memory import schedules
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.stream import Stream, complete, header_size, total_of, ttl_of
 from aviso_workers.clocks import Clock
-from aviso_workers.codec import Message
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
-from aviso_workers.jetstream import error_codes, specs
+from aviso_workers.jetstream import error_codes, specs, subjects
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-from aviso_workers.topics import LONGEST_SUBJECT
 
 __all__ = ["MAX_PAYLOAD", "Account"]
 

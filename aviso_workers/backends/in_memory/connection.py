@@ -4,47 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import anyio
 from anyio.lowlevel import checkpoint
 
 from aviso_workers.backends import ConnectionListener
+from aviso_workers.backends.in_memory.account import MAX_PAYLOAD
 from aviso_workers.errors import UnavailableError
 
 __all__ = ["Connection"]
 
 
 class Connection:
+    """See `backends.Connection`."""
+
     def __init__(self, listener: ConnectionListener | None) -> None:
         self.watchers: set[Callable[[], None]] = set()
         """Called after every change."""
-        self.up = False
+        self.ready = False
         self.losses = 0
         self._reason = "it is not open"
         self._listener = listener
 
+    @property
+    def slow_because(self) -> str:
+        return ""
+
+    @property
+    def max_payload(self) -> int:
+        return MAX_PAYLOAD
+
+    def require_server(self, major: int, minor: int, *, to: str) -> None:
+        """There is none, and everything is offered."""
+
+    async def failed(self) -> None:
+        await anyio.sleep_forever()  # there is no server to lose
+
     async def reach(self) -> None:
         """Take a turn on the loop, as a request over a wire would. Raises `UnavailableError` while down."""
         await checkpoint()
-        if not self.up:
+        if not self.ready:
             raise UnavailableError(f"in_memory: not connected: {self._reason}")
 
     def open(self) -> None:
-        self._change(up=True, reason="")
+        self._change(ready=True, reason="")
         self._tell()
 
     def lose(self, reason: str) -> None:
         self.losses += 1
-        self._change(up=False, reason=reason)
+        self._change(ready=False, reason=reason)
         self._tell()
 
     def close(self) -> None:
         """As we wish it: nobody is told."""
-        self._change(up=False, reason="it is closed")
+        self._change(ready=False, reason="it is closed")
 
-    def _change(self, *, up: bool, reason: str) -> None:
-        self.up, self._reason = up, reason
+    def _change(self, *, ready: bool, reason: str) -> None:
+        self.ready, self._reason = ready, reason
         for watch in tuple(self.watchers):
             watch()
 
     def _tell(self) -> None:
         if self._listener is not None:
-            self._listener(connected=self.up, reason=self._reason)
+            self._listener(connected=self.ready, reason=self._reason)

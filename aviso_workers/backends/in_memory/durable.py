@@ -1,6 +1,6 @@
 """What a stream knows of one durable consumer: which messages wait, which are out, which are due again.
 
-Pure: the stream tells it of every message that comes and goes, `consuming` takes messages from it and tells
+Pure: the stream tells it of every message that comes and goes, `consumer` takes messages from it and tells
 it what became of them. Who gets them, and when, is decided there. The rules are JetStream's for explicit
 acks; `now` is always the clock's `monotonic`, in seconds.
 """
@@ -16,14 +16,14 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from aviso_workers.aviso.codec import Message, store_time
 from aviso_workers.backends import ConsumerInfo
-from aviso_workers.codec import Message, store_time
 from aviso_workers.errors import RefusedError
 from aviso_workers.jetstream import error_codes, metadata, plans
 from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.jetstream.plans import UPDATABLE
 from aviso_workers.jetstream.specs import ConsumerSpec
-from aviso_workers.subjects import pattern
+from aviso_workers.jetstream.subjects import pattern
 
 __all__ = ["Durable"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
+from aviso_workers.aviso.codec import Message
 from aviso_workers.backends.in_memory.stream import Stream
-from aviso_workers.codec import Message
 from aviso_workers.errors import RefusedError
 from aviso_workers.jetstream import error_codes
 

@@ -1,6 +1,6 @@
 """A stream and its limits: what it takes, what it drops for it, what it refuses.
 
-Pure: `Account` gives it the time, `consuming` and `reading` watch it. The rules are JetStream's; where two
+Pure: `Account` gives it the time, `consumer` and `readers` watch it. The rules are JetStream's; where two
 of its limits meet (a full stream with `discard: new`, and a message that replaces an older one of its
 subject), they are what a nats-server was seen to do.
 """
@@ -17,15 +17,15 @@ from typing import Any
 
 import msgspec
 
-from aviso_workers import topics
+from aviso_workers.aviso import topics
+from aviso_workers.aviso.codec import MARKER_HEADER, Message, store_time
 from aviso_workers.backends import StreamInfo
 from aviso_workers.backends.in_memory.durable import Durable
-from aviso_workers.codec import MARKER_HEADER, Message, store_time
 from aviso_workers.errors import ConflictError, FullError, NotFoundError, RefusedError
 from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, STREAM
 from aviso_workers.jetstream.info import StreamConfig
-from aviso_workers.subjects import pattern
+from aviso_workers.jetstream.subjects import pattern
 
 __all__ = ["Stream", "complete", "header_size", "total_of", "ttl_of"]
 

@@ -82,12 +82,27 @@ class Connection:
         return bool(self.nc.is_connected)
 
     @property
+    def slow_because(self) -> str:
+        return self.wire.slow_because
+
+    @property
+    def max_payload(self) -> int:
+        return self.nc.max_payload
+
+    @property
     def server_version(self) -> tuple[int, int]:
         """Of the server, or of the last one: nats-py knows none while it connects to a server that is new to it."""
         found = self.nc.connected_server_version
         if found.major:
             self._server_version = found.major, found.minor
         return self._server_version
+
+    def require_server(self, major: int, minor: int, *, to: str) -> None:
+        """Raise `RefusedError` where the server is older than is needed `to` do this."""
+        # An older server does not answer at all to what it does not know, or passes it over.
+        if self.server_version < (major, minor):
+            found = ".".join(map(str, self.server_version))
+            raise RefusedError(f"to {to}, nats-server {major}.{minor} or newer is needed; this one is {found}")
 
     async def open(self) -> None:
         """Connect, `retry_attempts` times at most, each within `timeout_seconds`.

@@ -24,8 +24,10 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from aviso_workers.backends import Administration, Heard, Snapshot
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.management import Management
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
-from aviso_workers.jetstream.info import SnapshotState, StreamConfig
+from aviso_workers.jetstream import info
+from aviso_workers.jetstream.info import StreamConfig, StreamInfo
 from aviso_workers.jetstream.metadata import UNFINISHED
 
 __all__ = ["restore", "snapshot"]
@@ -53,10 +55,8 @@ async def snapshot(server: Administration, connection: Connection, stream: str) 
     inbox = server.new_inbox()
     async with _answers(server, connection, inbox, f"snapshot of {stream}") as answers:
         request = {"deliver_subject": inbox, "chunk_size": CHUNK_BYTES}
-        begun = await server.api(f"STREAM.SNAPSHOT.{stream}", request)
-        yield Snapshot(
-            config=StreamConfig(begun["config"]), state=SnapshotState(begun["state"]), chunks=_chunks(server, answers)
-        )
+        config, state = info.snapshot(await connection.api(f"STREAM.SNAPSHOT.{stream}", request))
+        yield Snapshot(config=config, state=state, chunks=_chunks(server, answers))
 
 
 async def restore(
@@ -67,35 +67,36 @@ async def restore(
     read: Read,
     *,
     stays_unfinished: bool,
-) -> dict[str, Any]:
+) -> StreamInfo:
     """See `Administration.restore`."""
     name = config["name"]
+    management = Management(connection)
     request = {"config": _unfinished(config), "state": state}
-    begun = await server.api(f"STREAM.RESTORE.{name}", request)
+    begun = await connection.api(f"STREAM.RESTORE.{name}", request)
     try:
         inbox = server.new_inbox()
         async with _answers(server, connection, inbox, f"restore of {name}") as answers:
             upload = _Upload(server, answers, begun["deliver_subject"], inbox)
             await upload.send_all(read, size=min(CHUNK_BYTES, connection.nc.max_payload))
     except BaseException:
-        await _remove(server, connection, name)
+        await _remove(connection, name)
         raise
     if stays_unfinished:
-        return await server.api(f"STREAM.INFO.{name}")
+        return await management.stream_info(name)
     # From here on somebody may publish into it: unless the server says no, it is not ours to remove any more.
     with anyio.CancelScope(shield=True):
         try:
-            info = await server.api(f"STREAM.UPDATE.{name}", config)
+            made = await management.update_stream(config)
         except RefusedError:
-            await _remove(server, connection, name)
+            await _remove(connection, name)
             raise
-    return info
+    return made
 
 
-async def _remove(server: Administration, connection: Connection, stream: str) -> None:
+async def _remove(connection: Connection, stream: str) -> None:
     with anyio.move_on_after(GIVE_UP_SECONDS, shield=True), suppress(BackendError):
         await connection.flush()  # if it was the connection that failed, wait for the next one
-        await server.api(f"STREAM.DELETE.{stream}")
+        await Management(connection).delete_stream(stream)
 
 
 class _Answers:

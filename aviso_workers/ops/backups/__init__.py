@@ -1,6 +1,6 @@
 """Backups of streams: made, kept, verified, restored, drilled, and rid of what must be forgotten.
 
-Called by the commands `backup ...`, and by scheduled code of your own. `storing` has them on disk, in the layout of the
+Called by the commands `backup ...`, and by scheduled code of your own. `storage` has them on disk, in the layout of the
 nats CLI; `archive` and `s2` read what is in them, `increments` and `chains` what is stored once for several of them,
 and `encryption` what only the owner of a key reads. `sets` says which belong together. How a server gives and takes
 them is the backend's business.
@@ -11,21 +11,21 @@ from __future__ import annotations
 from aviso_workers.ops.backups.archive import Takes
 from aviso_workers.ops.backups.chains import chain, newest, restorable, size
 from aviso_workers.ops.backups.cleansing import Cleansing, cleanse, plan_cleanse
-from aviso_workers.ops.backups.creating import Made, create, create_next, named_streams
-from aviso_workers.ops.backups.creating_sets import MadeSet, create_set
+from aviso_workers.ops.backups.creation import Made, create, create_next, named_streams
 from aviso_workers.ops.backups.encryption import Identities, read_recipients
-from aviso_workers.ops.backups.forgetting import Forgotten, forget, of_identifier, of_subject, one_of_each_chain
+from aviso_workers.ops.backups.erasures import Forgotten, forget, of_identifier, of_subject, one_of_each_chain
 from aviso_workers.ops.backups.merging import merge
-from aviso_workers.ops.backups.restoring import Drill, Restored, drill, read_back, restore
-from aviso_workers.ops.backups.restoring_sets import GoesOn, RestoredStream, restore_set
+from aviso_workers.ops.backups.restoration import Drill, Restored, drill, read_back, restore
 from aviso_workers.ops.backups.retention import Keep, Pruned, prune
-from aviso_workers.ops.backups.scheduling import Schedule, keep_backing_up
+from aviso_workers.ops.backups.schedules import Schedule, keep_backing_up
+from aviso_workers.ops.backups.set_creation import MadeSet, create_set
+from aviso_workers.ops.backups.set_restore import GoesOn, RestoredStream, restore_set
 from aviso_workers.ops.backups.sets import BackupSet, load_set, members
 from aviso_workers.ops.backups.sets import find as sets_in
 from aviso_workers.ops.backups.sets import unfinished as unfinished_sets
 from aviso_workers.ops.backups.spools import Spool
-from aviso_workers.ops.backups.storing import Backup, Progress, Record, find, load, places
-from aviso_workers.ops.backups.verifying import Contents, verify
+from aviso_workers.ops.backups.storage import Backup, Progress, Record, find, load, places
+from aviso_workers.ops.backups.verification import Contents, verify
 
 __all__ = [
     "Backup",

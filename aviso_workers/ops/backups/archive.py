@@ -171,7 +171,7 @@ def state_of(
         "num_deleted": last + 1 - first_sequence - messages,
         "consumer_count": before.consumers,
     }
-    times = {"last_ts": before["last_ts"]} | ({"first_ts": _rfc3339(first[1])} if first else {})
+    times = {"last_ts": before.last_time_text} | ({"first_ts": _rfc3339(first[1])} if first else {})
     return SnapshotState(counted | times)
 
 

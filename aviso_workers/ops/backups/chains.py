@@ -19,7 +19,7 @@ from aviso_workers.ops.backups.archive import Entry
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.prefetch import Prefetch, prefetched
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces, Readable
-from aviso_workers.ops.backups.storing import Backup, Counted, Previous, Progress, damage, find, ignore, load, opened
+from aviso_workers.ops.backups.storage import Backup, Counted, Previous, Progress, damage, find, ignore, load, opened
 
 __all__ = [
     "MOST_LINKS",

@@ -20,8 +20,8 @@ from aviso_workers.jetstream.info import SnapshotState, StreamConfig
 from aviso_workers.ops.backups import archive, chains, increments, s2
 from aviso_workers.ops.backups.archive import Entry, Takes
 from aviso_workers.ops.backups.encryption import Identities
-from aviso_workers.ops.backups.storing import Backup, Draft, Progress, ignore, load, sweep
-from aviso_workers.ops.backups.verifying import verify
+from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, load, sweep
+from aviso_workers.ops.backups.verification import verify
 
 __all__ = ["Cleansing", "cleanse", "plan_cleanse"]
 

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from aviso_workers.codec import UNREADABLE_JSON
+from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import archive, chains
 from aviso_workers.ops.backups.encryption import Identities
-from aviso_workers.ops.backups.storing import Backup
+from aviso_workers.ops.backups.storage import Backup
 
 __all__ = ["StoredConsumer", "read"]
 

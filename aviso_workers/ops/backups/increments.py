@@ -1,6 +1,6 @@
 """What an increment stores of a stream: only what the backup before it does not have, without a loss of exactness.
 
-Called by `creating`, `cleansing` and `chains`; pure, entries in and entries out. An increment is an archive of entries
+Called by `creation`, `cleanse` and `chains`; pure, entries in and entries out. An increment is an archive of entries
 like a server's (`archive`): the stream's state and its consumers as they are now, then the messages by sequence. A
 message that the backup before has is not stored again. In its place stands an entry that says from which sequence to
 which the backup before is to be read, and how many messages that gives. What is not named in either way is gone from
@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from aviso_workers.codec import UNREADABLE_JSON
+from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.errors import StreamReplacedError
 from aviso_workers.ops.backups import archive
 from aviso_workers.ops.backups.archive import Entry

@@ -9,8 +9,8 @@ from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import chains
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import Readable
-from aviso_workers.ops.backups.storing import Backup, Draft, Progress, ignore, place_of
-from aviso_workers.ops.backups.verifying import verify
+from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, place_of
+from aviso_workers.ops.backups.verification import verify
 
 __all__ = ["merge"]
 

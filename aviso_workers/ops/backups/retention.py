@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import chains, sets
-from aviso_workers.ops.backups.storing import Backup, damage, find, load, locked_backups, remove
+from aviso_workers.ops.backups.storage import Backup, damage, find, load, locked_backups, remove
 
 __all__ = ["Keep", "Pruned", "prune"]
 

@@ -33,7 +33,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from aviso_workers.engine import dead_lettering, deferring, scheduling, tabling, windowing
+from aviso_workers.engine import dead_letter_store, delayed_messages, table_store, timer_loops
+from aviso_workers.engine.handlers import windowed
 from aviso_workers.errors import BackupError
 from aviso_workers.jetstream.info import StreamConfig
 
@@ -72,18 +73,23 @@ def order(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def twice(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the names of those streams that are to be taken before all others as well."""
     losing = [name for name, config in configs.items() if StreamConfig(config).retention != LIMITS]
-    windows = any(windowing.is_bucket(name.removeprefix(BUCKET)) for name in configs if name.startswith(BUCKET))
-    letters = [dead_lettering.STREAM] if windows and dead_lettering.STREAM in configs else []
+    windows = any(windowed.is_bucket(name.removeprefix(BUCKET)) for name in configs if name.startswith(BUCKET))
+    letters = [dead_letter_store.STREAM] if windows and dead_letter_store.STREAM in configs else []
     return sorted({*losing, *letters})
 
 
 def _rank(name: str, config: Mapping[str, Any]) -> int:
     if name.startswith(BUCKET):
         bucket = name.removeprefix(BUCKET)
-        if scheduling.is_bucket(bucket):
+        if timer_loops.is_bucket(bucket):
             return 2
-        return 3 if windowing.is_bucket(bucket) else 4
-    ours = {tabling.COUNTERS: 4, dead_lettering.STREAM: 5, dead_lettering.RETRIES: 6, deferring.STREAM: 7}
+        return 3 if windowed.is_bucket(bucket) else 4
+    ours = {
+        table_store.COUNTERS: 4,
+        dead_letter_store.STREAM: 5,
+        dead_letter_store.RETRIES: 6,
+        delayed_messages.STREAM: 7,
+    }
     return ours.get(name, 8 if _origins(config) else 9)
 
 

@@ -22,16 +22,10 @@ import msgspec
 from msgspec import Struct
 
 from aviso_workers import files
-from aviso_workers.codec import UNREADABLE_JSON
+from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import chains
-from aviso_workers.ops.backups.storing import (
-    Backup,
-    Moment,
-    load,
-    make_directory,
-    time_of,
-)
+from aviso_workers.ops.backups.storage import Backup, Moment, load, make_directory, time_of
 
 __all__ = [
     "BackupSet",

@@ -1,6 +1,6 @@
 """Archives that are collected on the disk while a backup is made, and are gone with the command.
 
-Called by `completing`. A spool is a file without a name in the directory of the backups, where there is room for a
+Called by `completion`. A spool is a file without a name in the directory of the backups, where there is room for a
 stream. The disk may keep its blocks, so where the backup is to be encrypted the spool is as well: to a key that is
 made for it, and that exists in the memory of this process only.
 """
@@ -17,7 +17,7 @@ from typing import IO
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import encryption
 from aviso_workers.ops.backups.s2 import Readable
-from aviso_workers.ops.backups.storing import make_directory
+from aviso_workers.ops.backups.storage import make_directory
 
 __all__ = ["Spool", "spool"]
 

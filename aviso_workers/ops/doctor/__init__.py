@@ -1,7 +1,8 @@
 """The doctor: gathers facts once, judges them by checks, and says what to do.
 
-The command `doctor` calls `examine`. `facts` asks the servers, `checks` are data with a pure function each, `judging`
-holds one against the other, `showing` writes what came of it. docs/operations.md has a section for each check.
+The command `doctor` calls `examine`. `facts` asks the servers, `checks` are data with a pure function each,
+`judgements` holds one against the other, `output` writes what came of it. docs/operations.md has a section for each
+check.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from msgspec import Struct, structs
 
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
-from aviso_workers.ops.doctor import durability, facts, judging
+from aviso_workers.ops.doctor import durability, facts, judgements
 from aviso_workers.ops.doctor.checks import CHECKS
 from aviso_workers.ops.doctor.durability import Standing
 from aviso_workers.ops.doctor.facts import Scope
-from aviso_workers.ops.doctor.judging import Result, State
+from aviso_workers.ops.doctor.judgements import Result, State
 
 __all__ = ["Report", "Scope", "State", "examine", "hurried"]
 
@@ -35,7 +36,7 @@ class Report(Struct, frozen=True, kw_only=True):
 
     @property
     def state(self) -> State:
-        return judging.worst(self.results)
+        return judgements.worst(self.results)
 
 
 def hurried(config: Config) -> Config:
@@ -47,13 +48,13 @@ def hurried(config: Config) -> Config:
 
 
 async def examine(admin: Admin, config: Config, scope: Scope) -> Report:
-    """Ask and judge. `app` is connected, and only its configuration counts. Changes nothing.
+    """Ask and judge. Changes nothing.
 
     Raises `RefusedError` where the backend is no server, `UnavailableError` where the connection is lost.
     """
     found = await facts.gather(admin, config, scope)
     return Report(
         server=f"{found.server.name} {found.server.ver}",
-        results=tuple(judging.judge(CHECKS, found)),
+        results=tuple(judgements.judge(CHECKS, found)),
         standings=tuple(durability.standings(found)),
     )

@@ -1,6 +1,6 @@
 """What servers say of themselves, as far as a check looks at it: advisories, and the answers of the monitoring port.
 
-`facts` and `monitoring` read them; what JetStream's API answers is in `jetstream.info`. Names and units (bytes,
+`facts` and `monitoring_port` read them; what JetStream's API answers is in `jetstream.info`. Names and units (bytes,
 nanoseconds) are the server's; what it leaves out has the value that this means. Nothing is sent back, so that what is
 not known here is not lost.
 """
@@ -11,7 +11,7 @@ from msgspec import Struct, field
 
 from aviso_workers.jetstream.info import Cluster
 
-__all__ = ["Advisory", "Jsz", "Server", "Varz"]
+__all__ = ["Advisory", "Jsz", "Server", "UserInfo", "Varz"]
 
 
 class Server(Struct, frozen=True, kw_only=True):
@@ -22,6 +22,12 @@ class Server(Struct, frozen=True, kw_only=True):
     id: str = ""
     """Empty where it was not told."""
     cluster: str = ""
+
+
+class UserInfo(Struct, frozen=True, kw_only=True):
+    """What a server answers to whoever asks who they are."""
+
+    server: Server
 
 
 class Advisory(Struct, frozen=True, kw_only=True):

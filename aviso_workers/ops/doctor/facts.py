@@ -20,23 +20,23 @@ import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream
 from msgspec import Struct, structs
 
-from aviso_workers.agents import Agent
-from aviso_workers.backends import Admin, Administration, Heard
+from aviso_workers.backends import Admin, Heard
 from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
+from aviso_workers.declare.agents import Agent
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import BackendError, NotFoundError, ServerProcessError, UnavailableError
-from aviso_workers.jetstream import info, plans
+from aviso_workers.jetstream import plans
 from aviso_workers.jetstream.info import Account, ConsumerInfo, StreamInfo
 from aviso_workers.jetstream.plans import Plan, Stored
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.ops import backups, observing
+from aviso_workers.ops import backups, deployment
 from aviso_workers.ops.backups import Backup
-from aviso_workers.ops.doctor import monitoring
-from aviso_workers.ops.doctor.answers import Advisory, Server
-from aviso_workers.ops.doctor.monitoring import Monitored
-from aviso_workers.ops.mirroring import Link, Mirrors
-from aviso_workers.ops.observing import RunAlone
+from aviso_workers.ops.deployment import RunAlone
+from aviso_workers.ops.doctor import monitoring_port
+from aviso_workers.ops.doctor.answers import Advisory, Server, UserInfo
+from aviso_workers.ops.doctor.monitoring_port import Monitored
+from aviso_workers.ops.mirrors import Link, Mirrors
 
 __all__ = ["Facts", "Need", "Sample", "Scope", "gather"]
 
@@ -55,7 +55,6 @@ LISTING_SECONDS = 30.0
 server is down before it lists the others; who does not answer a request at all is left sooner."""
 AT_ONCE = 32
 """Questions that are asked side by side."""
-LISTINGS = ("NAMES", "LIST")
 NAME_SECONDS = 2.0
 """Who may not ask for it waits so long."""
 
@@ -142,11 +141,11 @@ class Facts(Struct, frozen=True, kw_only=True):
 
 
 async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
-    """Ask for everything. `app` is connected, and only its configuration counts.
+    """Ask for everything.
 
     Raises `RefusedError` where the backend is no server, `UnavailableError` where the connection is lost.
     """
-    asking = _Asking(admin.administration())
+    asking = _Asking(admin)
     server = await asking.server()
     before = after = Sample()
     elapsed = scope.seconds
@@ -205,22 +204,22 @@ async def _ask_once(
     found = _Once()
 
     async def letters() -> None:
-        found.letters = await asking.ask("letters", lambda: observing.dead_letters(admin)) or {}
+        found.letters = await asking.ask("letters", lambda: deployment.dead_letters(admin)) or {}
 
     async def given_up() -> None:
-        found.given_up = await asking.ask("letters", lambda: observing.given_up(admin)) or {}
+        found.given_up = await asking.ask("letters", lambda: deployment.given_up(admin)) or {}
 
     async def records() -> None:
-        found.records = await asking.ask("records", lambda: observing.records(admin)) or {}
+        found.records = await asking.ask("records", lambda: deployment.records(admin)) or {}
 
     async def run_alone() -> None:
-        found.run_alone = tuple(await asking.ask("records", lambda: observing.run_alone(admin, after.streams)) or ())
+        found.run_alone = tuple(await asking.ask("records", lambda: deployment.run_alone(admin, after.streams)) or ())
 
     async def links() -> None:
         found.links = tuple(await asking.ask("streams", Mirrors(admin).links, within=LISTING_SECONDS) or ())
 
     async def monitored() -> None:
-        urls = monitoring.urls(config, scope.monitors)
+        urls = monitoring_port.urls(config, scope.monitors)
         found.monitored, found.deaf = await asking.monitored(urls, named=bool(scope.monitors), of=server)
 
     async with anyio.create_task_group() as tasks:
@@ -232,8 +231,9 @@ async def _ask_once(
 class _Asking:
     """Asks a server, and notes what it does not say."""
 
-    def __init__(self, administration: Administration) -> None:
-        self._api = administration
+    def __init__(self, admin: Admin) -> None:
+        self._admin = admin
+        self._administration = admin.administration()
         self.unknown: dict[Need, str] = {}
 
     async def ask(
@@ -252,37 +252,39 @@ class _Asking:
 
     def listen(self) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Heard]]:
         """What the servers tell unasked."""
-        return self._api.listen(f"{EVENTS}>")
+        return self._administration.listen(f"{EVENTS}>")
 
     async def server(self) -> Server:
         """Which server it is; one that may not be asked for its name is known by its version only."""
         try:
-            answer = msgspec.json.decode(
-                (await self._api.request("$SYS.REQ.USER.INFO", timeout_seconds=NAME_SECONDS)).data
-            )
+            heard = await self._administration.request("$SYS.REQ.USER.INFO", timeout_seconds=NAME_SECONDS)
         except BackendError:
-            return Server(name="nats-server", ver=self._api.server_version)
-        return msgspec.convert(answer["server"], Server)
+            return Server(name="nats-server", ver=self._administration.server_version)
+        return msgspec.json.decode(heard.data, type=UserInfo).server
 
     async def sample(self) -> Sample:
-        listings = await self._all(
-            "streams",
-            [partial(self._api.pages, f"STREAM.{what}", "streams") for what in LISTINGS],
-            within=LISTING_SECONDS,
-        )
-        names, listed = (listing or [] for listing in listings)
-        found = {stream.name: stream for stream in map(info.stream, listed)}
+        names: list[str] = []
+        listed: list[StreamInfo] = []
+
+        async def list_names() -> None:
+            names.extend(await self._admin.stream_names())
+
+        async def list_streams() -> None:
+            listed.extend(await self._admin.streams())
+
+        await self._all("streams", [list_names, list_streams], within=LISTING_SECONDS)
+        found = {stream.name: stream for stream in listed}
         consumed = [partial(self._consumers, stream.name) for stream in found.values() if stream.consumers]
         consumers = [
             each for answer in await self._all("consumers", consumed, within=LISTING_SECONDS) for each in answer or ()
         ]
         within = SILENT_SECONDS if "streams" in self.unknown else ANSWER_SECONDS
-        account = await self.ask("account", lambda: self._api.api("INFO"), within=within) or {}
+        account = await self.ask("account", self._administration.account, within=within) or Account()
         return Sample(
             streams=found,
             silent=frozenset(names) - found.keys(),
             consumers={(consumer.stream, consumer.name): consumer for consumer in consumers},
-            account=info.account(account),
+            account=account,
         )
 
     async def _all(
@@ -303,7 +305,7 @@ class _Asking:
 
     async def _consumers(self, stream: str) -> list[ConsumerInfo]:
         try:
-            return [info.consumer(each) for each in await self._api.pages(f"CONSUMER.LIST.{stream}", "consumers")]
+            return await self._admin.consumers(stream)
         except NotFoundError:
             return []  # deleted meanwhile
 
@@ -316,7 +318,7 @@ class _Asking:
 
         async def look(url: str) -> None:
             try:
-                answers[url] = await anyio.to_thread.run_sync(monitoring.look, url)
+                answers[url] = await anyio.to_thread.run_sync(monitoring_port.look, url)
             except ServerProcessError as error:
                 deaf[url] = str(error)
 

@@ -68,7 +68,7 @@ class Site:
         """All that a stream and its consumers are, but for when they were made and last used."""
         info = await self.server.api(f"STREAM.INFO.{stream}")
         found = {"config": info["config"], "state": info["state"]}
-        for consumer in await self.server.pages(f"CONSUMER.LIST.{stream}", "consumers"):
+        for consumer in (await self.server.api(f"CONSUMER.LIST.{stream}"))["consumers"]:
             for position in ("delivered", "ack_floor"):
                 consumer[position].pop("last_active", None)
             found[consumer["name"]] = {key: value for key, value in consumer.items() if key not in ("created", "ts")}

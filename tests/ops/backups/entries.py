@@ -11,7 +11,7 @@ from pathlib import Path
 from aviso_workers.jetstream.info import SnapshotState
 from aviso_workers.ops.backups import archive, chains, increments, s2
 from aviso_workers.ops.backups.encryption import Identities
-from aviso_workers.ops.backups.storing import Backup, Draft, place_of
+from aviso_workers.ops.backups.storage import Backup, Draft, place_of
 
 TIME = "2026-01-01T00:00:00Z"
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)

@@ -12,7 +12,7 @@ import pytest
 from aviso_workers.backends.jetstream import snapshots
 from aviso_workers.errors import BackupError, StreamReplacedError, UnavailableError
 from aviso_workers.ops import backups, stream_pairs
-from aviso_workers.ops.backups import archive, chains, completing, increments, prefetch, s2, storing
+from aviso_workers.ops.backups import archive, chains, completion, increments, prefetch, s2, storage
 from aviso_workers.ops.backups.prefetch import Prefetch
 from aviso_workers.ops.backups.s2 import Readable
 from tests.ops.backups.conftest import Site
@@ -180,9 +180,9 @@ async def test_what_was_read_beside_a_snapshot_is_the_same_in_the_next_one(site:
     first = await backups.create(site.app.session.admin, "MARS", tmp_path)
     with chains.opened_own_entries(first, None) as entries:
         stored = [entry.raw for entry in entries if entry.sequence]
-    for read in (stream_pairs.read, completing._one_by_one):
+    for read in (stream_pairs.read, completion._one_by_one):
         assert [
-            completing._encoded(each) async for each in read(site.app.session.admin, "MARS", after=0, last=20)
+            completion._encoded(each) async for each in read(site.app.session.admin, "MARS", after=0, last=20)
         ] == stored
     await site.put("mars.od.3", b"again")
     made, account = await backups.create_next(site.app.session.admin, "MARS", tmp_path), await site.account()
@@ -205,7 +205,7 @@ async def test_the_backups_before_an_increment_stay_while_it_is_made(site: Site,
 
     def look(_: int) -> None:
         try:
-            with storing.exclusive(first.directory.parent):
+            with storage.exclusive(first.directory.parent):
                 held.append(False)
         except BlockingIOError:
             held.append(True)

@@ -22,14 +22,14 @@ import anyio.from_thread
 import pytest
 
 from aviso_workers import App
-from aviso_workers.backends import Administration
+from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.errors import BackupError, InvalidIdentifierError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import metadata
 from aviso_workers.ops import backups, stream_policy
-from aviso_workers.ops.backups import Backup, Forgotten, Keep, restoring
-from aviso_workers.ops.backups.storing import Draft
-from aviso_workers.server import NatsServer, running
+from aviso_workers.ops.backups import Backup, Forgotten, Keep, restoration
+from aviso_workers.ops.backups.storage import Draft
+from aviso_workers.server import NatsServer, processes
 from tests.conftest import write_mars_config
 from tests.ops.backups.conftest import STORED, Original, Site
 from tests.server.conftest import load_server
@@ -169,14 +169,13 @@ async def test_a_copy_stands_beside_the_original(site: Site, original: Original)
 async def test_a_consumer_of_which_the_server_tells_nothing_is_an_error(
     site: Site, original: Original, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restoring, "CONSUMERS_SECONDS", 0.2)
-    pages = type(site.server).pages
+    monkeypatch.setattr(restoration, "CONSUMERS_SECONDS", 0.2)
+    consumers = type(site.app.session.admin).consumers
 
-    async def all_but_one(self: Administration, subject: str, found: str, **options: Any) -> list[Any]:
-        listed = await pages(self, subject, found, **options)
-        return [each for each in listed if each.get("name") != "idle"]
+    async def all_but_one(self: Admin, stream: str) -> list[ConsumerInfo]:
+        return [each for each in await consumers(self, stream) if each.name != "idle"]
 
-    monkeypatch.setattr(type(site.server), "pages", all_but_one)
+    monkeypatch.setattr(type(site.app.session.admin), "consumers", all_but_one)
     with pytest.raises(BackupError, match="MARS is restored, but not proven to have its consumers idle"):
         await backups.restore(site.app.session.admin, original.backup)
 
@@ -198,7 +197,7 @@ async def test_a_subject_that_is_taken_meanwhile_leaves_nothing(
     async def see_no_other(app: App, config: Any) -> None:
         await site.server.api("STREAM.CREATE.OTHER", {"name": "OTHER", "subjects": ["mars.od.>"]})
 
-    monkeypatch.setattr(restoring, "_make_room", see_no_other)
+    monkeypatch.setattr(restoration, "_make_room", see_no_other)
     with pytest.raises(RefusedError, match=r"STREAM\.UPDATE\.MARS: subjects overlap"):
         await backups.restore(site.app.session.admin, original.backup)
     assert await site.streams() == ["OTHER"]
@@ -385,7 +384,7 @@ async def test_a_drill_tells_what_is_not_as_it_was(site: Site, tmp_path: Path) -
 
 async def test_a_cluster_takes_it_with_other_replicas_and_gives_it_back(original: Original, tmp_path: Path) -> None:
     loaded = load_server(tmp_path / "dev.yaml", "{}")
-    nodes = running.start(loaded, directory=tmp_path / "servers", nodes=3, detached=False)
+    nodes = processes.start(loaded, directory=tmp_path / "servers", nodes=3, detached=False)
     try:
         config = write_mars_config(tmp_path / "mars.yaml", nodes[0].url)
         async with App("tests", config=config) as app:
@@ -396,7 +395,7 @@ async def test_a_cluster_takes_it_with_other_replicas_and_gives_it_back(original
             assert (await backups.drill(app.session.admin, original.backup)).restored.messages == STORED - 1
             again = await backups.create(app.session.admin, "MARS", tmp_path)
     finally:
-        running.stop(tmp_path / "servers")
+        processes.stop(tmp_path / "servers")
     contents, before = backups.verify(again), backups.verify(original.backup)
     assert contents is not None
     assert before is not None

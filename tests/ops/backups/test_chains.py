@@ -13,7 +13,7 @@ import pytest
 
 from aviso_workers.errors import BackupError
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, Identities, Keep, chains, cleansing, storing
+from aviso_workers.ops.backups import Backup, Identities, Keep, chains, cleansing, storage
 from tests.ops.backups.entries import BEGAN, backed_up
 
 MOMENTS: tuple[Mapping[int, bytes], ...] = (
@@ -261,7 +261,7 @@ def test_nothing_is_removed_or_rewritten_while_an_increment_is_made_after_it(
             backups.forget(newest, backups.of_subject(">"))
 
     added: list[Backup] = []
-    with storing.locked_backups(newest.directory.parent, alone=False):
+    with storage.locked_backups(newest.directory.parent, alone=False):
         removing = threading.Thread(target=remove)
         removing.start()
         added.append(backed_up(tmp_path, MOMENTS[2], since=newest, hours=5))

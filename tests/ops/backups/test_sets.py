@@ -22,7 +22,7 @@ from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationErro
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.metadata import UNFINISHED
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, restoring_sets, scheduling, set_order
+from aviso_workers.ops.backups import Backup, schedules, set_order, set_restore
 from aviso_workers.server import NatsServer
 from tests.waits import PATIENCE_SECONDS
 
@@ -299,7 +299,7 @@ class StoppedError(Exception):
 async def test_a_set_that_is_not_whole_keeps_workers_out_and_is_gone_on_with(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restoring_sets, "STANDSTILL_SECONDS", 0.1)
+    monkeypatch.setattr(set_restore, "STANDSTILL_SECONDS", 0.1)
     async with site.app:
         there = await make_small_set(site, tmp_path)
         await site.delete_all()
@@ -360,7 +360,7 @@ async def test_a_set_is_gone_on_with_after_a_kill(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(restoring_sets, "STANDSTILL_SECONDS", 0.1)
+    monkeypatch.setattr(set_restore, "STANDSTILL_SECONDS", 0.1)
     async with site.app:
         there = await make_small_set(site, tmp_path)
         await site.delete_all()
@@ -378,7 +378,7 @@ async def test_a_set_is_gone_on_with_after_a_kill(
 async def test_what_a_killed_restore_had_asked_for_is_taken_over_though_a_server_makes_it_late(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restoring_sets, "STANDSTILL_SECONDS", 0.1)
+    monkeypatch.setattr(set_restore, "STANDSTILL_SECONDS", 0.1)
     async with site.app:
         there = await make_small_set(site, tmp_path)
         await site.delete_all()
@@ -485,7 +485,7 @@ async def test_attempts_that_leave_backups_and_no_set_are_made_less_and_less_oft
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduling, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(schedules, "AGAIN_SECONDS", 0.05)
     config = write_config(nats_server.url, name="schedule.yaml")
     async with site.app:
         await site.rows.put("a", 1)
@@ -545,7 +545,7 @@ async def test_a_consumer_that_the_server_does_not_list_yet_is_taken_back(
                 raise NotFoundError("consumer not found")
             return await reset(self, stream, consumer, sequence=sequence)
 
-        monkeypatch.setattr(type(backend), "consumers", none_listed)
+        monkeypatch.setattr(set_restore._Restoring, "_consumers", none_listed)
         monkeypatch.setattr(type(backend), "reset_consumer", soon)
         await site.restore(tmp_path)
         assert asked == ["slow", "slow"]
@@ -555,7 +555,7 @@ async def test_a_consumer_that_the_server_does_not_list_yet_is_taken_back(
 async def test_a_consumer_that_cannot_be_taken_back_ends_the_restore(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restoring_sets, "CONSUMER_SECONDS", 0.2)
+    monkeypatch.setattr(set_restore, "CONSUMER_SECONDS", 0.2)
     async with site.app:
         backend = site.app.session.backend
         await make_small_set(site, tmp_path / "before")

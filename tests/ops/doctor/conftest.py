@@ -16,10 +16,10 @@ from msgspec import Struct
 from aviso_workers import App, config
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
-from aviso_workers.ops.doctor import Scope, State, facts, judging
+from aviso_workers.ops.doctor import Scope, State, facts, judgements
 from aviso_workers.ops.doctor.checks import CHECKS
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.doctor.judging import Finding, Result
+from aviso_workers.ops.doctor.judgements import Finding, Result
 from aviso_workers.server import NatsServer
 from tests.waits import PATIENCE_SECONDS
 
@@ -58,7 +58,7 @@ class Seen(Struct, frozen=True):
 
 
 def judged(found: Facts) -> Seen:
-    return Seen(found, {result.check.code: result for result in judging.judge(CHECKS, found)})
+    return Seen(found, {result.check.code: result for result in judgements.judge(CHECKS, found)})
 
 
 async def gathered(loaded: Config, **scope: Any) -> Facts:

@@ -15,10 +15,11 @@ import anyio
 import pytest
 from msgspec import structs
 
-from aviso_workers import App, Backoff, Notification, Notify, Stream, outputs
+from aviso_workers import App, Backoff, Notification, Notify, Stream
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
-from aviso_workers.engine import dead_lettering, max_deliveries
+from aviso_workers.declare import outputs
+from aviso_workers.engine import dead_letter_store, max_deliveries
 from aviso_workers.ops.doctor import State
 from tests.ops.doctor.conftest import (
     SECOND,
@@ -61,8 +62,8 @@ async def leave_behind(server: Administration) -> None:
     await add_stream(server, "MARS", subjects=["mars.>"], duplicate_window=120 * SECOND)
     await add_stream(server, "SHORT", subjects=["short.>"], duplicate_window=10 * SECOND)
     await add_stream(server, "LONG", subjects=["long.>"], duplicate_window=3600 * SECOND)
-    await add_stream(server, dead_lettering.STREAM, subjects=[f"{dead_lettering.SUBJECT}.>"])
-    await server.request(f"{dead_lettering.SUBJECT}.field.index", b"{}")
+    await add_stream(server, dead_letter_store.STREAM, subjects=[f"{dead_letter_store.SUBJECT}.>"])
+    await server.request(f"{dead_letter_store.SUBJECT}.field.index", b"{}")
     await add_stream(server, max_deliveries.STREAM, subjects=[f"{max_deliveries.SUBJECT}.>"])
     await publish(server, "mars", 1)
     await add_consumer(server, "MARS", "field__index", max_deliver=1, ack_wait=SECOND // 10)

@@ -18,8 +18,8 @@ from aviso_workers.config import Config
 from aviso_workers.errors import BackendError
 from aviso_workers.jetstream.info import Replica
 from aviso_workers.ops.doctor import State
-from aviso_workers.server import running
-from aviso_workers.server.running import Node
+from aviso_workers.server import processes
+from aviso_workers.server.processes import Node
 from tests.ops.conftest import Run
 from tests.ops.doctor.conftest import Seen, add_consumer, add_stream, examined, gathered, judged, write
 from tests.waits import PATIENCE_SECONDS
@@ -48,12 +48,12 @@ class Cluster(Struct, frozen=True):
 def cluster(directory: Path) -> Iterator[Cluster]:
     (directory / "server.yaml").write_text(SERVER)
     try:
-        nodes = running.start(config.load(directory / "server.yaml", environ={}), directory=directory, nodes=3)
+        nodes = processes.start(config.load(directory / "server.yaml", environ={}), directory=directory, nodes=3)
         loaded = write(directory / "config.yaml", ",".join(node.url for node in nodes), reconnect_delay_ms=100)
         anyio.run(use_badly, loaded)
         yield Cluster(nodes, loaded)
     finally:
-        running.stop(directory)
+        processes.stop(directory)
 
 
 async def use_badly(loaded: Config) -> None:

@@ -12,15 +12,15 @@ from anyio import create_task_group
 from msgspec import structs
 
 from aviso_workers import App, Batch, Notification
+from aviso_workers.aviso.schema import StoragePolicy
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
+from aviso_workers.declare.batches import Batching
 from aviso_workers.errors import RefusedError
 from aviso_workers.jetstream.info import StreamConfig
-from aviso_workers.notifications import Batching
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Advisory
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.schema import StoragePolicy
 from tests.ops.doctor.conftest import (
     SECOND,
     Seen,

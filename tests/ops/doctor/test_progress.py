@@ -18,10 +18,10 @@ from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import AgentDisturbed
 from aviso_workers.jetstream.info import ConsumerConfig
+from aviso_workers.ops.deployment import RunAlone
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Advisory
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.observing import RunAlone
 from tests.ops.doctor.conftest import (
     MONITORED,
     SECOND,

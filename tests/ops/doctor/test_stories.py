@@ -19,8 +19,8 @@ from aviso_workers.events import AgentStarted, Settled
 from aviso_workers.ops import stream_policy
 from aviso_workers.ops.doctor import State, durability
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.server import NatsServer, profiles, running
-from aviso_workers.server.running import Node
+from aviso_workers.server import NatsServer, processes, profiles
+from aviso_workers.server.processes import Node
 from tests.ops.doctor.conftest import (
     SECOND,
     Seen,
@@ -170,13 +170,13 @@ def production(directory: Path) -> Iterator[Cluster]:
             monitors = tuple(f"http://127.0.0.1:{node.monitoring_port}" for node in nodes)
             yield Cluster(loaded, monitors, directory / "backups")
         finally:
-            running.stop(directory)
+            processes.stop(directory)
 
 
 def start(directory: Path, store_dir: Path) -> tuple[Node, ...]:
     loaded = load(directory, store_dir, ())
     server, _ = profiles.choose(loaded, profile="production")
-    return running.start(structs.replace(loaded, server=server), directory=directory, nodes=3, detached=False)
+    return processes.start(structs.replace(loaded, server=server), directory=directory, nodes=3, detached=False)
 
 
 def load(directory: Path, store_dir: Path, nodes: tuple[Node, ...]) -> Config:
@@ -201,7 +201,7 @@ async def hear_of_all_requests(loaded: Config) -> None:
 
 async def stored(server: Administration) -> int:
     """Bytes of all replicas, by what the leaders have."""
-    streams = await server.pages("STREAM.LIST", "streams")
+    streams = (await server.api("STREAM.LIST"))["streams"]
     return sum(each["state"]["bytes"] * each["config"]["num_replicas"] for each in streams)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aviso_workers.ops.doctor.checks import clients, cluster, consumers, progress, servers, streams
-from aviso_workers.ops.doctor.judging import Check
+from aviso_workers.ops.doctor.judgements import Check
 
 __all__ = ["CHECKS"]
 

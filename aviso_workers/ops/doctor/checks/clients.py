@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from aviso_workers import outputs
-from aviso_workers.agents import Agent
+from aviso_workers.declare import outputs
+from aviso_workers.declare.agents import Agent
 from aviso_workers.jetstream.fields import SECOND, readable
 from aviso_workers.ops.doctor import certificates
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.doctor.judging import Check, Finding, State, check
-from aviso_workers.ops.doctor.monitoring import LOOPBACK
+from aviso_workers.ops.doctor.judgements import Check, Finding, State, check
+from aviso_workers.ops.doctor.monitoring_port import LOOPBACK
 
 __all__ = ["CHECKS"]
 

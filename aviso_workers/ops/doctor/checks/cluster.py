@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
-from aviso_workers.engine import dead_lettering, deferring, max_deliveries
+from aviso_workers.engine import dead_letter_store, delayed_messages, max_deliveries
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
+from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
 
 __all__ = ["CHECKS"]
 
@@ -126,8 +126,8 @@ def unlimited_account(facts: Facts) -> Iterator[Finding]:
 def own_streams_refused(facts: Facts) -> Iterator[Finding]:
     if not facts.after.account.limits.max_bytes_required:
         return
-    letters = [] if facts.config.workers.dead_letters.max_bytes else [dead_lettering.STREAM]
-    for name in (*letters, dead_lettering.RETRIES, deferring.STREAM, max_deliveries.STREAM):
+    letters = [] if facts.config.workers.dead_letters.max_bytes else [dead_letter_store.STREAM]
+    for name in (*letters, dead_letter_store.RETRIES, delayed_messages.STREAM, max_deliveries.STREAM):
         if name not in facts.streams:
             yield Finding(stream=name, found="the account has max_bytes_required, and refuses it")
 

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 
-from aviso_workers import schema, topics
+from aviso_workers.aviso import schema, topics
 from aviso_workers.config.streams import event_streams
+from aviso_workers.declare.batches import Batch
 from aviso_workers.engine import max_deliveries
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerInfo
-from aviso_workers.notifications import Batch
 from aviso_workers.ops import agent_report
 from aviso_workers.ops.doctor.checks.streams import overlap
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
+from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
 
 __all__ = ["CHECKS"]
 

@@ -9,13 +9,14 @@ from functools import partial
 
 from msgspec import structs
 
-from aviso_workers import agents, schema, topics
+from aviso_workers.aviso import schema, topics
+from aviso_workers.declare import agents
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
-from aviso_workers.ops import observing, stuck
+from aviso_workers.ops import deployment, stuck
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.doctor.judging import Check, Finding, State, about, check
+from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
 
 __all__ = ["CHECKS"]
 
@@ -198,7 +199,7 @@ def without_consumer(facts: Facts) -> Iterator[Finding]:
         known = facts.records.get(key)
         stream = facts.streams[key[0]]
         if known is None or not known.holds_for(stream.created):
-            found = f"{observing.why_none(known)}; nothing waits for the agent{_of_work_queue(stream)}"
+            found = f"{deployment.why_none(known)}; nothing waits for the agent{_of_work_queue(stream)}"
             cure = "start a worker of {app}, if one is meant to run here. " + CANNOT_MAKE
             yield Finding(stream=key[0], consumer=key[1], found=found, state=State.WARN, cure=cure)
 

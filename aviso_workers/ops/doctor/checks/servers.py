@@ -11,8 +11,8 @@ from functools import partial
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.ops.doctor import durability
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.doctor.judging import Check, Finding, State, check
-from aviso_workers.ops.doctor.monitoring import LOOPBACK
+from aviso_workers.ops.doctor.judgements import Check, Finding, State, check
+from aviso_workers.ops.doctor.monitoring_port import LOOPBACK
 
 __all__ = ["CHECKS"]
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from functools import partial
 
 from aviso_workers.config.streams import OURS
-from aviso_workers.engine import dead_lettering, deferring, max_deliveries, tabling
+from aviso_workers.engine import dead_letter_store, delayed_messages, max_deliveries, table_store
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import NEVER, StreamInfo
 from aviso_workers.jetstream.metadata import OF_SET, UNFINISHED
 from aviso_workers.jetstream.specs import stated
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.doctor.judging import Check, Finding, State, check
-from aviso_workers.ops.mirroring import STALE_SECONDS
+from aviso_workers.ops.doctor.judgements import Check, Finding, State, check
+from aviso_workers.ops.mirrors import STALE_SECONDS
 
 __all__ = ["CHECKS", "overlap"]
 
@@ -24,7 +24,7 @@ COPIES = 3
 NEARLY_FULL, FULL = 0.80, 0.95
 MANY_GAPS, GAPS_PER_MESSAGE = 10_000, 10
 BY_KEY = "KV_"
-OF_SHORT_LIVES = (dead_lettering.RETRIES, max_deliveries.STREAM)
+OF_SHORT_LIVES = (dead_letter_store.RETRIES, max_deliveries.STREAM)
 """Streams of ours that forget within days, and hold only what failed."""
 
 OUR_COPIES = "set notification_backend.jetstream.replicas: 3, and start a worker that uses {stream}"
@@ -331,11 +331,11 @@ def _copies(stream: StreamInfo) -> Finding:
 
 def _keeps_state(stream: StreamInfo) -> bool:
     """Tables, counters and what is to be delivered later hold what is needed: they must not forget by themselves."""
-    return stream.name.startswith(BY_KEY) or stream.name in (tabling.COUNTERS, deferring.STREAM)
+    return stream.name.startswith(BY_KEY) or stream.name in (table_store.COUNTERS, delayed_messages.STREAM)
 
 
 def _is_letters(stream: StreamInfo) -> bool:
-    return stream.name == dead_lettering.STREAM
+    return stream.name == dead_letter_store.STREAM
 
 
 def _is_marked(stream: StreamInfo, mark: str) -> bool:

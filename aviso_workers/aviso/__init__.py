@@ -1,0 +1,1 @@
+"""Aviso's contract, pure: event types and identifiers, topics, notifications, their wire format, positions."""

@@ -1,0 +1,397 @@
+"""A notification on the wire: subject, headers and body of its message, and back.
+
+The only knowledge of Aviso's wire format (aviso-server's JetStream messages). The identifier is in the subject, the
+payload alone is the body: JSON, compact, keys sorted. A spatial field travels in headers. Nothing here sends.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from aviso_workers.aviso import schema, spatial, topics
+from aviso_workers.aviso.notifications import Notification
+from aviso_workers.aviso.schema import (
+    EventType,
+    ExpverHandler,
+    PointCloudHandler,
+    PolygonHandler,
+    Rule,
+    StringHandler,
+    Where,
+    parse_where,
+)
+from aviso_workers.errors import InvalidPayloadError, UndecodableError, describe
+
+__all__ = [
+    "MARKER_HEADER",
+    "UNREADABLE_JSON",
+    "Message",
+    "NotificationReader",
+    "NotificationWriter",
+    "addressed",
+    "encode",
+    "encode_payload",
+    "encode_texts",
+    "is_marker",
+    "read_json",
+    "read_number",
+    "store_time",
+]
+
+BBOX_HEADER = "spatial_bbox"
+GEOMETRY_HEADER = "spatial_geometry"
+POINT_CLOUD_HEADER = "spatial_point_cloud"
+POLYGON = "polygon"
+"""The one field name whose polygon an aviso-server carries in a header."""
+POINT_CLOUD = "point_cloud"
+
+SPATIAL_HEADERS = {POLYGON: GEOMETRY_HEADER, POINT_CLOUD: POINT_CLOUD_HEADER}
+MOST_KNOWN = 10_000
+LONGEST_KNOWN = 100
+"""Characters of a value that is remembered: others choose them."""
+LEFT_OUT = frozenset({"", "*"})
+"""What a subject has in place of a field that the publisher left out."""
+SURELY_SHORT = 900
+"""Characters of a subject that cannot be too long, however many bytes they have."""
+REMEMBERED = frozenset({str, int})
+"""Types of values of which equal ones are spelled alike: 1.0 equals 1, and so does True."""
+NO_HEADERS: Mapping[str, str] = {}
+MARKER_HEADER = "Nats-Marker-Reason"
+"""JetStream's, of what it stores where a stream has a `subject_delete_marker_ttl` and a subject's last message goes."""
+
+T = TypeVar("T")
+LARGEST_NUMBER = 2**63 - 1
+"""Of what we count and of nanoseconds: more fits into no field of JetStream's."""
+
+MOST_EXTREME = 2000
+"""Numbers of a payload with an exponent of three digits. To read one near the ends of what a float can be takes 12 us,
+a hundred times as long as any other, and nothing else runs meanwhile.
+"""
+SURELY_FAST = MOST_EXTREME * len("1e308,")
+"""Bytes of a payload in which there is no room for more of them."""
+_EXPONENTS = bytes.maketrans(b"E123456789+", b"e000000000-")
+"""Makes every exponent of three digits look like `e000` or `e-000`."""
+_EXTREME = re.compile(rb"[\[,:\s]-?[0-9.]+[eE][+-]?[0-9]{3}")
+_encoder = msgspec.json.Encoder(order="sorted")
+_decode_json = msgspec.json.Decoder().decode
+
+
+class Message(Struct, frozen=True, kw_only=True, gc=False):
+    """A message as a stream holds it."""
+
+    subject: str
+    data: bytes
+    headers: Mapping[str, str] | None = None
+    """Of several values of one name, the last."""
+    sequence: int = 0
+    timestamp_ns: int = 0
+    """Store time, nanoseconds since 1970 UTC."""
+
+
+def store_time(message: Message) -> datetime:
+    """When the stream stored it, UTC, cut to whole microseconds: a replay from this time begins with it."""
+    return datetime.fromtimestamp(message.timestamp_ns // 1000 / 1e6, UTC)  # a float holds microseconds until 2255
+
+
+def is_marker(message: Message) -> bool:
+    """Whether the server has stored it to say that the last message of its subject is gone: it is no notification."""
+    return not message.data and message.headers is not None and MARKER_HEADER in message.headers
+
+
+UNREADABLE_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that somebody else may have written."""
+
+
+def read_json(data: bytes, type: type[T]) -> T:
+    """Return the value of JSON that somebody else may have written. Raises `UndecodableError`, whatever is wrong."""
+    try:
+        return msgspec.json.decode(data, type=type)
+    except UNREADABLE_JSON as error:
+        raise UndecodableError(f"not the JSON of a {type.__name__}: {error}") from error
+
+
+def read_number(text: str) -> int:
+    """Return a number from 0 on, of up to 64 bits, that somebody else may have written. Raises `UndecodableError`."""
+    digits = text if len(text) < 20 and text.isascii() and text.isdecimal() else ""
+    if not digits or int(digits) > LARGEST_NUMBER:
+        raise UndecodableError(f"{reprlib.repr(text)} is no whole number of 64 bits")
+    return int(digits)
+
+
+def encode(name: str, event_type: EventType, identifier: Mapping[str, str], payload: Any) -> Message:
+    """The message for a canonical identifier (see `schema.canonical_identifier`) and a payload.
+
+    The payload is any JSON value, or anything that msgspec turns into one; None counts as absent. Raises
+    `InvalidPayloadError`, or `InvalidNotificationError` where a value cannot stand in a subject.
+    """
+    if payload is None and event_type.payload is not None and event_type.payload.required:
+        raise InvalidPayloadError(f"{name}: a payload is required")
+    return addressed(name, event_type, identifier, encode_payload(name, payload))
+
+
+def addressed(name: str, event_type: EventType, identifier: Mapping[str, str], data: bytes) -> Message:
+    """The message of this body for a canonical identifier. Raises `InvalidNotificationError` as `encode` does."""
+    return Message(
+        subject=topics.topic(name, event_type, identifier),
+        data=data,
+        headers=_spatial_headers(event_type, identifier),
+    )
+
+
+def encode_texts(name: str, texts: Iterable[str]) -> list[bytes]:
+    """The bodies of payloads that are JSON already. Raises `InvalidPayloadError`."""
+    decode, encode = _decode_json, _encoder.encode
+    try:
+        return [encode(decode(text)) for text in texts]
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise InvalidPayloadError(f"{name}: a payload is not JSON: {error}") from error
+
+
+def encode_payload(name: str, payload: Any) -> bytes:
+    """The body of a message. Raises `InvalidPayloadError`."""
+    try:
+        data = _encoder.encode(payload)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidPayloadError(f"{name}: the payload is not JSON: {error}") from error
+    # The encoder writes NaN and infinity as null; JSON has neither, and silence would change the value.
+    if b"null" in data and _holds_non_finite(msgspec.to_builtins(payload)):
+        raise InvalidPayloadError(f"{name}: the payload holds NaN or an infinity, which JSON cannot carry")
+    return data
+
+
+def _holds_non_finite(value: Any) -> bool:
+    match value:
+        case float():
+            return not math.isfinite(value)
+        case dict():
+            return any(_holds_non_finite(item) for item in value.values())
+        case list() | tuple() | set() | frozenset():
+            return any(_holds_non_finite(item) for item in value)
+        case _:
+            return False
+
+
+def _spatial_headers(event_type: EventType, identifier: Mapping[str, str]) -> dict[str, str] | None:
+    """Where a notification lies; None where its event type says no place."""
+    for field, rule in event_type.identifier.items():
+        match rule:
+            case PolygonHandler():
+                box = spatial.Box.around(spatial.parse_polygon(identifier[field]).ring)
+                headers = {BBOX_HEADER: box.header()}
+                return headers | {GEOMETRY_HEADER: identifier[field]} if field == POLYGON else headers
+            case PointCloudHandler():
+                box = spatial.Box.around(spatial.parse_cloud(identifier[field]))
+                return {BBOX_HEADER: box.header(), POINT_CLOUD_HEADER: identifier[field]}
+    return None
+
+
+class NotificationWriter:
+    """Turns notifications of one event type into messages. Made once, used for many: of the values that come again and
+    again it remembers how a subject spells them."""
+
+    def __init__(self, name: str, event_type: EventType) -> None:
+        self._name = name
+        self._event_type = event_type
+        place = schema.topic_of(name, event_type)
+        self._base = topics.encode_token(place.base)
+        self._known: dict[str, dict[object, str]] = {field: {} for field in place.key_order}
+        """By field, the tokens of texts and whole numbers."""
+        self._all_routed = set(place.key_order) == set(event_type.identifier)
+
+    def message(self, identifier: Mapping[str, Any], payload: Any) -> Message:
+        """Raises `InvalidNotificationError`."""
+        subject = self._known_subject(identifier)
+        if subject is not None and payload is not None:
+            return Message(subject=subject, data=encode_payload(self._name, payload))
+        canonical = schema.canonical_identifier(self._name, self._event_type, identifier)
+        message = encode(self._name, self._event_type, canonical, payload)
+        for field, known in self._known.items():
+            if len(known) == MOST_KNOWN:
+                known.clear()
+            if type(identifier[field]) in REMEMBERED:
+                known[identifier[field]] = topics.encode_token(canonical[field])
+        return message
+
+    def _known_subject(self, identifier: Mapping[str, Any]) -> str | None:
+        if not self._all_routed or len(identifier) != len(self._known):
+            return None
+        tokens = [self._base]
+        try:
+            for field, known in self._known.items():
+                value = identifier[field]
+                if type(value) not in REMEMBERED:
+                    return None
+                tokens.append(known[value])
+        except KeyError:
+            return None
+        subject = ".".join(tokens)
+        return subject if len(subject) < SURELY_SHORT else None
+
+
+class NotificationReader:
+    """Turns the stored messages of one event type into notifications of one payload type, and leaves out what a
+    filter does not let through. Made once, used for many."""
+
+    def __init__(
+        self, name: str, event_type: EventType, *, where: Where | None = None, payload_type: Any = Any
+    ) -> None:
+        self._name = name
+        self._where = where or parse_where(name, event_type, {})
+        self._keys = self._where.topic.key_order
+        self._selective = bool(self._where.conditions or self._where.place)
+        self._base = self._where.topic.base
+        rules = event_type.identifier
+        checks = [
+            (position, _Check(field, rules[field]))
+            for position, field in enumerate(self._keys, 1)
+            if field in rules and not _takes_any_text(rules[field])
+        ]
+        self._checks = [(position, check.known, check.add) for position, check in checks]
+        self._spatial = [
+            (field, header, _Check(field, rules[field])) for field, header in SPATIAL_HEADERS.items() if field in rules
+        ]
+        self._decode_payload = _payload_decoder(payload_type)
+
+    def matches(self, message: Message) -> bool:
+        """Whether the filter lets the message through, whatever its payload, and also where it `is_marker`."""
+        try:
+            return self._lets_through(self._tokens(message.subject), message)
+        except UndecodableError:
+            return False
+
+    def notification(self, message: Message, *, num_delivered: int = 1) -> Notification[Any] | None:
+        """The notification; None where the filter does not let it through, or the message is a server's marker.
+
+        Raises `UndecodableError`, with the path of the mistake where the payload does not fit its type.
+        """
+        if not message.data and is_marker(message):
+            return None
+        subject = message.subject
+        tokens = self._tokens(subject)
+        if self._selective and not self._lets_through(tokens, message):
+            return None
+        if tokens[0] != self._base:
+            raise UndecodableError(f"{subject!r} is no subject of {self._name}")
+        for position, known, add_known in self._checks:
+            if tokens[position] not in known:
+                add_known(tokens[position])
+        headers = message.headers if message.headers is not None else NO_HEADERS
+        identifier = dict(zip(self._keys, tokens[1:], strict=True))
+        if not LEFT_OUT.isdisjoint(tokens):  # decoded, they mean that the publisher left the field out
+            identifier = {key: value for key, value in identifier.items() if value not in LEFT_OUT}
+        for field, header, check in self._spatial:
+            if header in headers and field not in identifier:
+                identifier[field] = headers[header]
+                check.add(headers[header])
+        return Notification(
+            event_type=self._name,
+            identifier=identifier,
+            payload=self._decode_payload(message.data),
+            sequence=message.sequence,
+            time=store_time(message),
+            topic=subject,
+            headers=headers,
+            num_delivered=num_delivered,
+        )
+
+    def _tokens(self, subject: str) -> Sequence[str]:
+        tokens = topics.decode_subject(subject) if "%" in subject else subject.split(".")
+        if len(tokens) != len(self._keys) + 1:
+            raise UndecodableError(
+                f"{subject!r} has {len(tokens) - 1} identifier values, {self._name} has {len(self._keys)}"
+            )
+        return tokens
+
+    def _lets_through(self, tokens: Sequence[str], message: Message) -> bool:
+        return self._where.matches(tokens, _footprint(message) if self._where.place else None)
+
+
+def _takes_any_text(rule: Rule) -> bool:
+    return isinstance(rule, ExpverHandler) or (isinstance(rule, StringHandler) and rule.max_length is None)
+
+
+class _Check:
+    """Whether the values of one identifier field are what its rule allows. It remembers those that are."""
+
+    __slots__ = ("_field", "_rule", "known")
+
+    def __init__(self, field: str, rule: Rule) -> None:
+        self._field = field
+        self._rule = rule
+        self.known = set(LEFT_OUT)
+
+    def add(self, value: str) -> None:
+        """Raises `UndecodableError` where the rule does not allow the value."""
+        try:
+            self._rule.canonical(value)
+        except ValueError as problem:
+            raise UndecodableError(f"identifier field {self._field!r} {problem}") from problem
+        if len(value) > LONGEST_KNOWN:
+            return
+        if len(self.known) >= MOST_KNOWN:
+            self.known.clear()
+            self.known.update(LEFT_OUT)
+        self.known.add(value)
+
+
+def _footprint(message: Message) -> spatial.Footprint:
+    headers = message.headers or {}
+    geometry: object = headers.get(GEOMETRY_HEADER)
+    if geometry is None:
+        body = _decode_raw(message.data)
+        geometry = body.get(GEOMETRY_HEADER) if isinstance(body, dict) else None
+    return spatial.Footprint(
+        bbox=headers.get(BBOX_HEADER), geometry=geometry, point_cloud=headers.get(POINT_CLOUD_HEADER)
+    )
+
+
+def _payload_decoder(payload_type: Any) -> Callable[[bytes], Any]:
+    """An empty body is null, JSON is its value, anything else is its text, as an aviso-server reads it."""
+    decoder = msgspec.json.Decoder(payload_type)
+
+    def decode(data: bytes) -> Any:
+        if len(data) > SURELY_FAST:
+            _refuse_slow(data)
+        try:
+            return decoder.decode(data or b"null")
+        except msgspec.ValidationError as error:
+            raise UndecodableError(f"the payload does not fit: {error}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return decode_text(data.decode("utf-8", "replace"))
+        except Exception as error:  # the type's own, as from `__post_init__`
+            raise UndecodableError(f"the payload does not fit: {describe(error)}") from error
+
+    def decode_text(text: str) -> Any:
+        try:
+            value = msgspec.json.decode(text)
+        except (msgspec.DecodeError, RecursionError):
+            value = text
+        try:
+            return msgspec.convert(value, payload_type)
+        except msgspec.ValidationError as error:
+            raise UndecodableError(f"the payload does not fit: {error}") from error
+        except Exception as error:
+            raise UndecodableError(f"the payload does not fit: {describe(error)}") from error
+
+    return decode
+
+
+def _refuse_slow(data: bytes) -> None:
+    """Raise UndecodableError for a payload of so many extreme numbers that to read it would stop the event loop."""
+    # Looking at shapes takes an eighth of the time of looking at numbers, and misses none.
+    shapes = data.translate(_EXPONENTS)
+    if shapes.count(b"e000") + shapes.count(b"e-000") <= MOST_EXTREME:
+        return
+    if len(_EXTREME.findall(data)) > MOST_EXTREME:
+        raise UndecodableError(f"the payload has more than {MOST_EXTREME} numbers with an exponent of three digits")
+
+
+_decode_raw = _payload_decoder(Any)

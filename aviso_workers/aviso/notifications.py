@@ -1,0 +1,95 @@
+"""Notifications: what authors receive, what they publish, and what they get back.
+
+A notification is an identifier and a payload, with the sequence and the time at which its stream stored it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Generic, TypeVar
+
+from msgspec import Struct, field
+
+from aviso_workers.aviso import spatial
+
+__all__ = ["Notification", "Notify", "Receipt"]
+
+T = TypeVar("T")
+
+
+class Notification(Struct, Generic[T], frozen=True, kw_only=True):
+    """One notification as an agent, a watch or a replay sees it.
+
+    Only `event_type`, `identifier` and `payload` are needed to make one by hand, as a unit test does.
+    """
+
+    event_type: str
+    identifier: Mapping[str, str]
+    """Canonical values by field name: those in the event type's `key_order`, and its spatial field if any."""
+    payload: T
+    """The payload, as the type that the agent asked for, or as the plain JSON value."""
+    sequence: int = 0
+    """The stream sequence: grows with every notification stored, may have holes."""
+    time: datetime = datetime(1970, 1, 1, tzinfo=UTC)
+    """When the stream stored it, UTC."""
+    topic: str = ""
+    """The NATS subject it was stored under, as on the wire."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    num_delivered: int = 1
+    """How often it was handed to this agent, this time included. Crashes and deploys count as well."""
+
+    @property
+    def id(self) -> str:
+        """`<event type>@<sequence>`, the id of its CloudEvent."""
+        return f"{self.event_type}@{self.sequence}"
+
+    def cloud_event(self, base_url: str, *, spatial_arrays: bool = False) -> dict[str, Any]:
+        """The CloudEvent 1.0 that an aviso-server with this `application.base_url` sends for it.
+
+        With `spatial_arrays`, polygons and point clouds are arrays of [latitude, longitude], as an aviso-server from
+        0.10 on has them; else they are text, as before.
+        """
+        base_url = base_url.rstrip("/")
+        identifier = spatial.with_arrays(self.identifier) if spatial_arrays else dict(self.identifier)
+        return {
+            "specversion": "1.0",
+            "id": self.id,
+            "source": base_url,
+            "type": f"int.ecmwf.aviso.{self.event_type}",
+            "time": self.time.isoformat().replace("+00:00", "Z"),
+            "datacontenttype": "application/json",
+            "dataschema": f"{base_url}/schema/{self.event_type}",
+            "data": {"identifier": identifier, "payload": self.payload},
+        }
+
+
+class Notify(Struct, frozen=True):
+    """A notification to be published."""
+
+    event_type: str
+    identifier: Mapping[str, Any]
+    payload: Any = None
+    message_id: str | None = None
+    """With one of your own, a repeat within the stream's duplicate window is recognised and stored once."""
+    ttl: int | None = None
+    """Whole seconds, at least 1, after which the stream forgets it, if its own limits have not made it before. It
+    needs nats-server 2.11 and a stream with `allow_msg_ttl`. Of one that is delivered later it begins then."""
+    deliver_at: datetime | None = None
+    """When it is to be stored, with a time zone; what is past means at once. It needs nats-server 2.12, and a worker
+    of any app at that time."""
+    deliver_after: float | None = None
+    """The same, as seconds from now."""
+
+
+class Receipt(Struct, frozen=True, kw_only=True):
+    """The server's word that a notification is stored, or that it waits until it is due."""
+
+    stream: str
+    sequence: int
+    """0 while it waits."""
+    duplicate: bool = False
+    """True where the stream already held a message of the same id: nothing new was stored."""
+    message_id: str
+    due: datetime | None = None
+    """When it will be stored, if it waits."""

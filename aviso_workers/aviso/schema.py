@@ -1,0 +1,684 @@
+"""Event types: what their identifiers may hold, how values are spelled, and what a filter means.
+
+`config` reads `notification_schema` into `EventType`s and asks `mistakes` and `check_bases_unique` about
+them; the publisher calls `canonical_identifier`; agents, watches and replays call `parse_where` once and
+`Where.matches` per message; `topics` turns both into NATS subjects.
+
+One value must have one spelling, because the subject is a notification's identity: every rule has a
+canonical form, the same as aviso-server's, so that both can share a stream. Rules are data, tagged by
+`type` exactly as in an aviso-server's YAML file.
+
+Not done here: subjects and their escapes (`topics`), headers and payloads (`codec`), file and line of a
+mistake (`config`). The `ValueError` of a rule says what was expected and starts with a verb; it becomes
+an `InvalidIdentifierError`, which names the event type and the field, at the border of this module.
+"""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import math
+import re
+import reprlib
+import sys
+from calendar import isleap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from aviso_workers.aviso import literals, spatial
+from aviso_workers.aviso.literals import Duration, Size
+from aviso_workers.errors import InvalidIdentifierError
+
+__all__ = [
+    "DateHandler",
+    "EnumHandler",
+    "EventType",
+    "ExpverHandler",
+    "FloatHandler",
+    "IntHandler",
+    "PayloadRule",
+    "PointCloudHandler",
+    "PolygonHandler",
+    "Rule",
+    "Span",
+    "StoragePolicy",
+    "StringHandler",
+    "TimeHandler",
+    "Topic",
+    "Where",
+    "canonical_identifier",
+    "check_bases_unique",
+    "mistakes",
+    "not_stored",
+    "parse_where",
+    "require_routable",
+    "topic_of",
+]
+
+_BASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_SPACE_OR_CONTROL = re.compile(r"[\x00-\x20\x7f-\x9f]")
+_DATE = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]{8})|([0-9]{4})-([0-9]{3})")
+_DATE_FORMATS = ("%Y%m%d", "%Y-%m-%d")
+_TIME = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))?|([0-9]{2})([0-9]{2})")
+_EXPVER_NUMBER = re.compile(r"\+?0*([0-9]{1,10})")
+_UNSIGNED_EXPONENT = re.compile(r"e(?=[0-9])")
+_INTEGER = re.compile(r"([+-]?)0*([0-9]{1,19})")
+
+_COMPARISONS = ("eq", "in", "gt", "gte", "lt", "lte", "between")
+_POLYGON, _POINT, _POINT_CLOUD = "polygon", "point", "point_cloud"
+_Number = TypeVar("_Number", int, float)
+
+
+class Span(msgspec.Struct, frozen=True):
+    """The numbers from `low` to `high`, both included, asked by their text: `"7" in span`.
+
+    `read` turns text into a number, or raises ValueError; what it cannot read is not in the span.
+    """
+
+    read: Callable[[str], float]
+    low: float
+    high: float
+
+    def __contains__(self, text: str) -> bool:
+        try:
+            return self.low <= self.read(text) <= self.high
+        except ValueError:
+            return False
+
+
+Condition = frozenset[str] | Span
+"""What one field of a filter accepts, asked with `in` and a canonical value."""
+
+
+class IdentifierRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """What one identifier field may hold.
+
+    `required` concerns watches and replays of an aviso-server only; a notification has every field.
+    """
+
+    required: bool
+    description: str | None = None
+
+    def canonical(self, value: str) -> str:
+        """The one spelling of `value`. Raises ValueError saying what was expected."""
+        raise NotImplementedError
+
+    def condition(self, operator: str, operand: object) -> Condition:
+        """What `{operator: operand}` accepts. Raises ValueError saying what was expected."""
+        raise ValueError(f"takes a value or a list of values; a {type(self).__name__} has no operators")
+
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """Options that cannot work: (option, what is wrong)."""
+        yield from ()
+
+
+class StringHandler(IdentifierRule, frozen=True, kw_only=True):
+    """Any text, as it is; `max_length` counts UTF-8 bytes."""
+
+    max_length: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+    def canonical(self, value: str) -> str:
+        if self.max_length is not None and len(value.encode(errors="surrogatepass")) > self.max_length:
+            raise ValueError(f"must be at most {self.max_length} bytes long, not {reprlib.repr(value)}")
+        return value
+
+
+class DateHandler(IdentifierRule, frozen=True, kw_only=True):
+    """A day, given as `2025-12-25`, `20251225` or `2025-359` (day of the year)."""
+
+    canonical_format: str = "%Y%m%d"
+
+    def canonical(self, value: str) -> str:
+        day = _read_date(value).isoformat()
+        if self.canonical_format not in _DATE_FORMATS:
+            raise ValueError(f"has the unsupported canonical_format {self.canonical_format!r}")
+        return day if self.canonical_format == "%Y-%m-%d" else day.replace("-", "")
+
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        if self.canonical_format not in _DATE_FORMATS:
+            yield "canonical_format", f"must be {' or '.join(_DATE_FORMATS)}, not {self.canonical_format!r}"
+
+
+class TimeHandler(IdentifierRule, frozen=True, kw_only=True):
+    """A time of day to the minute, given as `9`, `09`, `9:15`, `09:15` or `0915`; canonical is `0915`."""
+
+    def canonical(self, value: str) -> str:
+        found = _TIME.fullmatch(value)
+        hour, minute = (int(found[1] or found[3]), int(found[2] or found[4] or 0)) if found else (24, 0)
+        if hour > 23 or minute > 59:
+            raise ValueError(f"must be a time such as 9, 09:15 or 0915, not {reprlib.repr(value)}")
+        return f"{hour:02}{minute:02}"
+
+
+class EnumHandler(IdentifierRule, frozen=True, kw_only=True):
+    """One of `values`, in any case; canonical is lower case."""
+
+    values: tuple[str, ...]
+
+    def canonical(self, value: str) -> str:
+        lowered = value.lower()
+        if lowered not in _lower_case(self.values):
+            raise ValueError(f"must be one of {', '.join(self.values)}; not {reprlib.repr(value)}")
+        return lowered
+
+    def condition(self, operator: str, operand: object) -> Condition:
+        operands = _operands(operator, operand, known=("eq", "in"))
+        texts = [each for each in operands if isinstance(each, str)]
+        if len(texts) < len(operands):
+            raise ValueError(f"must be compared with text, not {reprlib.repr(operand)}")
+        return frozenset(map(self.canonical, texts))
+
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        if not self.values:
+            yield "values", "must name at least one value"
+
+
+class ExpverHandler(IdentifierRule, frozen=True, kw_only=True):
+    """An experiment version: numbers are padded to four digits, all else is lower case.
+
+    `default` stands in for empty text, not for a missing field.
+    """
+
+    default: str | None = None
+
+    def canonical(self, value: str) -> str:
+        given = value or self.default
+        if not given:
+            raise ValueError("must not be empty, because its rule has no default")
+        found = _EXPVER_NUMBER.fullmatch(given)
+        if found and (number := int(found[1])) < 2**32:
+            return f"{number:04}"
+        return given.lower()
+
+
+class IntHandler(IdentifierRule, frozen=True, kw_only=True):
+    """A whole number of 64 bits within `range`, ends included; canonical has no plus and no zeros ahead."""
+
+    range: tuple[int, int] | None = None
+
+    def canonical(self, value: str) -> str:
+        return str(_within(self.range, _read_int(value)))
+
+    def condition(self, operator: str, operand: object) -> Condition:
+        operands = _operands(operator, operand, known=_COMPARISONS)
+        numbers = [_within(self.range, _int_operand(each)) for each in operands]
+        if operator in ("eq", "in"):
+            return frozenset(map(str, numbers))
+        return _span(operator, numbers, read=_read_int, step=lambda number, sign: number + sign)
+
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        yield from _range_mistakes(self.range)
+
+
+class FloatHandler(IdentifierRule, frozen=True, kw_only=True):
+    """A finite number within `range`, ends included; canonical has the fewest digits and no exponent."""
+
+    range: tuple[float, float] | None = None
+
+    def canonical(self, value: str) -> str:
+        return literals.float_text(_within(self.range, _read_float(value)))
+
+    def condition(self, operator: str, operand: object) -> Condition:
+        operands = _operands(operator, operand, known=_COMPARISONS)
+        numbers = [_within(self.range, _float_operand(each)) for each in operands]
+        if operator in ("eq", "in"):
+            texts = frozenset(map(literals.float_text, numbers))
+            # Zero is one number, but has two spellings.
+            return texts | {"0", "-0"} if 0 in numbers else texts
+        return _span(operator, numbers, read=literals.parse_float, step=_neighbour)
+
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        yield from _range_mistakes(self.range)
+
+
+class PolygonHandler(IdentifierRule, frozen=True, kw_only=True):
+    """A closed ring `(lat,lon,...)`; it travels in headers, and its text stays as it was written."""
+
+    def canonical(self, value: object) -> str:
+        """The text of a polygon given as text or as an array of pairs. Raises ValueError."""
+        try:
+            return spatial.canonical_polygon(value)
+        except ValueError as problem:
+            raise ValueError(f"must be a polygon '(lat,lon,...)': {problem}") from problem
+
+
+class PointCloudHandler(IdentifierRule, frozen=True, kw_only=True):
+    """At least one point, as a JSON array `[[lat,lon],...]`; it travels in headers."""
+
+    max_points: Annotated[int, msgspec.Meta(ge=1, le=spatial.MOST_POINTS)] = spatial.MOST_POINTS
+
+    def canonical(self, value: object) -> str:
+        """The JSON text of a point cloud given as such or as an array of pairs. Raises ValueError."""
+        try:
+            return spatial.canonical_cloud(value, self.max_points)
+        except ValueError as problem:
+            raise ValueError(f"must be a point cloud '[[lat,lon],...]': {problem}") from problem
+
+
+Rule = (
+    StringHandler
+    | DateHandler
+    | TimeHandler
+    | EnumHandler
+    | ExpverHandler
+    | IntHandler
+    | FloatHandler
+    | PolygonHandler
+    | PointCloudHandler
+)
+
+
+class Topic(msgspec.Struct, frozen=True):
+    """Where notifications of an event type live: a stream's base and the fields that follow it, in order."""
+
+    base: str
+    key_order: tuple[str, ...]
+
+
+class PayloadRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether a notification must carry a payload."""
+
+    required: bool
+
+
+class StoragePolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """What an event type's stream keeps; None leaves the choice to the backend's configuration.
+
+    `allow_duplicates` keeps every notification of a topic instead of the newest one; None is the same as false, and
+    says that nobody has decided it.
+    """
+
+    retention_time: Duration | None = None
+    max_messages: int | None = None
+    max_size: Size | None = None
+    allow_duplicates: bool | None = None
+    compression: bool | None = None
+
+
+class EventType(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of `notification_schema`; keys that only concern an aviso-server are ignored."""
+
+    identifier: dict[str, Rule]
+    topic: Topic | None = None
+    payload: PayloadRule | None = None
+    storage_policy: StoragePolicy | None = None
+
+    @property
+    def allow_duplicates(self) -> bool | None:
+        """As the storage policy says; None where it does not."""
+        return self.storage_policy.allow_duplicates if self.storage_policy else None
+
+
+class Where(msgspec.Struct, frozen=True, kw_only=True):
+    """A filter, prepared by `parse_where`: what it asks of tokens, by position, and of the place.
+
+    The base is token 0, so the first entry of `key_order` is token 1.
+    """
+
+    topic: Topic
+    conditions: tuple[tuple[int, Condition], ...] = ()
+    place: spatial.Filter | None = None
+
+    def matches(self, tokens: Sequence[str], footprint: spatial.Footprint | None = None) -> bool:
+        """Whether a notification passes: `tokens` are those of its subject, decoded.
+
+        `footprint` is looked at only if `place` is set; without one, such a filter lets nothing through.
+        """
+        if len(tokens) != len(self.topic.key_order) + 1 or tokens[0] != self.topic.base:
+            return False
+        for position, accepted in self.conditions:
+            if tokens[position] not in accepted:
+                return False
+        return self.place is None or (footprint is not None and self.place.matches(footprint))
+
+
+def topic_of(event_type_name: str, event_type: EventType) -> Topic:
+    """The topic of an event type; one that states none has its name as base and all fields, sorted."""
+    if event_type.topic is not None:
+        return event_type.topic
+    return Topic(base=event_type_name, key_order=tuple(sorted(event_type.identifier)))
+
+
+def canonical_identifier(
+    event_type_name: str, event_type: EventType, identifier: Mapping[str, object]
+) -> dict[str, str]:
+    """Check the identifier of a notification about to be published, and spell its values canonically.
+
+    Every field of the schema must be there, whatever its rule says about `required`, and no other. Values
+    are text, numbers or booleans; polygons and point clouds may be arrays of pairs. A value that becomes
+    a part of the subject must not hold spaces or control characters.
+
+    Raises InvalidIdentifierError.
+    """
+    routed = topic_of(event_type_name, event_type).key_order
+    for field in identifier:
+        if field == _POINT:
+            problem = "is a filter of watches and replays, and no part of a notification"
+            raise InvalidIdentifierError(event_type_name, field, problem)
+        if field not in event_type.identifier:
+            raise _unknown(event_type_name, field, event_type.identifier)
+    canonical = {}
+    for field, rule in event_type.identifier.items():
+        if field not in identifier:
+            raise InvalidIdentifierError(event_type_name, field, "is missing; a notification has every field")
+        try:
+            canonical[field] = _canonical(rule, identifier[field])
+            if field in routed:
+                require_routable(canonical[field])
+        except ValueError as problem:
+            raise InvalidIdentifierError(event_type_name, field, str(problem)) from problem
+    return canonical
+
+
+def parse_where(event_type_name: str, event_type: EventType, where: Mapping[str, object]) -> Where:
+    """Prepare the filter of an agent, a watch or a replay.
+
+    Per field: a value, a list of values of which any will do, or one operator, such as `{"gte": 4}`: `eq`
+    and `in` for enums and numbers; `gt`, `gte`, `lt`, `lte` and `between` for numbers. `polygon` lets
+    polygons and point clouds through that touch it, `point` polygons that contain it.
+
+    A field that is left out may have any value, even if its rule says `required: true`: unlike a request
+    to an aviso-server, an agent may want all there is. A field outside `key_order` cannot be asked for,
+    because stored notifications do not carry it.
+
+    Raises InvalidIdentifierError.
+    """
+    topic = topic_of(event_type_name, event_type)
+    places = _place_filters(event_type)
+    conditions = []
+    for field, wanted in where.items():
+        if field in places:
+            continue
+        if field not in event_type.identifier:
+            raise _unknown(event_type_name, field, (*event_type.identifier, *places))
+        try:
+            conditions.append((_position(topic, field), _condition(event_type.identifier[field], wanted)))
+        except ValueError as problem:
+            raise InvalidIdentifierError(event_type_name, field, str(problem)) from problem
+    conditions.sort(key=lambda condition: condition[0])
+    place = _place(event_type_name, {field: where[field] for field in places if field in where})
+    return Where(topic=topic, conditions=tuple(conditions), place=place)
+
+
+def mistakes(event_type_name: str, event_type: EventType) -> list[tuple[str, str]]:
+    """What cannot work in an event type: (key path, what is wrong), empty if all is well.
+
+    For bases that clash with each other's see `check_bases_unique`.
+    """
+    found = (
+        *_topic_mistakes(event_type_name, event_type),
+        *_identifier_mistakes(event_type),
+        *_storage_mistakes(event_type_name, event_type),
+    )
+    prefix = f"notification_schema.{event_type_name}"
+    return [(f"{prefix}.{path}" if path else prefix, message) for path, message in found]
+
+
+def not_stored(event_type: EventType) -> list[str]:
+    """Return the identifier fields whose values no message carries: neither its subject nor its headers."""
+    if event_type.topic is None:
+        return []
+    carried = {*event_type.topic.key_order, _POLYGON, _POINT_CLOUD}
+    return [field for field in event_type.identifier if field not in carried]
+
+
+def check_bases_unique(event_types: Mapping[str, EventType]) -> list[tuple[str, str]]:
+    """Bases that differ in case only, or not at all: (key path, what is wrong).
+
+    A stream is named after its base in upper case and belongs to one event type.
+    """
+    found: list[tuple[str, str]] = []
+    owners: dict[str, str] = {}
+    for name, event_type in event_types.items():
+        base = topic_of(name, event_type).base
+        owner = owners.setdefault(base.lower(), name)
+        if owner != name:
+            message = f"Schemas {owner!r} and {name!r} both define topic base {base!r}; case is ignored"
+            found.append((f"notification_schema.{name}.topic.base", message))
+    return found
+
+
+def require_routable(text: str) -> None:
+    """Refuse text that cannot become a part of a NATS subject, however it is escaped. Raises ValueError.
+
+    A space, a tab and a line break end a subject on the wire; other control characters do so for some clients. An
+    escape would be easy, but no aviso-server writes one for them, and so one value would live under two subjects.
+    """
+    if not text:
+        raise ValueError("must not be empty")
+    if text.isprintable() and " " not in text:
+        return
+    if found := _SPACE_OR_CONTROL.search(text):
+        raise ValueError(f"must not hold {found[0]!r}, because a NATS subject cannot carry it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        raise ValueError(f"must not hold {text[problem.start]!r}, which is no character") from problem
+
+
+def _canonical(rule: Rule, value: object) -> str:
+    if isinstance(value, (list, tuple)) and isinstance(rule, (PolygonHandler, PointCloudHandler)):
+        text = rule.canonical(value)
+    else:
+        text = rule.canonical(_scalar_text(value))
+    if text in ("", "*"):
+        raise ValueError(f"must not be {text!r}, which stands for a field that was left out")
+    return text
+
+
+def _scalar_text(value: object) -> str:
+    """A JSON scalar as the text that an aviso-server has for it: an exponent has its sign."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(int(value))
+    if isinstance(value, float) and math.isfinite(value):
+        return _UNSIGNED_EXPONENT.sub("e+", msgspec.json.encode(float(value)).decode())
+    raise ValueError(f"must be text, a number or a boolean, not {reprlib.repr(value)}")
+
+
+def _condition(rule: Rule, wanted: object) -> Condition:
+    if isinstance(wanted, Mapping):
+        if len(wanted) != 1:
+            raise ValueError(f"must have exactly one operator, such as {{'gte': 4}}, not {len(wanted)}")
+        ((operator, operand),) = wanted.items()
+        accepted = rule.condition(operator, operand)
+    else:
+        values = wanted if isinstance(wanted, (list, tuple, set, frozenset)) else (wanted,)
+        accepted = frozenset(_canonical(rule, value) for value in values)
+    if isinstance(accepted, Span):
+        return accepted
+    if not accepted:
+        raise ValueError("must list at least one value")
+    for text in accepted:
+        require_routable(text)
+    return accepted
+
+
+def _position(topic: Topic, field: str) -> int:
+    if field in topic.key_order:
+        return topic.key_order.index(field) + 1
+    if field == _POINT_CLOUD:
+        raise ValueError(f"is no filter; {_POLYGON!r} finds the point clouds that it covers")
+    raise ValueError("is no filter, because it is not in key_order and so no stored notification carries it")
+
+
+def _place_filters(event_type: EventType) -> tuple[str, ...]:
+    """The names of the spatial filters that an event type knows."""
+    if isinstance(event_type.identifier.get(_POLYGON), PolygonHandler):
+        return (_POLYGON, _POINT)
+    if isinstance(event_type.identifier.get(_POINT_CLOUD), PointCloudHandler):
+        return (_POLYGON,)
+    return ()
+
+
+def _place(event_type_name: str, asked: Mapping[str, object]) -> spatial.Filter | None:
+    if len(asked) > 1:
+        raise InvalidIdentifierError(event_type_name, _POINT, f"cannot be combined with {_POLYGON!r}")
+    for field, wanted in asked.items():
+        try:
+            if field == _POINT:
+                return spatial.Containing(spatial.parse_point(wanted))
+            return spatial.Intersecting(spatial.parse_polygon(wanted))
+        except ValueError as problem:
+            raise InvalidIdentifierError(event_type_name, field, f"must be a {field}: {problem}") from problem
+    return None
+
+
+def _unknown(event_type_name: str, field: str, known: Iterable[str]) -> InvalidIdentifierError:
+    names = tuple(known)
+    near = difflib.get_close_matches(str(field), names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
+    return InvalidIdentifierError(event_type_name, field, f"is unknown; {hint}")
+
+
+def _topic_mistakes(event_type_name: str, event_type: EventType) -> Iterator[tuple[str, str]]:
+    topic, pattern = event_type.topic, _BASE.pattern
+    if topic is None:
+        if not _BASE.fullmatch(event_type_name):
+            yield "", f"has no topic, so its name is the topic base and must match {pattern}"
+        return
+    if not _BASE.fullmatch(topic.base):
+        yield "topic.base", f"must match {pattern}, not {topic.base!r}"
+    if not topic.key_order:
+        yield "topic.key_order", "must not be empty"
+    for position, field in enumerate(topic.key_order):
+        if field not in event_type.identifier:
+            yield "topic.key_order", f"names {field!r}, which is not in identifier"
+        if field in topic.key_order[:position]:
+            yield "topic.key_order", f"names {field!r} twice"
+        # A polygon may be named: aviso-servers still route by it, though its text is not canonical.
+        if field == _POINT_CLOUD:
+            yield "topic.key_order", f"must not name {field!r}, which travels in a header"
+
+
+def _identifier_mistakes(event_type: EventType) -> Iterator[tuple[str, str]]:
+    for field, rule in event_type.identifier.items():
+        path = f"identifier.{field}"
+        for option, message in rule.mistakes():
+            yield f"{path}.{option}", message
+        if isinstance(rule, PolygonHandler) and field != _POLYGON:
+            yield path, f"has a PolygonHandler, so its name must be {_POLYGON!r}: no other geometry is stored"
+        if isinstance(rule, PointCloudHandler) != (field == _POINT_CLOUD):
+            yield path, f"must be named {_POINT_CLOUD!r} if and only if it has a PointCloudHandler"
+        if field == _POINT:
+            yield path, "has a name that is reserved for the filter of watches and replays"
+    if _POINT_CLOUD in event_type.identifier:
+        if _POLYGON in event_type.identifier:
+            yield f"identifier.{_POLYGON}", "cannot stand beside point_cloud, whose filter has this name"
+        if event_type.topic is None:
+            yield f"identifier.{_POINT_CLOUD}", "needs a topic: without one, all fields are in the subject"
+
+
+def _storage_mistakes(event_type_name: str, event_type: EventType) -> Iterator[tuple[str, str]]:
+    policy = event_type.storage_policy
+    if policy is None:
+        return
+    if event_type.topic is None:
+        message = f"Schema {event_type_name!r} defines storage_policy but has no topic configuration"
+        yield "storage_policy", message
+    for option in ("retention_time", "max_messages", "max_size"):
+        value = getattr(policy, option)
+        if value is not None and value <= 0:
+            yield f"storage_policy.{option}", "must be > 0"
+
+
+def _operands(operator: str, operand: object, *, known: Sequence[str]) -> Sequence[object]:
+    """The operands of one operator, in a sequence of the right length."""
+    if operator not in known:
+        raise ValueError(f"takes the operators {', '.join(known)}; not {operator!r}")
+    if operator not in ("in", "between"):
+        return (operand,)
+    if not isinstance(operand, (list, tuple)) or not operand:
+        raise ValueError(f"needs an array of at least one value after {operator!r}")
+    if operator == "between" and len(operand) != 2:
+        raise ValueError(f"needs [min, max] after 'between', not {len(operand)} values")
+    return operand
+
+
+def _span(
+    operator: str, numbers: Sequence[_Number], *, read: Callable[[str], _Number], step: Callable[..., _Number]
+) -> Span:
+    """The numbers that a comparison lets through; `step` gives the neighbour above (1) or below (-1)."""
+    first, last = numbers[0], numbers[-1]
+    if first > last:
+        raise ValueError(f"needs [min, max] after 'between', not [{first}, {last}]")
+    match operator:
+        case "gt":
+            return Span(read, step(first, 1), math.inf)
+        case "gte":
+            return Span(read, first, math.inf)
+        case "lt":
+            return Span(read, -math.inf, step(first, -1))
+        case "lte":
+            return Span(read, -math.inf, first)
+        case _:
+            return Span(read, first, last)
+
+
+def _neighbour(number: float, sign: int) -> float:
+    return math.nextafter(number, sign * math.inf)
+
+
+def _within(bounds: tuple[_Number, _Number] | None, number: _Number) -> _Number:
+    if bounds is not None and not bounds[0] <= number <= bounds[1]:
+        raise ValueError(f"must be within [{bounds[0]}, {bounds[1]}], not {number}")
+    return number
+
+
+def _range_mistakes(bounds: tuple[float, float] | None) -> Iterator[tuple[str, str]]:
+    if bounds is not None and not bounds[0] <= bounds[1]:
+        yield "range", f"must be [min, max] with min <= max, not [{bounds[0]}, {bounds[1]}]"
+
+
+def _read_date(text: str) -> datetime.date:
+    try:
+        found = _DATE.fullmatch(text)
+        if not found:
+            raise ValueError("neither a calendar date nor a day of the year")
+        if found[1]:
+            return datetime.date.fromisoformat(text)
+        year, day = int(found[2]), int(found[3])
+        if not 1 <= day <= 365 + isleap(year):
+            raise ValueError("no such day of the year")
+        return datetime.date(year, 1, 1) + datetime.timedelta(days=day - 1)
+    except ValueError as problem:
+        shown = reprlib.repr(text)
+        raise ValueError(f"must be a date such as 2025-12-25, 20251225 or 2025-359, not {shown}") from problem
+
+
+def _read_int(text: str) -> int:
+    found = _INTEGER.fullmatch(text)
+    number = int(found[1] + found[2]) if found else None
+    if number is None or not -(2**63) <= number < 2**63:
+        raise ValueError(f"must be a whole number of 64 bits, not {reprlib.repr(text)}")
+    return number
+
+
+def _read_float(text: str) -> float:
+    try:
+        return literals.parse_float(text)
+    except ValueError as problem:
+        raise ValueError(f"must be a finite number, not {reprlib.repr(text)}") from problem
+
+
+def _int_operand(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        raise ValueError(f"must be compared with whole numbers of 64 bits, not {reprlib.repr(value)}")
+    return int(value)
+
+
+def _float_operand(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"must be compared with finite numbers, not {reprlib.repr(value)}")
+    return float(value)
+
+
+@cache
+def _lower_case(values: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(value.lower() for value in values)

@@ -1,0 +1,287 @@
+"""Handing the messages of a durable consumer to its open readers, and taking their settlements.
+
+One `Dispatcher` per durable consumer. Whatever may make a delivery possible wakes it: a new message, a
+settlement, a reader with room again, a deadline. It then works on the event loop, in one go, until no
+reader has room or no message is left to deliver. There is no task, and so none to supervise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from aviso_workers.aviso.codec import Message
+from aviso_workers.backends import Delivery
+from aviso_workers.backends.in_memory.connection import Connection
+from aviso_workers.backends.in_memory.durable import Durable
+from aviso_workers.backends.in_memory.stream import Stream
+from aviso_workers.clocks import Clock, Timer
+from aviso_workers.errors import NotFoundError, UnavailableError
+from aviso_workers.jetstream import error_codes
+from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
+
+__all__ = ["Dispatcher", "InMemoryConsumer"]
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class InMemoryConsumer:
+    """An open reader of a durable consumer; see `backends.Consumer`."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        connection: Connection,
+        *,
+        deliver: Callable[[Delivery], None],
+        room: Callable[[], int],
+        priority: int,
+    ) -> None:
+        self.connection = connection
+        self.deliver = deliver
+        self.room = room
+        self.priority = priority
+        self.gone = anyio.Event()
+        self.settlements_lost = 0
+        self._dispatcher = dispatcher
+
+    @property
+    def pinned(self) -> bool:
+        return self._dispatcher.pinned is self
+
+    @property
+    def ready(self) -> bool:
+        """Whether it would take a delivery now."""
+        return self.connection.ready and self.room() > 0
+
+    def refill(self) -> None:
+        self._dispatcher.wake()
+
+    async def lost(self) -> None:
+        await self.gone.wait()
+        raise NotFoundError(f"{self._dispatcher.name}: was deleted", code=error_codes.CONSUMER_NOT_FOUND)
+
+    async def settled(self) -> None:
+        await self.connection.reach()
+        if self.settlements_lost:
+            raise UnavailableError(f"in_memory: {self.settlements_lost} settlements were lost with the connection")
+
+    async def stop(self) -> None:
+        self._dispatcher.leave(self)
+        await checkpoint()
+
+
+class InMemoryDelivery:
+    """One message of a durable consumer; see `backends.Delivery`. Settled without a connection, it is not."""
+
+    __slots__ = ("_dispatcher", "_losses", "_reader", "_until", "message", "num_delivered")
+
+    can_be_read_again = True
+
+    def __init__(self, dispatcher: Dispatcher, reader: InMemoryConsumer, message: Message, num_delivered: int) -> None:
+        self.message = message
+        self.num_delivered = num_delivered
+        self._dispatcher = dispatcher
+        self._reader = reader
+        self._until = dispatcher.held_until()
+        self._losses = reader.connection.losses
+
+    @property
+    def held(self) -> bool:
+        if self._until == math.inf:
+            return True
+        return self._dispatcher.time() < self._until and self._reader.connection.losses == self._losses
+
+    def ack(self) -> None:
+        if self._reaches():
+            self._dispatcher.settle(self.message.sequence)
+
+    def nak(self, *, delay_seconds: float = 0.0) -> None:
+        if self._reaches():
+            self._dispatcher.give_back(self.message.sequence, delay_seconds=delay_seconds)
+
+    def term(self, reason: str) -> None:
+        self.ack()
+
+    def in_progress(self) -> None:
+        if self._reaches():
+            self._until = self._dispatcher.held_until()
+            self._dispatcher.in_progress(self.message.sequence)
+
+    def _reaches(self) -> bool:
+        """Whether it gets through to the consumer of that name, which may be another one by now."""
+        if not self._reader.connection.ready:
+            self._reader.settlements_lost += 1
+        return self._reader.connection.ready and self._dispatcher.serving and self.held
+
+
+class Dispatcher:
+    """The readers of one durable consumer. They take turns, as far as they have room and its policy lets them."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        clock: Clock,
+        on_given_up: Callable[[int, int], None],
+    ) -> None:
+        self.name = name
+        self.serving = False
+        self.pinned: InMemoryConsumer | None = None
+        """Who is given everything, where the policy is to pin one."""
+        self._unpin_at = math.inf
+        self.durable: Durable
+        self._stream: Stream
+        self._on_given_up = on_given_up
+        self._clock = clock
+        self._readers: deque[InMemoryConsumer] = deque()
+        self._woken = False
+        self._timer: Timer | None = None
+        self._pause: Timer | None = None
+
+    def serve(self, stream: Stream, durable: Durable) -> None:
+        """Hand out this consumer's messages from now on."""
+        self.serving, self._stream, self.durable = True, stream, durable
+
+    def end(self) -> None:
+        """The consumer was deleted."""
+        self.serving = False
+        if self._pause is not None:
+            self._pause.cancel()
+        for reader in tuple(self._readers):
+            reader.gone.set()
+            self.leave(reader)
+
+    def join(
+        self,
+        connection: Connection,
+        *,
+        deliver: Callable[[Delivery], None],
+        room: Callable[[], int],
+        priority: int,
+    ) -> InMemoryConsumer:
+        reader = InMemoryConsumer(self, connection, deliver=deliver, room=room, priority=priority)
+        self._readers.append(reader)
+        self._stream.watchers.add(self.wake)
+        connection.watchers.add(self.wake)
+        self.wake()
+        return reader
+
+    def leave(self, reader: InMemoryConsumer) -> None:
+        if reader not in self._readers:
+            return
+        self._readers.remove(reader)
+        if all(other.connection is not reader.connection for other in self._readers):
+            reader.connection.watchers.discard(self.wake)
+        if not self._readers:
+            self._stream.watchers.discard(self.wake)
+        if reader.pinned and reader.connection.ready:
+            self.pin(None)
+            self.wake()
+
+    def settle(self, sequence: int) -> None:
+        self.durable.settle(sequence)
+        self.durable.last_settled_ns = self._clock.time_ns()
+        self.wake()
+
+    def give_back(self, sequence: int, *, delay_seconds: float) -> None:
+        now = self._clock.monotonic()
+        self.durable.give_back(sequence, not_before=now + delay_seconds, now=now)
+        self._look_at(now + delay_seconds)
+        self.wake()
+
+    def pause(self, until: datetime | None) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+        seconds = (until - EPOCH).total_seconds() - self._clock.time_ns() / 1e9 if until else 0.0
+        if seconds <= 0:
+            self._resume()
+            return
+        self.durable.paused_until = until
+        self._pause = self._clock.call_at(self._clock.monotonic() + seconds, self._resume)
+
+    def _resume(self) -> None:
+        self.durable.paused_until = None
+        self.wake()
+
+    def reset(self, sequence: int) -> None:
+        self.durable.reset(sequence)
+        self.wake()
+
+    def in_progress(self, sequence: int) -> None:
+        self.durable.in_progress(sequence, self._clock.monotonic())
+
+    def pin(self, reader: InMemoryConsumer | None) -> None:
+        self.pinned, self._unpin_at = reader, math.inf
+        self.durable.pinned_ns = self._clock.time_ns() if reader else 0
+
+    def time(self) -> float:
+        return self._clock.monotonic()
+
+    def held_until(self) -> float:
+        """For how long nobody else is given what is delivered, or reported in progress, now: at least."""
+        return self.time() + self.durable.ack_wait_seconds if self.durable.policy == PINNED else math.inf
+
+    def wake(self) -> None:
+        if not self._woken:
+            self._woken = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._woken = False
+        if not self.serving:
+            return
+        self._stream.expire(self._clock.time_ns())
+        now = self._clock.monotonic()
+        while (reader := self._next_reader()) and (taken := self.durable.take(now)):
+            message, num_delivered = taken
+            if self.durable.policy == PINNED and not reader.pinned:
+                self.pin(reader)
+            self.durable.last_delivered_ns = self._clock.time_ns()
+            self._look_at(now + self.durable.ack_wait_seconds)
+            self._readers.remove(reader)
+            self._readers.append(reader)  # the others come first next time
+            reader.deliver(InMemoryDelivery(self, reader, message, num_delivered))
+        while self.durable.given_up:
+            self._on_given_up(*self.durable.given_up.pop())
+
+    def _next_reader(self) -> InMemoryConsumer | None:
+        if self.durable.policy == PINNED and self.pinned and not self._given_up(self.pinned):
+            return self.pinned if self._unpin_at == math.inf else None
+        ready = [reader for reader in self._readers if reader.ready]
+        if self.durable.policy == PRIORITIZED:
+            return min(ready, key=lambda reader: reader.priority, default=None)  # the first of those that are nearest
+        return ready[0] if ready else None
+
+    def _given_up(self, pinned: InMemoryConsumer) -> bool:
+        """Whether it has asked for nothing for too long."""
+        if pinned in self._readers and pinned.ready:
+            self._unpin_at = math.inf
+            return False
+        self._unpin_at = min(self._unpin_at, self.time() + self.durable.priority_timeout_seconds)
+        if self.time() < self._unpin_at:
+            self._look_at(self._unpin_at)
+            return False
+        self.pin(None)
+        return True
+
+    def _look_at(self, deadline: float) -> None:
+        """See to what is overdue at `deadline`, if not before: one timer, for the earliest deadline."""
+        if self._timer is not None:
+            if self._timer.when() <= deadline:
+                return
+            self._timer.cancel()
+        self._timer = self._clock.call_at(deadline, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        self._timer = None
+        following = self.durable.collect_overdue(self._clock.monotonic())
+        if following is not None:
+            self._look_at(following)
+        self.wake()

@@ -1,0 +1,105 @@
+"""What only a server is asked for: its version, what its account uses, advisories, snapshots, and any request.
+
+`Admin.administration` gives one. The verbs for streams and consumers are in `management`, the exchange of a snapshot's
+chunks in `snapshots`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream
+
+from aviso_workers.backends import Heard, Snapshot
+from aviso_workers.backends.jetstream import faults, snapshots, tls, wire
+from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, Connection
+from aviso_workers.errors import UnavailableError
+from aviso_workers.jetstream import info
+from aviso_workers.jetstream.info import Account, StreamInfo
+
+__all__ = ["Administration"]
+
+
+class Administration:
+    """See `backends.Administration`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @property
+    def server_version(self) -> str:
+        found = self._connection.nc.connected_server_version
+        return f"{found.major}.{found.minor}.{found.patch}"
+
+    @property
+    def server_certificate(self) -> bytes | None:
+        return tls.certificate(self._connection.nc)
+
+    async def api(
+        self, subject: str, request: Any = None, *, prefix: str = "", timeout_seconds: float = API_TIMEOUT_SECONDS
+    ) -> dict[str, Any]:
+        return await self._connection.api(subject, request, prefix=prefix, timeout_seconds=timeout_seconds)
+
+    async def account(self) -> Account:
+        return info.account(await self.api("INFO"))
+
+    async def request(self, subject: str, data: bytes = b"", *, timeout_seconds: float = API_TIMEOUT_SECONDS) -> Heard:
+        sent = anyio.current_time()
+        try:
+            with faults.translated(subject):
+                answer = await self._connection.nc.request(subject, data, timeout=timeout_seconds)
+        except UnavailableError:
+            self._connection.check_allowed(subject, since=sent)
+            raise
+        return Heard(subject=answer.subject, data=answer.data, headers=answer.headers or {})
+
+    def send(self, subject: str, data: bytes = b"", *, reply: str = "") -> None:
+        self._connection.wire.send(subject.encode(), data, reply=reply.encode())
+
+    def new_inbox(self) -> str:
+        return self._connection.nc.new_inbox()
+
+    @asynccontextmanager
+    async def listen(self, subject: str) -> AsyncIterator[MemoryObjectReceiveStream[Heard]]:
+        heard, hearing = anyio.create_memory_object_stream[Heard](math.inf)
+
+        def listener(arrivals: Sequence[wire.Arrival]) -> None:
+            for subject, reply, block, data in arrivals:
+                code, description = wire.status(block) if block else ("", "")
+                heard.send_nowait(
+                    Heard(
+                        subject=subject.decode(),
+                        reply=reply.decode(),
+                        data=data,
+                        headers=wire.Headers(block),
+                        status=code,
+                        description=description,
+                    )
+                )
+
+        interest = await self._connection.listen(subject, listener)
+        try:
+            await self._connection.flush()  # the server knows of it before anything is asked for
+            yield hearing
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._connection.leave(interest)
+            heard.close()
+            hearing.close()
+
+    def snapshot(self, stream: str) -> AbstractAsyncContextManager[Snapshot]:
+        return snapshots.snapshot(self, self._connection, stream)
+
+    async def restore(
+        self,
+        config: Mapping[str, Any],
+        state: Mapping[str, Any],
+        *,
+        read: Callable[[int], Awaitable[bytes]],
+        stays_unfinished: bool = False,
+    ) -> StreamInfo:
+        return await snapshots.restore(self, self._connection, config, state, read, stays_unfinished=stays_unfinished)

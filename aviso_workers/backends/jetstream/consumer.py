@@ -1,0 +1,393 @@
+"""Reading a durable consumer and settling what it delivers.
+
+One task per consumer keeps it asked for as much as there is room for: a new request goes out when it would ask for
+at least as much as is still outstanding, so that there is always one on the server and never a request per message.
+When it hears nothing for two heartbeats, or after a reconnect, it looks whether the consumer is still the one that it
+opened. Settlements leave through one outbox per connection, in the order in which they were made.
+
+A consumer or stream that was deleted and made anew counts from 1 again: to settle what came from the old one would
+settle another message. So such settlements are dropped.
+
+A server takes an acknowledgement from whoever sends it, also from a reader that it has given up. Where readers are
+pinned, one settles only what nobody else can have been given: it came for a request that is younger than `ack_wait`,
+or the server has confirmed a sign of life that is, without a gap; and the reader has been pinned all the time. That is
+judged by this side's clock when it settles, so a process that was paused, or a network that was silent, settles
+nothing late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import anyio
+
+from aviso_workers.aviso.codec import Message
+from aviso_workers.backends import Delivery
+from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.pull_requests import HEARTBEAT_SECONDS, PullSubscription, decode
+from aviso_workers.backends.jetstream.wire import Arrival
+from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
+from aviso_workers.jetstream import info, metadata
+from aviso_workers.jetstream.specs import GROUP, PINNED
+
+__all__ = ["Outbox", "PullConsumer"]
+
+CONFIRM_SECONDS = 0.5
+"""A settlement that is to be confirmed is sent again after this: whose consumer has no leader just now, is lost."""
+IN_PROGRESS = b"+WPI"
+SECOND = 1_000_000_000
+
+
+class _Unconfirmed(NamedTuple):
+    """A settlement that is to be confirmed and is not yet."""
+
+    reply: bytes
+    body: bytes
+    sent_at: float
+    held: Callable[[], bool]
+    """Whether it may be sent again."""
+
+
+class Outbox:
+    """Sends settlements, and sends those again that are to be confirmed and are not. `open` it before use."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._unconfirmed: dict[bytes, _Unconfirmed] = {}
+        """By the subject on which the confirmation comes."""
+        self._confirmed = anyio.Event()
+        self._sent = 0
+        self._arrived = 0
+        """How many of those that were sent the server has for certain."""
+        self._signs: dict[bytes, Callable[[], None]] = {}
+        """What to do when a sign of life is confirmed, by the same."""
+        self._numbers = itertools.count(1)
+        self._inbox = ""
+
+    async def open(self) -> None:
+        self._inbox = self._connection.nc.new_inbox()
+        await self._connection.listen(f"{self._inbox}.*", self._on_confirmed)
+
+    def put(
+        self, reply: bytes, body: bytes, *, confirmed: bool = False, held: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Send a settlement; with `confirmed`, `flush` waits until the consumer has taken it, and sends it again.
+
+        One that gets lost does no harm: the server delivers again after ack_wait.
+        """
+        answer = b""
+        if confirmed:
+            answer = self._new_answer()
+            self._unconfirmed[answer] = _Unconfirmed(reply, body, asyncio.get_running_loop().time(), held)
+        self._sent += 1
+        self._connection.wire.send(reply, body, reply=answer)
+
+    def repeat(self) -> None:
+        """Send again what was not confirmed in time, and forget what is not `held` any more."""
+        late = asyncio.get_running_loop().time() - CONFIRM_SECONDS
+        for answer, settlement in tuple(self._unconfirmed.items()):
+            if not settlement.held():
+                del self._unconfirmed[answer]
+            elif settlement.sent_at <= late:
+                self._connection.wire.send(settlement.reply, settlement.body, reply=answer)
+
+    def put_sign(self, reply: bytes, on_confirmed: Callable[[], None], *, before: bytes) -> bytes:
+        """Send a sign of life; returns the subject of its confirmation. That of the one `before` counts no more."""
+        self._signs.pop(before, None)
+        answer = self._new_answer()
+        self._signs[answer] = on_confirmed
+        self._connection.wire.send(reply, IN_PROGRESS, reply=answer)
+        return answer
+
+    async def flush(self) -> None:
+        """Return when the server has what was put so far, and has confirmed what is to be confirmed.
+
+        Where nothing was put since the last time there is nothing to ask for, of a server that may be gone.
+        """
+        if (sent := self._sent) > self._arrived:
+            await self._connection.flush()
+            self._arrived = max(self._arrived, sent)
+        while self._unconfirmed:
+            self._confirmed = anyio.Event()
+            with anyio.move_on_after(CONFIRM_SECONDS):
+                await self._confirmed.wait()
+                return
+            self.repeat()
+
+    def _new_answer(self) -> bytes:
+        return b"%b.%d" % (self._inbox.encode(), next(self._numbers))
+
+    def _on_confirmed(self, arrivals: Sequence[Arrival]) -> None:
+        for subject, _, headers, _ in arrivals:
+            if headers:  # 503: the consumer has no leader just now
+                continue
+            if on_confirmed := self._signs.pop(subject, None):
+                on_confirmed()
+            self._unconfirmed.pop(subject, None)
+        if not self._unconfirmed:
+            self._confirmed.set()
+
+
+class JetStreamDelivery:
+    """One message of a durable consumer."""
+
+    __slots__ = ("_reply", "_settle", "message", "num_delivered")
+
+    can_be_read_again = True
+
+    def __init__(
+        self, message: Message, reply: bytes, num_delivered: int, settle: Callable[[bytes, bytes], None]
+    ) -> None:
+        self.message = message
+        self.num_delivered = num_delivered
+        self._reply = reply
+        self._settle = settle
+
+    def ack(self) -> None:
+        self._settle(self._reply, b"+ACK")
+
+    def nak(self, *, delay_seconds: float = 0.0) -> None:
+        body = b'-NAK {"delay":%d}' % int(delay_seconds * SECOND) if delay_seconds > 0 else b"-NAK"
+        self._settle(self._reply, body)
+
+    def term(self, reason: str) -> None:
+        self._settle(self._reply, b"+TERM " + reason.encode())
+
+    def in_progress(self) -> None:
+        self._settle(self._reply, IN_PROGRESS)
+
+    @property
+    def held(self) -> bool:
+        return True
+
+
+class PinnedDelivery(JetStreamDelivery):
+    """One of a pinned consumer, ours for `hold_seconds` after the last sign of life that was confirmed in time."""
+
+    __slots__ = ("_hold_seconds", "_last_sign", "_now", "_outbox", "_pinned", "_settle_held", "_until")
+
+    def __init__(
+        self,
+        message: Message,
+        reply: bytes,
+        num_delivered: int,
+        settle: Callable[[bytes, bytes, Callable[[], bool]], None],
+        *,
+        outbox: Outbox,
+        now: Callable[[], float],
+        pinned: Callable[[], bool],
+        asked_at: float,
+        hold_seconds: float,
+    ) -> None:
+        super().__init__(message, reply, num_delivered, self._settle_if_held)
+        self._settle_held = settle
+        self._outbox = outbox
+        self._hold_seconds = hold_seconds
+        self._until = asked_at + hold_seconds
+        self._last_sign = b""
+        self._now = now
+        self._pinned = pinned
+
+    @property
+    def held(self) -> bool:
+        return self._now() < self._until and self._pinned()
+
+    def in_progress(self) -> None:
+        sent = self._now()
+
+        def confirmed() -> None:
+            if self.held:
+                self._until = sent + self._hold_seconds
+
+        self._last_sign = self._outbox.put_sign(self._reply, confirmed, before=self._last_sign)
+
+    def _settle_if_held(self, reply: bytes, body: bytes) -> None:
+        if self.held:
+            self._settle_held(reply, body, lambda: self.held)
+
+
+class PullConsumer:
+    """An open reader of a durable consumer; see `backends.Consumer`.
+
+    `made` says when each consumer of the connection was made, as was last seen by any reader of it.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        outbox: Outbox,
+        *,
+        stream: str,
+        consumer: str,
+        made: dict[tuple[str, str], str],
+        deliver: Callable[[Delivery], None],
+        room: Callable[[], int],
+        priority: int,
+    ) -> None:
+        self._connection = connection
+        self._outbox = outbox
+        self._consumer = (stream, consumer)
+        self._name = f"consumer {consumer} of stream {stream}"
+        self._settlements = f"$JS.ACK.{stream}.{consumer}."
+        """What the subjects begin with by which its messages are settled."""
+        self._opened_at = 0.0
+        self._made = made
+        self._made_at = ""
+        self._deliver = deliver
+        self._room = room
+        self._priority = priority
+        self._hold_seconds: float | None = None
+        """For how long a delivery is ours alone; None where readers are not pinned."""
+        self._stopped = False
+        self._left_as = ""
+        """The id by which it was pinned when it stopped: from then on it hears no more of that."""
+        self._changed = anyio.Event()
+        self._ended = anyio.Event()
+        self._error: BackendError = UnavailableError(f"{self._name} was closed")
+        self._pulls = PullSubscription(
+            connection,
+            stream=stream,
+            consumer=consumer,
+            on_messages=self._on_messages,
+            on_change=self._change,
+        )
+
+    async def open(self) -> None:
+        """Raises `BackendError`, also where messages cannot be asked for."""
+        stream, consumer = self._consumer
+        found = info.consumer(await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}"))
+        self._made_at = self._made[self._consumer] = found.created_text
+        if found.config.priority_policy == PINNED:
+            # The ack_wait may become as short as that while this is open, when the workers of other versions are gone.
+            self._hold_seconds = min(each.ack_wait for each in metadata.noted_versions(found.config)) / SECOND
+        await self._pulls.open(limits=found.config, priority=self._priority)
+        await self._check_settling()
+        self._ask()
+        await self._pulls.check_allowed()
+
+    async def _check_settling(self) -> None:
+        """Raise `RefusedError` where the server denies us to settle. It says so beside the settlement, and nobody could
+        tell what was handled from what was not: so that is tried before anything is asked for, with a sign of life for
+        no message.
+        """
+        self._opened_at = asyncio.get_running_loop().time()
+        subject = f"{self._settlements}0.0.0.0.0"
+        self._connection.wire.send(subject.encode(), IN_PROGRESS)
+        if not await self._connection.answers():
+            raise UnavailableError(f"{self._name}: no answer in time")
+        self._connection.check_allowed(subject, since=self._opened_at)
+
+    async def run(self) -> None:
+        """Keep the consumer asked, until it is lost or this is cancelled."""
+        try:
+            while True:
+                with anyio.move_on_after(HEARTBEAT_SECONDS):
+                    await self._changed.wait()
+                self._changed = anyio.Event()
+                if self._pulls.silent() and self._connection.ready:
+                    await self._look()
+                if self._pulls.error:
+                    raise self._pulls.error
+                self._connection.check_allowed_below(self._settlements, since=self._opened_at)
+                self._outbox.repeat()
+                self._ask()
+        except NotFoundError as error:
+            self._made.pop(self._consumer, None)
+            self._error = error
+        except BackendError as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    @property
+    def pinned(self) -> bool:
+        return bool(self._pulls.pin)
+
+    def refill(self) -> None:
+        self._ask()
+
+    async def lost(self) -> None:
+        await self._ended.wait()
+        raise self._error
+
+    async def settled(self) -> None:
+        await self._outbox.flush()
+
+    async def stop(self) -> None:
+        if not self._stopped:
+            self._stopped, self._left_as = True, self._pulls.pin
+        await self.close()
+
+    async def close(self) -> None:
+        await self._pulls.close()
+        if self.pinned:
+            self._pulls.pin = ""
+            stream, consumer = self._consumer
+            with suppress(BackendError):  # else it notices after a while that nobody asks
+                await self._connection.api(f"CONSUMER.UNPIN.{stream}.{consumer}", {"group": GROUP})
+
+    def _ask(self) -> None:
+        """Ask for what there is room for, unless that would only be a small request."""
+        while not self._stopped and self._connection.ready:
+            outstanding = self._pulls.outstanding
+            wanted = self._room() - outstanding
+            if wanted <= 0 or wanted < outstanding:
+                return
+            if outstanding and self._hold_seconds is not None:
+                return  # one request at a time, so that it is known for which one something came
+            self._pulls.ask(wanted)
+
+    async def _look(self) -> None:
+        """Make sure that it is there and the one that was opened, then ask anew."""
+        stream, consumer = self._consumer
+        found = info.consumer(await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}"))
+        if found.created_text != self._made_at:
+            raise NotFoundError(f"{self._name} was deleted and made anew")
+        if self._pulls.silent():  # a loop that was stuck finds by now what had come
+            self._pulls.forget()
+
+    def _on_messages(self, arrivals: Sequence[Arrival]) -> None:
+        for arrival in arrivals:
+            message, reply, num_delivered = decode(arrival)
+            if self._hold_seconds is None:
+                self._deliver(JetStreamDelivery(message, reply, num_delivered, self._settle))
+            else:
+                self._deliver_pinned(message, reply, num_delivered, hold_seconds=self._hold_seconds)
+
+    def _deliver_pinned(self, message: Message, reply: bytes, num_delivered: int, *, hold_seconds: float) -> None:
+        pin = self._pulls.pin
+        delivery = PinnedDelivery(
+            message,
+            reply,
+            num_delivered,
+            self._settle_pinned,
+            outbox=self._outbox,
+            now=asyncio.get_running_loop().time,
+            pinned=lambda: self._left_as == pin if self._stopped else self._pulls.pinned_as(pin),
+            asked_at=self._pulls.asked_at,
+            hold_seconds=hold_seconds,
+        )
+        if delivery.held:  # else it has waited for a process that was paused
+            self._deliver(delivery)
+
+    def _settle(self, reply: bytes, body: bytes) -> None:
+        if self._same():
+            # Who leaves must know that it arrived: nobody would repeat it.
+            self._outbox.put(reply, body, confirmed=self._stopped and body != IN_PROGRESS)
+
+    def _settle_pinned(self, reply: bytes, body: bytes, held: Callable[[], bool]) -> None:
+        if self._same():
+            # All that follows waits for it, and while a consumer has no leader it gets lost.
+            self._outbox.put(reply, body, confirmed=True, held=lambda: held() and self._same())
+
+    def _same(self) -> bool:
+        """Whether the consumer is the one that was opened."""
+        return self._made.get(self._consumer) == self._made_at
+
+    def _change(self) -> None:
+        if not self._changed.is_set():
+            self._changed.set()

@@ -1,0 +1,271 @@
+"""Pull requests on one consumer, and what comes back on their inbox.
+
+Both ways of reading use it: `consumer` (durable, settled) and `readers` (ephemeral, without acks). It counts what
+was asked for and has not come, because a server ends a request early for many reasons and says so by a status.
+What a status means for the next request is decided here, as ADR-13 lists them; what to do about a consumer that is
+lost is the reader's.
+
+A consumer may serve some of its readers before others (ADR-42). Of a pinned one's, the server chooses one by an id,
+which comes with every message, and the others wait. Nothing but its requests keeps that one pinned, neither one that
+waits nor messages: so requests end soon there, and the next one follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import anyio
+import msgspec
+
+from aviso_workers.aviso.codec import Message
+from aviso_workers.backends import Chunk
+from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.wire import Arrival, HeaderBlocks, Headers, Interest, Listener, status
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
+
+__all__ = ["HEARTBEAT_SECONDS", "PullSubscription", "decode", "decode_all", "place_of"]
+
+EXPIRES_SECONDS = 30
+RENEWALS = 4
+"""Requests within the time after whose end a pinned reader is given up: some may get lost."""
+PINNED_HEARTBEAT_SECONDS = 1.0
+ELECTION_SECONDS = 3.5
+"""Less than the four seconds that followers wait, at least, before they elect another leader of a consumer."""
+HEARTBEAT_SECONDS = 5.0
+MOST_BYTES = 16 * 1024 * 1024
+UNKNOWN_SECONDS = 1.0
+"""For so long the server that we are connected to may say that nobody answers for a consumer which another server of
+its cluster has just created."""
+ASK_AGAIN_SECONDS = 0.05
+"""What one request may bring. A server cuts off who leaves 64 MiB unread, as a loop does that an author keeps busy."""
+TOO_LARGE = "Message Size Exceeds MaxBytes"
+"""For what is left of the request's bytes; what they are in the beginning, where not even one message fits."""
+LEADER_GONE = ("Leadership Change", "Server Shutdown")
+ASK_AGAIN = (*LEADER_GONE, "Batch Completed", TOO_LARGE)
+"""Reasons of a 409 that only end the request."""
+SECOND = 1_000_000_000
+FROM_STREAM = b"$JS.ACK."
+"""How the reply subject of a stored message begins; what else comes is a status."""
+
+
+class PullSubscription:
+    """Asks one consumer for messages and hears what it answers."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        stream: str,
+        consumer: str,
+        on_messages: Listener,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.outstanding = 0
+        """Messages asked for that have not come yet."""
+        self.error: BackendError | None = None
+        """Why no further request can succeed, unless something is done about it."""
+        self._connection = connection
+        self._subject = f"CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        self._name = f"consumer {consumer} of stream {stream}"
+        self._on_messages = on_messages
+        self._on_change = on_change
+        self._interest: Interest | None = None
+        self._closing = anyio.Lock()
+        self._now = asyncio.get_running_loop().time
+        self._last_heard = self._opened_at = self._now()
+        self.asked_at = self._now()
+        """When the last request left."""
+        self.pin = ""
+        """The id by which this reader is served before all others; empty while it is not, or that is not known."""
+        self._answered = False
+        """Whether anything came since what was outstanding was taken for lost."""
+        self._group: dict[str, Any] = {}
+        """Which of the readers this one is."""
+        self._heard_at = self._now()
+        self._heartbeat_seconds = HEARTBEAT_SECONDS
+        self._inbox = ""
+        self._most_messages = sys.maxsize
+        self._most_bytes = max(MOST_BYTES, 2 * connection.nc.max_payload)
+        self._expires_ns = EXPIRES_SECONDS * SECOND
+
+    async def open(self, *, limits: Mapping[str, Any] | None = None, priority: int = 0) -> None:
+        """`limits` is the consumer's configuration, where requests may be limited by it."""
+        limits = limits or {}
+        self._most_messages = limits.get("max_batch") or self._most_messages
+        self._most_bytes = min(self._most_bytes, limits.get("max_bytes") or self._most_bytes)
+        self._expires_ns = min(self._expires_ns, limits.get("max_expires") or self._expires_ns)
+        if groups := limits.get("priority_groups"):
+            self._group = {"group": groups[0]}
+        if limits.get("priority_policy") == PRIORITIZED:
+            self._group["priority"] = priority
+        if limits.get("priority_policy") == PINNED:
+            self._expires_ns = min(self._expires_ns, limits["priority_timeout"] // RENEWALS)
+            self._heartbeat_seconds = PINNED_HEARTBEAT_SECONDS
+        self._inbox = self._connection.nc.new_inbox()
+        self._interest = await self._connection.listen(self._inbox, self._on_arrivals)
+        self._connection.on_reconnect.add(self._on_reconnect)
+
+    async def close(self) -> None:
+        """End the interest; return when nothing more can arrive. What is on its way still does."""
+        self._connection.on_reconnect.discard(self._on_reconnect)
+        async with self._closing:
+            if self._interest is not None:
+                await self._connection.leave(self._interest)
+                self._interest = None
+
+    def ask(self, batch: int) -> None:
+        """Ask for `batch` messages, as they come within half a minute."""
+        batch = min(batch, self._most_messages)
+        request: dict[str, Any] = {
+            "batch": batch,
+            "max_bytes": self._most_bytes,
+            "expires": self._expires_ns,
+            "idle_heartbeat": min(int(self._heartbeat_seconds * SECOND), self._expires_ns // 3),
+            **self._group,
+        }
+        if self.pin:
+            request["id"] = self.pin
+        self.outstanding += batch
+        self._last_heard = self.asked_at = self._now()
+        self._connection.post(self._subject, msgspec.json.encode(request), reply=self._inbox)
+
+    async def check_allowed(self) -> None:
+        """Raise `RefusedError` where the server denied us what was asked, `UnavailableError` where it is silent."""
+        if not await self._connection.answers():
+            raise UnavailableError(f"{self._name}: no answer in time")
+        self._connection.check_allowed(f"{self._connection.api_prefix}.{self._subject}", since=self._opened_at)
+
+    def pinned_as(self, pin: str) -> bool:
+        """Whether it has been pinned by this id all the time: the consumer may have no other leader meanwhile, for a
+        new one knows of no pin, and hands out at once what another one had handed out."""
+        return self.pin == pin and self._now() - self._heard_at < ELECTION_SECONDS
+
+    def silent(self) -> bool:
+        """Whether nothing came for two heartbeats: the server may no longer know of what we asked for."""
+        return self._now() - self._last_heard > 2 * HEARTBEAT_SECONDS
+
+    def forget(self) -> None:
+        """Take what is outstanding for lost. When that was in vain before, nobody hears us: that is the `error`."""
+        if self.outstanding and not self._answered:
+            self.error = UnavailableError(f"{self._name}: requests for messages are not answered")
+        self.outstanding = 0
+        self._answered = False
+        self._last_heard = self._now()
+
+    def _on_arrivals(self, arrivals: Sequence[Arrival]) -> None:
+        if self._group and len(arrivals) > 1:  # whose pin it is may change from one to the next
+            for arrival in arrivals:
+                self._on_arrivals([arrival])
+            return
+        self._last_heard = self._heard_at = self._now()
+        self._answered = True
+        if messages := [arrival for arrival in arrivals if arrival[1].startswith(FROM_STREAM)]:
+            self.outstanding = max(0, self.outstanding - len(messages))
+            if self._group and (headers := messages[0][2]):
+                self.pin = Headers(headers).get("Nats-Pin-Id", "")
+            self._on_messages(messages)
+        if len(messages) < len(arrivals):
+            for _, reply, headers, _ in arrivals:
+                if not reply.startswith(FROM_STREAM):
+                    self._on_status(headers)
+
+    def _on_status(self, block: bytes) -> None:
+        code, description = status(block)
+        headers = Headers(block)
+        if code == "100":
+            return
+        # A server that ends a request early says how much of it was left; one that rejects it, nothing.
+        self.outstanding = max(0, self.outstanding - int(headers.get("Nats-Pending-Messages", self.outstanding)))
+        match code:
+            case "404" | "408":
+                pass  # the request has ended, which says nothing of the stream
+            case "423":
+                self.pin = ""  # it is another reader's
+            case "409" if "Consumer Deleted" in description:
+                self.error = NotFoundError(f"{self._name} was deleted")
+            case "409" if description == TOO_LARGE and int(headers["Nats-Pending-Bytes"]) == self._most_bytes:
+                self.error = RefusedError(
+                    f"{self._name}: its next message is larger than the {self._most_bytes} bytes that its max_bytes "
+                    "lets a request have; raise it"
+                )
+            case "409" if not description.startswith(ASK_AGAIN):
+                # Such as too many requests waiting, or larger ones than the consumer was changed to allow.
+                self.error = UnavailableError(f"{self._name}: {description}")
+            case "409" if description.startswith(LEADER_GONE):
+                self.pin = ""
+            case "409":
+                pass
+            case "503" if self._now() - self._opened_at < UNKNOWN_SECONDS:
+                asyncio.get_running_loop().call_later(ASK_AGAIN_SECONDS, self._on_change)
+                return
+            case "503":
+                self.error = UnavailableError(f"{self._name} does not answer")
+            case _:
+                self.error = RefusedError(f"read {self._name}: {code} {description}")
+        self._on_change()
+
+    def _on_reconnect(self) -> None:
+        self.outstanding = 0
+        self.pin = ""
+        self._last_heard = -math.inf
+        self._on_change()
+
+
+def decode(arrival: Arrival) -> tuple[Message, bytes, int]:
+    """A message that was asked for, the subject that settles it, and how often it was delivered."""
+    subject, reply, headers, data = arrival
+    tokens = reply.split(b".")
+    delivered = _delivered(tokens)
+    message = Message(
+        subject=subject.decode("utf-8", "replace"),
+        data=data,
+        headers=Headers(headers) if headers else None,
+        sequence=int(tokens[delivered + 1]),
+        timestamp_ns=int(tokens[delivered + 3]),
+    )
+    return message, reply, int(tokens[delivered])
+
+
+def decode_all(arrivals: Sequence[Arrival]) -> Chunk:
+    """Messages of one consumer, at least one."""
+    subjects, replies, headers, data = zip(*arrivals, strict=True)
+    tokens = [reply.split(b".") for reply in replies]
+    delivered = _delivered(tokens[0])
+    return Chunk(
+        subjects=subjects,
+        data=data,
+        headers=HeaderBlocks(headers),
+        sequences=[int(found[delivered + 1]) for found in tokens],
+        timestamps_ns=[int(found[delivered + 3]) for found in tokens],
+    )
+
+
+class Place(NamedTuple):
+    """Where a message stands."""
+
+    sequence: int
+    """In its stream."""
+    number: int
+    """Among all that its consumer has delivered, from 1 on without a gap."""
+    pending: int
+    """How many more the consumer had to deliver when it delivered this one."""
+
+
+def place_of(arrival: Arrival) -> Place:
+    tokens = arrival[1].split(b".")
+    delivered = _delivered(tokens)
+    return Place(int(tokens[delivered + 1]), int(tokens[delivered + 2]), int(tokens[delivered + 4]))
+
+
+def _delivered(tokens: Sequence[bytes]) -> int:
+    """Where in the reply subject of a message stands how often it was delivered.
+
+    $JS.ACK.<stream>.<consumer>.<delivered>.<sequence>.<consumer sequence>.<time>.<pending>, or, newer,
+    $JS.ACK.<domain>.<account>.<stream>...<pending>[.<token>]: count from the side that stays the same.
+    """
+    return 4 if len(tokens) == 9 else 6

@@ -1,0 +1,339 @@
+"""Reading a stream without acks, in order: for replay and watch. And counting what could be read.
+
+An ephemeral consumer of our own, read ahead of the caller by a bounded buffer. When it cannot go on it raises; the
+engine opens the next one after the last sequence that was seen.
+
+A bounded reading ends where its end is proven: a message at or after the last sequence has come, or the stream's
+leader has said that no further message matches up to there. That nothing comes proves nothing: a request ends for
+many reasons, messages are deleted while others are read, and the consumer of a replicated stream may be on a server
+that has not stored the newest messages yet. Messages in between cannot be missed either, because a consumer numbers
+what it delivers.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+import anyio
+
+from aviso_workers.aviso.codec import Message, store_time
+from aviso_workers.backends import Chunk
+from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.management import Management
+from aviso_workers.backends.jetstream.pull_requests import (
+    HEARTBEAT_SECONDS,
+    PullSubscription,
+    decode,
+    decode_all,
+    place_of,
+)
+from aviso_workers.backends.jetstream.wire import Arrival
+from aviso_workers.errors import BackendError, UnavailableError
+from aviso_workers.jetstream import info
+from aviso_workers.jetstream.info import ConsumerInfo
+
+__all__ = ["count", "read", "read_chunks"]
+
+AHEAD = 1000
+"""Messages that are under way or wait for whoever reads."""
+CHUNK = 10_000
+CHUNK_BYTES = 4 * 1024 * 1024
+INACTIVE_SECONDS = 60
+"""After this long without a pull the server removes the consumer: longer than any heartbeat, short for a crash."""
+LOOK_SECONDS = 1.0
+"""When nothing has come for so long, the stream's leader is asked whether anything is left to come."""
+MOST_LOOKS = 10
+"""How often in a row it may say so, while nothing comes."""
+CREATE_SECONDS = 1.0
+"""A server that lives creates a consumer within milliseconds."""
+CREATE_TRIES = 3
+ELECTION_SECONDS = 8.0
+"""Longer than the servers take to elect another leader for one that has died."""
+SECOND = 1_000_000_000
+
+
+async def read(
+    connection: Connection,
+    stream: str,
+    *,
+    filter_subjects: Sequence[str],
+    start_sequence: int,
+    start_time: datetime | None,
+    last_sequence: int | None,
+) -> AsyncGenerator[Message, None]:
+    """See `backends.Backend.read`."""
+    start = _start(start_sequence, start_time)
+
+    def before(message: Message) -> bool:
+        return message.sequence < start_sequence
+
+    if (time := start_time) is not None:
+
+        def before(message: Message) -> bool:
+            return store_time(message) < time
+
+    async with _reader(connection, stream, filter_subjects, start, ahead=AHEAD, last_sequence=last_sequence) as reader:
+        while arrivals := await reader.more():
+            for arrival in arrivals:
+                message, _, _ = decode(arrival)
+                if not before(message):  # a start beyond the end: the server begins with whatever comes next
+                    yield message
+
+
+async def read_chunks(
+    connection: Connection, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
+) -> AsyncGenerator[Chunk, None]:
+    """See `backends.Backend.read_chunks`."""
+    start = _start(start_sequence)
+    ahead = 2 * CHUNK
+    async with _reader(connection, stream, filter_subjects, start, ahead=ahead, last_sequence=last_sequence) as reader:
+        while arrivals := await reader.more(worth=CHUNK):
+            yield decode_all(arrivals)
+
+
+async def count(
+    connection: Connection,
+    stream: str,
+    *,
+    filter_subjects: Sequence[str],
+    start_sequence: int,
+    start_time: datetime | None,
+) -> int:
+    """See `backends.Backend.count`. A consumer that would read them knows how many there are."""
+    created = await _create_consumer(connection, stream, filter_subjects, _start(start_sequence, start_time))
+    await _delete_consumer(connection, stream, created.name)
+    return created.num_pending
+
+
+async def next_sequence(connection: Connection, stream: str, subject: str, *, after: int) -> int | None:
+    """Return the sequence of the next message that a filter takes, as the stream's leader holds it; None for none."""
+    found = await Management(connection).message(stream, after + 1, next_by_subject=subject)
+    return found.sequence if found else None
+
+
+def _start(sequence: int, time: datetime | None = None) -> dict[str, Any]:
+    """Where a consumer begins."""
+    if time is not None:
+        return {"deliver_policy": "by_start_time", "opt_start_time": time.isoformat()}
+    return {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, sequence)}
+
+
+async def _create_consumer(
+    connection: Connection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
+) -> ConsumerInfo:
+    """The consumer as it was made.
+
+    For minutes after one of three servers has died, the others give it every third such consumer to keep, and nobody
+    answers then. So it is created again, by chance elsewhere; at last with as many replicas as the stream has, of which
+    a majority elects a leader if need be.
+    """
+    create = partial(_create_replicated, connection, stream, filter_subjects, start)
+    for _ in range(CREATE_TRIES):
+        with suppress(UnavailableError):
+            return await create(replicas=1, timeout_seconds=CREATE_SECONDS)
+    found = info.stream(await connection.api(f"STREAM.INFO.{stream}"))
+    return await create(replicas=found.config.num_replicas, timeout_seconds=ELECTION_SECONDS)
+
+
+async def _create_replicated(
+    connection: Connection,
+    stream: str,
+    filter_subjects: Sequence[str],
+    start: Mapping[str, Any],
+    *,
+    replicas: int,
+    timeout_seconds: float,
+) -> ConsumerInfo:
+    name = secrets.token_hex(8)
+    config = {
+        **start,
+        "name": name,
+        "ack_policy": "none",
+        "max_deliver": 1,
+        "replay_policy": "instant",
+        "filter_subjects": list(filter_subjects),
+        "inactive_threshold": INACTIVE_SECONDS * SECOND,
+        "mem_storage": True,
+        "num_replicas": replicas,
+    }
+    request = {"stream_name": stream, "config": config}
+    try:
+        answer = await connection.api(f"CONSUMER.CREATE.{stream}", request, timeout_seconds=timeout_seconds)
+        return info.consumer(answer)
+    except UnavailableError:
+        # A dead server removes nothing, and a stream with a consumer of which nobody knows the state cannot be backed
+        # up. The others remove it, and nobody answers, because that is up to the server that had it.
+        connection.post(f"CONSUMER.DELETE.{stream}.{name}", b"", reply=connection.nc.new_inbox())
+        raise
+
+
+async def _delete_consumer(connection: Connection, stream: str, name: str) -> None:
+    with suppress(BackendError):  # the server removes it when it was inactive for long enough
+        await connection.api(f"CONSUMER.DELETE.{stream}.{name}")
+
+
+@asynccontextmanager
+async def _reader(
+    connection: Connection,
+    stream: str,
+    filter_subjects: Sequence[str],
+    start: Mapping[str, Any],
+    *,
+    ahead: int,
+    last_sequence: int | None,
+) -> AsyncIterator[_Reader]:
+    created = await _create_consumer(connection, stream, filter_subjects, start)
+    reader = _Reader(
+        connection, stream, created, filter_subjects=filter_subjects, ahead=ahead, last_sequence=last_sequence
+    )
+    await reader.open()
+    try:
+        yield reader
+    finally:
+        with anyio.CancelScope(shield=True):
+            await reader.close()
+
+
+class _Reader:
+    """A buffer that is kept filled from one ephemeral consumer, up to `last_sequence` or on and on.
+
+    `created` is what the server answered when the consumer was created.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        stream: str,
+        created: ConsumerInfo,
+        *,
+        filter_subjects: Sequence[str],
+        ahead: int,
+        last_sequence: int | None,
+    ) -> None:
+        self._connection = connection
+        self._stream = stream
+        self._consumer = created.name
+        self._limits = created.config
+        self._filters = filter_subjects or (">",)
+        self._ahead = ahead
+        self._last = last_sequence
+        self._buffer: list[Arrival] = []
+        self._buffered_bytes = 0
+        self._seen = created.position
+        """The sequence of the newest message that came; in the beginning, the one before the start."""
+        self._delivered = 0
+        """How many messages have come."""
+        self._pending = created.num_pending
+        """How many more match, as the consumer said with the newest message; 0 also where that may have changed."""
+        self._ended = self._has_passed(self._seen)
+        """Whether it is proven that nothing more comes."""
+        self._looks = 0
+        """How often in a row something was left to come, and nothing came."""
+        self._changed = anyio.Event()
+        self._lost: BackendError | None = None
+        self._pulls = PullSubscription(
+            connection, stream=stream, consumer=self._consumer, on_messages=self._on_messages, on_change=self._change
+        )
+
+    async def open(self) -> None:
+        await self._pulls.open(limits=self._limits)
+        self._connection.on_disconnect.add(self._on_disconnect)
+
+    async def close(self) -> None:
+        self._connection.on_disconnect.discard(self._on_disconnect)
+        await self._pulls.close()
+        await _delete_consumer(self._connection, self._stream, self._consumer)
+
+    async def more(self, *, worth: int = 1) -> list[Arrival]:
+        """The next messages, in order, as soon as there are so many; none where a bounded reading has seen all."""
+        while True:
+            self._ask()
+            enough = len(self._buffer) >= worth or self._buffered_bytes >= CHUNK_BYTES
+            if self._buffer and (enough or self._ended):
+                arrivals, self._buffer, self._buffered_bytes = self._buffer, [], 0
+                return arrivals
+            if self._ended:
+                return []
+            if lost := self._pulls.error or self._lost:
+                # The consumer is ours alone: whatever became of it, another one can read on.
+                raise UnavailableError(f"reading {self._stream} was interrupted: {lost}") from lost
+            await self._wait()
+            if not self._ended and self._pulls.silent():
+                raise UnavailableError(f"the server is silent about consumer {self._consumer} of {self._stream}")
+
+    def _ask(self) -> None:
+        """Ask for more when half of what may be under way has come; never for what would be thrown away."""
+        if self._ended:
+            return
+        under_way = len(self._buffer) + self._pulls.outstanding
+        wanted = self._ahead // 2
+        if self._last is not None:
+            wanted = min(wanted, self._last - self._seen - self._pulls.outstanding)
+        if wanted > 0 and under_way <= self._ahead // 2:
+            self._pulls.ask(wanted)
+
+    async def _wait(self) -> None:
+        """Return when something has come, or has changed, or the end is proven; after a while in any case."""
+        self._changed = anyio.Event()
+        bounded = self._last is not None
+        if bounded and not self._pending and await self._is_at_end():
+            self._ended = True
+            return
+        with anyio.move_on_after(LOOK_SECONDS if bounded else HEARTBEAT_SECONDS) as waiting:
+            await self._changed.wait()
+        if waiting.cancelled_caught:
+            self._pending = 0  # what it counts may have been deleted meanwhile
+
+    async def _is_at_end(self) -> bool:
+        """Whether the stream's leader holds no message that matches, after those that came and up to the last one.
+
+        Raises `UnavailableError` where it has some and they do not come.
+        """
+        seen = self._seen
+        for subject in self._filters:
+            following = await next_sequence(self._connection, self._stream, subject, after=seen)
+            if following is not None and not self._has_passed(following - 1):
+                break
+        else:
+            return seen == self._seen
+        self._looks += 1
+        if self._looks > MOST_LOOKS and seen == self._seen:
+            raise UnavailableError(f"consumer {self._consumer} delivers nothing of {self._stream} after {seen}")
+        return False
+
+    def _has_passed(self, sequence: int) -> bool:
+        """Whether nothing after this sequence is wanted."""
+        return self._last is not None and sequence >= self._last
+
+    def _on_messages(self, arrivals: Sequence[Arrival]) -> None:
+        if self._lost:
+            return
+        first, newest = place_of(arrivals[0]), place_of(arrivals[-1])
+        if (first.number, newest.number) != (self._delivered + 1, self._delivered + len(arrivals)):
+            # Some got lost on their way, or the consumer has begun anew, as one does whose server is replaced.
+            found = f"its message {first.number} came instead of {self._delivered + 1}"
+            self._lost = UnavailableError(f"consumer {self._consumer}: {found}")
+            self._change()
+            return
+        self._delivered, self._looks = newest.number, 0
+        self._seen, self._pending = newest.sequence, newest.pending
+        self._ended = self._ended or self._has_passed(self._seen)
+        if self._ended:
+            arrivals = [arrival for arrival in arrivals if not self._has_passed(place_of(arrival).sequence - 1)]
+        self._buffer += arrivals
+        self._buffered_bytes += sum([len(data) for _, _, _, data in arrivals])
+        self._change()
+
+    def _on_disconnect(self) -> None:
+        # What was on its way is lost to this consumer: there are no acks, and so no redelivery.
+        self._lost = UnavailableError(f"the connection was lost while reading {self._stream}")
+        self._change()
+
+    def _change(self) -> None:
+        if not self._changed.is_set():
+            self._changed.set()

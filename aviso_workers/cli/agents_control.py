@@ -1,0 +1,145 @@
+"""`pause`, `resume`, `reset` and `retire`: agents steered on the server, whether their workers run or not."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from typing import Annotated
+
+import typer
+
+from aviso_workers.aviso.positions import Position, parse_date, parse_id
+from aviso_workers.cli.arguments import parse_duration
+from aviso_workers.cli.confirmation import Yes, confirm
+from aviso_workers.cli.output import print_table
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, find_app
+from aviso_workers.ops import agent_control, retirement
+from aviso_workers.ops.agent_control import UNTIL_RESUMED, Reset, Steered
+from aviso_workers.ops.retirement import Retirement
+
+__all__ = ["pause", "reset", "resume", "retire"]
+
+Agent = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's name.")]
+Owner = Annotated[str, typer.Option("--app", metavar="APP", help="The name of its app, or MODULE:APP.")]
+
+
+def pause(
+    agent: Agent,
+    app: Owner,
+    for_: Annotated[
+        str | None, typer.Option("--for", metavar="DURATION", help="e.g. 10m or 2h; default: until it is resumed.")
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Give an agent nothing for a while, in all its workers; what it has begun it finishes."""
+    until = datetime.now(UTC) + timedelta(seconds=parse_duration(for_, name="--for")) if for_ else UNTIL_RESUMED
+
+    async def run(server: Opened, steered: Steered) -> None:
+        await agent_control.pause(server.admin, steered, until=until)
+        typer.echo(f"{agent} is paused until {until.isoformat(timespec='seconds') if for_ else 'it is resumed'}")
+
+    _steer(agent, app, config, run)
+
+
+def resume(agent: Agent, app: Owner, config: ConfigOption = None) -> None:
+    """Let a paused agent go on."""
+
+    async def run(server: Opened, steered: Steered) -> None:
+        await agent_control.resume(server.admin, steered)
+        typer.echo(f"{agent} goes on")
+
+    _steer(agent, app, config, run)
+
+
+def reset(
+    agent: Agent,
+    app: Owner,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="ID|DATE|all|new",
+            help="A sequence, a time such as 2026-11-20T06:00:00Z, all that is stored, or what is new.",
+        ),
+    ],
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Let an agent go on at another notification, back to handle some again or forward to pass over some."""
+    position = _position(to)
+
+    async def run(server: Opened, steered: Steered) -> None:
+        plan = await agent_control.plan_reset(server.admin, steered, position)
+        _print_plan(plan)
+        confirm(yes, to="reset it")
+        ahead = await agent_control.reset(server.admin, plan)
+        typer.echo(f"{agent} goes on at {steered.stream}@{plan.sequence}, with {ahead} notifications ahead of it")
+
+    _steer(agent, app, config, run)
+
+
+def retire(
+    app: Annotated[str, typer.Argument(metavar="APP", help="The name of the app.")],
+    agent: Annotated[
+        str, typer.Option("--agent", metavar="AGENT", help="Only this agent, and nothing that the app shares.")
+    ] = "",
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Remove an app that nobody runs any more, or one agent, with its consumers, buckets and tables; for good."""
+
+    async def run(server: Opened) -> None:
+        plan = await retirement.plan(server.admin, app, agent)
+        print_table(("what", "of", "entries"), _retirement_rows(plan))
+        if plan.dead_letters:
+            typer.echo(f"{plan.dead_letters} dead letters stay: `aviso-workers dead-letters drop` removes them")
+        confirm(yes, to="remove it")
+        await retirement.retire(server.admin, plan)
+        typer.echo(f"{f'{agent} of {app}' if agent else app} is gone from the server")
+
+    connected(config, run)
+
+
+def _retirement_rows(plan: Retirement) -> list[tuple[str, str, str]]:
+    return [
+        *(("consumer", f"{stream} > {consumer}", "") for stream, consumer in plan.consumers),
+        *(("record of its consumer", f"{stream} > {agent}", "") for agent, stream in plan.records),
+        *(("bucket", stream.removeprefix("KV_"), str(entries)) for stream, entries in plan.streams.items()),
+        *(("messages", f"{stream}, {subject}", str(count)) for (stream, subject), count in plan.subjects.items()),
+    ]
+
+
+def _steer(
+    agent: str, owner: str, config: ConfigSource | None, run: Callable[[Opened, Steered], Awaitable[None]]
+) -> None:
+    """With MODULE:APP the code says which stream the agent reads, with a name its consumer does."""
+    if ":" in owner:
+        app = find_app(owner, agent=None, config=config)
+        steered = agent_control.declared(app, app.config, agent)
+        connected(app.config, lambda server: run(server, steered))
+        return
+
+    async def find_and_run(server: Opened) -> None:
+        await run(server, await agent_control.find(server.admin, server.config, owner, agent))
+
+    connected(config, find_and_run)
+
+
+def _print_plan(plan: Reset) -> None:
+    rows = [
+        ("goes on at", f"{plan.steered.stream}@{plan.sequence}"),
+        ("handled again", str(plan.again)),
+        ("passed over", str(plan.passed_over)),
+    ]
+    if plan.unsettled:
+        rows.append(("given up", f"up to {plan.unsettled} that are being handled or wait for their next attempt"))
+    print_table((f"{plan.steered.agent} of {plan.steered.app}", "notifications"), rows)
+
+
+def _position(text: str) -> Position:
+    """Digits are a sequence, not a time: one mistaken for the other would be handled again by the million."""
+    if text in ("all", "new"):
+        return Position(sequence=1) if text == "all" else Position(time=datetime.now(UTC))
+    if text.isascii() and text.isdigit():
+        return Position(sequence=parse_id(text, name="--to"))
+    return Position(time=parse_date(text, name="--to"))

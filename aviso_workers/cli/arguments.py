@@ -1,0 +1,92 @@
+"""What is typed on a command line, as the values that the calls want."""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from aviso_workers.aviso.literals import Duration
+from aviso_workers.errors import InvalidNotificationError, InvalidPositionError
+
+__all__ = ["Line", "parse_duration", "parse_pairs", "parse_payload", "read_lines"]
+
+
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of a notifications file."""
+
+    event: str
+    identifier: dict[str, Any]
+    payload: Any = None
+    id: str | None = None
+    """A message id: a repeat within the duplicate window is stored once."""
+
+
+def parse_pairs(pairs: Sequence[str]) -> dict[str, str]:
+    """`["class=od", "step=12"]` as a mapping. Raises `InvalidNotificationError`."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise InvalidNotificationError(f"{pair!r} is not key=value")
+        if key in found:
+            raise InvalidNotificationError(f"{key!r} is given twice")
+        found[key] = value
+    return found
+
+
+def parse_where(pairs: Sequence[str]) -> dict[str, Any]:
+    """Like `parse_pairs`; a value in JSON brackets is a list or a constraint: `stream=["oper","wave"]`."""
+    return {key: _json(value) if value[:1] in ("[", "{") else value for key, value in parse_pairs(pairs).items()}
+
+
+def parse_duration(text: str, *, name: str) -> Duration:
+    """Such as `10m`, of an option of this name. Raises `InvalidPositionError`."""
+    try:
+        return Duration.parse(text)
+    except ValueError as error:
+        raise InvalidPositionError(f"{name}: {error}") from error
+
+
+def parse_payload(text: str | None) -> Any:
+    """JSON, or `@FILE` that holds it, or `-` for standard input; None where nothing is given."""
+    if text is None:
+        return None
+    if text == "-":
+        return _json(sys.stdin.buffer.read())
+    if text.startswith("@"):
+        path = Path(text[1:])
+        try:
+            return _json(path.read_bytes())
+        except OSError as error:
+            raise InvalidNotificationError(f"cannot read the payload from {path}: {error.strerror}") from error
+    return _json(text)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, Line]]:
+    """The numbered lines of a notifications file. Raises `InvalidNotificationError` that names file and line."""
+    if path.is_fifo():
+        raise InvalidNotificationError(f"{path} is a pipe: give a file, because it is read twice")
+    decoder = msgspec.json.Decoder(Line)
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(file, start=1):
+                if not text.strip():
+                    continue
+                try:
+                    yield number, decoder.decode(text)
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                    raise InvalidNotificationError(f"{path}:{number}: {error}") from error
+    except OSError as error:
+        raise InvalidNotificationError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _json(text: str | bytes) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise InvalidNotificationError(f"not JSON: {error}: {reprlib.repr(text)}") from error

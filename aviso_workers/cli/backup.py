@@ -1,0 +1,384 @@
+"""`backup create|ls|verify|restore|drill|cleanse|merge`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+import typer
+
+from aviso_workers.aviso.literals import Duration
+from aviso_workers.backends import Admin, open_backend
+from aviso_workers.cli import backup_sets
+from aviso_workers.cli.backup_cleanse import cleanse
+from aviso_workers.cli.identity import IdentityOption, identities_of
+from aviso_workers.cli.output import print_table
+from aviso_workers.cli.progress import bar
+from aviso_workers.cli.targets import ConfigOption, Opened, connected, load
+from aviso_workers.config import Config
+from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationError
+from aviso_workers.ops import backups
+from aviso_workers.ops.backups import Backup, Identities, Keep, Made, Progress, Schedule, Spool
+from aviso_workers.worker import logs
+
+__all__ = ["Storage", "backup", "bar"]
+
+backup = typer.Typer(help="Backups of streams, with their consumers, as the nats CLI has them.", no_args_is_help=True)
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A backup, e.g. backups/MARS/20261120T060000.000Z.")]
+EncryptTo = Annotated[
+    list[str] | None,
+    typer.Option("--encrypt-to", metavar="KEY|FILE", help="Encrypt to a public key of age, or to those in a file."),
+]
+Below = Annotated[Path, typer.Argument(metavar="DIR", help="A backup, or a directory with backups of streams.")]
+
+
+class Storage(StrEnum):
+    FILE = "file"
+    MEMORY = "memory"
+
+
+@backup.command()
+def create(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="EVENT|STREAM...", help="Event types, e.g. mars, or streams.")
+    ] = None,
+    *,
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Each goes to DIR/STREAM/TIME.")],
+    everything: Annotated[bool, typer.Option("--all", help="All streams of the account, as a set.")] = False,
+    newest: Annotated[
+        int | None, typer.Option("--keep", metavar="N", min=1, help="Remove all but a stream's newest N backups.")
+    ] = None,
+    days: Annotated[
+        int | None, typer.Option("--keep-days", metavar="N", min=1, help="Remove backups that are older, but not all.")
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="last|BACKUP", help="Store only what that backup does not have; last: the newest one of each."
+        ),
+    ] = None,
+    full_every: Annotated[
+        str | None,
+        typer.Option(metavar="7d", help="As --since last, but a full backup where the last full one is older."),
+    ] = None,
+    every: Annotated[
+        str | None,
+        typer.Option(metavar="6h", help="Stay, and back up as often, until SIGTERM or Ctrl-C; with --all a set."),
+    ] = None,
+    encrypt_to: EncryptTo = None,
+    identity: IdentityOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Back up streams, which stay in use; then remove old backups, if asked to."""
+    if bool(names) == everything:
+        raise DeclarationError("say what to back up: event types or streams, or --all")
+    make = _maker(to, since, full_every, encrypt_to, identity)
+    if every:
+        if encrypt_to and (since or full_every) and not identity:
+            raise DeclarationError("increments after encrypted backups need --identity, to compare with them")
+        schedule = Schedule(
+            names=names or (),
+            to=to,
+            every_seconds=_parsed(every),
+            keep=Keep(newest, days),
+            encrypted=bool(encrypt_to),
+        )
+        _keep_backing_up(schedule, load(config), make)
+        return
+
+    async def run(server: Opened) -> list[AvisoWorkersError]:
+        async def back_up(stream: str, earlier: Spool | None = None) -> Backup:
+            with bar(stream) as progress:
+                made = await make(server.admin, stream, progress, earlier)
+            if made.full_because:
+                typer.echo(f"{stream}: a full backup, because {made.full_because}", err=True)
+            typer.echo(_described(made.backup))
+            return made.backup
+
+        def prune(stream: str) -> list[AvisoWorkersError]:
+            return backup_sets.prune(to, stream, Keep(newest, days))
+
+        if everything:
+            return await backup_sets.create(server.admin, to, back_up, prune, encrypted=bool(encrypt_to))
+        failures: list[AvisoWorkersError] = []
+        for stream in await backups.named_streams(server.admin, server.config, names or ()):
+            try:
+                await back_up(stream)
+                failures += prune(stream)
+            except AvisoWorkersError as error:  # the others are backed up all the same
+                failures.append(error)
+        return failures
+
+    _end(connected(config, run))
+
+
+@backup.command()
+def ls(directory: Below) -> None:
+    """List the backups in a directory, the oldest first; exit 1 where one cannot be read, or needs one that is gone."""
+    found: list[backups.Backup] = []
+
+    def add(place: Path) -> None:
+        found.append(backups.load(place))
+        backups.chain(found[-1])
+
+    failures = _each(backups.places(directory), add)
+    rows = [
+        (
+            each.stream,
+            each.made.isoformat(timespec="seconds"),
+            str(each.state.messages),
+            str(each.size),
+            (each.record and each.record.server_version) or "unknown",
+            _kind(each),
+            str(each.directory),
+        )
+        for each in sorted(found, key=lambda each: each.made)
+    ]
+    if rows:
+        print_table(("stream", "made", "messages", "bytes", "nats-server", "kind", "directory"), rows)
+    elif not failures:
+        typer.echo(f"no backups in {directory}")
+    for file in backups.sets_in(directory):
+        typer.echo(f"set: {file}")
+    for sentence in backups.unfinished_sets(directory):
+        typer.echo(sentence, err=True)
+    _end(failures)
+
+
+@backup.command()
+def verify(directory: Below, *, identity: IdentityOption = None) -> None:
+    """Read all of a backup, or of all backups in a directory, and count what is in it; exit 1 if one is damaged."""
+    identities = identities_of(identity)
+    sets = backups.sets_in(directory)
+    failures = _each(
+        backups.places(directory) or ([] if sets else [directory]), lambda place: _verify(place, identities)
+    )
+    failures += _each(sets, _verify_set)
+    failures += [BackupError(sentence) for sentence in backups.unfinished_sets(directory)]
+    _end(failures)
+
+
+@backup.command()
+def restore(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A backup, e.g. backups/MARS/20261120T060000.000Z; with --all a set.")
+    ],
+    name: Annotated[
+        str | None, typer.Option("--as", metavar="NAME", help="As another stream, which has no subjects of the first.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="All streams of a set: its file, or a directory with the newest one.")
+    ] = False,
+    storage: Annotated[Storage | None, typer.Option(help="Default: as it was.")] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, max=5, help="Default: as it was.")] = None,
+    identity: IdentityOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Make a stream again from a backup, with its sequences and consumers; or all streams of a set. None may exist."""
+    if everything and name:
+        raise DeclarationError("a set is restored under its own names: say --all or --as")
+    identities = identities_of(identity)
+    if everything:
+        connected(
+            config,
+            lambda server: backup_sets.restore(
+                server.admin, directory, storage=storage, replicas=replicas, identities=identities
+            ),
+        )
+        return
+    found = backups.load(directory)
+
+    async def run(server: Opened) -> None:
+        with bar(found.stream, backups.size(found)) as progress:
+            restored = await backups.restore(
+                server.admin,
+                found,
+                name=name,
+                storage=storage,
+                replicas=replicas,
+                identities=identities,
+                progress=progress,
+            )
+        now = restored.state.messages
+        typer.echo(f"{restored.stream}: {now} messages, from {restored.state.first_sequence} on")
+        if now != restored.messages_before:
+            typer.echo(
+                f"{restored.stream}: it had {restored.messages_before}: the rest is beyond its limits by now, "
+                "or was deleted during the backup",
+                err=True,
+            )
+
+    connected(config, run)
+
+
+@backup.command()
+def drill(directory: Directory, *, identity: IdentityOption = None, config: ConfigOption = None) -> None:
+    """Restore a backup into a scratch stream, compare every message and consumer, and delete that again."""
+    found, identities = backups.load(directory), identities_of(identity)
+
+    async def run(server: Opened) -> None:
+        with bar(found.stream, backups.size(found)) as progress:
+            done = await backups.drill(server.admin, found, identities=identities, progress=progress)
+        if done.differences:
+            raise BackupError(f"{directory} does not restore as it was: {'; '.join(done.differences)}")
+        typer.echo(
+            f"{found.stream}: {done.restored.messages} messages and {len(done.restored.consumers)} consumers "
+            f"restored and compared, sha256 {done.restored.sha256}"
+        )
+
+    connected(config, run)
+
+
+backup.command()(cleanse)
+
+
+@backup.command()
+def merge(
+    directory: Directory,
+    *,
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="It goes to DIR/STREAM/TIME.")],
+    encrypt_to: EncryptTo = None,
+    identity: IdentityOption = None,
+) -> None:
+    """Make a full backup of an increment and those before it, or one that is not encrypted of one that is."""
+    found, identities = backups.load(directory), identities_of(identity)
+    with bar(found.stream, backups.size(found)) as progress:
+        made = backups.merge(
+            found,
+            to,
+            encrypt_to=backups.read_recipients(encrypt_to or ()),
+            identities=identities,
+            progress=progress,
+        )
+    typer.echo(_described(made))
+
+
+def _keep_backing_up(schedule: Schedule, config: Config, make: Callable[..., Awaitable[Made]]) -> None:
+    logs.configure(config.workers.logging)
+
+    async def make_silently(admin: Admin, stream: str, earlier: Spool | None) -> Made:
+        return await make(admin, stream, lambda size: None, earlier)
+
+    async def until_signal() -> None:
+        errors: list[AvisoWorkersError] = []
+
+        async def work() -> None:
+            try:
+                await backups.keep_backing_up(schedule, config, lambda: open_backend(config), make_silently)
+            except AvisoWorkersError as error:  # raised outside of the group, as itself
+                errors.append(error)
+                tasks.cancel_scope.cancel()
+
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(work)
+                await anext(signals)
+                tasks.cancel_scope.cancel()
+        if errors:
+            raise errors[0]
+
+    anyio.run(until_signal)
+
+
+def _maker(
+    to: Path, since: str | None, full_every: str | None, encrypt_to: Sequence[str] | None, identity: Path | None
+) -> Callable[..., Awaitable[Made]]:
+    """Return what makes one backup of a stream, as the options say. Raises `DeclarationError`."""
+    if since and full_every:
+        raise DeclarationError("say --since or --full-every: the second makes increments as well")
+    every = _parsed(full_every) if full_every else None
+    keys, identities = backups.read_recipients(encrypt_to or ()), identities_of(identity)
+
+    async def make(admin: Admin, stream: str, progress: Progress, earlier: Spool | None = None) -> Made:
+        if since == "last" or every is not None:
+            return await backups.create_next(
+                admin,
+                stream,
+                to,
+                full_every_seconds=every,
+                encrypt_to=keys,
+                identities=identities,
+                earlier=earlier,
+                progress=progress,
+            )
+        before = backups.load(Path(since)) if since else None
+        made = await backups.create(
+            admin,
+            stream,
+            to,
+            since=before,
+            encrypt_to=keys,
+            identities=identities,
+            earlier=earlier,
+            progress=progress,
+        )
+        return Made(backup=made)
+
+    return make
+
+
+def _parsed(duration: str) -> Duration:
+    try:
+        parsed = Duration.parse(duration)
+    except ValueError as error:
+        raise DeclarationError(str(error)) from error
+    if not parsed:
+        raise DeclarationError(f"{duration} is no time to wait")
+    return parsed
+
+
+def _described(made: Backup) -> str:
+    return f"{made.stream}: {made.state.messages} messages, {made.size} bytes in {made.directory}" + (
+        f", after {made.previous.directory}" if made.previous else ""
+    )
+
+
+def _kind(found: Backup) -> str:
+    kind = f"after {found.previous.directory}" if found.previous else "full"
+    return kind + ", encrypted" * found.encrypted
+
+
+def _verify(directory: Path, identities: Identities | None) -> None:
+    found = backups.load(directory)
+    with bar(found.stream, backups.size(found)) as progress:
+        contents = backups.verify(found, identities=identities, progress=progress)
+    if contents is None and found.of_entries:
+        typer.echo(
+            f"{directory}: its files are as they were written; it is encrypted, and only with --identity FILE can its "
+            "messages be counted"
+        )
+        return
+    if contents is None:
+        typer.echo(f"{directory}: whole; a nats-server before 2.15 made it, and its messages cannot be counted here")
+        return
+    typer.echo(
+        f"{directory}: {contents.messages} messages, {contents.bytes} bytes, {len(contents.consumers)} consumers"
+        + (f"; {contents.missing} messages were deleted or expired while it was made" if contents.missing else "")
+    )
+
+
+def _verify_set(file: Path) -> None:
+    found = backups.load_set(file)
+    backups.members(found)
+    typer.echo(f"{file}: a set of {len(found.written.members)} streams, all of which are there")
+
+
+def _each(directories: Sequence[Path], act: Callable[[Path], None]) -> list[AvisoWorkersError]:
+    failures: list[AvisoWorkersError] = []
+    for directory in directories:
+        try:
+            act(directory)
+        except BackupError as error:
+            failures.append(error)
+    return failures
+
+
+def _end(failures: Sequence[AvisoWorkersError]) -> None:
+    """What failed is told when the rest is done."""
+    if failures:
+        raise BackupError("\n".join(map(str, failures)))

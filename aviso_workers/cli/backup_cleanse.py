@@ -1,0 +1,111 @@
+"""`backup cleanse`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from aviso_workers.cli.arguments import parse_where
+from aviso_workers.cli.confirmation import Yes, confirm
+from aviso_workers.cli.identity import IdentityOption, identities_of
+from aviso_workers.cli.output import echo
+from aviso_workers.cli.progress import bar
+from aviso_workers.cli.targets import ConfigOption, connected_app
+from aviso_workers.errors import BackupError, DeclarationError
+from aviso_workers.ops import backups
+from aviso_workers.ops.backups import Backup, Forgotten, Identities, Takes
+from aviso_workers.ops.erasure import records
+
+__all__ = ["cleanse"]
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+def cleanse(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A backup, or a directory with backups of streams.")],
+    where: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help='A value, or JSON: step={"gte":24}.')
+    ] = None,
+    event: Annotated[
+        str | None, typer.Option(metavar="EVENT", help="Whose identifiers these are; default: the only one there is.")
+    ] = None,
+    erasure: Annotated[
+        list[Path] | None, typer.Option("--erasure", metavar="FILE", help="What this record of `erase` lists.")
+    ] = None,
+    key: Annotated[
+        list[str] | None, typer.Option("--key", metavar="BUCKET/KEY", help="Also this key, as `erase` takes it.")
+    ] = None,
+    subject: Annotated[
+        str | None, typer.Option(metavar="SUBJECT", help="Instead: of these subjects, e.g. mars.od.>")
+    ] = None,
+    identity: IdentityOption = None,
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Remove messages from backups for good, as a person's data; the rest restores with its sequences.
+
+    Of a full backup with increments, the messages are removed from all of them, whichever is named.
+    """
+    if bool(subject) == bool(where or erasure or key):
+        raise DeclarationError("say which messages: KEY=VALUE, --erasure and --key together or alone, or --subject")
+    found, failed = _load(directory)
+    identities = identities_of(identity)
+    if subject:
+        takes, doubts = _of_subject(subject), list[str]()
+    else:
+        erasures = [records.read(path) for path in erasure or ()]
+        named = event or next((each.event_type for each in erasures), "")
+        declared = connected_app(config).config
+        wanted = backups.of_identifier(declared, found, parse_where(where), event_type=named) if where else None
+        forgotten = Forgotten(wanted, records=erasures, keys=key or ())
+        takes, doubts = forgotten.takes, forgotten.doubts(found)
+    for doubt in doubts:
+        echo(doubt, err=True)
+    chosen = backups.one_of_each_chain(found)
+    counts = [_try(backup, lambda backup: _count(backup, takes(backup), identities)) for backup in chosen]
+    if any(counts):
+        confirm(yes, to="remove them")
+    concerned = [backup for backup, count in zip(chosen, counts, strict=True) if count]
+    removed = [_try(backup, lambda backup: _forget(backup, takes(backup), identities)) for backup in concerned]
+    if failed or doubts or None in [*counts, *removed]:
+        raise typer.Exit(1)
+
+
+def _of_subject(subject: str) -> Callable[[Backup], Takes]:
+    return lambda _: backups.of_subject(subject)
+
+
+def _load(directory: Path) -> tuple[list[Backup], bool]:
+    """Return the backups, and whether there are others, which cannot be read."""
+    loaded = [_try(place, backups.load) for place in backups.places(directory) or [directory]]
+    return [backup for backup in loaded if backup], None in loaded
+
+
+def _try(thing: T, act: Callable[[T], U]) -> U | None:
+    """Return what `act` makes of it; None where it cannot, and a line says why."""
+    try:
+        return act(thing)
+    except BackupError as error:
+        echo(str(error), err=True)
+        return None
+
+
+def _count(backup: Backup, takes: Takes, identities: Identities | None) -> int:
+    with bar(f"{backup.directory}, reading", backup.size) as progress:
+        plan = backups.plan_cleanse(backup, takes, identities=identities, progress=progress)
+    typer.echo(f"{backup.directory}: {len(plan.removed)} messages match, {plan.kept} stay")
+    for change in plan.changes:
+        if not change.backup.directory.samefile(backup.directory):
+            typer.echo(f"{change.backup.directory}: is written anew as well")
+    return len(plan.removed)
+
+
+def _forget(backup: Backup, takes: Takes, identities: Identities | None) -> int:
+    with bar(f"{backup.directory}, writing") as progress:
+        removed = backups.forget(backup, takes, identities=identities, progress=progress)
+    typer.echo(f"{backup.directory}: {removed} messages removed")
+    return removed

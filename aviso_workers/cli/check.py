@@ -1,0 +1,27 @@
+"""`check`: every mistake at once, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from aviso_workers.cli.output import echo
+from aviso_workers.cli.targets import ConfigOption, find_app
+from aviso_workers.errors import ConfigError
+
+__all__ = ["check"]
+
+
+def check(
+    target: Annotated[str | None, typer.Argument(metavar="MODULE:APP")] = None,
+    agent: Annotated[str | None, typer.Option("--agent", metavar="NAME")] = None,
+    config: ConfigOption = None,
+) -> None:
+    """List every mistake in an app and its configuration; exit 2 if there is one."""
+    app = find_app(target, agent=agent, config=config)
+    if mistakes := app.mistakes():
+        raise ConfigError(mistakes)
+    for warning in app.warnings():
+        echo(f"warning: {warning}", err=True)
+    typer.echo(f"{app.name}: {len(app.agents)} agents, {len(app.timers)} timers, {len(app.tasks)} tasks, no mistakes")

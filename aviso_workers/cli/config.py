@@ -1,0 +1,33 @@
+"""`config schema` and `config show`."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from aviso_workers import config as configuration
+from aviso_workers.cli.output import Columns, echo
+from aviso_workers.cli.targets import ConfigOption, load, settings_of_installed
+
+__all__ = ["config"]
+
+config = typer.Typer(help="The configuration: its schema, and what is in effect.", no_args_is_help=True)
+
+
+@config.command()
+def schema() -> None:
+    """Print the JSON Schema of configuration files, for editors."""
+    typer.echo(json.dumps(configuration.json_schema(), indent=2))
+
+
+@config.command()
+def show(config: ConfigOption = None) -> None:
+    """Print every value in effect and where it comes from; secrets are masked."""
+    loaded = load(config)
+    columns = Columns("key", "value", "from")
+    settings = settings_of_installed(loaded.workers.agents)
+    shown = configuration.effective(loaded, agents=settings)
+    columns.print([(path, json.dumps(value), origin) for path, value, origin in shown])
+    for warning in loaded.warnings:
+        echo(f"warning: {warning}", err=True)

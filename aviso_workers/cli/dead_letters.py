@@ -1,0 +1,274 @@
+"""`dead-letters ls|show|retry|drop`."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from aviso_workers.aviso.codec import store_time
+from aviso_workers.aviso.literals import printable_lines
+from aviso_workers.aviso.positions import parse_date
+from aviso_workers.cli.output import Columns, print_json, print_table, printable, skipped_told
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected
+from aviso_workers.errors import NotFoundError
+from aviso_workers.events import Events
+from aviso_workers.ops.dead_letters import DeadLetter, DeadLetterOffice, Selection, document, portions
+
+__all__ = ["dead_letters"]
+
+dead_letters = typer.Typer(help="Notifications that could not be handled.", no_args_is_help=True)
+
+SHORT = 60
+
+Action = Callable[..., Awaitable[None]]
+"""`DeadLetterOffice.retry` or `DeadLetterOffice.drop`."""
+
+Sequences = Annotated[list[int] | None, typer.Argument(metavar="SEQUENCE...", min=1, help="Dead letters, by number.")]
+OfApp = Annotated[str | None, typer.Option("--app", metavar="APP", help="Of this app.")]
+OfAgent = Annotated[str | None, typer.Option("--agent", metavar="AGENT", help="Of this agent.")]
+Reason = Annotated[str | None, typer.Option("--reason", help="Of this reason, e.g. attempts_exhausted.")]
+OfStream = Annotated[str | None, typer.Option("--stream", help="Whose original is in this stream, e.g. MARS.")]
+Since = Annotated[str | None, typer.Option("--since", help="Buried then or later, e.g. 2026-11-20T06:00:00Z.")]
+Until = Annotated[str | None, typer.Option("--until", help="Buried then or before.")]
+WithError = Annotated[str | None, typer.Option("--error", metavar="TEXT", help="Whose error contains this.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do it for all that are selected.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document a letter; its body is base64.")]
+
+
+@dead_letters.command()
+def ls(
+    sequences: Sequences = None,
+    app: OfApp = None,
+    agent: OfAgent = None,
+    reason: Reason = None,
+    stream: OfStream = None,
+    since: Since = None,
+    until: Until = None,
+    error: WithError = None,
+    as_json: AsJson = False,
+    config: ConfigOption = None,
+) -> None:
+    """List the dead letters, the oldest first."""
+    wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
+
+    async def run(office: DeadLetterOffice) -> None:
+        columns = Columns("sequence", "time", "app", "agent", "reason", "attempts", "original", "error")
+        none = True
+        async with aclosing(office.letters(wanted)) as letters:
+            async for portion in portions(letters):
+                none = False
+                if as_json:
+                    for letter in portion:
+                        print_json(document(letter))
+                else:
+                    columns.print(map(_row, portion))
+        if none and not as_json:
+            typer.echo("no dead letters")
+
+    _run(config, run)
+
+
+@dead_letters.command()
+def show(
+    sequence: Annotated[int, typer.Argument(metavar="SEQUENCE", min=1)],
+    as_json: AsJson = False,
+    config: ConfigOption = None,
+) -> None:
+    """Show all of one dead letter: why it is there, its headers and its body."""
+
+    async def run(office: DeadLetterOffice) -> None:
+        letter = await office.letter(sequence)
+        if as_json:
+            print_json(document(letter))
+        else:
+            _print_letter(letter)
+
+    _run(config, run)
+
+
+@dead_letters.command()
+def retry(
+    sequences: Sequences = None,
+    app: OfApp = None,
+    agent: OfAgent = None,
+    reason: Reason = None,
+    stream: OfStream = None,
+    since: Since = None,
+    until: Until = None,
+    error: WithError = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Hand dead letters back, each to the agent that failed and to no other, as if they were new."""
+    wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
+    _act(config, wanted, DeadLetterOffice.retry, "handed back", dry_run=dry_run, yes=yes)
+
+
+@dead_letters.command()
+def drop(
+    sequences: Sequences = None,
+    app: OfApp = None,
+    agent: OfAgent = None,
+    reason: Reason = None,
+    stream: OfStream = None,
+    since: Since = None,
+    until: Until = None,
+    error: WithError = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Erase dead letters for good."""
+    wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
+    _act(config, wanted, DeadLetterOffice.drop, "erased", dry_run=dry_run, yes=yes)
+
+
+def _act(
+    config: ConfigSource | None,
+    wanted: Selection,
+    act: Action,
+    done: str,
+    *,
+    dry_run: bool,
+    yes: bool,
+) -> None:
+    async def run(office: DeadLetterOffice) -> None:
+        found = await _found(office, wanted)
+        if not found or dry_run:
+            return
+        if not (yes or wanted.sequences):
+            typer.echo("nothing was done; say --yes, or name the letters by their sequences", err=True)
+            raise typer.Exit(2)
+        await _act_on(office, found, act, done)
+
+    _run(config, run)
+
+
+async def _found(office: DeadLetterOffice, wanted: Selection) -> frozenset[int]:
+    """The selected letters that are there, which are shown, counted."""
+    found: set[int] = set()
+    counts = Counter[tuple[str, str, str]]()
+    async with aclosing(office.letters(wanted)) as letters:
+        async for letter in letters:
+            found.add(letter.sequence)
+            counts[letter.app, letter.agent, letter.reason] += 1
+    if missing := sorted(wanted.sequences - found):
+        raise NotFoundError(f"no such dead letter: {', '.join(map(str, missing))}; nothing was done")
+    if found:
+        rows = [(*key, str(count)) for key, count in sorted(counts.items())]
+        print_table(("app", "agent", "reason", "dead letters"), rows)
+    else:
+        typer.echo("no dead letters")
+    return frozenset(found)
+
+
+async def _act_on(
+    office: DeadLetterOffice,
+    found: frozenset[int],
+    act: Action,
+    done: str,
+) -> None:
+    """Read them once more, which needs no memory for all of them, and act on exactly those that were shown."""
+    count = 0
+    columns = (TextColumn(done), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            bar = progress.add_task("", total=len(found))
+
+            def note() -> None:
+                nonlocal count
+                count += 1
+                progress.advance(bar)
+
+            async with aclosing(office.letters(Selection(sequences=found))) as letters:
+                async for portion in portions(letters):
+                    await act(office, *portion, note=note)
+    finally:
+        typer.echo(f"{count} of {len(found)} {done}")
+
+
+def _run(config: ConfigSource | None, run: Callable[[DeadLetterOffice], Awaitable[None]]) -> None:
+    events = Events()
+    with skipped_told(events):
+
+        async def run_in_office(server: Opened) -> None:
+            await run(DeadLetterOffice(server.admin, server.config, events=events))
+
+        connected(config, run_in_office)
+
+
+def _selection(
+    sequences: Sequence[int] | None,
+    app: str | None,
+    agent: str | None,
+    reason: str | None,
+    stream: str | None,
+    since: str | None,
+    until: str | None,
+    error: str | None,
+) -> Selection:
+    return Selection(
+        sequences=frozenset(sequences or ()),
+        app=app,
+        agent=agent,
+        reason=reason,
+        stream=stream,
+        since=parse_date(since, name="--since") if since else None,
+        until=parse_date(until, name="--until") if until else None,
+        error=error,
+    )
+
+
+def _row(letter: DeadLetter) -> tuple[str, ...]:
+    return (
+        str(letter.sequence),
+        letter.time.isoformat(timespec="seconds"),
+        letter.app,
+        letter.agent,
+        letter.reason,
+        str(letter.attempts),
+        f"{letter.stream}@{letter.original.sequence}",
+        letter.error if len(letter.error) <= SHORT else f"{letter.error[: SHORT - 1]}…",
+    )
+
+
+def _print_letter(letter: DeadLetter) -> None:
+    original = letter.original
+    rows = {
+        "sequence": str(letter.sequence),
+        "buried": letter.time.isoformat(),
+        "app": letter.app,
+        "agent": letter.agent,
+        "reason": letter.reason,
+        "attempts": str(letter.attempts),
+        "error": letter.error,
+        "traceback": letter.traceback,
+        "original": f"{letter.stream}@{original.sequence}",
+        "subject": original.subject,
+        "stored": store_time(original).isoformat(),
+        **{f"header {name}": value for name, value in (original.headers or {}).items()},
+    }
+    for name, value in rows.items():
+        typer.echo(f"{printable(name)}: {printable(value)}")
+    typer.echo(f"\n{_body(original.data)}")
+
+
+def _body(data: bytes) -> str:
+    """JSON laid out, other text as it is, and bytes that are neither as base64."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return f"{len(data)} bytes that are no text, in base64:\n{base64.b64encode(data).decode()}"
+    with suppress(ValueError, RecursionError):
+        text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
+    return printable_lines(text)

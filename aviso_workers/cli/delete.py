@@ -1,0 +1,36 @@
+"""`delete`: one notification."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from aviso_workers.cli.confirmation import Yes, confirm
+from aviso_workers.cli.output import print_table
+from aviso_workers.cli.targets import ConfigOption, Opened, connected
+from aviso_workers.ops import aviso_admin
+from aviso_workers.ops.inventory import StoredMessage
+
+__all__ = ["delete"]
+
+
+def delete(
+    notification: Annotated[str, typer.Argument(metavar="EVENT@SEQUENCE", help="e.g. mars@42")],
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Delete one notification, after showing which one it is; `erase` also finds its copies."""
+
+    async def run(server: Opened) -> None:
+        found = await aviso_admin.find(server.admin, server.config, notification)
+        print_table(("stream", "sequence", "subject", "stored"), [_message_row(found)])
+        confirm(yes, to="delete it")
+        await aviso_admin.delete(server.admin, server.config, notification)
+        typer.echo(f"{notification} deleted")
+
+    connected(config, run)
+
+
+def _message_row(found: StoredMessage) -> tuple[str, str, str, str]:
+    return found.stream, str(found.sequence), found.subject, found.time

@@ -1,0 +1,87 @@
+"""`doctor`: the servers, streams, consumers and our own settings against what is known to go wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from aviso_workers.cli.output import print_json, printable
+from aviso_workers.cli.targets import ConfigOption, connected, find_app, load
+from aviso_workers.errors import AvisoWorkersError, BackendError
+from aviso_workers.ops.doctor import Report, Scope, State, examine, hurried, output
+
+__all__ = ["doctor"]
+
+NAGIOS_CODES = {State.PASS: 0, State.SKIP: 0, State.WARN: 1, State.FAIL: 2}
+NAGIOS_UNKNOWN = 3
+
+Format = Literal["text", "json", "prometheus", "nagios"]
+
+
+def doctor(
+    app: Annotated[
+        str | None, typer.Option("--app", metavar="MODULE:APP", help="Look at its agents too, by its configuration.")
+    ] = None,
+    monitor: Annotated[
+        list[str] | None,
+        typer.Option("--monitor", metavar="URL", help="A server's monitoring port; once for each server."),
+    ] = None,
+    production: Annotated[
+        bool, typer.Option("--production", help="Judge also by what only production needs, such as three copies.")
+    ] = False,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.1, help="Between the two samples that rates are made of.")
+    ] = 5.0,
+    backups: Annotated[
+        Path | None, typer.Option("--backups", exists=True, file_okay=False, help="Where backups of streams are.")
+    ] = None,
+    format: Annotated[Format, typer.Option("--format", help="How to say it.")] = "text",
+    config: ConfigOption = None,
+) -> None:
+    """Say what is wrong, or will be, and what to do about it; changes nothing.
+
+    Exit code: 1 where a check fails, else 0. With --format nagios 0, 1, 2 and 3, as its plugins have them.
+    """
+    for url in monitor or ():
+        if not url.startswith(("http://", "https://")):
+            raise typer.BadParameter(f"{url!r} is no URL, such as http://127.0.0.1:8222", param_hint="--monitor")
+    try:
+        examined = find_app(app, agent=None, config=config) if app else None
+        scope = Scope(
+            agents=tuple(examined.agents) if examined else None,
+            app=examined.name if examined else "",
+            monitors=tuple(monitor or ()),
+            production=production,
+            seconds=seconds,
+            backups=backups,
+        )
+        if sys.stderr.isatty():
+            typer.echo(f"asking the servers twice, {seconds:g} s apart ...", err=True)
+        report = connected(
+            hurried(examined.config if examined else load(config)),
+            lambda server: examine(server.admin, server.config, scope),
+        )
+    except AvisoWorkersError as error:
+        if format != "nagios":
+            raise
+        is_down = isinstance(error, BackendError)
+        typer.echo(f"AVISO-WORKERS {'CRITICAL' if is_down else 'UNKNOWN'} - {printable(str(error))}")
+        raise typer.Exit(NAGIOS_CODES[State.FAIL] if is_down else NAGIOS_UNKNOWN) from error
+    _print(report, format)
+    raise typer.Exit(NAGIOS_CODES[report.state] if format == "nagios" else int(report.state is State.FAIL))
+
+
+def _print(report: Report, format: Format) -> None:
+    match format:
+        case "text":
+            for line in output.text(report):
+                typer.echo(printable(line))
+        case "json":
+            print_json(output.document(report))
+        case "prometheus":
+            sys.stdout.write(output.gauges(report).decode())
+        case "nagios":
+            typer.echo(printable(output.nagios(report)))

@@ -1,0 +1,110 @@
+"""`erase`."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aviso_workers.cli.arguments import parse_where
+from aviso_workers.cli.confirmation import Yes, confirm
+from aviso_workers.cli.output import echo, print_table
+from aviso_workers.cli.progress import ProgressLines
+from aviso_workers.cli.targets import ConfigOption, Opened, connected
+from aviso_workers.ops.erasure import ELSEWHERE, INDEX_WITHIN, Eraser, Survey, Suspect
+
+__all__ = ["erase"]
+
+SHOWN = 5
+"""Sequences in a row of the table."""
+SHOWN_KEYS = 50
+
+
+def erase(
+    event: Annotated[str, typer.Argument(metavar="EVENT")],
+    where: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="As `watch` takes it.")] = None,
+    id: Annotated[int | None, typer.Option("--id", metavar="N", min=1, help="One notification, by sequence.")] = None,
+    key: Annotated[
+        list[str] | None,
+        typer.Option("--key", metavar="BUCKET/KEY", help="Also this key of a table, windows or a counter."),
+    ] = None,
+    audit: Annotated[
+        Path | None, typer.Option("--audit", metavar="FILE", help="Where the record goes; it must not exist.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be erased.")] = False,
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Erase notifications for good, wherever this account keeps them: bytes, copies and dead letters."""
+    wanted = parse_where(where or [])
+
+    async def run(server: Opened) -> bool:
+        eraser = Eraser(server.admin, server.config, event, where=wanted, sequence=id, keys=key or ())
+        survey = await eraser.survey()
+        _print(survey)
+        if dry_run:
+            return True
+        if survey.findings:
+            confirm(yes, to="erase all of them")
+        elif not yes:
+            return True
+        record = audit or Path(f"erasure-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}.json")
+        left = await eraser.erase(survey, audit=record, progress=ProgressLines("erased", total=survey.messages))
+        erased = sum(eraser.erased(left).values())
+        typer.echo(f"{erased} erased, {left.messages} left; the record is {record}")
+        if not erased:
+            return left.whole
+        typer.echo(
+            "the subjects of what is erased, with the values that are in them, stay in the index files of the servers "
+            f"until {datetime.now(UTC) + INDEX_WITHIN:%Y-%m-%dT%H:%M:%SZ} at the latest, and the whole messages in the "
+            "Raft logs of streams with replicas: keep no copy of these before"
+        )
+        typer.echo(
+            f"next, for all backups below a directory: aviso-workers backup cleanse DIR --erasure {record}, with the "
+            "KEY=VALUE given here where there are any, because backups also hold what had left the streams before"
+        )
+        for each in left.unreached:
+            if each.waits:
+                echo(f"not proven: {each.where}: {each.why}. {each.cure.capitalize()}.")
+        return left.whole
+
+    if not connected(config, run):
+        raise typer.Exit(1)
+
+
+def _print(survey: Survey) -> None:
+    if not survey.findings:
+        typer.echo("nothing matches")
+    else:
+        rows = [
+            (finding.stream, finding.what, str(len(finding.sequences)), _sequences(finding.sequences))
+            for finding in survey.findings
+        ]
+        print_table(("stream", "holds", "messages", "sequences"), rows)
+    for suspect in survey.suspects:
+        _print_suspect(suspect)
+    for each in survey.unreached:
+        echo(f"not reached: {each.where}: {each.why}. {each.cure.capitalize()}.")
+    for what in ELSEWHERE:
+        echo(f"not looked at: {what}.")
+
+
+def _print_suspect(suspect: Suspect) -> None:
+    what = f"{suspect.kind} {suspect.name}"
+    if suspect.unread:
+        echo(f"may hold copies: {what}, which cannot be read: {suspect.unread}")
+        return
+    if not suspect.named:
+        echo(f"may hold copies: {what}, {suspect.keys} keys, of which none has a value of what matches: see yourself")
+        return
+    echo(f"may hold copies: {what}, {suspect.keys} keys, of which {len(suspect.named)} have a value of what matches:")
+    for key in suspect.named[:SHOWN_KEYS]:
+        echo(f"  --key {suspect.name}/{key}")
+    if len(suspect.named) > SHOWN_KEYS:
+        echo(f"  and {len(suspect.named) - SHOWN_KEYS} more")
+
+
+def _sequences(sequences: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sequences[:SHOWN])) + (", ..." if len(sequences) > SHOWN else "")

@@ -1,0 +1,231 @@
+"""`mirror status|promote|recover|fence|unfence`, and `drill failover`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aviso_workers.aviso.codec import store_time
+from aviso_workers.cli import NOT_PROVEN
+from aviso_workers.cli.confirmation import Yes, confirm
+from aviso_workers.cli.output import print_table
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, load
+from aviso_workers.ops import failover_drill, mirrors, promotion, recovery
+from aviso_workers.ops.consumer_positions import Carried
+from aviso_workers.ops.failover_drill import Drill
+from aviso_workers.ops.mirrors import Link, Mirrors
+from aviso_workers.ops.promotion import Promotion
+from aviso_workers.ops.recovery import Recovered
+
+__all__ = ["drill", "mirror"]
+
+mirror = typer.Typer(help="Streams that follow others, and what to do when those are lost.", no_args_is_help=True)
+drill = typer.Typer(help="Rehearsals on streams of their own.", no_args_is_help=True)
+
+MOST_LISTED = 20
+"""Messages that are listed one by one."""
+StreamArgument = Annotated[str, typer.Argument(metavar="STREAM")]
+Api = Annotated[str, typer.Option("--api", metavar="PREFIX", help="Where it is, e.g. '$JS.hub.API'; default: here.")]
+
+
+@mirror.command()
+def status(config: ConfigOption = None) -> None:
+    """Show which streams follow which, and whether they do; exit 1 where one does not."""
+
+    async def run(server: Opened) -> list[Link]:
+        return await Mirrors(server.admin).links()
+
+    links = connected(config, run)
+    if not links:
+        typer.echo("no stream follows another one")
+    else:
+        print_table(("stream", "is", "of", "lag", "heard of it", "compared", "trouble"), [_row(link) for link in links])
+    if any(link.trouble for link in links):
+        raise typer.Exit(1)
+
+
+@mirror.command()
+def promote(
+    stream: StreamArgument,
+    subject: Annotated[
+        list[str] | None, typer.Option("--subject", help="What it takes from then on; default: what its origin took.")
+    ] = None,
+    origin_is_lost: Annotated[
+        bool, typer.Option("--origin-is-lost", help="The origin does not answer and cannot be fenced: go on.")
+    ] = False,
+    origin_was_recreated: Annotated[
+        bool, typer.Option("--origin-was-recreated", help="It has messages that the mirror lacks: go on without them.")
+    ] = False,
+    patience: Annotated[float, typer.Option(min=0, help="Seconds in which it has to catch up.")] = 30.0,
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Put a mirror in its origin's place, which is fenced before; exit 3 where it is not known to have everything."""
+    confirm(yes, to=f"fence the origin of {stream}, and let {stream} take publishes in its place")
+
+    async def run(server: Opened) -> Promotion:
+        return await promotion.promote(
+            server.admin,
+            stream,
+            subjects=subject or (),
+            origin_is_lost=origin_is_lost,
+            origin_was_recreated=origin_was_recreated,
+            patience_seconds=patience,
+        )
+
+    found = connected(config, run)
+    _print_promotion(found)
+    if not found.proven:
+        raise typer.Exit(NOT_PROVEN)
+
+
+@mirror.command()
+def recover(
+    stream: StreamArgument,
+    origin_config: Annotated[
+        Path | None, typer.Option("--origin-config", metavar="FILE", help="Where its origin is no domain of ours.")
+    ] = None,
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Publish to a promoted mirror what only its origin has; without --yes, list it."""
+    origin = load(ConfigSource(origin_config)) if origin_config else None
+
+    async def list_missing(server: Opened) -> tuple[int, int]:
+        async with recovery.opened(server.admin, server.config, stream, origin_config=origin) as found:
+            count = 0
+            async for message in found.only_there():
+                count += 1
+                if count <= MOST_LISTED:
+                    typer.echo(f"{message.sequence} {store_time(message).isoformat()} {message.subject}")
+            return count, found.undecided
+
+    async def publish(server: Opened) -> Recovered:
+        async with recovery.opened(server.admin, server.config, stream, origin_config=origin) as found:
+            return await found.publish()
+
+    if not yes:
+        _print_missing(stream, *connected(config, list_missing))
+        return
+    _print_recovered(stream, connected(config, publish))
+
+
+def _print_missing(stream: str, count: int, undecided: int) -> None:
+    """Say how much only the origin has; exit 2 where there is something to be published, 3 where nobody knows."""
+    if count > MOST_LISTED:
+        typer.echo(f"... and {count - MOST_LISTED} more")
+    typer.echo(f"only the origin of {stream} has {count} messages")
+    _print_undecided(undecided)
+    confirm(not count, to=f"publish them to {stream}, behind what it has")
+    if undecided:
+        raise typer.Exit(NOT_PROVEN)
+
+
+def _print_recovered(stream: str, found: Recovered) -> None:
+    """Say what was published; exit 3 where nobody knows whether that is all."""
+    typer.echo(f"{stream}: {found.published} messages published, {found.present} were there already")
+    if found.superseded:
+        typer.echo(f"{found.superseded} were not published, because {stream} has a newer one of their subject")
+    _print_undecided(found.undecided)
+    if found.undecided:
+        raise typer.Exit(NOT_PROVEN)
+
+
+def _print_undecided(count: int) -> None:
+    if count:
+        typer.echo(f"{count} more cannot be compared, as the mirror has nothing under their sequences any more")
+
+
+@mirror.command()
+def fence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: ConfigOption = None) -> None:
+    """Let a stream take no publish any more; it keeps what it has, and whoever reconciles leaves it alone."""
+    confirm(yes, to=f"take its subjects from {stream}")
+
+    async def run(server: Opened) -> tuple[str, ...]:
+        return (await mirrors.fence(server.admin.at(api), stream)).subjects
+
+    subjects = connected(config, run)
+    typer.echo(f"{stream} is fenced; it took {', '.join(subjects)}")
+
+
+@mirror.command()
+def unfence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: ConfigOption = None) -> None:
+    """Give a fenced stream its subjects back. Be sure that no other stream takes them."""
+    confirm(yes, to=f"give {stream} its subjects back")
+
+    async def run(server: Opened) -> tuple[str, ...]:
+        return await mirrors.unfence(server.admin.at(api), stream)
+
+    subjects = connected(config, run)
+    typer.echo(f"{stream} takes {', '.join(subjects)} again")
+
+
+@drill.command()
+def failover(
+    origin_api: Annotated[
+        str, typer.Option("--origin-api", metavar="PREFIX", help="Another domain's API, e.g. '$JS.hub.API'.")
+    ] = "",
+    messages: Annotated[int, typer.Option(min=2, help="How many to publish meanwhile.")] = 1000,
+    config: ConfigOption = None,
+) -> None:
+    """Rehearse a failover on a scratch stream and its mirror; exit 1 where a message was lost or doubled."""
+
+    async def run(server: Opened) -> Drill:
+        return await failover_drill.rehearse(server.admin, origin_api=origin_api, messages=messages)
+
+    found = connected(config, run)
+    _print_promotion(found.promotion)
+    typer.echo(f"no publish was taken for {found.silent_seconds:.3f} s at most")
+    typer.echo(f"the fenced origin took {found.after_fence}; {found.stored} of {found.published} published are stored")
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+def _print_promotion(found: Promotion) -> None:
+    if found.gap is None:
+        typer.echo(f"gap: nobody knows how many messages are missing; when {found.origin} answers, ask by")
+        typer.echo(f"  aviso-workers mirror recover {found.stream}")
+    else:
+        typer.echo(f"gap: {found.gap} messages were to come and came; {found.equal} were compared and are the same")
+    for each in found.consumers or ():
+        typer.echo(_consumer(each))
+    if found.consumers is None:
+        typer.echo(f"consumers: where those of {found.origin} had come to is not known; none was made")
+    else:
+        made = sum(each.made for each in found.consumers)
+        typer.echo(f"consumers: {made} of {len(found.consumers)} made, each after what was settled")
+    subjects = ", ".join(found.subjects)
+    typer.echo(f"{found.stream} takes {subjects} after {found.seconds:.3f} s, from {found.last_sequence + 1} on")
+
+
+def _consumer(found: Carried) -> str:
+    if found.refused and not found.next_sequence:
+        return f"consumer {found.consumer}: not made: {found.refused}"
+    if found.refused:
+        return f"consumer {found.consumer}: not made, and was to go on at {found.next_sequence}: {found.refused}"
+    if not found.made:
+        return f"consumer {found.consumer}: was at work here already, and goes on at {found.next_sequence}"
+    again = max(0, found.delivered + 1 - found.next_sequence)
+    told = f"consumer {found.consumer}: goes on at {found.next_sequence}"
+    if again:
+        told += f"; what is unsettled up to {found.delivered} is handled again"
+    if found.has_readers:
+        told += "; it still has readers at the origin: stop them, or what they do from now on is done again"
+    return told
+
+
+def _row(link: Link) -> tuple[str, ...]:
+    origin = f"{link.origin} at {link.api}" if link.api else link.origin
+    heard = "never" if link.active_seconds is None else f"{link.active_seconds:.1f} s ago"
+    compared = "" if link.relation != "mirror" else "not" if link.equal is None else f"{link.equal} are the same"
+    return (
+        link.stream,
+        link.relation,
+        origin,
+        str(link.lag),
+        "" if link.relation == "promoted" else heard,
+        compared,
+        link.trouble,
+    )

@@ -1,0 +1,97 @@
+"""`notify`: publish one notification, or a file of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from aviso_workers.aviso.notifications import Notify
+from aviso_workers.aviso.positions import parse_date
+from aviso_workers.cli.arguments import parse_duration, parse_pairs, parse_payload, read_lines
+from aviso_workers.cli.output import echo
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected_app
+from aviso_workers.errors import AvisoWorkersError, InvalidNotificationError
+
+__all__ = ["notify"]
+
+MAY_BE_STORED = (
+    "of {total} notifications the first {begun} were begun, and any of these may be stored; a file in which each line "
+    'has an "id" can be published again within the duplicate window of the stream, and stores each once'
+)
+
+
+def notify(
+    event: Annotated[str | None, typer.Argument(metavar="EVENT", help="The event type, e.g. mars.")] = None,
+    identifier: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...")] = None,
+    payload: Annotated[str | None, typer.Option(help="JSON, @FILE, or - for standard input.")] = None,
+    at: Annotated[str | None, typer.Option(metavar="TIME", help="Deliver it then, e.g. 2026-11-21T06:00:00Z.")] = None,
+    after: Annotated[str | None, typer.Option(metavar="DURATION", help="Deliver it later, e.g. 10m or 2h.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help='Lines of {"event": ..., "identifier": {...}, "payload": ..., "id": ...}.')
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Publish a notification, or all those in a file, and wait until they are stored, or kept for later."""
+    if (event is None) == (file is None) or (file is not None and (payload, at, after) != (None, None, None)):
+        raise InvalidNotificationError("say what to publish: EVENT key=value... [--payload ...], or --file FILE")
+    if file is not None:
+        anyio.run(_notify_file, file, config)
+        return
+    assert event is not None
+    wanted = Notify(
+        event,
+        parse_pairs(identifier or []),
+        parse_payload(payload),
+        deliver_at=None if at is None else parse_date(at, name="--at"),
+        deliver_after=None if after is None else parse_duration(after, name="--after"),
+    )
+    anyio.run(_notify_one, wanted, config)
+
+
+async def _notify_one(wanted: Notify, config: ConfigSource | None) -> None:
+    app = connected_app(config)
+    app.check(wanted)
+    async with app:
+        receipt = await app.session.publisher.notify(wanted)
+    if receipt.due:
+        echo(f"{wanted.event_type} {receipt.message_id} waits until {receipt.due.isoformat(timespec='seconds')}")
+    else:
+        echo(f"{wanted.event_type}@{receipt.sequence} stored in {receipt.stream}")
+
+
+async def _notify_file(path: Path, config: ConfigSource | None) -> None:
+    app = connected_app(config)
+    total = 0
+    for number, line in read_lines(path):  # all of it is checked before any of it is sent
+        total += 1
+        try:
+            app.check(Notify(line.event, line.identifier, line.payload))
+        except InvalidNotificationError as error:
+            raise InvalidNotificationError(f"{path}:{number}: {error}") from error
+    columns = (TextColumn("publishing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("", total=total)
+        begun = 0
+
+        def notifications() -> Iterator[Notify]:
+            nonlocal begun
+            for _, line in read_lines(path):
+                begun += 1
+                yield Notify(line.event, line.identifier, line.payload, line.id)
+                progress.advance(bar)
+
+        try:
+            async with app:
+                stored = await app.notify_many(notifications())
+        except AvisoWorkersError:
+            if begun:
+                progress.stop()
+                typer.echo(MAY_BE_STORED.format(begun=begun, total=total), err=True)
+            raise
+    typer.echo(f"{stored} notifications stored")

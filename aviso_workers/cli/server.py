@@ -1,0 +1,168 @@
+"""`server render|start|rotate-key|stop|reload|status`: a nats-server of our own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aviso_workers.cli.output import print_table
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, find_app, load
+from aviso_workers.config.nats_server import Permissions, Subjects
+from aviso_workers.ops import key_rotation, permissions
+from aviso_workers.server import nats_conf, processes, profiles
+
+__all__ = ["server"]
+
+server = typer.Typer(help="A nats-server of our own, from the section `server`.", no_args_is_help=True)
+
+Directory = Annotated[Path, typer.Option("--directory", "-d", help="Where the servers and their logs are.")]
+DIRECTORY = Path(".aviso-workers/server")
+
+
+@server.command()
+def render(
+    profile: Annotated[
+        profiles.Profile, typer.Option("--profile", help="What chooses where the configuration says nothing.")
+    ] = "production",
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("nats-server.conf"),
+    role: Annotated[
+        permissions.Role | None,
+        typer.Option("--role", help="Print the permissions of a user of this role instead; write nothing."),
+    ] = None,
+    app: Annotated[
+        str | None, typer.Option("--app", metavar="MODULE:APP", help="Of a worker: the app that it runs.")
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Write nats-server.conf, once nats-server has checked it, and say what the server stands."""
+    if role is not None:
+        granted = _permissions(role, app, config)
+        typer.echo(_as_yaml(granted))
+        for told in permissions.beyond(granted):
+            typer.echo(f"aviso-workers: {told}", err=True)
+        return
+    loaded = load(config)
+    settings, choices = profiles.choose(loaded, profile=profile)
+    rendered = nats_conf.render(settings, origins=loaded.origins, choices=choices)
+    nats_conf.write(rendered, output, origins=loaded.origins)
+    print_table(("key", "value", "so"), [(choice.key, choice.value, choice.why) for choice in choices])
+    typer.echo(f"{output}: written, readable by its owner only")
+
+
+@server.command()
+def start(
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="How many; several are a cluster.")] = 1,
+    directory: Directory = DIRECTORY,
+    config: ConfigOption = None,
+) -> None:
+    """Run it in the background on 127.0.0.1, for development and tests; of a cluster, what does not run."""
+    processes.start(load(config), directory=directory, nodes=nodes, tell=partial(typer.echo, err=True))
+    _print_states(processes.states(directory))
+
+
+@server.command("rotate-key")
+def rotate_key(
+    previous_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--previous-key-file",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="The key of the stores as they are; leave it out where they are not encrypted.",
+        ),
+    ] = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="How many, as for `start`.")] = 1,
+    directory: Directory = DIRECTORY,
+    config: ConfigOption = None,
+) -> None:
+    """Move the streams of stopped servers to stores with the key of the configuration, and start them.
+
+    Every stream is copied to an empty store and compared before that takes the place of the old one, which stays on the
+    disk. Exit 1 where anything differs; then the old stores are in place.
+    """
+    rotated = key_rotation.rotate(
+        load(config),
+        previous_key_file=previous_key_file,
+        directory=directory,
+        nodes=nodes,
+        tell=partial(typer.echo, err=True),
+    )
+    _print_states(processes.states(directory))
+    for previous in rotated.previous:
+        typer.echo(f"{previous}: the store before; remove it when you do not need it any more")
+
+
+@server.command()
+def stop(
+    lame_duck: Annotated[
+        bool, typer.Option("--lame-duck", help="Let it hand over its streams and tell its clients first.")
+    ] = False,
+    directory: Directory = DIRECTORY,
+) -> None:
+    """End what `start` has started; what it stored stays."""
+    ended = processes.stop(directory, lame_duck=lame_duck)
+    for node in ended:
+        typer.echo(f"{node.name}: ended")
+    if not ended:
+        typer.echo(f"nothing runs in {directory}")
+
+
+@server.command()
+def reload(directory: Directory = DIRECTORY, config: ConfigOption = None) -> None:
+    """Have what runs take over the configuration, without a restart; say what it cannot take over."""
+    for node in processes.reload(load(config), directory=directory):
+        typer.echo(f"{node.name}: reloaded")
+
+
+@server.command()
+def status(directory: Directory = DIRECTORY) -> None:
+    """Show what `start` has started; exit 1 unless all of it is healthy."""
+    states = processes.states(directory)
+    _print_states(states)
+    if not states or any(state.health != "ok" for state in states):
+        raise typer.Exit(1)
+
+
+def _permissions(role: permissions.Role, app: str | None, config: ConfigSource | None) -> Permissions:
+    match role:
+        case "worker":
+            declared = find_app(app, agent=None, config=config)
+            return permissions.of_worker(declared, declared.config)
+        case "bridge":
+            bridge = find_app(None, agent=permissions.BRIDGE, config=config)
+            return permissions.of_worker(bridge, bridge.config, buckets=[permissions.BRIDGE])
+        case "publisher":
+            return permissions.of_publisher(load(config))
+        case "operator":
+            return permissions.of_operator(load(config))
+
+
+def _as_yaml(granted: Permissions) -> str:
+    """For `server.accounts.<account>.users.<user>`; JSON's texts are YAML's."""
+    lines = ["permissions:"]
+    for side in ("publish", "subscribe"):
+        subjects: Subjects = getattr(granted, side)
+        lines += [f"  {side}:", "    allow:", *(f"      - {json.dumps(subject)}" for subject in subjects.allow)]
+    return "\n".join(lines)
+
+
+def _print_states(states: Iterable[processes.State]) -> None:
+    print_table(
+        ("server", "pid", "url", "monitoring", "health"),
+        [
+            (
+                state.node.name,
+                str(state.pid or "-"),
+                state.node.url,
+                f"http://127.0.0.1:{state.node.monitoring_port}",
+                state.health,
+            )
+            for state in states
+        ],
+    )

@@ -1,0 +1,91 @@
+"""`spark ...`: what concerns Spark."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from aviso_workers.app import App
+from aviso_workers.aviso.positions import parse_date
+from aviso_workers.cli.output import print_json, print_table, printable
+from aviso_workers.cli.targets import ConfigOption, connected_app, run_connected
+from aviso_workers.ops import spark_reconciliation
+from aviso_workers.ops.spark_reconciliation import NOT_PUBLISHED, Comparison, Incomparable
+from aviso_workers.spark.rest import SparkRest
+
+__all__ = ["spark"]
+
+spark = typer.Typer(help="Spark's jobs as notifications.", no_args_is_help=True)
+
+MOST_LINES = 20
+
+
+@spark.command()
+def reconcile(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A history server or a driver's UI.")],
+    application: Annotated[
+        list[str] | None, typer.Option("--application", metavar="ID", help="Only this one; may be repeated.")
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option("--since", help="Only what began then or later, e.g. 2026-11-20T06:00:00Z.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document for each row.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Compare what was published of Spark applications with what Spark says. Exit code 1: they do not agree; 2: some
+    could not be compared.
+    """
+    rest = SparkRest(url)
+    moment = parse_date(since, name="--since") if since else None
+
+    async def run(app: App) -> list[Comparison | Incomparable]:
+        return [
+            each
+            async for each in spark_reconciliation.reconcile(
+                app.replay, app.config, rest, only=application or (), since=moment
+            )
+        ]
+
+    found = run_connected(connected_app(config), run)
+    compared = [each for each in found if isinstance(each, Comparison)]
+    incomparable = [each for each in found if isinstance(each, Incomparable)]
+    if as_json:
+        for each in found:
+            print_json(each)
+    else:
+        _print(compared)
+    for each in incomparable:
+        typer.echo(printable(f"{each.application}: not compared: {each.problem}"), err=True)
+    if incomparable:
+        raise typer.Exit(2)
+    if not all(comparison.agrees for comparison in compared):
+        raise typer.Exit(1)
+
+
+def _print(found: list[Comparison]) -> None:
+    columns = ("application", "attempt", "kind", "Spark", "published", "different", "twice", "only published", "")
+    print_table(columns, map(_row, found))
+    lines = [line for comparison in found for line in _lines(comparison)]
+    for line in lines[:MOST_LINES]:
+        typer.echo(printable(line))
+    if len(lines) > MOST_LINES:
+        typer.echo(f"and {len(lines) - MOST_LINES} more: --json has all of them")
+
+
+def _row(comparison: Comparison) -> tuple[str, ...]:
+    counts = (comparison.spark, comparison.published, len(comparison.differences), len(comparison.twice))
+    verdict = "agrees" if comparison.agrees else "DIFFERS"
+    identity = (comparison.application, comparison.attempt, comparison.kind)
+    return (*identity, *map(str, counts), str(comparison.only_published), verdict)
+
+
+def _lines(comparison: Comparison) -> list[str]:
+    subject = f"{comparison.application}: {comparison.kind}"
+    differences = [
+        f"{subject} {each.id}: Spark says {each.spark}, published is {each.published}"
+        if each.published != NOT_PUBLISHED
+        else f"{subject} {each.id}: Spark says {each.spark}, nothing is published"
+        for each in comparison.differences
+    ]
+    return [*differences, *(f"stored more than once: {message_id}" for message_id in comparison.twice)]

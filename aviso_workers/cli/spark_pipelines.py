@@ -1,0 +1,156 @@
+"""`spark archive`, `spark backfill` and `spark report`: pipelines on Spark, here or by spark-submit.
+
+PySpark is loaded when one of them runs: it is an extra.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aviso_workers.aviso.positions import parse_date
+from aviso_workers.cli.arguments import parse_duration, parse_pairs, parse_where
+from aviso_workers.cli.spark import spark
+from aviso_workers.cli.targets import ConfigOption, ConfigSource
+from aviso_workers.errors import DeclarationError
+from aviso_workers.spark import installed
+
+__all__ = ["archive", "backfill", "report"]
+
+Event = Annotated[str, typer.Argument(metavar="EVENT", help="The event type, e.g. mars.")]
+Filter = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help='A value, or JSON: step={"gte":24}')]
+
+MOST_PER_BATCH = 1_000_000
+"""Of a long backlog, so much is done at a time and need not be done again."""
+
+
+@spark.command()
+def archive(
+    event: Event,
+    where: Filter = None,
+    *,
+    to: Annotated[str, typer.Option("--to", metavar="PATH", help="Directory of the archive, as Spark reaches it.")],
+    every: Annotated[
+        str | None, typer.Option("--every", metavar="TIME", help="Go on until Ctrl-C, so often, e.g. 5m.")
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Keep notifications as Parquet by day, each once: what came since the last run."""
+    installed.require()
+    from aviso_workers.spark import archive_filters, archiving, sessions
+
+    options = _source(event, where, config) | {"startingOffsets": "earliest", "maxMessagesPerTrigger": MOST_PER_BATCH}
+    selection = archive_filters.selection(options)
+    seconds = float(parse_duration(every, name="--every")) if every is not None else None
+    with sessions.session(f"aviso-workers: archive {event}") as spark:
+        notifications = spark.readStream.format("aviso").options(**options).load()
+        archiving.archive(notifications, to, selection=selection, every_seconds=seconds).awaitTermination()
+
+
+@spark.command()
+def backfill(
+    event: Event,
+    where: Filter = None,
+    *,
+    start: Annotated[
+        str,
+        typer.Option("--from", metavar="PATH|ID|DATE", help="An archive, or where to begin in the stream of EVENT."),
+    ],
+    to: Annotated[str, typer.Option("--to", metavar="EVENT", help="The event type to publish them as.")],
+    dead_letters: Annotated[
+        str | None, typer.Option("--dead-letters", metavar="PATH", help="Parquet of what cannot be published, and why.")
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Publish kept notifications again, each once; a rerun adds nothing."""
+    installed.require()
+    from aviso_workers.spark import archiving, backfilling, sessions
+
+    path = str(config.path) if config else None
+    options = _source(event, where, config)
+    position, wanted = _position(start), parse_where(where or [])
+    with sessions.session(f"aviso-workers: backfill {event} to {to}") as spark:
+        if position is None:
+            rows = backfilling.matching(archiving.read(spark, start), event, wanted, config=path)
+        else:
+            rows = spark.read.format("aviso").options(**options, **position).load()
+        done = backfilling.backfill(rows, to, dead_letters=dead_letters, config=path)
+    typer.echo(f"{done.published} published, {done.present} there before, {done.refused} refused")
+
+
+@spark.command()
+def report(
+    event: Event,
+    where: Filter = None,
+    *,
+    schedule: Annotated[
+        str, typer.Option("--schedule", metavar="FILE", help="What is expected: YAML, or a table (Parquet, or CSV).")
+    ],
+    to: Annotated[str, typer.Option("--to", metavar="PATH", help="Directory for the tables and report.html.")],
+    start: Annotated[
+        str | None, typer.Option("--from", metavar="PATH|ID|DATE", help="As for backfill; default: the first day.")
+    ] = None,
+    first: Annotated[str | None, typer.Option(help="First day of a schedule in YAML; default: yesterday.")] = None,
+    last: Annotated[str | None, typer.Option(help="Last day; default: today, UTC.")] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Compare notifications with a schedule, and tell of cycles that are complete and of those that are late."""
+    installed.require()
+    from aviso_workers.spark import archiving, backfilling, completeness, sessions
+
+    path = str(config.path) if config else None
+    days = {"first": _day(first, "--first", days_ago=1), "last": _day(last, "--last", days_ago=0)}
+    options = _source(event, where, config)
+    position, wanted = _position(start or days["first"].isoformat()), parse_where(where or [])
+    written = _text(schedule) if schedule.endswith((".yaml", ".yml")) else None
+    with sessions.session(f"aviso-workers: report {event}") as spark:
+        if written is not None:
+            expected = completeness.expected(spark, written, event, config=path, **days)
+        else:
+            expected = completeness.expected_table(spark, schedule)
+        if position is None:
+            assert start is not None
+            rows = backfilling.matching(archiving.read(spark, start), event, wanted, config=path)
+        else:
+            rows = spark.read.format("aviso").options(**options, **position).load()
+        done = completeness.report(rows, expected, event, to=to, config=path)
+    typer.echo(f"{done.cycles} cycles: {done.complete} complete, {done.late} late; see {to}/report.html")
+    for kind, count in done.published.items():
+        typer.echo(f"{count} published as {kind}")
+
+
+def _position(text: str) -> dict[str, str] | None:
+    """Where to begin in a stream, as options; None where the text is a path."""
+    if text.isdecimal():
+        return {"startingOffsets": text}
+    if not re.match(r"\d{4}-\d{2}-\d{2}", text):
+        return None
+    moment = f"{text}T00:00:00Z" if len(text) == len("2026-11-20") else text
+    return {"startingTimestamp": parse_date(moment, name="--from").isoformat()}
+
+
+def _source(event: str, where: Sequence[str] | None, config: ConfigSource | None) -> dict[str, str | int]:
+    """The options of the data source."""
+    options: dict[str, str | int] = {f"where.{field}": value for field, value in parse_pairs(where or []).items()}
+    return options | {"event": event} | ({"config": str(config.path)} if config else {})
+
+
+def _day(text: str | None, name: str, *, days_ago: int) -> date:
+    if text is None:
+        return datetime.now(UTC).date() - timedelta(days_ago)
+    try:
+        return date.fromisoformat(text)
+    except ValueError as error:
+        raise DeclarationError(f"{name} must be a day such as 2026-11-20, not {text!r}") from error
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise DeclarationError(f"cannot read the schedule {path}: {error.strerror}") from error

@@ -1,0 +1,105 @@
+"""`streams`, and `streams ls|info|gaps|get`: what a server holds, and nothing is changed."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from aviso_workers.cli.output import end_where_silent, print_json, print_table
+from aviso_workers.cli.targets import ConfigOption, Opened, connected
+from aviso_workers.errors import DeclarationError
+from aviso_workers.jetstream.info import StreamInfo
+from aviso_workers.ops import inventory, stream_policy
+from aviso_workers.ops.inventory import Listed, StoredMessage
+
+__all__ = ["Stream", "streams"]
+
+streams = typer.Typer(help="Streams: those of event types, declared ones and all others.", no_args_is_help=True)
+
+Stream = Annotated[str, typer.Argument(metavar="STREAM", help="Its name, e.g. MARS.")]
+
+
+@streams.command()
+def ls(config: ConfigOption = None) -> None:
+    """List all streams of the account, and whether the configuration has them; exit 1 where one does not answer."""
+
+    async def run(server: Opened) -> Listed[StreamInfo]:
+        configured = stream_policy.sections(server.config)
+        listed = await inventory.streams(server.admin)
+        print_table(
+            ("stream", "configured", "messages", "bytes", "first", "last", "deleted", "consumers", "leader", "copies"),
+            [_stream_row(stream, configured) for stream in listed.found],
+        )
+        return listed
+
+    end_where_silent(connected(config, run).silent)
+
+
+@streams.command()
+def info(stream: Stream, config: ConfigOption = None) -> None:
+    """Print a stream's configuration, state and copies as JSON, as the server tells them."""
+
+    async def run(server: Opened) -> None:
+        print_json((await server.admin.stream_info(stream)).answer)
+
+    connected(config, run)
+
+
+@streams.command()
+def gaps(stream: Stream, config: ConfigOption = None) -> None:
+    """Show which sequences between a stream's first and last are gone."""
+
+    async def run(server: Opened) -> None:
+        found = await inventory.gaps(server.admin, stream)
+        print_table(
+            ("first", "last", "gone"),
+            [(str(first), str(last), str(last - first + 1)) for first, last in found.ranges],
+        )
+        typer.echo(f"{stream} {found.first} to {found.last}: {found.messages} messages, {found.deleted} gone")
+        if found.lost:
+            typer.echo(f"{found.lost} of them could not be read by the server: their blocks are damaged", err=True)
+
+    connected(config, run)
+
+
+@streams.command()
+def get(
+    stream: Stream,
+    sequence: Annotated[int | None, typer.Argument(metavar="[SEQUENCE]", min=1)] = None,
+    last: Annotated[str | None, typer.Option("--last", metavar="SUBJECT", help="The last of this subject.")] = None,
+    direct: Annotated[bool, typer.Option("--direct", help="From any copy, which may be a little behind.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Print one message as JSON; `data` is text, or `data_base64` where it is none."""
+    if (sequence is None) == (last is None):
+        raise DeclarationError("say which message: its sequence, or --last SUBJECT")
+    ask = inventory.direct_message if direct else inventory.message
+
+    async def run(server: Opened) -> None:
+        print_json(_document(await ask(server.admin, stream, sequence=sequence, subject=last)))
+
+    connected(config, run)
+
+
+def _stream_row(stream: StreamInfo, configured: dict[str, str]) -> tuple[str, ...]:
+    numbers = (stream.messages, stream.bytes, stream.first_sequence, stream.last_sequence, stream.deleted)
+    return (
+        stream.name,
+        configured.get(stream.name, "-"),
+        *map(str, numbers),
+        str(stream.consumers),
+        stream.cluster.leader or "-",
+        str(stream.config.num_replicas),
+    )
+
+
+def _document(message: StoredMessage) -> dict[str, Any]:
+    document: dict[str, Any] = msgspec.structs.asdict(message)
+    data = document.pop("data")
+    try:
+        return document | {"data": data.decode()}
+    except UnicodeDecodeError:
+        return document | {"data_base64": b64encode(data).decode()}

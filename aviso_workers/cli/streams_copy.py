@@ -1,0 +1,116 @@
+"""`streams copy`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+import typer
+
+from aviso_workers.cli import NOT_PROVEN
+from aviso_workers.cli.backup import Storage, bar
+from aviso_workers.cli.streams import streams
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, opened
+from aviso_workers.errors import BackupError
+from aviso_workers.ops import following_copies, stream_copies
+from aviso_workers.ops.following_copies import Followed
+from aviso_workers.ops.stream_copies import Copied
+
+__all__ = ["copy"]
+
+
+@streams.command()
+def copy(
+    stream: Annotated[str, typer.Argument(metavar="STREAM")],
+    to_config: Annotated[Path, typer.Option("--to-config", metavar="FILE", help="The configuration of the target.")],
+    name: Annotated[
+        str | None, typer.Option("--as", metavar="NAME", help="As another stream, which has no subjects of the first.")
+    ] = None,
+    storage: Annotated[Storage | None, typer.Option(help="Default: as it is.")] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, max=5, help="Default: as it is.")] = None,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", help="Append what is stored meanwhile, until the stream is fenced; also to carry on."),
+    ] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Copy a stream to another server, cluster or account, and compare: exit 1 where it differs, 3 where it lags."""
+
+    if follow and name not in (None, stream):
+        raise BackupError("--follow goes on until the copy takes the stream's place, which one with --as cannot")
+
+    async def run() -> None:
+        async with opened(config) as source, opened(ConfigSource(to_config)) as target:
+            is_begun = follow and await following_copies.is_begun(source.admin, target.admin, stream)
+            if follow:
+                typer.echo(
+                    f"{stream}: {'carrying on with the copy there' if is_begun else 'copying it anew'}", err=True
+                )
+            if not is_begun:
+                with bar(stream) as progress:
+                    copied = await stream_copies.copy(
+                        source.admin,
+                        target.admin,
+                        stream,
+                        name=name,
+                        storage=storage,
+                        replicas=replicas,
+                        keep_fenced=follow,
+                        progress=progress,
+                    )
+                _print(stream, copied)
+                if copied.subjects or not follow:
+                    _end(stream, copied)
+                    return
+            _print_followed(
+                await following_copies.follow(source.admin, target.admin, stream, on_progress=_print_progress)
+            )
+
+    anyio.run(run)
+
+
+def _print(stream: str, copied: Copied) -> None:
+    name = copied.restored.stream
+    if copied.compared.differences:
+        raise BackupError(f"{name} is not as {stream} was: {'; '.join(copied.compared.differences)}")
+    typer.echo(
+        f"{name}: {copied.compared.restored.messages} messages and "
+        f"{len(copied.compared.restored.consumers)} consumers copied and compared"
+    )
+    if copied.subjects:
+        typer.echo(f"{name} takes {', '.join(copied.subjects)} there")
+
+
+def _end(stream: str, copied: Copied) -> None:
+    """Say what is left to be done; exit 3 where the copy lacks what was stored meanwhile."""
+    if copied.subjects and not copied.original_is_fenced:
+        typer.echo(
+            f"{stream} takes them here as well: to move it for good, `aviso-workers mirror fence {stream}` before",
+            err=True,
+        )
+    if copied.meanwhile:
+        typer.echo(_moved_on(stream, copied), err=True)
+        raise typer.Exit(NOT_PROVEN)
+
+
+def _print_progress(appended: int, last: int) -> None:
+    typer.echo(f"{appended} appended, up to {last}", err=True)
+
+
+def _print_followed(found: Followed) -> None:
+    typer.echo(
+        f"{found.stream}: {found.messages} messages up to {found.last_sequence} and {found.consumers} consumers are as "
+        f"in the original; {found.appended} messages appended by this run, {found.deleted} deleted"
+    )
+    typer.echo(f"{found.stream} takes {', '.join(found.subjects)} there")
+
+
+def _moved_on(stream: str, copied: Copied) -> str:
+    told = f"{stream} has moved on: {copied.meanwhile} messages were stored meanwhile and are not in the copy"
+    if copied.restored.stream != stream:
+        return told
+    return (
+        f"{told}, which takes no publishes. The same command with --follow carries on from there; "
+        f"`aviso-workers mirror unfence {stream}` there lets it take publishes as it is"
+    )

@@ -1,0 +1,101 @@
+"""`streams purge|seal|rm|step-down|remove-peer`: what operators do by hand.
+
+What cannot be taken back is shown, and done with `--yes`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from aviso_workers.cli.confirmation import Yes, confirm
+from aviso_workers.cli.output import print_table
+from aviso_workers.cli.streams import Stream, streams
+from aviso_workers.cli.targets import ConfigOption, Opened, connected
+from aviso_workers.ops import maintenance
+
+__all__ = ["streams"]
+
+
+@streams.command()
+def purge(
+    stream: Stream,
+    subject: Annotated[str, typer.Option("--subject", help="Only what matches, e.g. mars.od.>")] = "",
+    keep: Annotated[int, typer.Option("--keep", metavar="N", min=0, help="All but the newest N.")] = 0,
+    before: Annotated[int, typer.Option("--before", metavar="SEQUENCE", min=0, help="Only what is older.")] = 0,
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Remove messages of any stream; its configuration and consumers stay."""
+
+    async def run(server: Opened) -> None:
+        plan = await maintenance.plan_purge(server.admin, stream, subject=subject, keep=keep, before=before)
+        typer.echo(f"{stream}: {plan.messages} messages would be removed")
+        confirm(yes, to="remove them")
+        typer.echo(f"{stream}: {await maintenance.purge(server.admin, plan)} removed")
+
+    connected(config, run)
+
+
+@streams.command()
+def seal(stream: Stream, yes: Yes = False, config: ConfigOption = None) -> None:
+    """Let nothing of a stream change any more, for good: nothing added, deleted or too old."""
+
+    async def run(server: Opened) -> None:
+        kept = (await server.admin.stream_info(stream)).messages
+        typer.echo(f"{stream}: {kept} messages would be kept as they are, and no other added, for good")
+        confirm(yes, to="seal it")
+        await maintenance.seal(server.admin, stream)
+        typer.echo(f"{stream}: sealed")
+
+    connected(config, run)
+
+
+@streams.command("rm")
+def remove(stream: Stream, yes: Yes = False, config: ConfigOption = None) -> None:
+    """Remove a stream with its messages and its consumers."""
+
+    async def run(server: Opened) -> None:
+        found = await server.admin.stream_info(stream)
+        going = f"{found.messages} messages and {found.consumers} consumers"
+        typer.echo(f"{stream}: the stream would be removed with {going}")
+        confirm(yes, to="remove it")
+        await maintenance.remove_stream(server.admin, stream)
+        typer.echo(f"{stream}: removed")
+
+    connected(config, run)
+
+
+@streams.command("step-down")
+def step_down(
+    stream: Stream,
+    consumer: Annotated[str, typer.Option("--consumer", help="Of this consumer, not of the stream.")] = "",
+    prefer: Annotated[str, typer.Option("--prefer", metavar="SERVER", help="Who is to lead instead.")] = "",
+    config: ConfigOption = None,
+) -> None:
+    """Let another server lead a stream, or one of its consumers."""
+
+    async def run(server: Opened) -> None:
+        leader = await maintenance.step_down(server.admin, stream, consumer=consumer, prefer=prefer)
+        typer.echo(f"{stream}{f' {consumer}' if consumer else ''}: {leader} leads")
+
+    connected(config, run)
+
+
+@streams.command("remove-peer")
+def remove_peer(
+    stream: Stream,
+    peer: Annotated[str, typer.Argument(metavar="PEER", help="Name of the server that gives up its copy.")],
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Give up the copy that a server holds; another server makes one instead."""
+
+    async def run(server: Opened) -> None:
+        print_table(("server", f"copy of {stream}"), (await maintenance.peers(server.admin, stream)).items())
+        confirm(yes, to=f"give up the copy on {peer}")
+        await maintenance.remove_peer(server.admin, stream, peer)
+        typer.echo(f"{stream}: {peer} gives up its copy")
+
+    connected(config, run)

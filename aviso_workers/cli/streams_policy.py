@@ -1,0 +1,143 @@
+"""`streams plan|apply|show|wipe|wipe-all`: the streams of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated
+
+import typer
+
+from aviso_workers.cli.confirmation import Yes, confirm
+from aviso_workers.cli.output import print_table
+from aviso_workers.cli.streams import streams
+from aviso_workers.cli.targets import ConfigOption, Opened, connected
+from aviso_workers.jetstream.fields import readable
+from aviso_workers.jetstream.plans import ConsumerPlan, Difference, Plan
+from aviso_workers.ops import aviso_admin, stream_policy
+
+__all__ = ["streams"]
+
+Event = Annotated[str, typer.Argument(metavar="EVENT", help="An event type, e.g. mars.")]
+Configured = Annotated[str, typer.Argument(metavar="NAME", help="An event type, or a stream of the section streams.")]
+
+
+@streams.command()
+def plan(
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 where something differs.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Show what `apply` would change, field by field."""
+
+    async def run(server: Opened) -> bool:
+        plans = await stream_policy.plans(server.admin, server.config)
+        _print_plans(plans)
+        return any(found.needed or found.fixed for found in plans)
+
+    if connected(config, run) and exit_code:
+        raise typer.Exit(1)
+
+
+@streams.command()
+def apply(yes: Yes = False, config: ConfigOption = None) -> None:
+    """Create the streams and consumers that are missing, and update those that differ; exit 1 if some cannot be.
+
+    An update that would remove stored messages needs --yes: without it, nothing is done.
+    """
+
+    async def run(server: Opened) -> bool:
+        plans = await stream_policy.plans(server.admin, server.config)
+        _print_plans(plans)
+        if any(found.needed and _removing(found) for found in plans):
+            confirm(yes, to="do all of it, and remove the stored messages that are counted above")
+        for needed in (found for found in plans if found.needed):
+            await stream_policy.carry_out(server.admin, server.config, needed, removals=yes)
+            typer.echo(f"{' '.join(_names(needed)).strip()}: done")
+        return not any(found.fixed for found in plans)
+
+    if not connected(config, run):
+        raise typer.Exit(1)
+
+
+@streams.command()
+def show(name: Configured, config: ConfigOption = None) -> None:
+    """Show the stream's effective policy beside the configured one; exit 1 if they differ."""
+
+    async def run(server: Opened) -> bool:
+        rows = await stream_policy.effective_policy(server.admin, server.config, name)
+        print_table(
+            ("field", "configured by", "configured", "effective", "follows"),
+            [(row.field, row.key, row.configured, row.effective, "yes" if row.follows else "NO") for row in rows],
+        )
+        return all(row.follows for row in rows)
+
+    if not connected(config, run):
+        raise typer.Exit(1)
+
+
+@streams.command()
+def wipe(event: Event, yes: Yes = False, config: ConfigOption = None) -> None:
+    """Remove all notifications of one event type; its stream, configuration and consumers stay."""
+
+    async def run(server: Opened) -> None:
+        stream = aviso_admin.stream_of(server.config, event)
+        found = {stream: (await server.admin.stream_info(stream)).messages}
+        await _wipe(server, found, yes=yes)
+
+    connected(config, run)
+
+
+@streams.command("wipe-all")
+def wipe_all(yes: Yes = False, config: ConfigOption = None) -> None:
+    """Remove all notifications of all configured event types; nothing else is touched."""
+
+    async def run(server: Opened) -> None:
+        await _wipe(server, await aviso_admin.event_streams(server.admin, server.config), yes=yes)
+
+    connected(config, run)
+
+
+async def _wipe(server: Opened, found: Mapping[str, int], *, yes: bool) -> None:
+    if not found:
+        typer.echo("no stream of a configured event type exists")
+        return
+    print_table(("stream", "messages"), [(stream, str(messages)) for stream, messages in found.items()])
+    confirm(yes, to="remove all of them")
+    for stream, removed in (await aviso_admin.wipe(server.admin, list(found))).items():
+        typer.echo(f"{stream}: {removed} removed")
+
+
+def _print_plans(plans: Iterable[Plan | ConsumerPlan]) -> None:
+    rows: list[tuple[str, str, str, str]] = []
+    for found in plans:
+        names = _names(found)
+        if isinstance(found, Plan) and found.fenced:
+            rows.append((*names, "fenced", "its mirror was promoted"))
+        elif isinstance(found, Plan) and found.unfinished:
+            rows.append((*names, "wait", "it is being restored, or that was killed"))
+        elif not found.exists and found.needed:
+            rows.append((*names, "create", ""))
+        elif not found.needed and not found.fixed and not _unstated(found):
+            rows.append((*names, "keep", ""))
+        elif found.needed:
+            rows += [(*names, "update", str(difference)) for difference in found.differences]
+            rows += [(*names, "remove", str(difference)) for difference in _removing(found)]
+        rows += [(*names, "cannot", str(difference)) for difference in found.fixed]
+        rows += [
+            (*names, "keep", f"{limit} is no longer in the file, or never was: the stream keeps it")
+            for limit in _unstated(found)
+        ]
+    print_table(("stream", "consumer", "step", "difference"), rows)
+
+
+def _removing(plan: Plan | ConsumerPlan) -> tuple[Difference, ...]:
+    return plan.removing if isinstance(plan, Plan) else ()
+
+
+def _unstated(plan: Plan | ConsumerPlan) -> tuple[str, ...]:
+    if not isinstance(plan, Plan):
+        return ()
+    return tuple(f"{limit}: {readable(limit, plan.config[limit])}" for limit in plan.unstated)
+
+
+def _names(plan: Plan | ConsumerPlan) -> tuple[str, str]:
+    return plan.stream, plan.consumer if isinstance(plan, ConsumerPlan) else ""

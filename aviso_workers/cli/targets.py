@@ -1,0 +1,206 @@
+"""From what was typed to an app: MODULE:APP, the name of a built-in agent, a configuration file."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import anyio
+import typer
+from msgspec import Struct
+from typer.core import TyperOption
+
+from aviso_workers.app import App
+from aviso_workers.backends import Admin, open_backend
+from aviso_workers.config import Config
+from aviso_workers.config import load as load_config
+from aviso_workers.declare.agents import Router
+from aviso_workers.errors import DeclarationError, describe
+
+__all__ = [
+    "AgentOption",
+    "ConfigOption",
+    "ConfigSource",
+    "Opened",
+    "Target",
+    "add_context_option",
+    "connected",
+    "connected_app",
+    "find_app",
+    "load",
+    "opened",
+    "run_connected",
+    "settings_of_installed",
+]
+
+T = TypeVar("T")
+
+ENTRY_POINTS = "aviso_workers.agents"
+
+
+class ConfigSource(Struct, frozen=True):
+    """Where a command has its configuration from."""
+
+    path: Path | None = None
+    context: str | None = None
+    """A context of the `nats` command line, which has the connection. The commands declare `--config` only: who makes
+    their parsers adds `--context` to it."""
+
+    @classmethod
+    def of_file(cls, text: str) -> ConfigSource:
+        return cls(Path(text))
+
+
+ConfigOption = Annotated[
+    ConfigSource | None,
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="FILE",
+        parser=ConfigSource.of_file,
+        help="Configuration file; default: AVISO_WORKERS_CONFIG_FILE, then an aviso-server's.",
+    ),
+]
+
+
+Target = Annotated[str | None, typer.Argument(metavar="MODULE:APP", help="Where the app is, e.g. mine.agents:app.")]
+AgentOption = Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Take an installed agent instead.")]
+
+
+CONTEXT_HELP = (
+    "Connect as this context of the nats command line says, and not as the configuration does; 'selected' is the one "
+    "that `nats context select` chose."
+)
+
+
+def add_context_option(command: Any) -> None:
+    """Let each command that takes `--config`, of a group or by itself, take `--context` beside it."""
+    for below in getattr(command, "commands", {}).values():
+        add_context_option(below)
+    names = [parameter.name for parameter in command.params]
+    if "config" not in names:
+        return
+    option = TyperOption(param_decls=["--context", "nats_context"], metavar="NAME", help=CONTEXT_HELP)
+    command.params.insert(names.index("config") + 1, option)
+    run = command.callback
+
+    def run_with_context(*, nats_context: str | None, config: ConfigSource | None, **others: Any) -> Any:
+        if nats_context is not None:
+            config = ConfigSource(config.path if config else None, nats_context)
+        return run(config=config, **others)
+
+    command.callback = run_with_context
+
+
+def find_app(target: str | None, *, agent: str | None, config: ConfigSource | None) -> App:
+    """The app that MODULE:APP names, or one that runs the installed router `agent`. Raises `DeclarationError`."""
+    if (target is None) == (agent is None):
+        raise DeclarationError("say what to run: MODULE:APP, or --agent NAME")
+    if target is not None:
+        app = _import(target)
+        return _configured(app, config)
+    assert agent is not None
+    app = _configured(App(agent), config)
+    app.include(_router(agent))
+    return app
+
+
+def connected_app(config: ConfigSource | None) -> App:
+    """An app without agents, for a command that publishes or reads."""
+    return _configured(App("aviso-workers-cli"), config)
+
+
+def load(config: ConfigSource | None) -> Config:
+    """The configuration by itself. Raises `ConfigError`."""
+    source = config or ConfigSource()
+    return load_config(source.path, context=source.context)
+
+
+class Opened(Struct, frozen=True):
+    """What a command works with that needs no agents."""
+
+    admin: Admin
+    config: Config
+
+
+@asynccontextmanager
+async def opened(config: Config | ConfigSource | None) -> AsyncIterator[Opened]:
+    """The server that the configuration names, connected meanwhile. Raises `ConfigError`, `BackendError`."""
+    loaded = config if isinstance(config, Config) else load(config)
+    async with open_backend(loaded) as admin:
+        yield Opened(admin, loaded)
+
+
+def run_connected(app: App, run: Callable[[App], Awaitable[T]]) -> T:
+    """What `run` returns of the app, which is connected meanwhile."""
+
+    async def connect() -> T:
+        async with app:
+            return await run(app)
+
+    return anyio.run(connect)
+
+
+def connected(config: Config | ConfigSource | None, run: Callable[[Opened], Awaitable[T]]) -> T:
+    """What `run` returns of the server, which is connected meanwhile."""
+
+    async def connect() -> T:
+        async with opened(config) as server:
+            return await run(server)
+
+    return anyio.run(connect)
+
+
+def _configured(app: App, config: ConfigSource | None) -> App:
+    if config is not None and config.path is not None:
+        app.configure(config.path)
+    if config is not None and config.context is not None:
+        app.use_nats_context(config.context)
+    return app
+
+
+def _import(target: str) -> App:
+    module_name, _, name = target.partition(":")
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise DeclarationError(f"{target!r} names no module; say MODULE:APP, e.g. mine.agents:app")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # what is missing is something that it imports
+        raise DeclarationError(f"no module {module_name!r} here or installed; say MODULE:APP") from error
+    except SystemExit as error:  # else the command ends as if it had done its work
+        raise DeclarationError(
+            f"{module_name!r} exits while it is imported, with {describe(error)}; no app can be taken from it"
+        ) from error
+    found = getattr(module, name or "app", None)
+    if not isinstance(found, App):
+        raise DeclarationError(f"{module_name!r} has no App named {name or 'app'!r}; say MODULE:APP")
+    return found
+
+
+def settings_of_installed(names: Iterable[str]) -> dict[str, type[Struct]]:
+    """Return the type of the settings of those routers of these names that are installed and have settings."""
+    installed = _installed()
+    routers = [_router(name) for name in names if name in installed]
+    return {router.name: router.settings_type for router in routers if router.settings_type is not None}
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+
+
+def _router(name: str) -> Router:
+    found = _installed()
+    if name not in found:
+        raise DeclarationError(f"no agent {name!r} is installed; there are: {', '.join(sorted(found)) or 'none'}")
+    router = found[name].load()
+    if not isinstance(router, Router):
+        raise DeclarationError(f"the entry point {name!r} of {ENTRY_POINTS} is no Router")
+    return router

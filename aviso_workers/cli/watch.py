@@ -1,0 +1,73 @@
+"""`watch` and `replay`: print notifications as CloudEvents, one JSON document a line."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Annotated, Any
+
+import anyio
+import typer
+
+from aviso_workers.app import App
+from aviso_workers.cli.arguments import parse_where
+from aviso_workers.cli.output import print_json, skipped_told
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected_app
+
+__all__ = ["replay", "watch"]
+
+Event = Annotated[str, typer.Argument(metavar="EVENT")]
+Filter = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help='A value, or JSON: step={"gte":24}')]
+FromId = Annotated[str | None, typer.Option("--from-id", help="First sequence, inclusive.")]
+FromDate = Annotated[str | None, typer.Option("--from-date", help="First time, inclusive, e.g. 2026-11-20T06:00:00Z.")]
+ToId = Annotated[str | None, typer.Option("--to-id", help="Last sequence, inclusive.")]
+ToDate = Annotated[str | None, typer.Option("--to-date", help="Last time, inclusive.")]
+
+SpatialArrays = Annotated[
+    bool,
+    typer.Option("--spatial-arrays", help="Polygons and point clouds as arrays, as aviso-server 0.10 has them."),
+]
+
+
+def watch(
+    event: Event,
+    where: Filter = None,
+    from_id: FromId = None,
+    from_date: FromDate = None,
+    spatial_arrays: SpatialArrays = False,
+    config: ConfigOption = None,
+) -> None:
+    """Print notifications as they come, until Ctrl-C."""
+    wanted = parse_where(where or [])
+    anyio.run(
+        _print, config, spatial_arrays, lambda app: app.watch(event, wanted, from_id=from_id, from_date=from_date)
+    )
+
+
+def replay(
+    event: Event,
+    where: Filter = None,
+    from_id: FromId = None,
+    from_date: FromDate = None,
+    to_id: ToId = None,
+    to_date: ToDate = None,
+    spatial_arrays: SpatialArrays = False,
+    config: ConfigOption = None,
+) -> None:
+    """Print stored notifications, from the first to the last unless told otherwise."""
+    wanted = parse_where(where or [])
+    anyio.run(
+        _print,
+        config,
+        spatial_arrays,
+        lambda app: app.replay(event, wanted, from_id=from_id, from_date=from_date, to_id=to_id, to_date=to_date),
+    )
+
+
+async def _print(config: ConfigSource | None, spatial_arrays: bool, read: Callable[[App], AsyncIterator[Any]]) -> None:
+    app = connected_app(config)
+    base_url = app.config.application.base_url
+    with skipped_told(app.events):
+        async with app, aclosing(read(app)) as notifications:  # type: ignore[type-var]
+            async for notification in notifications:
+                print_json(notification.cloud_event(base_url, spatial_arrays=spatial_arrays))

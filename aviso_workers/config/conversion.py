@@ -1,0 +1,367 @@
+"""Nodes -> Structs, all mistakes at once.
+
+`loading` reads one `Document` with one `Reader`. The Structs' own types say what is expected, as msgspec.inspect shows
+them: there is no second description of the configuration. msgspec.convert is not used, because it stops at the first
+mistake and does not know lines.
+
+A scalar is read as its field wants it. aviso-server converts text to numbers and booleans where it can, and so do we
+(`"30"` is a fine integer, and environment variables have nothing but text); the other way round, a number without
+quotes is no text unless it is certain how it is spelled.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from aviso_workers.aviso import literals
+from aviso_workers.config.documents import Node, Place, resolved
+from aviso_workers.config.secrets import Secret, ServerUrls
+
+__all__ = ["Reader", "near", "without_none"]
+
+_BOOLEANS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+_I64 = 2**63
+_POLICY = re.compile(r"notification_schema\.(.+)\.storage_policy\.(\w+)")
+_LONGEST_SHOWN = 60
+_BACKEND = "notification_backend"
+"""Of the sections of aviso-server, the one in which every unknown key is told."""
+_ROTATE = (
+    "nats-server loses consumers and streams when it encrypts a store anew; configure the key that the store has, and "
+    "move its streams to a store with the other key with `aviso-workers server rotate-key`"
+)
+_GONE = dict.fromkeys(
+    ("server.jetstream.encryption.previous_key", "server.jetstream.encryption.previous_key_file"), _ROTATE
+)
+"""Keys that there were, and what to do instead."""
+_BAD: Any = object()
+"""Stands for what cannot be read; the mistake is noted."""
+
+
+class Reader:
+    """Reads nodes and keeps what it finds on the way."""
+
+    def __init__(self, *, unused: str) -> None:
+        """`unused` is the key path of the backend that is not used: bounds do not matter there."""
+        self.mistakes: list[tuple[Place, str]] = []
+        self.warnings: list[tuple[Place, str]] = []
+        self.places: dict[str, Place] = {}
+        """Where each key path was written."""
+        self._unused = unused
+        self._wrong: list[str] = []
+
+    def place(self, path: str) -> Place:
+        """Where a key path was written, or what is around it."""
+        while path not in self.places:
+            path = path.rpartition(".")[0]
+        return self.places[path]
+
+    def refuse(self, path: str, problem: str) -> None:
+        """Note a mistake; `problem` follows the key path in a sentence."""
+        self.mistakes.append((self.place(path), _sentence(path, problem)))
+        self._wrong.append(path)
+
+    def warn(self, place: Place, path: str, text: str) -> None:
+        """Note what is no mistake but looks like one."""
+        self.warnings.append((place, f"{path}: {text}"))
+
+    def is_wrong(self, path: str) -> bool:
+        """Whether there is a mistake at a key path or below."""
+        return any(wrong == path or wrong.startswith(f"{path}.") for wrong in self._wrong)
+
+    def struct(self, node: Node, wanted: inspect.StructType, path: str) -> Any:
+        values = self.fields(node, wanted, path)
+        required = {field.name for field in wanted.fields if field.required}
+        return wanted.cls(**values) if required <= values.keys() else _BAD
+
+    def fields(self, node: Node, wanted: inspect.StructType, path: str) -> dict[str, Any]:
+        """The fields that are given and can be read."""
+        self.places[path] = node.place
+        nodes = _mapping(node)
+        self._check_keys(nodes, wanted, path)
+        values = {}
+        for field in wanted.fields:
+            given = nodes.get(field.name)
+            if given is not None and not (given.is_null and not field.required):
+                values[field.name] = self._read(given, field.type, _join(path, field.name))
+            elif field.required:
+                self.refuse(_join(path, field.name), "is missing")
+        return {name: value for name, value in values.items() if value is not _BAD}
+
+    def _check_keys(self, nodes: dict[str, Node], wanted: inspect.StructType, path: str) -> None:
+        known = {field.name: _is_ours(field.type) for field in wanted.fields}
+        for key, node in nodes.items():
+            if key in known or key == wanted.tag_field:
+                continue
+            nearest = _nearest(key, known, cutoff=0.75)
+            if cure := _GONE.get(_join(path, key)):
+                self.mistakes.append((node.place, f"{_join(path, key)} is gone: {cure}"))
+            elif wanted.forbid_unknown_fields:
+                self.mistakes.append((node.place, f"{path}: unknown field(s): {key}; {near(key, known, among=True)}"))
+            elif known.get(nearest):
+                self.mistakes.append((node.place, f"{_join(path, key)} is not known; did you mean {nearest!r}?"))
+            elif path == _BACKEND and (section := _section_of(key, wanted)):
+                self.mistakes.append((node.place, f"{path}.{key} is not known; did you mean {path}.{section}.{key}?"))
+            elif hint := near(key, known, cutoff=0.8):
+                self.warn(node.place, _join(path, key), f"this key is not known and is ignored; {hint}")
+            elif path.startswith(_BACKEND):
+                self.warn(node.place, _join(path, key), "this key is not known and is ignored")
+
+    def _read(self, node: Node, wanted: inspect.Type, path: str) -> Any:
+        self.places[path] = node.place
+        try:
+            return self._value(node, wanted, path)
+        except ValueError as problem:
+            self.refuse(path, str(problem))
+            return _BAD
+
+    def _value(self, node: Node, wanted: inspect.Type, path: str) -> Any:
+        reasons: dict[str, str] = {}
+        if isinstance(wanted, inspect.Metadata):
+            reasons = (wanted.extra or {}).get("reasons", reasons)
+        match without_none(wanted):
+            case inspect.StructType() as struct:
+                return self.struct(node, struct, path)
+            case inspect.UnionType(types=types):
+                return self._tagged(node, types, path)
+            case inspect.DictType(value_type=inside):
+                return self._dict(node, inside, path)
+            case inspect.VarTupleType(item_type=inside):
+                return self._tuple(node, [inside] * len(_items(node)), path)
+            case inspect.TupleType(item_types=types):
+                return self._tuple(node, types, path)
+            case inspect.LiteralType(values=choices):
+                return _choice(node, choices, reasons)
+            case inspect.IntType() | inspect.FloatType() as number:
+                return self._bounded(node, number, path)
+            case inspect.BoolType():
+                return _boolean(node)
+            case inspect.StrType(min_length=shortest):
+                return _not_empty(_text(node)) if shortest else _text(node)
+            case inspect.DateTimeType():
+                return _time(node)
+            case inspect.CustomType(cls=custom):
+                return _custom(node, custom)
+            case inspect.AnyType() as anything:
+                return self._dict(node, anything, path) if isinstance(node.value, dict) else node.resolved
+        raise AssertionError(f"{path}: settings of type {wanted} cannot be read")
+
+    def _tagged(self, node: Node, types: Iterable[inspect.Type], path: str) -> Any:
+        by_tag = {str(each.tag): each for each in types if isinstance(each, inspect.StructType)}
+        tag_field = next(iter(by_tag.values())).tag_field or ""
+        given = _mapping(node).get(tag_field)
+        self.places[path] = node.place
+        if given is None:
+            raise ValueError(f"is missing its {tag_field}: {', '.join(by_tag)}")
+        tag_path = _join(path, tag_field)
+        self.places[tag_path] = given.place
+        if not isinstance(given.value, str) or given.value not in by_tag:
+            hint = near(str(given.value), by_tag, among=True)
+            self.refuse(tag_path, f"expected the name of a rule, found {_shown(given)}; {hint}")
+            return _BAD
+        return self.struct(node, by_tag[given.value], path)
+
+    def _dict(self, node: Node, inside: inspect.Type, path: str) -> Any:
+        values = {key: self._read(item, inside, _join(path, key)) for key, item in _mapping(node).items()}
+        return {key: value for key, value in values.items() if value is not _BAD}
+
+    def _tuple(self, node: Node, types: Iterable[inspect.Type], path: str) -> Any:
+        items, types = _items(node), tuple(types)
+        if len(items) != len(types):
+            raise ValueError(f"expected a list of {len(types)}, found {len(items)}")
+        values = tuple(
+            self._read(item, inside, f"{path}[{i}]") for i, (item, inside) in enumerate(zip(items, types, strict=True))
+        )
+        return _BAD if any(value is _BAD for value in values) else values
+
+    def _bounded(self, node: Node, wanted: inspect.IntType | inspect.FloatType, path: str) -> float:
+        number = _integer(node) if isinstance(wanted, inspect.IntType) else _float(node)
+        if self._unused and path.startswith(self._unused):
+            return number
+        if wanted.gt is not None and not number > wanted.gt:
+            raise ValueError(f"must be > {wanted.gt}")
+        if wanted.ge is not None and not number >= wanted.ge:
+            raise ValueError(f"must be >= {wanted.ge}")
+        if wanted.le is not None and not number <= wanted.le:
+            raise ValueError(f"must be <= {wanted.le}")
+        return number
+
+
+def _sentence(path: str, problem: str) -> str:
+    """A key path and what is wrong with it, in the words that aviso-server's documentation has for it."""
+    if problem.startswith(("expected", "Unknown", "Schema")):
+        return f"{path}: {problem}"
+    if policy := _POLICY.fullmatch(path):
+        return f"{path}: Schema {policy[1]!r} storage_policy.{policy[2]} {problem}"
+    return f"{path} {problem}"
+
+
+def near(name: str, known: Iterable[str], *, cutoff: float = 0.6, among: bool = False) -> str:
+    """A question for the nearest known name; where none is near, all of them (`among`) or nothing."""
+    names = list(known)
+    if nearest := _nearest(name, names, cutoff=cutoff):
+        return f"did you mean {nearest!r}?"
+    return f"known are: {', '.join(names)}" if among else ""
+
+
+def _nearest(name: str, known: Iterable[str], *, cutoff: float) -> str:
+    """Return the known name that is nearest; empty where none is near."""
+    return next(iter(difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=cutoff)), "")
+
+
+def _section_of(key: str, wanted: inspect.StructType) -> str:
+    """Return the section below in which the key is one of ours; empty where it is in none."""
+    for field in wanted.fields:
+        section = without_none(field.type)
+        fields = section.fields if isinstance(section, inspect.StructType) else ()
+        if any(inside.name == key and _is_ours(inside.type) for inside in fields):
+            return field.name
+    return ""
+
+
+def _is_ours(type_: inspect.Type) -> bool:
+    """Whether a field is one that aviso-server does not know."""
+    return isinstance(type_, inspect.Metadata) and bool((type_.extra or {}).get("ours"))
+
+
+def without_none(wanted: inspect.Type) -> inspect.Type:
+    """A type without what surrounds it: its metadata, and that it may be None."""
+    if isinstance(wanted, inspect.Metadata):
+        return without_none(wanted.type)
+    if isinstance(wanted, inspect.UnionType):
+        rest = [each for each in wanted.types if not isinstance(each, inspect.NoneType)]
+        return without_none(rest[0]) if len(rest) == 1 else inspect.UnionType(tuple(rest))
+    return wanted
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _mapping(node: Node) -> dict[str, Node]:
+    if isinstance(node.value, dict):
+        return node.value
+    if node.is_null:
+        return {}
+    # A scalar is not shown: it may be settings on one line, with a password among them.
+    raise ValueError(f"expected a mapping, found {'a list' if isinstance(node.value, list) else 'text'}")
+
+
+def _items(node: Node) -> list[Node]:
+    if isinstance(node.value, list):
+        return node.value
+    raise ValueError(f"expected a list, found {_shown(node)}")
+
+
+def _scalar(node: Node, expected: str) -> str:
+    if isinstance(node.value, str):
+        return node.value
+    raise ValueError(f"expected {expected}, found {_shown(node)}")
+
+
+def _text(node: Node) -> str:
+    text = _scalar(node, "text")
+    meaning = node.resolved
+    certain = isinstance(meaning, str) or (type(meaning) is int and str(meaning) == text)
+    if not certain:
+        # The text is not repeated: it may be a password.
+        kind = "nothing" if meaning is None else "true or false" if isinstance(meaning, bool) else "a number"
+        raise ValueError(f"expected text, found what YAML takes for {kind}: put it in quotes")
+    return text
+
+
+def _integer(node: Node) -> int:
+    number = _number(node, "an integer")
+    if not isinstance(number, int):
+        raise ValueError(f"expected an integer, found {_shown(node)}")
+    if not -_I64 <= number < _I64:
+        raise ValueError(f"expected an integer of at most 64 bits, found {_shown(node)}")
+    return number
+
+
+def _float(node: Node) -> float:
+    number = _number(node, "a number")
+    if not math.isfinite(number):
+        raise ValueError(f"expected a finite number, found {_shown(node)}")
+    return float(number)
+
+
+def _number(node: Node, expected: str) -> int | float:
+    text = _scalar(node, expected)
+    number = resolved(text)
+    if isinstance(number, (int, float)) and not isinstance(number, bool):
+        return number
+    raise ValueError(f"expected {expected}, found {_shown(node)}")
+
+
+def _boolean(node: Node) -> bool:
+    text = _scalar(node, "true or false").lower()
+    if text not in _BOOLEANS:
+        raise ValueError(f"expected true or false, found {_shown(node)}")
+    return _BOOLEANS[text]
+
+
+def _time(node: Node) -> datetime:
+    expected = "a time with its offset, such as 2026-11-20T06:00:00Z"
+    with suppress(msgspec.ValidationError):
+        time = msgspec.convert(_scalar(node, expected), datetime)
+        if time.tzinfo is not None:
+            return time
+    raise ValueError(f"expected {expected}, found {_shown(node)}")
+
+
+def _choice(node: Node, choices: Iterable[Any], reasons: dict[str, str]) -> str:
+    expected = " or ".join(map(repr, choices))
+    text = _scalar(node, expected)
+    if text in choices:
+        return text
+    if text in reasons:
+        raise ValueError(f"is invalid: {reasons[text]}")
+    if "otherwise" in reasons:
+        raise ValueError(f"{reasons['otherwise'].format(found=_cut(text))}; expected {expected}")
+    raise ValueError(f"expected {expected}, found {_shown(node)}")
+
+
+def _custom(node: Node, wanted: type) -> object:
+    if wanted is Secret:
+        return Secret(_text(node))
+    if wanted is ServerUrls:
+        several = isinstance(node.value, list)
+        return ServerUrls(*(map(_text, _items(node)) if several else _text(node).split(",")))
+    try:
+        return literals.decode_hook(wanted, _scalar(node, "text"))
+    except ValueError as error:
+        raise ValueError(f"is invalid: {error}") from error
+
+
+def _not_empty(text: str) -> str:
+    if not text.strip():
+        raise ValueError("must not be empty")
+    return text
+
+
+def _shown(node: Node) -> str:
+    if isinstance(node.value, str):
+        return "nothing" if node.is_null else repr(_cut(node.value))
+    return "a mapping" if isinstance(node.value, dict) else "a list"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

@@ -1,0 +1,98 @@
+"""The configuration for people: its JSON Schema for editors, and its effective values with their origin."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from aviso_workers.aviso.literals import Duration, Size, SizeLimit
+from aviso_workers.config.secrets import HIDDEN, Secret, ServerUrls, without_user
+from aviso_workers.config.settings import Config, Document
+
+__all__ = ["effective", "json_schema"]
+
+_LITERALS: dict[type, dict[str, Any]] = {
+    Duration: {"type": "string", "pattern": r"^\s*[0-9]+[smhdwSMHDW]\s*$"},
+    Size: {"type": "string", "pattern": r"^\s*[0-9]+[KMGT]i?\s*$"},
+    SizeLimit: {"type": "string", "pattern": r"^\s*([0-9]+[KMGT]i?|unlimited)\s*$"},
+    Secret: {"type": "string", "minLength": 1},
+    ServerUrls: {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string"}}]},
+}
+_AGENTS = "workers.agents."
+_TELLTALE = re.compile(
+    r"password|passwd|pwd|passphrase|secret|token|credential|(api|access|private)[_-]?key|auth(?!ors?$)|dsn|connection",
+    re.IGNORECASE,
+)
+_ADDRESSES = re.compile(r"server\.(cluster\.routes|gateways\.remotes\.|leafnodes\.remotes\..*\.urls)")
+"""Key paths of addresses without a scheme, before which a user and a password may stand by mistake."""
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of a configuration file."""
+    written = msgspec.json.schema(Document, schema_hook=_LITERALS.__getitem__)
+    written = msgspec.json.decode(msgspec.json.encode(written))  # a default that is a tuple is a list
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Configuration of aviso-workers",
+        **written,
+    }
+
+
+def effective(config: Config, *, agents: Mapping[str, type[Struct]] | None = None) -> list[tuple[str, Any, str]]:
+    """Return every value in force, as (key path, value, origin); what was not set comes from `default`.
+
+    Secrets are masked, users and passwords in URLs too. Of agents' own sections all texts are masked, but for the
+    fields of settings that are known: those of `agents`, by the agent's name.
+    """
+    sections = ((name, getattr(config, name)) for name in Document.__struct_fields__)
+    return [
+        (path, value if _is_plain(path, value, agents or {}) else HIDDEN, config.origins.get(path, "default"))
+        for name, section in sections
+        for path, value in _leaves(name, section)
+    ]
+
+
+def _is_plain(path: str, value: Any, agents: Mapping[str, type[Struct]]) -> bool:
+    if not path.startswith(_AGENTS) or value is None:
+        return True
+    name, _, key = path.removeprefix(_AGENTS).partition(".")
+    if _TELLTALE.search(key):
+        return False
+    return isinstance(value, bool | int | float) or key.partition(".")[0] in _fields(agents.get(name))
+
+
+def _fields(settings: type[Struct] | None) -> tuple[str, ...]:
+    return settings.__struct_fields__ if settings else ()
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Struct):
+        inside = {name: getattr(value, name) for name in value.__struct_fields__}
+        tag = value.__struct_config__
+        value = {tag.tag_field: tag.tag, **inside} if tag.tag_field else inside
+    if not isinstance(value, dict):
+        yield path, _shown(path, value)
+        return
+    for key, item in value.items():
+        yield from _leaves(f"{path}.{key}", item)
+
+
+def _shown(path: str, value: Any) -> Any:
+    match value:
+        case Secret() | ServerUrls() | Duration() | Size():
+            return str(value)
+        case datetime():
+            return value.isoformat()
+        case list() | tuple():
+            return [_shown(path, item) for item in value]
+        case dict():
+            return {key: HIDDEN if _TELLTALE.search(key) else _shown(path, item) for key, item in value.items()}
+        case str() if "://" in value or _ADDRESSES.match(path):
+            return without_user(value)
+        case _:
+            return value

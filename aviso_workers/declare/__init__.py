@@ -1,0 +1,1 @@
+"""What authors declare, and what their handlers can say: agents, timers, tables, windows, retry policies."""

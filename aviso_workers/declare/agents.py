@@ -1,0 +1,421 @@
+"""Declarations: agents, timers, tasks, tables, and the routers that group them.
+
+Importing an app runs this module and no I/O. What a declaration can get wrong by itself is refused here, at the line
+that declares it; what depends on the configuration is `App.mistakes`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import msgspec
+from msgspec import Struct
+
+from aviso_workers.aviso import positions
+from aviso_workers.aviso.notifications import Notification
+from aviso_workers.declare import resources, timers
+from aviso_workers.declare.batches import Batch, Batching, Stream
+from aviso_workers.declare.resources import Resource
+from aviso_workers.declare.retry import Backoff
+from aviso_workers.declare.tables import Counter, Table
+from aviso_workers.declare.timers import Schedule, Timer
+from aviso_workers.declare.verdicts import Classifier, Reject, Retry
+from aviso_workers.declare.windows import Window, Windowing
+from aviso_workers.errors import DeclarationError, InvalidPositionError
+
+__all__ = ["Agent", "Policy", "Router", "Task", "check_name", "durable_name"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class Policy(Struct, frozen=True, kw_only=True):
+    """How an agent's notifications are handled; times are in seconds. `Router.agent` explains each."""
+
+    concurrency: int = 1
+    retry: Backoff = Backoff()
+    ack_wait: float = 20.0
+    timeout: float | None = None
+    rate_limit: float | None = None
+    order_by: tuple[str, ...] = ()
+    batch: Batching = Batching()
+    window: Windowing[Any, Any] | None = None
+    start: str = "all"
+    singleton: bool = False
+
+
+class Agent(Generic[P, R]):
+    """A decorated function, bound to an event type, a filter and a policy.
+
+    Called, it is the author's function and nothing else, so that a unit test needs no app.
+    """
+
+    def __init__(
+        self, function: Callable[P, R], *, event_type: str, where: Mapping[str, Any], name: str | None, policy: Policy
+    ) -> None:
+        self.function = function
+        self.name = check_name("agent", name or str(getattr(function, "__name__", "")))
+        self.event_type = event_type
+        self.where = dict(where)
+        self.policy = policy
+        self.classifiers: list[tuple[type[Exception], Classifier]] = []
+        self.yields = inspect.isasyncgenfunction(function)
+        self.in_thread = not (inspect.iscoroutinefunction(function) or self.yields)
+        self.form, self.argument_type = _call_form(self.name, function)
+        self.payload_type = self.argument_type
+        first = next(iter(inspect.signature(function).parameters))
+        self.needs = resources.needs_of(f"agent {self.name!r}", function, without=(first,))
+        """By argument after the first, the type of the resource that gives it."""
+        self._refuse_nonsense()
+        if policy.window is not None:
+            self.payload_type = _folded_type(self.name, policy.window, self.argument_type)
+        self.__doc__ = function.__doc__
+
+    def on_error(self, *kinds: type[Exception]) -> Callable[[Classifier], Classifier]:
+        """Declare what exceptions of these types mean: the function is given one and returns an answer.
+
+        `Retry` and `Reject` mean what they mean from the handler. `Ack`: the notification is done all the same, which
+        is logged. None: no answer. The declarations that fit are asked in turn until one answers; an exception for
+        which none does is tried again as `retry` says. A `Retry` or `Reject` of the handler's is an answer already.
+        """
+
+        def declare(classify: Classifier) -> Classifier:
+            self.classifiers += [(kind, classify) for kind in kinds]
+            return classify
+
+        return declare
+
+    def durable_name(self, app: str) -> str:
+        """See `durable_name`."""
+        return durable_name(app, self.name)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<Agent {self.name} on {self.event_type}>"
+
+    def _refuse_nonsense(self) -> None:
+        policy, problem = self.policy, ""
+        if policy.concurrency < 1:
+            problem = f"concurrency must be 1 or more, found {policy.concurrency}"
+        for name in ("ack_wait", "timeout", "rate_limit"):
+            if (found := getattr(policy, name)) is not None and not found > 0:
+                problem = f"{name} must be > 0, found {found}"
+        if policy.batch != Batching() and self.form is not Batch:
+            problem = "batch= is for a function of a Batch"
+        if policy.window is not None and self.form is not Window:
+            problem = "window= is for a function of a Window"
+        if policy.window is None and self.form is Window:
+            problem = "a function of a Window needs window=Windowing(...)"
+        if policy.order_by and self.form is not Notification:
+            problem = "order_by= is for a function of a Notification"
+        if policy.singleton and (self.form is not Notification or policy.concurrency > 1 or policy.order_by):
+            problem = (
+                "singleton= is for a function of a Notification without concurrency= and order_by=: "
+                "it handles one at a time, in order"
+            )
+        if policy.timeout and self.form is Stream:
+            problem = "timeout= is for a function of a Notification or a Batch; a Stream has no end"
+        if self.in_thread and self.form is Stream:
+            problem = "a function of a Stream must be async"
+        if inspect.isgeneratorfunction(self.function):
+            problem = "a function that yields must be async; a plain one may return a list"
+        if _holds_instruction_class(_hint(self.name, self.function, "return")):
+            problem = "annotated to return the class Retry or Reject: return Retry() or Reject(reason) instead"
+        if problem:
+            raise DeclarationError(f"agent {self.name!r}: {problem}")
+
+
+class Task(Struct, frozen=True, kw_only=True):
+    """A long-running coroutine function that a worker runs beside its agents and starts again when it raises."""
+
+    name: str
+    function: Callable[[Any], Coroutine[Any, Any, None]]
+    """Called with the app."""
+
+
+class Router:
+    """A group of agents, timers, tasks, tables and resources that an app includes.
+
+    `settings` is the msgspec Struct of what the group can be told in the configuration, under `workers.agents.<name>`;
+    `app.settings(router)` returns it.
+    """
+
+    def __init__(self, name: str, *, settings: type[Struct] | None = None) -> None:
+        self.name = check_name("router", name)
+        self.settings_type = settings
+        self.agents: list[Agent[Any, Any]] = []
+        self.timers: list[Timer[Any, Any]] = []
+        self.tasks: list[Task] = []
+        self.tables: dict[str, Table[Any] | Counter] = {}
+        self.resources: list[Resource] = []
+
+    def agent(
+        self,
+        event_type: str,
+        *,
+        where: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        concurrency: int = 1,
+        retry: Backoff | None = None,
+        ack_wait: float = 20.0,
+        timeout: float | None = None,
+        rate_limit: float | None = None,
+        order_by: Sequence[str] = (),
+        batch: Batching | None = None,
+        window: Windowing[Any, Any] | None = None,
+        start: int | str | datetime = "all",
+        singleton: bool = False,
+    ) -> Callable[[Callable[P, R]], Agent[P, R]]:
+        """Declare an agent: the function is run for every matching notification of `event_type`, at least once.
+
+        The function takes a `Notification[T]`, a `Batch[T]` (collected as `batch` says), a `Stream[T]`, or a
+        `Window[A]`, which is run for what notifications of one time came to, as `window` says. A plain function runs in
+        a thread. All times are in seconds.
+
+        `where` maps identifier fields to a value, a list of values, or one constraint such as `{"gte": 24}`.
+        `concurrency` is how many calls one worker makes at a time, `rate_limit` how many a second at most. `timeout`
+        cancels a call, which counts as a failure. `order_by` names identifier fields: within one worker,
+        notifications of equal values are handled strictly one after another, also while one waits to be tried again.
+        `start` is where an agent begins that has never run: with `all` that is stored, with what is `new`, at a
+        sequence or at a time. `singleton` lets one worker of all that run the app handle everything, one notification
+        at a time and in order, and another one within `ack_wait` when that dies. A worker that dies is given up after
+        `ack_wait`; one that lives may take as long as it likes. `name` (default: the function's) names the durable
+        consumer, so keep it when you rename the function.
+
+        Raises `DeclarationError`.
+        """
+        policy = Policy(
+            concurrency=concurrency,
+            retry=retry or Backoff(),
+            ack_wait=ack_wait,
+            timeout=timeout,
+            rate_limit=rate_limit,
+            order_by=tuple(order_by),
+            batch=batch or Batching(),
+            window=window,
+            start=_start(name, start),
+            singleton=singleton,
+        )
+
+        def declare(function: Callable[P, R]) -> Agent[P, R]:
+            agent = Agent(function, event_type=event_type, where=where or {}, name=name, policy=policy)
+            self._add_agent(agent)
+            return agent
+
+        return declare
+
+    def every(
+        self, interval: str, *, leader: bool = False, catch_up: bool = False, name: str | None = None
+    ) -> Callable[[Callable[P, R]], Timer[P, R]]:
+        """Declare a timer: an async function of nothing, or of a `Tick`, that every worker runs at whole multiples of
+        an interval such as `30s`, `5m` or `1h`, counted from 1970 UTC.
+
+        With `leader`, one worker of all that run the app runs it, another one when that dies, and no tick is run twice.
+        A tick that was missed by more than a minute is skipped; with `catch_up` every one is run, the oldest first: of
+        a leader's timer also those that came while no worker was there. A tick that raises is not run again.
+
+        Raises `DeclarationError`.
+        """
+        return self._timer(lambda: timers.every(interval), leader=leader, catch_up=catch_up, name=name)
+
+    def cron(
+        self,
+        expression: str,
+        *,
+        timezone: str = "UTC",
+        leader: bool = False,
+        catch_up: bool = False,
+        name: str | None = None,
+    ) -> Callable[[Callable[P, R]], Timer[P, R]]:
+        """Declare a timer as `every` does, at the times that the five fields of cron say (minute, hour, day, month,
+        weekday) in a time zone such as `Europe/Berlin`.
+
+        Raises `DeclarationError`.
+        """
+        return self._timer(lambda: timers.cron(expression, timezone), leader=leader, catch_up=catch_up, name=name)
+
+    def task(self, function: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], Coroutine[Any, Any, None]]:
+        """Declare a task: an async function of one argument, the app, that runs as long as the worker does."""
+        name = check_name("task", getattr(function, "__name__", ""))
+        if not inspect.iscoroutinefunction(function):
+            raise DeclarationError(f"task {name!r}: must be an async function")
+        self._add_task(Task(name=name, function=function))
+        return function
+
+    @overload
+    def table(self, name: str, type: type[T], *, default: T, history: int = 1, cached: bool = False) -> Table[T]: ...
+
+    @overload
+    def table(self, name: str, type: type[T], *, history: int = 1, cached: bool = False) -> Table[T | None]: ...
+
+    def table(self, name: str, type: Any, *, default: Any = None, history: int = 1, cached: bool = False) -> Table[Any]:
+        """Declare a table: values of one type by key, which all workers of the app share, in a bucket of their own.
+
+        `type` is a msgspec Struct, a dataclass, a TypedDict or a plain JSON type. `default` is what a key reads as that
+        has no value. `history` is how many values of a key are kept. `cached` keeps all of it in every worker as well,
+        for handlers that read much.
+
+        Raises `DeclarationError`.
+        """
+        table: Table[Any] = Table(check_name("table", name), type, default=default, history=history, cached=cached)
+        self._add_table(name, table)
+        return table
+
+    def counter(self, name: str) -> Counter:
+        """Declare a counter: whole numbers by key that the server adds up (nats-server 2.12 or newer).
+
+        Raises `DeclarationError`.
+        """
+        counter = Counter(check_name("counter", name))
+        self._add_table(name, counter)
+        return counter
+
+    def _add_table(self, name: str, table: Table[Any] | Counter) -> None:
+        self._refuse_twice("table", name, list(self.tables))
+        self.tables[name] = table
+
+    def resource(self, function: Callable[P, AsyncIterator[T]]) -> Callable[P, AsyncIterator[T]]:
+        """Declare a resource: an async generator function that opens something, yields it, and closes it.
+
+        It is annotated with what it gives, as in `-> AsyncIterator[Database]`. Each worker opens it once, before its
+        agents and timers, and gives it to each of them, and to each resource, that has an argument of that type.
+
+        Raises `DeclarationError`.
+        """
+        self._add_resource(resources.declare(function))
+        return function
+
+    def _add_resource(self, resource: Resource) -> None:
+        for known in self.resources:
+            if known.gives is resource.gives:
+                raise DeclarationError(
+                    f"resources {known.name!r} and {resource.name!r} of {self.name!r} both give a "
+                    f"{resource.gives.__name__}: let one of them give a type of its own"
+                )
+        self.resources.append(resource)
+
+    def _timer(
+        self, schedule: Callable[[], Schedule], *, leader: bool, catch_up: bool, name: str | None
+    ) -> Callable[[Callable[P, R]], Timer[P, R]]:
+        def declare(function: Callable[P, R]) -> Timer[P, R]:
+            known_as = check_name("timer", name or str(getattr(function, "__name__", "")))
+            try:
+                made = schedule()
+            except ValueError as error:
+                raise DeclarationError(f"timer {known_as!r}: {error}") from error
+            timer = Timer(function, name=known_as, schedule=made, leader=leader, catch_up=catch_up)
+            self._add_timer(timer)
+            return timer
+
+        return declare
+
+    def _add_timer(self, timer: Timer[Any, Any]) -> None:
+        self._refuse_twice("timer", timer.name, [known.name for known in self.timers])
+        self.timers.append(timer)
+
+    def _add_agent(self, agent: Agent[Any, Any]) -> None:
+        self._refuse_twice("agent", agent.name, [known.name for known in self.agents])
+        self.agents.append(agent)
+
+    def _add_task(self, task: Task) -> None:
+        self._refuse_twice("task", task.name, [known.name for known in self.tasks])
+        self.tasks.append(task)
+
+    def _refuse_twice(self, kind: str, name: str, known: Sequence[str]) -> None:
+        if name in known:
+            raise DeclarationError(f"{kind} {name!r} is declared twice in {self.name!r}: give one another name")
+
+
+def _start(name: str | None, start: int | str | datetime) -> str:
+    try:
+        return positions.parse_start(start)
+    except InvalidPositionError as error:
+        raise DeclarationError(f"agent {name or ''!r}: {error}; or `all`, or `new`") from error
+
+
+def durable_name(app: str, agent: str) -> str:
+    """The durable consumer that all workers of the app share for this agent."""
+    return f"{app}__{agent}"
+
+
+def check_name(kind: str, name: str) -> str:
+    """The name, if a NATS consumer can carry it. Raises `DeclarationError`."""
+    if not NAME.fullmatch(name):
+        raise DeclarationError(f"{kind} name {name!r}: use 1 to 64 letters, digits, '-' and '_'")
+    return name
+
+
+def _call_form(name: str, function: Callable[..., Any]) -> tuple[type, Any]:
+    """Which of Notification, Batch, Stream and Window the function takes, and the T of it (`Any` for none)."""
+    wanted = "a function whose first argument is annotated Notification[T], Batch[T], Stream[T] or Window[A]"
+    if not callable(function) or isinstance(function, Agent):
+        raise DeclarationError(f"agent {name!r}: must be {wanted}")
+    parameters = list(inspect.signature(function).parameters.values())
+    if not parameters:
+        raise DeclarationError(f"agent {name!r}: must be {wanted}, found none")
+    hint = _hint(name, function, parameters[0].name)
+    form = typing.get_origin(hint) or hint
+    if form not in (Notification, Batch, Stream, Window):
+        raise DeclarationError(f"agent {name!r}: must be {wanted}, found {hint!r}")
+    (argument_type,) = typing.get_args(hint) or (Any,)
+    _refuse_unreadable(name, argument_type)
+    return form, argument_type
+
+
+def _folded_type(name: str, window: Windowing[Any, Any], value_type: Any) -> Any:
+    """The T of the `Notification[T]` that is folded into windows of this type of values (`Any` for none)."""
+    try:
+        msgspec.json.decode(msgspec.json.encode(window.initial), type=value_type)
+    except (TypeError, ValueError) as error:
+        raise DeclarationError(f"agent {name!r}: initial= is no value of its Window: {error}") from error
+    try:
+        _, folded = inspect.signature(window.fold).parameters
+    except (TypeError, ValueError) as error:
+        raise DeclarationError(
+            f"agent {name!r}: fold= must be a function of a value and a Notification[T], found {window.fold!r}"
+        ) from error
+    (payload_type,) = typing.get_args(_hint(name, window.fold, folded)) or (Any,)
+    _refuse_unreadable(name, payload_type)
+    return payload_type
+
+
+def _hint(name: str, function: Callable[..., Any], parameter: str) -> Any:
+    """The annotation, resolved; None for none."""
+    try:
+        return typing.get_type_hints(function).get(parameter)
+    except (AttributeError, NameError, SyntaxError, TypeError) as error:
+        raise DeclarationError(
+            f"agent {name!r}: its annotation cannot be resolved ({error}); "
+            "declare the payload type at module level, before the agent"
+        ) from error
+
+
+def _holds_instruction_class(annotation: Any) -> bool:
+    """Whether `type[Retry]` or `type[Reject]` is a part of the annotation."""
+    parts = typing.get_args(annotation)
+    if typing.get_origin(annotation) is type:
+        return bool({Retry, Reject}.intersection(parts))
+    return any(map(_holds_instruction_class, parts))
+
+
+def _refuse_unreadable(name: str, payload_type: Any) -> None:
+    try:
+        readable = not isinstance(msgspec.inspect.type_info(payload_type), msgspec.inspect.CustomType)
+        msgspec.json.Decoder(payload_type)
+    except TypeError as error:
+        raise DeclarationError(f"agent {name!r}: its payload type cannot be read: {error}") from error
+    if not readable:
+        raise DeclarationError(
+            f"agent {name!r}: msgspec cannot read its payload type {payload_type!r}; "
+            "use a msgspec.Struct, a dataclass, a TypedDict or a plain JSON type"
+        )

@@ -1,0 +1,123 @@
+"""Notifications that an agent takes together: a batch in one call, or a stream for a loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from msgspec import Struct
+
+from aviso_workers.aviso.notifications import Notification
+from aviso_workers.declare.verdicts import Reject, Retry
+from aviso_workers.errors import DeclarationError
+
+__all__ = ["Batch", "Batching", "Source", "Stream"]
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+
+
+class Batching(Struct, frozen=True):
+    """How a batch agent's notifications are collected: `size` of them, or what came `within` seconds of the first.
+
+    Raises `DeclarationError` for numbers that make no sense.
+    """
+
+    size: int = 100
+    within: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.size >= 1:
+            raise DeclarationError(f"Batching: size must be 1 or more, found {self.size}")
+        if not 0 <= self.within < math.inf:
+            raise DeclarationError(f"Batching: within must be a number of seconds from 0, found {self.within}")
+
+
+class Batch(Generic[T]):
+    """Notifications that are handled together.
+
+    When the function returns, all are done but those that it retried or rejected. When it raises, the exception
+    concerns those of which it said nothing. A batch for a unit test is made from a list.
+    """
+
+    def __init__(self, notifications: Sequence[Notification[T]]) -> None:
+        self.notifications = tuple(notifications)
+        self.outcomes: dict[int, object] = {}
+        """What was said of single notifications, by sequence."""
+
+    def __iter__(self) -> Iterator[Notification[T]]:
+        return iter(self.notifications)
+
+    def __len__(self) -> int:
+        return len(self.notifications)
+
+    def ack(self, notification: Notification[T]) -> None:
+        """It is done, even if the function raises later."""
+        self.outcomes[notification.sequence] = None
+
+    def retry(self, notification: Notification[T], *, after: float | None = None) -> None:
+        """Try it again, after so many seconds, or when the agent's policy says."""
+        self.outcomes[notification.sequence] = Retry(after)
+
+    def reject(self, notification: Notification[T], reason: str) -> None:
+        """It can never be handled: keep it as a dead letter."""
+        self.outcomes[notification.sequence] = Reject(reason)
+
+
+class Source(Protocol[T]):
+    """Where a stream's notifications come from."""
+
+    async def next(self, *, within_seconds: float | None = None) -> Notification[T] | None: ...
+    async def settle(self) -> None: ...
+
+
+class Stream(Generic[T]):
+    """An agent's notifications, for an `async for` loop. One is done when the loop asks for the next.
+
+    The loop ends when the worker stops.
+    """
+
+    def __init__(self, source: Source[T], *, only: Callable[[Notification[T]], bool] | None = None) -> None:
+        self._source = source
+        self._only = only
+
+    def __aiter__(self) -> AsyncIterator[Notification[T]]:
+        return self._each()
+
+    def filter(self, only: Callable[[Notification[T]], bool]) -> Stream[T]:
+        """The notifications for which `only` is true; the others are done."""
+        before = self._only
+        return Stream(self._source, only=lambda one: (before is None or before(one)) and only(one))
+
+    async def take(self, size: int, within: float) -> AsyncIterator[list[Notification[T]]]:
+        """Lists of up to `size`, or of what came within so many seconds of the first. All of one are done together."""
+        while (first := await self._next()) is not None:
+            taken = [first]
+            while len(taken) < size and (another := await self._source.next(within_seconds=within)) is not None:
+                if self._only is None or self._only(another):
+                    taken.append(another)
+            yield taken
+            await self._source.settle()
+
+    async def group_by(
+        self, key: Callable[[Notification[T]], K], *, size: int = 100, within: float = 1.0
+    ) -> AsyncIterator[dict[K, list[Notification[T]]]]:
+        """As `take`, by key: each list in order."""
+        async for taken in self.take(size, within):
+            groups: dict[K, list[Notification[T]]] = {}
+            for notification in taken:
+                groups.setdefault(key(notification), []).append(notification)
+            yield groups
+
+    async def _each(self) -> AsyncIterator[Notification[T]]:
+        while (notification := await self._next()) is not None:
+            yield notification
+            await self._source.settle()
+
+    async def _next(self) -> Notification[T] | None:
+        while (notification := await self._source.next()) is not None:
+            if self._only is None or self._only(notification):
+                return notification
+            await self._source.settle()
+        return None

@@ -1,0 +1,119 @@
+"""Resources: what a worker opens once and gives to the functions that ask for it by annotation.
+
+Pure. A resource is an async generator function that yields one value and closes it afterwards; what it gives is what
+its return annotation says. `engine.open_resources` opens them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import graphlib
+import inspect
+import typing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from msgspec import Struct
+
+from aviso_workers.errors import DeclarationError
+
+__all__ = ["Needing", "Resource", "bound", "declare", "in_order", "mistakes", "needs_of"]
+
+
+class Needing(Protocol):
+    """An agent or a timer: its function takes further arguments, each of which a resource gives."""
+
+    function: Any
+
+    @property
+    def needs(self) -> Mapping[str, Any]: ...
+
+
+N = TypeVar("N", bound=Needing)
+
+
+class Resource(Struct, frozen=True, kw_only=True):
+    """What gives the values of one type."""
+
+    name: str
+    gives: type
+    needs: Mapping[str, Any]
+    """By argument, the type of what it is made of."""
+    function: Callable[..., AsyncIterator[Any]]
+
+
+def declare(function: Callable[..., AsyncIterator[Any]]) -> Resource:
+    """The resource that the function is. Raises `DeclarationError`."""
+    name = str(getattr(function, "__name__", ""))
+    wanted = "must be an async generator function, annotated `-> AsyncIterator[Type]`"
+    if not inspect.isasyncgenfunction(function):
+        raise DeclarationError(f"resource {name!r}: {wanted}")
+    hints = hints_of(f"resource {name!r}", function)
+    given = hints.get("return")
+    if typing.get_origin(given) not in (AsyncIterator, AsyncGenerator) or not isinstance(
+        gives := typing.get_args(given)[0], type
+    ):
+        raise DeclarationError(f"resource {name!r}: {wanted}, found {given!r}")
+    return Resource(name=name, gives=gives, needs=needs_of(f"resource {name!r}", function), function=function)
+
+
+def needs_of(what: str, function: Callable[..., Any], *, without: Collection[str] = ()) -> dict[str, Any]:
+    """The types of its arguments, but for some. Raises `DeclarationError` where one is not annotated."""
+    hints = hints_of(what, function)
+    names = [name for name in inspect.signature(function).parameters if name not in without]
+    if bare := [name for name in names if not isinstance(hints.get(name), type)]:
+        raise DeclarationError(f"{what}: annotate {', '.join(bare)} with the class that a resource gives")
+    return {name: hints[name] for name in names}
+
+
+def hints_of(what: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """Its annotations, resolved. Raises `DeclarationError`."""
+    try:
+        return typing.get_type_hints(function)
+    except (AttributeError, NameError, SyntaxError, TypeError) as error:
+        raise DeclarationError(
+            f"{what}: its annotation cannot be resolved ({error}); declare the type at module level, before it"
+        ) from error
+
+
+def mistakes(resources: Sequence[Resource], needing: Mapping[str, Mapping[str, Any]], *, app: type) -> list[str]:
+    """A sentence for each need that nobody meets, and for resources that need each other.
+
+    `needing` is what is needed, by who needs it.
+    """
+    given = {resource.gives for resource in resources} | {app}
+    everybody = {**needing, **{f"resource {each.name!r}": each.needs for each in resources}}
+    known = ", ".join(sorted(resource.gives.__name__ for resource in resources)) or "none"
+    found = [
+        f"{what}: no resource gives its argument {name}: {wanted.__name__}; there are: {known}"
+        for what, needs in everybody.items()
+        for name, wanted in needs.items()
+        if wanted not in given
+    ]
+    try:
+        in_order(resources)
+    except DeclarationError as error:
+        found.append(str(error))
+    return found
+
+
+def in_order(resources: Sequence[Resource]) -> list[Resource]:
+    """What is needed before what needs it. Raises `DeclarationError` where there is no such order."""
+    by_type = {resource.gives: resource for resource in resources}
+    needs = {each.gives: [wanted for wanted in each.needs.values() if wanted in by_type] for each in resources}
+    try:
+        return [by_type[each] for each in graphlib.TopologicalSorter(needs).static_order()]
+    except graphlib.CycleError as error:
+        circle = " needs ".join(by_type[each].name for each in reversed(error.args[1]))
+        raise DeclarationError(f"resources need each other: {circle}") from error
+
+
+def bound(needing: N, values: Mapping[type, Any]) -> N:
+    """The same, with a function that is given what it needs."""
+    if not needing.needs:
+        return needing
+    filled = copy.copy(needing)
+    given = {name: values[wanted] for name, wanted in needing.needs.items()}
+    filled.function = functools.partial(needing.function, **given)
+    return filled

@@ -1,0 +1,243 @@
+"""Tables and counters: state that all workers of an app share, kept on the server.
+
+Declared on an app or a router, at work inside `async with app:`. Here is what an author calls: keys of any text, typed
+values, and compare-and-set. Where it is kept, tried again and cached is `engine.table_store`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from datetime import datetime
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+import anyio
+import msgspec
+from msgspec import Struct
+
+from aviso_workers.errors import ConflictError, DeclarationError, InvalidKeyError, UndecodableError
+from aviso_workers.jetstream.key_value import Entry, KeyValue
+
+__all__ = ["Change", "Counter", "CounterStore", "Table", "decode_key", "encode_key"]
+
+T = TypeVar("T")
+
+LONGEST_KEY = 512
+"""Bytes, as a bucket spells it."""
+MOST_HISTORY = 64
+LONGEST_WAIT_SECONDS = 0.5
+"""After a conflict with another process an update waits for a random time before it is tried again, at most so long."""
+
+
+class Change(Struct, Generic[T], frozen=True, kw_only=True):
+    """What became of a key."""
+
+    key: str
+    value: T | None
+    """None: it was deleted, or forgotten after its ttl."""
+    revision: int
+    time: datetime
+
+
+class Table(Generic[T]):
+    """Values of one type by key; see `Router.table`. Inside `async with app:`.
+
+    Everything here raises `InvalidKeyError` where the key is empty or too long, and `BackendError` where the server
+    cannot be reached within `publish_deadline_seconds`.
+    """
+
+    def __init__(self, name: str, type: Any, *, default: Any, history: int, cached: bool) -> None:
+        self.name = name
+        self.keeps_history = history
+        self.cached = cached
+        self._bucket: KeyValue | None = None
+        self._turns: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
+        """By key as it is spelled, the updates that wait for each other."""
+        try:
+            self._decoder = msgspec.json.Decoder(type)
+            self._default = None if default is None else self._encode(default)
+        except (TypeError, ValueError) as error:
+            raise DeclarationError(f"table {name!r}: {error}") from error
+        if not 1 <= history <= MOST_HISTORY:
+            raise DeclarationError(f"table {name!r}: history must be from 1 to {MOST_HISTORY}, found {history}")
+
+    async def get(self, key: str) -> T:
+        """The value; where there is none, the table's default (None where it has no default either).
+
+        Of a table that is cached, without asking the server. Raises `UndecodableError` where what is stored does not
+        fit the table's type.
+        """
+        value: T = self._value(await self._kept.get(encode_key(key)))
+        return value
+
+    async def put(self, key: str, value: T, *, ttl: float | None = None) -> None:
+        """Store a value, to be forgotten after `ttl` seconds (1 or more; not in a table with a history).
+
+        Raises `RefusedError` where the server is older than the 2.11 that knows of a ttl.
+        """
+        await self._kept.put(encode_key(key), self._encode(value), ttl_seconds=ttl)
+
+    async def update(self, key: str, change: Callable[[T], T | None]) -> T | None:
+        """Store what `change` makes of the value (or the default), and return it; None deletes the key.
+
+        Nobody's update is lost: where somebody else was faster, `change` is called again with the value that is there
+        now, so it should do nothing else. Raises `OutcomeUnknownError` where an acknowledgement was lost and the key
+        has changed since, so that it cannot be told whether this update took part in it.
+        """
+        kept, spelled = self._kept, encode_key(key)
+        conflicts = 0
+        # Callers of one process take turns: side by side they would only defeat each other's compare-and-set.
+        async with self._turns.setdefault(spelled, anyio.Lock()):
+            while True:
+                began = anyio.current_time()
+                entry = await kept.get(spelled)
+                revision = entry.revision if entry else 0
+                value = change(self._value(entry))
+                try:
+                    if value is not None:
+                        await kept.put(spelled, self._encode(value), revision=revision)
+                    elif entry is not None:
+                        await kept.delete(spelled, revision=revision)
+                    return value
+                except ConflictError:  # another process was faster
+                    conflicts += 1
+                    longest_wait = (anyio.current_time() - began) * 2**conflicts
+                    await anyio.sleep(random.uniform(0, min(longest_wait, LONGEST_WAIT_SECONDS)))
+
+    async def delete(self, key: str) -> None:
+        """Forget a key and its history. One that is missing is no error."""
+        await self._kept.delete(encode_key(key))
+
+    async def items(self) -> AsyncGenerator[tuple[str, T], None]:
+        """All keys with their values, those that changed last at the end."""
+        for entry in await self._kept.entries():
+            yield decode_key(entry.key), self._value(entry)
+
+    async def history(self, key: str) -> list[Change[T]]:
+        """The last values of a key, as many as the table keeps, the newest at the end."""
+        kept = self._kept
+        async with aclosing(kept.changes(encode_key(key), until=await kept.revision())) as changes:
+            return [self._change(entry) async for entry in changes]
+
+    async def watch(self, key: str | None = None) -> AsyncGenerator[Change[T], None]:
+        """What there is of a key, or of all, and then what changes, without end.
+
+        Of changes in quick succession, and of those while the connection is lost, the newest may be all that is seen.
+        """
+        async with aclosing(self._kept.changes(None if key is None else encode_key(key))) as changes:
+            async for entry in changes:
+                yield self._change(entry)
+
+    def connect(self, bucket: KeyValue) -> None:
+        """Called by the app. Raises `DeclarationError` where another app uses the table."""
+        if self._bucket is not None:
+            raise DeclarationError(f"table {self.name!r} is in use by another app of this process")
+        self._bucket = bucket
+
+    def disconnect(self) -> None:
+        self._bucket = None
+
+    def __repr__(self) -> str:
+        return f"<Table {self.name}>"
+
+    @property
+    def _kept(self) -> KeyValue:
+        if self._bucket is None:
+            raise DeclarationError(f"table {self.name!r} is not connected: use it inside `async with app:`")
+        return self._bucket
+
+    def _encode(self, value: Any) -> bytes:
+        if value is None:
+            raise TypeError(f"table {self.name!r}: None is no value: delete the key instead")
+        data = msgspec.json.encode(value)
+        self._decoder.decode(data)  # so that a mistake shows where it is made, and not where it is read
+        return data
+
+    def _value(self, entry: Entry | None) -> Any:
+        data = self._default if entry is None else entry.value
+        try:
+            return None if data is None else self._decoder.decode(data)
+        except msgspec.DecodeError as error:
+            key = decode_key(entry.key) if entry else ""
+            raise UndecodableError(f"table {self.name!r}, key {key!r}: what is stored does not fit: {error}") from error
+
+    def _change(self, entry: Entry) -> Change[T]:
+        value = None if entry.deleted else self._value(entry)
+        return Change(key=decode_key(entry.key), value=value, revision=entry.revision, time=entry.time)
+
+
+class CounterStore(Protocol):
+    """What a connected counter adds to."""
+
+    async def add(self, key: str, amount: int, *, message_id: str | None) -> int: ...
+    async def get(self, key: str) -> int: ...
+    async def all(self) -> dict[str, int]: ...
+
+
+class Counter:
+    """Whole numbers by key that the server adds up; see `Router.counter`. Inside `async with app:`.
+
+    Nothing is read before it is written, so workers do not get in each other's way. Raises as a `Table` does, and
+    `RefusedError` where the server is older than 2.12.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._store: CounterStore | None = None
+
+    async def add(self, key: str, amount: int = 1, *, message_id: str | None = None) -> int:
+        """Add to what the key stands at, and return what it stands at now.
+
+        With a `message_id` of your own, such as the notification's, a repeat within two minutes adds nothing.
+        """
+        return await self._connected.add(encode_key(key), amount, message_id=message_id)
+
+    async def get(self, key: str) -> int:
+        """0 where nothing was added."""
+        return await self._connected.get(encode_key(key))
+
+    async def items(self) -> dict[str, int]:
+        return {decode_key(key): total for key, total in (await self._connected.all()).items()}
+
+    def connect(self, store: CounterStore) -> None:
+        """Called by the app. Raises `DeclarationError` where another app uses the counter."""
+        if self._store is not None:
+            raise DeclarationError(f"counter {self.name!r} is in use by another app of this process")
+        self._store = store
+
+    def disconnect(self) -> None:
+        self._store = None
+
+    def __repr__(self) -> str:
+        return f"<Counter {self.name}>"
+
+    @property
+    def _connected(self) -> CounterStore:
+        if self._store is None:
+            raise DeclarationError(f"counter {self.name!r} is not connected: use it inside `async with app:`")
+        return self._store
+
+
+def encode_key(key: str) -> str:
+    """Any text as a bucket's key: what a bucket does not take is written as `=` and the hexadecimal of its bytes.
+
+    Raises `InvalidKeyError`.
+    """
+    try:
+        raw = key.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidKeyError(f"key {key!r} is no text: {error}") from error
+    # A dot separates the tokens of a subject, none of which may be empty.
+    spelled = re.sub(rb"[^-/_.a-zA-Z0-9]|(?<![^.])\.|\.(?![^.])", lambda found: b"=%02X" % found[0][0], raw).decode()
+    if not 0 < len(spelled) <= LONGEST_KEY:
+        raise InvalidKeyError(f"key {key!r}: it must have 1 to {LONGEST_KEY} bytes, found {len(spelled)} as spelled")
+    return spelled
+
+
+def decode_key(spelled: str) -> str:
+    """The text that `encode_key` spelled so."""
+    raw = re.sub(rb"=([0-9A-F]{2})", lambda found: bytes([int(found[1], 16)]), spelled.encode())
+    return raw.decode("utf-8", "replace")

@@ -1,0 +1,137 @@
+"""Timers: functions that are run at certain times, and which times these are.
+
+Pure. A timer's ticks follow from its schedule and nothing else, so that every worker of a fleet knows of the same ones
+without asking; who runs them is `engine.timer_loops`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Generic, ParamSpec, Protocol, TypeVar
+from zoneinfo import ZoneInfo
+
+from cronsim import CronSim, CronSimError
+from msgspec import Struct
+
+from aviso_workers.aviso.literals import Duration
+from aviso_workers.declare import resources
+from aviso_workers.errors import DeclarationError
+
+__all__ = ["LATE_SECONDS", "Cron", "Every", "Schedule", "Tick", "Timer", "next_tick"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+LATE_SECONDS = 60.0
+"""A tick that is no later than this is run; beyond it, it was missed."""
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Tick(Struct, frozen=True, kw_only=True):
+    """One time at which a timer is run."""
+
+    timer: str
+    time: datetime
+    """When it was due, UTC."""
+    token: int | None = None
+    """Of a timer with `leader=True`: greater than that of every leader before. Who is handed one, such as a database,
+    can refuse a leader that was paused and does not know yet that there is another one."""
+
+
+class Schedule(Protocol):
+    def after(self, time: datetime) -> datetime:
+        """The first tick after this time, UTC."""
+
+
+class Every(Struct, frozen=True):
+    """At whole multiples of an interval since 1970 UTC."""
+
+    interval: Duration
+
+    def after(self, time: datetime) -> datetime:
+        interval = timedelta(seconds=self.interval)
+        return EPOCH + ((time - EPOCH) // interval + 1) * interval
+
+
+class Cron(Struct, frozen=True):
+    """As Debian's cron reads it, also where clocks are changed: an hour that is left out is made up for right after it,
+    one that comes twice counts once. A sixth field in front is for seconds."""
+
+    expression: str
+    timezone: ZoneInfo
+
+    def after(self, time: datetime) -> datetime:
+        for found in CronSim(self.expression, time.astimezone(self.timezone)):
+            if (tick := found.astimezone(UTC)) > time:
+                return tick
+        raise DeclarationError(f"cron {self.expression!r} comes to no further time")
+
+
+class Timer(Generic[P, R]):
+    """A decorated function and when it is run. Called, it is the author's function and nothing else."""
+
+    def __init__(
+        self, function: Callable[P, R], *, name: str, schedule: Schedule, leader: bool, catch_up: bool
+    ) -> None:
+        self.function = function
+        if not inspect.iscoroutinefunction(function):
+            raise DeclarationError(f"timer {name!r}: must be an async function")
+        what = f"timer {name!r}"
+        ticks = [argument for argument, hint in resources.hints_of(what, function).items() if hint is Tick]
+        self.tick_argument = ticks[0] if ticks else None
+        self.needs = resources.needs_of(what, function, without=ticks[:1])
+        """By argument, the type of the resource that gives it."""
+        self.name = name
+        self.schedule = schedule
+        self.leader = leader
+        self.catch_up = catch_up
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        function: Callable[P, R] = self.function
+        return function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<Timer {self.name}>"
+
+
+def every(interval: str) -> Every:
+    """Raises ValueError."""
+    duration = Duration.parse(interval)
+    if not duration:
+        raise ValueError("the interval must be longer than nought")
+    return Every(duration)
+
+
+def cron(expression: str, timezone: str) -> Cron:
+    """Raises ValueError."""
+    try:
+        zone = ZoneInfo(timezone)
+    except (KeyError, ValueError, OSError) as error:
+        raise ValueError(
+            f"no time zone {timezone!r}; say one such as Europe/Berlin, and install tzdata where a machine has none"
+        ) from error
+    try:
+        next(CronSim(expression, EPOCH))
+    except CronSimError as error:
+        raise ValueError(f"cron {expression!r}: {error}") from error
+    except StopIteration:
+        raise ValueError(f"cron {expression!r} never comes") from None
+    return Cron(expression, zone)
+
+
+def next_tick(schedule: Schedule, last: datetime, *, now: datetime, catch_up: bool) -> datetime:
+    """The tick to run after `last`; one that is not later than `now` is to be run at once.
+
+    To catch up is to run all that were missed, the oldest first. Otherwise of those that were missed the newest is run,
+    if it is not late by more than `LATE_SECONDS`.
+    """
+    tick = schedule.after(last)
+    if catch_up or tick > now:
+        return tick
+    tick = schedule.after(max(last, now - timedelta(seconds=LATE_SECONDS)))
+    while (later := schedule.after(tick)) <= now:
+        tick = later
+    return tick

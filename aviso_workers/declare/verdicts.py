@@ -1,0 +1,224 @@
+"""What becomes of a notification that was not handled: the one place that decides.
+
+Pure, and two steps. The engine runs the author's function and makes a `Failure` of what went wrong, where it went
+wrong; `classify` asks the author what the exception means, and `decide` returns the verdict, which
+`engine.acknowledging` carries out. What becomes of a delivery in the end is one of three: `Ack`, `Nak` or `Term`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from aviso_workers.declare.retry import Backoff
+from aviso_workers.errors import DeclarationError
+
+__all__ = [
+    "Ack",
+    "Again",
+    "Classifier",
+    "DeadLetter",
+    "Failure",
+    "FinalError",
+    "FinalReason",
+    "Nak",
+    "Record",
+    "Reject",
+    "Retry",
+    "Settlement",
+    "Term",
+    "Verdict",
+    "before_handling",
+    "classify",
+    "decide",
+    "failure_returned",
+]
+
+RECORDED_FROM = 2
+"""From this delivery on, a record says that a handler begins, unless all deliveries before it have failed."""
+SUSPECT_AFTER = 2
+"""After so many deliveries without a failure a notification is run alone where no such record can be stored. Elsewhere
+the number of deliveries says nothing: workers that stop, and those of another version, give back without a failure."""
+UNCOUNTED_DELIVERIES = 20
+"""How many deliveries of a notification may have ended without a failure, where failures cannot be stored."""
+
+
+class Retry(Exception):  # noqa: N818 - an instruction, also given as a value
+    """Raised or returned by an agent: try this notification again, `after` seconds, or when its policy says.
+
+    It counts as a failed attempt. Raises `DeclarationError` for an `after` that is no wait.
+    """
+
+    def __init__(self, after: float | None = None) -> None:
+        if after is not None and not 0 <= after < math.inf:
+            raise DeclarationError(f"Retry: after must be a number of seconds from 0, found {after}")
+        self.after = after
+        super().__init__("asked to be tried again" + (f" after {after:g} s" if after is not None else ""))
+
+
+class Reject(Exception):  # noqa: N818 - an instruction, also given as a value
+    """Raised or returned by an agent: this notification can never be handled, keep it as a dead letter.
+
+    Raises `DeclarationError` where the reason is missing, as in `raise Reject`.
+    """
+
+    def __init__(self, reason: str = "") -> None:
+        if not reason:
+            raise DeclarationError('Reject: say why the notification can never be handled: Reject("no such field")')
+        self.reason = reason
+        super().__init__(reason)
+
+
+class Ack(Struct, frozen=True):
+    """The notification is done. A function of `on_error` returns it where that is so although the handler raised."""
+
+
+class Again(Struct, frozen=True, kw_only=True):
+    """Not done: once more after the delay."""
+
+    after_seconds: float
+    reason: str
+
+
+class DeadLetter(Struct, frozen=True, kw_only=True):
+    """Never to be done here: keep it with its reason and go on."""
+
+    reason: str
+
+
+class Nak(Struct, frozen=True):
+    """A delivery is given back, to be delivered again when the delay is over."""
+
+    delay_seconds: float = 0.0
+
+
+class Term(Struct, frozen=True):
+    """A delivery is never to be made again."""
+
+    reason: str
+
+
+class Record(Struct, frozen=True, kw_only=True):
+    """What is known of a notification that was delivered before."""
+
+    failures: int = 0
+    began: Literal["beside_others", "alone"] | None = None
+    """How a handler began whose worker has neither settled the notification nor given it back."""
+    stored: bool = True
+    """Whether failures can be stored; where not, some may be unknown."""
+
+
+Verdict = Again | DeadLetter
+Settlement = Ack | Nak | Term
+Instruction = Retry | Reject
+Classifier = Callable[[Exception], Retry | Reject | Ack | None]
+"""What an author makes of an exception: tried again, rejected, done all the same, or (None) no answer."""
+FinalReason = Literal["undecodable", "invalid_notification", "late", "max_deliveries"]
+"""Why a notification would fail each time that it is tried."""
+
+
+class Failure(Struct, frozen=True):
+    """Why a notification was not handled: what the author's code raised, or returned instead of raising it."""
+
+    error: BaseException
+    instruction: Instruction | None = None
+    """What the author has said of it."""
+    final: FinalReason | None = None
+    """Set by the step of ours that found it, never by the type of the error: what a handler raises may be about
+    something else than its notification."""
+    worker_died: bool = False
+    """No handler has raised it: the worker ended while the handler ran."""
+
+
+class FinalError(Exception):
+    """Raised by a step of ours to say that trying again cannot help. No author's code raises it."""
+
+    def __init__(self, error: Exception, *, reason: FinalReason) -> None:
+        self.error = error
+        self.reason: FinalReason = reason
+        super().__init__(reason)
+
+
+def before_handling(
+    record: Record, *, num_delivered: int, attempts: int
+) -> Literal["run", "run_recorded", "run_alone", "worker_died", "give_up"]:
+    """What to do with a notification that is delivered again, before its handler is run.
+
+    `run_recorded` is after a record that it begins. `worker_died` counts as a failed attempt, `give_up` is the end of
+    what cannot be counted.
+    """
+    if record.began == "alone":
+        return "worker_died"
+    if not record.stored and num_delivered - 1 - UNCOUNTED_DELIVERIES >= attempts:
+        return "give_up"
+    unexplained = num_delivered - 1 - record.failures
+    if record.began or (not record.stored and unexplained >= SUSPECT_AFTER):
+        return "run_alone"
+    return "run_recorded" if unexplained > 0 else "run"
+
+
+def failure_returned(output: object) -> Failure | None:
+    """The failure that a handler returned or yielded; None where it is something else."""
+    if isinstance(output, type) and issubclass(output, Retry | Reject):
+        call = 'Reject("no such field")' if issubclass(output, Reject) else "Retry()"
+        return Failure(DeclarationError(f"the handler returned the class {output.__name__}: return {call} instead"))
+    if isinstance(output, BaseException):
+        return Failure(output)
+    return None
+
+
+def classify(failure: Failure, classifiers: Sequence[tuple[type[Exception], Classifier]]) -> Failure | Ack:
+    """The failure with what the author says of it, or `Ack` where it is done all the same.
+
+    Those of `classifiers` whose exception type fits are asked in turn, until one answers. `Retry` and `Reject` from the
+    handler are answers already. A classifier that fails, or answers something else, is a failure instead of this one.
+    They are not asked about a worker that died, which no handler has raised.
+    """
+    if failure.worker_died or failure.final == "max_deliveries":
+        return failure
+    if isinstance(failure.error, Instruction):
+        return Failure(failure.error, instruction=failure.error)
+    for kind, classifier in classifiers:
+        if isinstance(failure.error, kind) and (answer := _answer(classifier, failure.error)) is not None:
+            return answer if isinstance(answer, Ack) else _explained(failure, answer)
+    return failure
+
+
+def decide(failure: Failure, *, failures: int, retry: Backoff) -> Verdict:
+    """The verdict on a failure. `failures` is how often the notification failed before."""
+    if isinstance(failure.instruction, Reject):
+        return DeadLetter(reason="rejected")
+    if failure.final and failure.instruction is None:
+        return DeadLetter(reason=failure.final)
+    if failures + 1 >= retry.attempts:
+        return DeadLetter(reason="worker_died" if failure.worker_died else "attempts_exhausted")
+    if failure.instruction is None:
+        return Again(after_seconds=retry.delay_seconds(failures + 1), reason=type(failure.error).__name__)
+    after = failure.instruction.after
+    return Again(after_seconds=retry.delay_seconds(failures + 1) if after is None else float(after), reason="Retry")
+
+
+def _answer(classifier: Classifier, error: Exception) -> Ack | BaseException | None:
+    """What the classifier returns or raises."""
+    try:
+        answer: object = classifier(error)
+    except BaseException as raised:
+        return raised
+    if answer is None or isinstance(answer, Ack | Instruction):
+        return answer
+    name = getattr(classifier, "__name__", "the function")
+    return DeclarationError(
+        f"on_error: {name} returned {type(answer).__name__}: return Retry(), Reject(reason), Ack() or None"
+    )
+
+
+def _explained(failure: Failure, answer: BaseException) -> Failure:
+    if isinstance(answer, Instruction):
+        return Failure(failure.error, instruction=answer)
+    if answer is failure.error:  # raised again
+        return failure
+    answer.__context__ = failure.error
+    return Failure(answer)

@@ -1,0 +1,247 @@
+"""How often a notification has failed, and whether it ended its worker, kept where every worker finds it.
+
+The delivery count of a server also rises when a worker dies or is replaced, and a deploy must not use up attempts.
+So failures are counted in a bucket of the app's own. It is asked only where a notification may have failed before,
+which is rare, and forgets what nobody asked for within a week. Where it cannot be used, failures are counted in this
+process, and a notification is given up after more deliveries than any deploy would cost it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Literal, TypeVar
+
+from aviso_workers.aviso.codec import read_number
+from aviso_workers.backends import Backend, BulkKeyValue, Delivery, Entry
+from aviso_workers.declare.verdicts import RECORDED_FROM, Record
+from aviso_workers.engine.grouped_writes import GroupedWrites
+from aviso_workers.engine.shields import Shield
+from aviso_workers.errors import BackendError, UndecodableError
+from aviso_workers.events import Events, FailuresNotStored, Unreadable
+
+__all__ = ["ALONE", "BEGAN_SUBJECT", "BUCKET_SUFFIX", "Failures", "app_of", "parse_began"]
+
+T = TypeVar("T")
+Key = tuple[int, int]
+"""Sequence and store time of a notification: a stream that is made anew counts from 1 again."""
+
+FORGOTTEN_AFTER_SECONDS = 7 * 86400.0
+SLOW_SECONDS = 1.0
+SILENT_SECONDS = 10.0
+"""A bucket that took `SLOW_SECONDS` to fail is not asked for so long: many fail at once, and each would wait."""
+BESIDE_OTHERS = b"beside_others"
+ALONE = b"alone"
+BUCKET_SUFFIX = "_failures"
+BEGAN_SUBJECT = "$KV.*.*.*.*.*.began"
+"""Of the records that a handler has begun, in the stream of any app's bucket."""
+MOST_REMEMBERED = 10_000
+"""Failure counts that a process remembers of notifications that it has given back, where they cannot be stored."""
+MOST_GIVEN_BACK = 20_000
+"""The same where they are stored, to spare a request when they come back: about 6 MB."""
+
+
+class Failures:
+    """The failure counts of one agent."""
+
+    def __init__(self, backend: Backend, *, app: str, agent: str, stream: str, shield: Shield, events: Events) -> None:
+        self._backend = backend
+        self._shield = shield
+        self._agent = agent
+        self._bucket = f"{app}{BUCKET_SUFFIX}"
+        self._prefix = f"{agent}.{stream}"
+        self._events = events
+        self._values: BulkKeyValue | None = None
+        self._counted = GroupedWrites(self._write_counts, shield=shield)
+        self._counts: dict[Key, int] = {}
+        """By key: of what is held here and has failed, and of what could not be stored."""
+        self._given_back: dict[Key, tuple[int, int]] = {}
+        """By key, of what has failed here, is stored and was given back: how often it failed, and which delivery that
+        was. When the next delivery comes here as well, nobody else can have counted or run anything in between."""
+        self._begun: set[Key] = set()
+        """Keys of which the bucket says that a handler has begun."""
+        self._begun_here: set[Key] = set()
+        """Those whose handler has begun in this process."""
+        self._silent_until = -math.inf
+        """Before this time the bucket is not asked."""
+        self._stored = True
+        """Whether the last failure could be stored."""
+
+    def recall(self, delivery: Delivery) -> Record | None:
+        """What is known without a request: of what failed here the last time that it was delivered. Else None."""
+        key = _key(delivery)
+        failures, last_delivered = self._given_back.pop(key, (0, 0))
+        if not failures or delivery.num_delivered != last_delivered + 1:
+            return None
+        self._remember(key, failures)
+        return Record(failures=failures, stored=self._stored)
+
+    async def look(self, delivery: Delivery) -> Record:
+        """What is known of a notification that was delivered before. `count` says the same from then on."""
+        if (record := self.recall(delivery)) is not None:
+            return record
+        key = _key(delivery)
+        entry = await self._try(lambda values: values.get(self._name(key)))
+        failures = max(self._counts.get(key, 0), self._number(entry) if entry else 0)
+        if failures:
+            self._remember(key, failures)
+        began = None
+        if delivery.num_delivered > RECORDED_FROM:  # before, nobody makes that record
+            began = await self._try(lambda values: values.get(self._began(key)))
+        if began is None:
+            return Record(failures=failures, stored=self._stored)
+        self._begun.add(key)
+        how: Literal["beside_others", "alone"] = "beside_others" if began.value == BESIDE_OTHERS else "alone"
+        return Record(failures=failures, began=how, stored=self._stored)
+
+    def count(self, delivery: Delivery) -> int:
+        """How often one that is held here failed before."""
+        return self._counts.get(_key(delivery), 0)
+
+    async def begin(self, delivery: Delivery, *, alone: bool) -> None:
+        """Record that its handler begins, so that it is known which notification may have ended this process."""
+        key = _key(delivery)
+        self._begun.add(key)
+        self._begun_here.add(key)
+        await self._write(lambda values: values.put(self._began(key), ALONE if alone else BESIDE_OTHERS))
+
+    async def clear(self, delivery: Delivery) -> None:
+        """Its handler does not run, and this process lives: remove the record that it began."""
+        key = _key(delivery)
+        self._begun_here.discard(key)
+        if key in self._begun:
+            self._begun.discard(key)
+            async with self._shield.hold():
+                await self._write(lambda values: values.delete(self._began(key)))
+
+    async def clear_all(self) -> None:
+        """The same for all whose handler has begun here and was cancelled."""
+        begun, self._begun_here = self._begun_here, set()
+        for key in begun:
+            self._begun.discard(key)
+            if not await self._write(partial(_delete, self._began(key))):
+                return  # the others would wait for the server as well
+
+    async def add(
+        self, delivery: Delivery, *, before: int, kept: bool, worker_died: bool, then: Callable[[], None]
+    ) -> None:
+        """Remember one more failure, and call `then` when it is counted, which may be after this has returned.
+
+        `kept`: the notification stays here, and is not given back to the server. What has ended its worker is to be run
+        alone the next time as well.
+        """
+        key, failures = _key(delivery), before + 1
+
+        def counted(stored: bool) -> None:
+            if kept or not stored:
+                self._remember(key, failures)
+            else:
+                self._counts.pop(key, None)
+                if not worker_died:
+                    self._note_given_back(key, failures, delivery.num_delivered)
+            then()
+
+        if worker_died:
+            self._begun.discard(key)
+            async with self._shield.hold():
+                await self._write(lambda values: values.put(self._began(key), BESIDE_OTHERS))
+        else:
+            await self.clear(delivery)
+        await self._counted.write(self._name(key), str(failures).encode(), then=counted)
+
+    async def forget(self, delivery: Delivery) -> None:
+        """It is settled."""
+        if delivery.num_delivered == 1 and not self._counts:
+            return
+        await self.clear(delivery)
+        key = _key(delivery)
+        if self._counts.pop(key, 0):
+            await self._counted.write(self._name(key), None, then=_nothing)
+
+    def _number(self, entry: Entry) -> int:
+        """Return how many failures were counted; 0 where that is no number."""
+        try:
+            return read_number(entry.value.decode("ascii", "replace"))
+        except UndecodableError as error:
+            self._events.emit(Unreadable(stream=f"KV_{self._bucket}", sequence=entry.revision, error=error))
+            return 0
+
+    def _note_given_back(self, key: Key, failures: int, num_delivered: int) -> None:
+        self._given_back[key] = failures, num_delivered
+        if len(self._given_back) > MOST_GIVEN_BACK:
+            del self._given_back[next(iter(self._given_back))]
+
+    def _remember(self, key: Key, failures: int) -> None:
+        self._counts[key] = failures
+        if len(self._counts) > MOST_REMEMBERED:
+            del self._counts[next(iter(self._counts))]
+
+    async def _write_counts(self, counts: Mapping[str, bytes | None]) -> bool:
+        return await self._write(lambda values: _put_many(values, counts))
+
+    async def _write(self, deed: Callable[[BulkKeyValue], Awaitable[int]]) -> bool:
+        """Whether it was done."""
+        done = await self._try(deed) is not None
+        self._stored = self._stored or done
+        return done
+
+    async def _try(self, deed: Callable[[BulkKeyValue], Awaitable[T]]) -> T | None:
+        """None where the bucket cannot be used, which is said once, until something can be stored again."""
+        asked_at = self._backend.clock.monotonic()
+        if asked_at < self._silent_until:
+            return None
+        try:
+            if self._values is None:
+                self._values = await self._backend.key_value(self._bucket, ttl_seconds=FORGOTTEN_AFTER_SECONDS)
+            return await deed(self._values)
+        except BackendError as error:
+            self._values = None  # it may have been deleted
+            failed_at = self._backend.clock.monotonic()
+            if failed_at - asked_at >= SLOW_SECONDS:  # whatever the error: a server denies a publish without an answer
+                self._silent_until = failed_at + SILENT_SECONDS
+            if self._stored:
+                self._stored = False
+                self._events.emit(FailuresNotStored(agent=self._agent, bucket=self._bucket, error=error))
+            return None
+
+    def _name(self, key: Key) -> str:
+        """The key of the count in the bucket."""
+        sequence, timestamp_ns = key
+        return f"{self._prefix}.{sequence}.{timestamp_ns}"
+
+    def _began(self, key: Key) -> str:
+        """The key of the record that a handler began, which is not the count: older versions read that too."""
+        return f"{self._name(key)}.began"
+
+
+def app_of(stream: str) -> str:
+    """The app whose bucket of failure counts is kept in that stream; empty where it is none."""
+    is_one = stream.startswith("KV_") and stream.endswith(BUCKET_SUFFIX)
+    return stream.removeprefix("KV_").removesuffix(BUCKET_SUFFIX) if is_one else ""
+
+
+def parse_began(subject: str) -> tuple[str, str, int]:
+    """Return agent, stream and sequence of the notification that a subject as `BEGAN_SUBJECT` is about.
+
+    Raises `UndecodableError`.
+    """
+    _, _, agent, stream, sequence, _, _ = subject.split(".")
+    return agent, stream, read_number(sequence)
+
+
+async def _put_many(values: BulkKeyValue, counts: Mapping[str, bytes | None]) -> int:
+    await values.put_many(counts)
+    return len(counts)
+
+
+async def _delete(key: str, values: BulkKeyValue) -> int:
+    return await values.delete(key)
+
+
+def _key(delivery: Delivery) -> Key:
+    return delivery.message.sequence, delivery.message.timestamp_ns
+
+
+def _nothing(_: bool) -> None:
+    pass

@@ -1,0 +1,83 @@
+"""Running an author's code: what it returns, or the failure that it ends in.
+
+Whatever an author's code raises is a failure of what it was called for, also what ends a program elsewhere
+(`SystemExit`, `KeyboardInterrupt`). Signals do not arrive here as exceptions: `serve` listens to them.
+
+Only we can cancel the code, at its timeout or when the worker stops. A cancellation that begins inside, such as that of
+a task which the code awaits, would pass for one of ours and end the worker's tasks one by one, without a word: it is a
+failure. One of ours that the code catches and does not raise again is raised here: the call was not finished, and
+nothing that it returned counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from anyio.lowlevel import checkpoint_if_cancelled
+
+from aviso_workers.declare.verdicts import Failure, FinalError
+
+__all__ = ["attempt", "call", "runner"]
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+async def call(function: Callable[[A], Awaitable[R]], argument: A) -> R:
+    """Return what the function returns, unless it was cancelled meanwhile; then be cancelled."""
+    returned = await function(argument)
+    if (task := asyncio.current_task()) and task.cancelling():
+        await _raise_cancellation()
+    return returned
+
+
+async def attempt(step: Callable[[A], Awaitable[R]], argument: A) -> R | Failure:
+    """Return what the step returns, or the failure that it ended in."""
+    return await runner(step)(argument)
+
+
+def runner(step: Callable[[A], Awaitable[R]]) -> Callable[[A], Awaitable[R | Failure]]:
+    """Return what does `attempt` with this step, for many calls from this task and no other."""
+    task = asyncio.current_task()
+    assert task is not None
+    return partial(_attempt, step, task)
+
+
+async def _attempt(step: Callable[[A], Awaitable[R]], task: asyncio.Task[Any], argument: A) -> R | Failure:
+    try:
+        returned = await step(argument)
+        if task.cancelling():
+            await _raise_cancellation()
+        return returned
+    except FinalError as found:
+        return Failure(found.error, final=found.reason)
+    except asyncio.CancelledError as error:
+        await _raise_cancellation()
+        return Failure(_from_within(error))
+    except BaseException as error:
+        if task.cancelling():
+            await _raise_cancellation()
+        return Failure(error)
+
+
+async def _raise_cancellation() -> None:
+    """Be cancelled where we have been cancelled, whatever the code has made of it."""
+    await checkpoint_if_cancelled()
+    task = asyncio.current_task()
+    if task is None or not task.cancelling():
+        return
+    # The code has cancelled its own task, which is ours: that must not reach what we await next.
+    with suppress(asyncio.CancelledError):
+        await asyncio.sleep(0)
+    while task.cancelling():
+        task.uncancel()
+
+
+def _from_within(error: BaseException) -> Exception:
+    failure = RuntimeError("cancelled from within: something that it awaited was cancelled")
+    failure.__cause__ = error
+    return failure.with_traceback(error.__traceback__)

@@ -1,0 +1,143 @@
+"""Notifications that are to be stored later.
+
+They wait on the server, as message schedules (NATS ADR-51). What a schedule produces stays in its stream, and the
+stream of an event holds what an aviso-server would write there and nothing else; so they wait in a stream of our own,
+and when one is due the server moves it to where `delayed_delivery` reads.
+
+A schedule's subject follows from stream and message id, and a subject has one schedule: what is published again under
+its id while it waits takes its own place. The server says, with what is due, which subject that was, and takes no
+message that says so itself. So whoever may write below `aviso_workers.schedule.wait.MARS` has something published to
+the stream MARS, and nowhere else; and only under the base of an event type that the worker's configuration has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from datetime import UTC, datetime, timedelta
+
+from aviso_workers.aviso import topics
+from aviso_workers.aviso.codec import Message
+from aviso_workers.aviso.notifications import Notify
+from aviso_workers.backends import Backend, Outgoing
+from aviso_workers.config import Config, streams
+from aviso_workers.errors import (
+    InvalidNotificationError,
+    RefusedError,
+    UndecodableError,
+)
+from aviso_workers.jetstream.specs import StreamSpec
+
+__all__ = [
+    "DUE",
+    "STREAM",
+    "due_of",
+    "is_later",
+    "is_served",
+    "original",
+    "require_server",
+    "schedule",
+    "stream_spec",
+    "waiting",
+]
+
+STREAM = "aviso_workers_schedule"
+SUBJECT = "aviso_workers.schedule"
+DUE = f"{SUBJECT}.due"
+"""Beneath it, by stream, is what `delayed_delivery` reads."""
+SCHEDULED_BY = "Nats-Scheduler"
+"""The header that the server gives to what is due: the subject under which it waited."""
+TTL = "Nats-TTL"
+KEPT_TTL = "Aviso-TTL"
+"""The header of one that waits: its time to live begins when it is delivered."""
+DIGEST_BYTES = 16
+
+
+def require_server(backend: Backend) -> None:
+    """Raises `RefusedError` where the server is too old to keep what is to be delivered later."""
+    backend.connection.require_server(2, 12, to="deliver a notification later")
+
+
+def is_served(backend: Backend) -> bool:
+    """Whether the server can keep what is to be delivered later."""
+    try:
+        require_server(backend)
+    except RefusedError:
+        return False
+    return True
+
+
+def is_later(wanted: Notify) -> bool:
+    """Whether it says when it is to be delivered."""
+    return wanted.deliver_at is not None or wanted.deliver_after is not None
+
+
+def due_of(wanted: Notify, *, now: datetime) -> datetime:
+    """When one is to be stored that `is_later`, UTC. Raises `InvalidNotificationError`."""
+    at, after, name = wanted.deliver_at, wanted.deliver_after, wanted.event_type
+    if at is not None and after is not None:
+        raise InvalidNotificationError(f"{name}: give it deliver_at or deliver_after, and not both")
+    try:
+        if at is None:
+            if not (isinstance(after, int | float) and 0 <= after < math.inf):
+                raise InvalidNotificationError(
+                    f"{name}: deliver_after must be a number of seconds from 0, found {after!r}"
+                )
+            return now + timedelta(seconds=after)
+        if not (isinstance(at, datetime) and at.tzinfo):
+            raise InvalidNotificationError(f"{name}: deliver_at must be a datetime with a time zone, found {at!r}")
+        return at.astimezone(UTC)
+    except OverflowError as error:
+        raise InvalidNotificationError(f"{name}: it cannot be delivered that late: {error}") from error
+
+
+def waiting(stream: str, message_id: str) -> str:
+    """The subject under which a notification waits that is to be stored in this stream."""
+    return f"{SUBJECT}.wait.{stream}.{hashlib.blake2b(message_id.encode(), digest_size=DIGEST_BYTES).hexdigest()}"
+
+
+def schedule(outgoing: Outgoing, due: datetime, *, event_type: str, message_id: str) -> Outgoing:
+    """What waits in its place.
+
+    `message_id` is the schedule's own and never used before: who cancels and publishes again within the duplicate
+    window, or at another time, means it.
+    """
+    message = outgoing.message
+    headers = {
+        **(message.headers or {}),
+        "Aviso-Event-Type": event_type,
+        "Aviso-Subject": message.subject,
+        "Aviso-Stream": outgoing.stream,
+        "Aviso-Message-Id": outgoing.message_id,
+        "Nats-Schedule": f"@at {due.isoformat()}",
+        "Nats-Schedule-Target": f"{DUE}.{outgoing.stream}",
+    }
+    if TTL in headers:
+        headers[KEPT_TTL] = headers.pop(TTL)
+    subject = waiting(outgoing.stream, outgoing.message_id)
+    return Outgoing(Message(subject=subject, data=message.data, headers=headers), message_id, STREAM)
+
+
+def original(message: Message) -> Outgoing:
+    """What one that waits or is due was made of. Raises `UndecodableError` where it was not made by `schedule`."""
+    headers = message.headers or {}
+    kept = {name: value for name, value in headers.items() if not name.startswith(("Aviso-", "Nats-"))}
+    if KEPT_TTL in headers:
+        kept[TTL] = headers[KEPT_TTL]
+    try:
+        subject, stream = headers["Aviso-Subject"], headers["Aviso-Stream"]
+        message_id, waited = headers["Aviso-Message-Id"], headers.get(SCHEDULED_BY, message.subject)
+    except KeyError as error:
+        raise UndecodableError(f"message {message.sequence} of {STREAM} has no header {error}") from error
+    if waited != waiting(stream, message_id):
+        # Else whoever may write here could have us write what it may not: to buckets, or to the server's own subjects.
+        raise UndecodableError(f"message {message.sequence} of {STREAM} waited as {waited}, which is not for {stream}")
+    topics.check_subject(subject)
+    if topics.stream_name(subject.partition(".")[0]) != stream:
+        raise UndecodableError(f"message {message.sequence} of {STREAM} is for {subject}, no notification of {stream}")
+    return Outgoing(Message(subject=subject, data=message.data, headers=kept), message_id, stream)
+
+
+def stream_spec(config: Config) -> StreamSpec:
+    """The stream of what waits, and of what is due until it is published."""
+    return streams.own_stream(STREAM, f"{SUBJECT}.>", config, allow_msg_schedules=True)

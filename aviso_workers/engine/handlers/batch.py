@@ -1,0 +1,70 @@
+"""Many notifications in one call: collected up to a size or a time, handled together, settled one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aviso_workers import clocks
+from aviso_workers.aviso.notifications import Notification
+from aviso_workers.backends import Delivery
+from aviso_workers.declare import verdicts
+from aviso_workers.declare.batches import Batch
+from aviso_workers.declare.verdicts import Failure
+from aviso_workers.engine import calls
+from aviso_workers.engine.handlers.one import HandlerContext
+from aviso_workers.engine.idempotency import IdempotencyKeys
+
+__all__ = ["InBatches"]
+
+
+class InBatches:
+    """Runs `async def agent(batch: Batch[T])`."""
+
+    def __init__(self, context: HandlerContext) -> None:
+        self._context = context
+
+    async def work(self) -> None:
+        """See `subscription.Handler`."""
+        context, line, batching = self._context, self._context.line, self._context.agent.policy.batch
+        with context.outputs.keys() as keys:
+            while first := await line.take():
+                deliveries = [first]
+                apart: Delivery | None = None
+                if not line.alone(first):
+                    with clocks.move_on_after(context.clock, batching.within):
+                        while len(deliveries) < batching.size and (delivery := await line.take()):
+                            if line.alone(delivery):
+                                apart = delivery
+                                break
+                            deliveries.append(delivery)
+                await context.pace.wait()
+                await self._handle(deliveries, keys)
+                if apart is not None:
+                    await self._handle([apart], keys)
+                if context.threads.left_behind:
+                    await context.threads.wait_for_turn()
+
+    async def _handle(self, deliveries: list[Delivery], keys: IdempotencyKeys) -> None:
+        context = self._context
+        started = context.clock.monotonic()
+        wanted: list[tuple[Delivery, Notification[Any]]] = []
+        for delivery in deliveries:
+            notification = context.read(delivery)
+            if isinstance(notification, Notification):
+                wanted.append((delivery, notification))
+            else:
+                await context.settle_unread(delivery, notification)
+        if not wanted:
+            return
+        batch = Batch([notification for _, notification in wanted])
+        keys.begin(*[delivery.message for delivery, _ in wanted])
+        rest = await calls.attempt(context.step, batch)
+        for delivery, notification in wanted:
+            await context.settler.settle(delivery, _failure_of(notification, batch, rest), started=started)
+
+
+def _failure_of(notification: Notification[Any], batch: Batch[Any], rest: Failure | None) -> Failure | None:
+    """What was said of this notification; where nothing was, what came of the call."""
+    if notification.sequence not in batch.outcomes:
+        return rest
+    return verdicts.failure_returned(batch.outcomes[notification.sequence])

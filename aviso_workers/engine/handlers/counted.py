@@ -1,0 +1,151 @@
+"""Which notifications the windows of an agent have counted, of those that no state of a key lists any more.
+
+A state lists the newest few hundred of its key, whatever happens. What it leaves out is settled, as the progress says,
+or has a bit on a page: so a notification that stays unsettled for long costs one bit for each message that its stream
+stores meanwhile, and no write grows. `windowed` asks here about what is older than what its state lists.
+
+The order keeps it exact whoever is killed in between: a page is written before a state leaves out what is on it, and
+the progress before a page is removed. So it is read the other way round: the state, then the page, then the progress;
+the latter two from the server, because a copy may be older than the state.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any, Literal
+
+import anyio
+import msgspec
+
+from aviso_workers.aviso.codec import read_json, read_number
+from aviso_workers.backends import Backend
+from aviso_workers.declare import windows
+from aviso_workers.declare.windows import Page, Progress, Settled, State
+from aviso_workers.engine.key_value import RetryingKeyValue
+from aviso_workers.errors import ConflictError, UndecodableError
+from aviso_workers.jetstream.key_value import Entry
+
+__all__ = ["PROGRESS", "Counted", "is_own", "newest_stream", "read_progress"]
+
+PROGRESS, PAGES = "=passed", "=counted."
+"""What no key of an author's is spelled like."""
+
+
+class Counted:
+    """The pages of one agent, in the bucket of its windows."""
+
+    def __init__(self, bucket: RetryingKeyValue, backend: Backend, *, stream: str) -> None:
+        self._bucket = bucket
+        self._backend = backend
+        self._stream = stream
+        self._lock = anyio.Lock()
+        """So that the calls of one worker do not get in each other's way."""
+
+    async def find(
+        self, state: State[Any], sequence: int, stored: float, *, retried: bool
+    ) -> Literal["counted", "missed"] | None:
+        """What became of a notification that the state does not list: `missed` is as in `State`, None: not counted.
+
+        `retried`: it is a dead letter that is tried again, which was settled without being counted.
+        """
+        if not windows.is_older(state, sequence, stored):
+            return None
+        entry = await self._bucket.get(f"{PAGES}{windows.page_number(sequence)}")
+        page = _page(entry) if entry else None
+        if page is not None and page.has(sequence, stored):
+            return "missed" if page.has_missed(sequence) else "counted"
+        settled = read_progress(await self._bucket.get(PROGRESS)).settled
+        return "counted" if not retried and settled.covers(sequence, stored) else None
+
+    async def shortened(self, state: State[Any], settled: Settled) -> State[Any]:
+        """The state, which lists fewer than `windows.LISTED` as counted; the others are on pages then."""
+        if len(state.counted) < windows.LISTED:
+            return state
+        state = windows.prune(state, settled)
+        if len(state.counted) < windows.LISTED:
+            return state
+        async with self._lock:
+            created = await self._created()
+            # What is older than the stream is of one that was deleted; it goes when as much of this one is settled.
+            gone = {sequence: stored for sequence, stored in windows.oldest(state).items() if stored >= created}
+            for number, counted in _by_page(gone).items():
+                await self._write(number, counted, state.missed.keys() & counted.keys(), created)
+        return windows.leave_out(state, gone)
+
+    async def remove_settled(self, entries: Iterable[Entry], settled: Settled) -> None:
+        """Remove the pages among these entries of the bucket on which everything is settled, as the progress says."""
+        for entry, number, page in _pages(entries):
+            if page.is_settled(number, settled):
+                with suppress(ConflictError):  # written meanwhile: the next time
+                    await self._bucket.delete(entry.key, revision=entry.revision)
+
+    async def _write(self, number: int, counted: dict[int, float], missed: Iterable[int], created: float) -> None:
+        while True:
+            entry = await self._bucket.get(f"{PAGES}{number}")
+            page = _page(entry) if entry else None
+            if page is not None and page.created > created:
+                return  # the stream was deleted meanwhile, so that these do not come again
+            if page is None or page.created < created:
+                page = Page(created=created)
+            changed = page.plus(counted, missed)
+            if changed == page:
+                return
+            try:
+                await self._bucket.put(
+                    f"{PAGES}{number}", msgspec.json.encode(changed), revision=entry.revision if entry else 0
+                )
+            except ConflictError:
+                continue  # another worker's went through first
+            return
+
+    async def _created(self) -> float:
+        created = (await self._backend.stream_info(self._stream)).created
+        return created.timestamp() if created else windows.NEVER
+
+
+def is_own(entry: Entry) -> bool:
+    """Whether an entry of the bucket is the progress or a page, and no state of a key."""
+    return entry.key == PROGRESS or entry.key.startswith(PAGES)
+
+
+def newest_stream(entries: Iterable[Entry]) -> float:
+    """When the stream was created of which the newest pages among these entries are."""
+    return max((page.created for _, _, page in _pages(entries)), default=windows.NEVER)
+
+
+def read_progress(entry: Entry | None) -> Progress:
+    """What is known for all keys. Raises `UndecodableError`."""
+    return read_json(entry.value, Progress) if entry else Progress()
+
+
+def _number(entry: Entry) -> int | None:
+    """Return the number of the page that an entry is; None where it is none."""
+    if not entry.key.startswith(PAGES):
+        return None
+    try:
+        return read_number(entry.key.removeprefix(PAGES))
+    except UndecodableError:
+        return None
+
+
+def _page(entry: Entry) -> Page:
+    """Raises `UndecodableError`."""
+    return read_json(entry.value, Page)
+
+
+def _pages(entries: Iterable[Entry]) -> Iterator[tuple[Entry, int, Page]]:
+    """The pages among the entries that can be read. Who counts on one that cannot, fails, and is heard."""
+    for entry in entries:
+        number = _number(entry)
+        if number is not None:
+            with suppress(UndecodableError):
+                yield entry, number, _page(entry)
+
+
+def _by_page(counted: dict[int, float]) -> dict[int, dict[int, float]]:
+    found: defaultdict[int, dict[int, float]] = defaultdict(dict)
+    for sequence, stored in counted.items():
+        found[windows.page_number(sequence)][sequence] = stored
+    return found

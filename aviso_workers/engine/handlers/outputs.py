@@ -1,0 +1,61 @@
+"""What an agent's function returns or yields, published before that from which it comes is settled.
+
+The call forms use it. A publish that fails is a failure of the handling, as if the function had raised it; of what is
+no valid notification it is certain that the handler made it, so that trying again cannot help. What is no notification,
+nor a list of them, means nothing.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any
+
+from aviso_workers.aviso.notifications import Notify
+from aviso_workers.declare import verdicts
+from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.verdicts import FinalError
+from aviso_workers.engine.idempotency import IdempotencyKeys
+from aviso_workers.engine.publisher import Publisher
+from aviso_workers.errors import InvalidNotificationError
+
+__all__ = ["Outputs"]
+
+
+class Outputs:
+    """The outputs of one agent."""
+
+    def __init__(self, agent: Agent[Any, Any], *, app: str, stream: str, publisher: Publisher) -> None:
+        self._agent = agent
+        self._prefix = f"{app}.{agent.name}.{stream}"
+        self._publisher = publisher
+
+    def keys(self) -> IdempotencyKeys:
+        """Return the idempotency keys of what one task of the agent publishes."""
+        return IdempotencyKeys(self._prefix)
+
+    async def publish(self, output: object) -> None:
+        """Raises `FinalError` for what is no valid notification, else as `Publisher.notify` does."""
+        try:
+            await self._publish(output)
+        except InvalidNotificationError as error:
+            raise FinalError(error, reason="invalid_notification") from error
+
+    async def run(self, argument: Any) -> None:
+        """Run the agent's async generator: what it yields is stored when it goes on. Raises as `publish` does, and an
+        exception that it yields."""
+        async with aclosing(self._agent.function(argument)) as outputs:
+            async for output in outputs:
+                if failure := verdicts.failure_returned(output):
+                    raise failure.error
+                await self.publish(output)
+
+    async def _publish(self, output: object) -> None:
+        if isinstance(output, Notify):
+            await self._publisher.notify(output)
+            return
+        if not isinstance(output, list | tuple) or not any(isinstance(each, Notify) for each in output):
+            return
+        for each in output:
+            if not isinstance(each, Notify):
+                raise InvalidNotificationError(f"among the notifications to be published there is {each!r:.100}")
+        await self._publisher.notify_many(output)

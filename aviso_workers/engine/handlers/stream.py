@@ -1,0 +1,108 @@
+"""A function that loops over its notifications, as a Faust agent does.
+
+A notification is settled when the loop asks for the next one. An exception concerns those that were handed out and
+not settled; they are judged like any other failure, and the function is started again with the next notification.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anyio.lowlevel import checkpoint_if_cancelled
+
+from aviso_workers import clocks
+from aviso_workers.aviso.notifications import Notification
+from aviso_workers.backends import Delivery
+from aviso_workers.declare.batches import Stream
+from aviso_workers.declare.verdicts import Failure
+from aviso_workers.engine import calls
+from aviso_workers.engine.handlers.one import HandlerContext
+from aviso_workers.engine.idempotency import IdempotencyKeys
+
+__all__ = ["AsStream"]
+
+
+class AsStream:
+    """Runs `async def agent(stream: Stream[T])`."""
+
+    def __init__(self, context: HandlerContext) -> None:
+        self._context = context
+
+    async def work(self) -> None:
+        """See `subscription.Handler`. The function is run again and again, each time when there is something for it."""
+        context = self._context
+        with context.outputs.keys() as keys:
+            delivery = await context.line.take()
+            while delivery is not None:
+                source = _Source(delivery, context=context, keys=keys)
+                failure = await calls.attempt(context.step, Stream(source))
+                delivery = await source.end(failure) or await context.line.take()
+
+
+class _Source:
+    """What one run of the function takes from the line, beginning with a delivery that was taken already."""
+
+    def __init__(self, first: Delivery, *, context: HandlerContext, keys: IdempotencyKeys) -> None:
+        self._next_up: Delivery | None = first
+        """Taken from the line, and not handed out yet."""
+        self._context = context
+        self._keys = keys
+        self._handed_out: list[tuple[Delivery, float]] = []
+
+    async def next(self, *, within_seconds: float | None = None) -> Notification[Any] | None:
+        """The next notification; None when the line is closed, or nothing came in time.
+
+        The time counts from when the first was handed out of those that are not settled.
+        """
+        if within_seconds is None:
+            return await self._next()
+        now = self._context.clock.monotonic()
+        begun = self._handed_out[0][1] if self._handed_out else now
+        with clocks.move_on_after(self._context.clock, max(0.0, begun + within_seconds - now)):
+            return await self._next()
+        return None
+
+    async def settle(self) -> None:
+        """What was handed out is done, unless the function was cancelled and asks for more all the same."""
+        await checkpoint_if_cancelled()
+        await self._settle(None)
+
+    async def end(self, failure: Failure | None) -> Delivery | None:
+        """The function has ended: that concerns what it was given, or the first if it took nothing.
+
+        Returns what was taken from the line to be handled by itself, and was not handed out.
+        """
+        gave = bool(self._handed_out)
+        await self._settle(failure)
+        if gave and self._next_up is not None:
+            return self._next_up
+        if self._next_up is not None:
+            nothing_taken = failure or Failure(RuntimeError("the function returned and has asked for no notification"))
+            await self._context.settler.settle(self._next_up, nothing_taken, started=self._context.clock.monotonic())
+        return None
+
+    async def _settle(self, failure: Failure | None) -> None:
+        handed_out, self._handed_out = self._handed_out, []
+        self._keys.begin()
+        for delivery, started in handed_out:
+            await self._context.settler.settle(delivery, failure, started=started)
+
+    async def _next(self) -> Notification[Any] | None:
+        line = self._context.line
+        if any(line.alone(delivery) for delivery, _ in self._handed_out):
+            return None
+        while (delivery := self._next_up or await line.take()) is not None:
+            self._next_up = delivery
+            if self._handed_out and line.alone(delivery):
+                return None  # what was handed out comes first
+            notification = self._context.read(delivery)
+            if not isinstance(notification, Notification):
+                self._next_up = None
+                await self._context.settle_unread(delivery, notification)
+                continue
+            await self._context.pace.wait()
+            self._next_up = None
+            self._handed_out.append((delivery, self._context.clock.monotonic()))
+            self._keys.also(delivery.message)
+            return notification
+        return None

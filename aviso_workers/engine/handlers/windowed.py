@@ -1,0 +1,452 @@
+"""An agent's notifications counted in windows, and its function run for each window that is over.
+
+What is known of a key is one value in a bucket, changed by compare-and-set, so that all workers count in the same
+windows and none is lost with its worker. The value also says which notifications it has counted, and `counted` knows
+those that are older: one that is delivered again counts once.
+
+One worker, which holds a lease, closes windows. It takes the newest time that was counted, waits until the server knows
+that everything up to that notification is settled, whichever worker had it, and closes what ends `lateness` before that
+time. So a window lacks nothing because somebody was slow, died, or has to try again. A window that is closed changes no
+more, and stays until the function has been run for it: whoever runs it again publishes the same under the same ids.
+Where the function fails as often as its policy allows, the window becomes a dead letter. Tried again, it is put back
+into the bucket, closed, and whoever closes windows runs the function for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Annotated, Any
+from weakref import WeakValueDictionary
+
+import anyio
+import msgspec
+from msgspec import Meta, Struct, structs
+
+from aviso_workers import clocks
+from aviso_workers.aviso.codec import UNREADABLE_JSON, Message, read_json
+from aviso_workers.aviso.notifications import Notification
+from aviso_workers.backends import Backend, ConsumerInfo
+from aviso_workers.declare import windows
+from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.tables import decode_key, encode_key
+from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, Verdict
+from aviso_workers.declare.windows import Progress, Settled, State, Window, Windowing
+from aviso_workers.engine import calls
+from aviso_workers.engine.dead_letter_store import RETRIED
+from aviso_workers.engine.handlers import counted
+from aviso_workers.engine.handlers.counted import PROGRESS, Counted
+from aviso_workers.engine.handlers.one import HandlerContext, OneByOne
+from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue
+from aviso_workers.engine.timer_loops import Lease, drained
+from aviso_workers.errors import BackendError, ConflictError, NotFoundError, UndecodableError
+from aviso_workers.events import Events, Unreadable, WindowDone
+from aviso_workers.jetstream.key_value import Entry
+
+__all__ = ["AsWindows", "bucket_of", "is_bucket", "is_window", "put_back", "unfinished"]
+
+_Change = Callable[[State[Any], Progress], Awaitable[State[Any]]]
+
+OF_WINDOWS = "_windows_"
+LOOK_SECONDS = 1.0
+"""How often it is looked whether a window is over."""
+FORGOTTEN_AFTER_SECONDS = 86400.0
+"""A key of which no window is open is forgotten after this: by then nothing comes again that was counted, and who was
+paused with a count in its hands has given up."""
+EARLIEST, LATEST = -62_135_596_800, 253_370_764_800
+"""Seconds since 1970 UTC: the beginnings of the years 1 and 9999. No datetime tells the end of a much later window."""
+NO_KEY = "="
+"""Of windows without keys. No key is spelled like this."""
+
+
+class AsWindows:
+    """Runs `async def agent(window: Window[A])`."""
+
+    def __init__(
+        self,
+        context: HandlerContext,
+        windowing: Windowing[Any, Any],
+        *,
+        backend: Backend,
+        app: str,
+        stream: str,
+        events: Events,
+        patience_seconds: float,
+        drain_timeout_seconds: float,
+    ) -> None:
+        agent = self._agent = context.agent
+        self._context = context
+        self._windowing = windowing
+        self._backend = backend
+        self._app = app
+        self._stream = stream
+        self._durable = agent.durable_name(app)
+        self._drain_timeout_seconds = drain_timeout_seconds
+        self._events = events
+        self._states = _States(agent, on_unreadable=self._tell_unreadable)
+        bucket = bucket_of(app, agent.name)
+        self._bucket = CachedKeyValue(backend, bucket, patience_seconds=patience_seconds)
+        from_server = RetryingKeyValue(backend, bucket, patience_seconds=patience_seconds)
+        self._counted = Counted(from_server, backend, stream=stream)
+        self._lease = Lease(backend, app, of=f"windows/{agent.name}", events=events)
+        self._counting = OneByOne(context, step=self._count)
+        self._locks: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
+        """By key, so that the calls of one worker do not get in each other's way."""
+        self._held: _Held | None = None
+        self._awaited: tuple[float, int] | None = None
+        """A time that has come when everything up to this sequence is settled."""
+        self._failures: dict[tuple[str, int], int] = {}
+        """By key and start of a window, how often the function failed for it."""
+        self._again_at: dict[tuple[str, int], float] = {}
+
+    async def work(self) -> None:
+        """See `subscription.Handler`."""
+        await self._counting.work()
+
+    async def close(self, stop: anyio.Event) -> None:
+        """Run the function for windows that are over, whenever this worker holds the lease, until `stop`."""
+        in_time = drained(stop, clock=self._context.clock, timeout_seconds=self._drain_timeout_seconds)
+        async with in_time, anyio.create_task_group() as keeping:
+            keeping.start_soon(self._bucket.keep)
+            while await self._lease.take(stop):
+                async with self._lease.renewed():
+                    await self._keep_closing(stop)
+            keeping.cancel_scope.cancel()
+
+    async def _count(self, notification: Notification[Any]) -> None:
+        """Raises `FinalError` for one that is late, and whatever the author's functions raise."""
+        time, key = self._windowing.time_of(notification), self._windowing.key_of(notification)
+        sequence, stored = notification.sequence, notification.time.timestamp()
+        retry = notification.headers.get(RETRIED, "")
+        was_missed = False
+
+        async def add(state: State[Any], progress: Progress) -> State[Any]:
+            nonlocal was_missed
+            found = await self._counted.find(state, sequence, stored, retried=bool(retry))
+            was_missed = found == "missed"
+            if found is not None:
+                return state
+            return windows.add(state, notification, self._windowing, time=time, passed=progress.closed, retry=retry)
+
+        state = await self._change(_spelled(key), add)
+        if was_missed or windows.has_missed(state, notification):
+            raise windows.late("one of its windows had closed; it was counted in the others")
+
+    async def _change(self, spelled: str, change: _Change) -> State[Any]:
+        """Change the state of a key by compare-and-set. Nothing is stored where `change` returns what it is given."""
+        async with self._locks.setdefault(spelled, anyio.Lock()):
+            while True:
+                entry = await self._bucket.get(spelled)
+                progress = await self._progress()
+                state = windows.adopted(self._states.read(entry) if entry else State())
+                state = await self._counted.shortened(state, progress.settled)
+                changed = await change(state, progress)
+                if changed is state:
+                    return state
+                try:
+                    await self._bucket.put(
+                        spelled,
+                        self._states.spell(changed),
+                        revision=entry.revision if entry else 0,
+                        ttl_seconds=None if changed.open else FORGOTTEN_AFTER_SECONDS,
+                    )
+                except ConflictError:
+                    continue  # somebody else's change went through instead
+                return changed
+
+    async def _update(self, key: str, change: Callable[[State[Any]], State[Any]]) -> State[Any]:
+        """As `_change`, by what the state says alone."""
+
+        async def changed(state: State[Any], _: Progress) -> State[Any]:
+            return change(state)
+
+        return await self._change(_spelled(key), changed)
+
+    async def _progress(self) -> Progress:
+        return counted.read_progress(await self._bucket.get(PROGRESS))
+
+    async def _advance(self, change: Callable[[Progress], Progress]) -> Progress:
+        """Change what is known for all keys, as `_change` does."""
+        while True:
+            entry = await self._bucket.get(PROGRESS)
+            progress = counted.read_progress(entry)
+            changed = change(progress)
+            if changed == progress:
+                return progress
+            try:
+                await self._bucket.put(PROGRESS, msgspec.json.encode(changed), revision=entry.revision if entry else 0)
+            except ConflictError:
+                continue  # somebody else's change went through instead
+            return changed
+
+    async def _keep_closing(self, stop: anyio.Event) -> None:
+        self._awaited = None
+        self._failures.clear()
+        self._again_at.clear()
+        while not stop.is_set():
+            with suppress(BackendError, UndecodableError):  # who counts runs into the same, and is heard
+                await self._look(stop)
+            await clocks.sleep_until(self._context.clock, LOOK_SECONDS, stop)
+
+    async def _look(self, stop: anyio.Event) -> None:
+        held = await self._read()
+        if held.first_end == math.inf:
+            return
+        info = await self._backend.consumer_info(self._stream, self._durable)
+        progress = await self._settle(info, held)
+        passed = await self._pass(info, held, progress)
+        idle = self._is_idle(info, held)
+        if passed < held.first_end and not idle:
+            return
+        for key, state in held.states.items():
+            until = max(state.open) + self._windowing.size_seconds if idle and state.open else passed
+            if stop.is_set():
+                return
+            if windows.due(windows.close(state, until, self._windowing), self._windowing):
+                await self._close(key, until)
+
+    async def _read(self) -> _Held:
+        """What the bucket holds. It is read again only where it has changed, because there may be many keys."""
+        version = self._bucket.version
+        if version is None or self._held is None or version != self._held.version:
+            entries = await self._bucket.entries()
+            self._held = _Held(version, entries, self._states.by_key(entries), self._windowing)
+        return self._held
+
+    def _tell_unreadable(self, entry: Entry, error: UndecodableError) -> None:
+        stream = f"KV_{bucket_of(self._app, self._agent.name)}"
+        self._events.emit(Unreadable(stream=stream, sequence=entry.revision, error=error))
+
+    async def _settle(self, info: ConsumerInfo, held: _Held) -> Progress:
+        """Note how far everything is settled, and remove the pages that nobody needs after that."""
+        settled = Settled(sequence=info.ack_floor, time=info.time.timestamp())
+
+        def advance(progress: Progress) -> Progress:
+            # A stream that was made anew begins at 1 again; an agent that was reset has counted what it had counted.
+            made_anew = counted.newest_stream(held.entries) > progress.settled.time
+            if settled.sequence <= progress.settled.sequence and not made_anew:
+                return progress
+            return structs.replace(progress, settled=settled)
+
+        progress = await self._advance(advance)
+        await self._counted.remove_settled(held.entries, progress.settled)
+        return progress
+
+    async def _pass(self, info: ConsumerInfo, held: _Held, progress: Progress) -> float:
+        """Up to when windows are closed now. It is told to all before any window is."""
+        known = progress.closed
+        time, sequence = self._awaited = self._awaited or held.newest
+        if info.ack_floor < sequence and (info.num_pending or info.num_ack_pending):
+            return known
+        self._awaited = None
+        passed = int((time - self._windowing.lateness_seconds) // 1)
+        if self._windowing.ended(passed) <= self._windowing.ended(known):
+            return known
+        await self._advance(lambda progress: structs.replace(progress, closed=max(progress.closed, passed)))
+        return passed
+
+    def _is_idle(self, info: ConsumerInfo, held: _Held) -> bool:
+        """Whether the agent was given nothing for long, by the server's clock alone: the worker's may be wrong."""
+        if self._windowing.idle_seconds is None or info.num_pending or info.num_ack_pending:
+            return False
+        delivered = info.last_delivered.timestamp() if info.last_delivered else windows.NEVER
+        return info.time.timestamp() - max(held.stored, delivered) >= self._windowing.idle_seconds
+
+    async def _close(self, key: str, until: float) -> None:
+        state = await self._update(key, lambda state: windows.close(state, until, self._windowing))
+        for start in windows.due(state, self._windowing):
+            if self._again_at.get((key, start), -math.inf) <= self._context.clock.monotonic():
+                await self._finish(self._windowing.window(key, start, state.open[start]), start)
+
+    async def _finish(self, window: Window[Any], start: int) -> None:
+        """Run the function, publish, and forget the window; or see to it that it is run again."""
+        context, place = self._context, (window.key, start)
+        began = context.clock.monotonic()
+        with context.outputs.keys() as keys:
+            keys.begin_with(f"{window.start:%Y%m%dT%H%M%SZ}", of=f"{window.end.isoformat()} {window.key}")
+            failure = await calls.attempt(context.step, window)
+        verdict = await self._judge(window, start, failure) if failure is not None else None
+        again = self._again_in_seconds(place, verdict)
+        if again is None:
+            await self._update(window.key, lambda state: windows.without(state, start))
+            self._failures.pop(place, None)
+            self._again_at.pop(place, None)
+        self._events.emit(
+            WindowDone(
+                agent=self._agent.name,
+                key=window.key,
+                start=window.start,
+                end=window.end,
+                seconds=context.clock.monotonic() - began,
+                error=failure.error if failure else None,
+                again_in_seconds=again or 0.0,
+                dead_lettered=verdict.reason if isinstance(verdict, DeadLetter) else "",
+            )
+        )
+
+    async def _judge(self, window: Window[Any], start: int, failure: Failure) -> Ack | Verdict:
+        """What becomes of a window for which the function has failed; its dead letter is stored."""
+        end = int(window.end.timestamp())
+        bucket, spelled = bucket_of(self._app, self._agent.name), _spelled(window.key)
+        kept = KeptWindow(start=start, end=end, value=window.value)
+        message = Message(
+            subject=f"$KV.{bucket}.{spelled}",
+            data=msgspec.json.encode(kept),
+            timestamp_ns=max(0, end) * 1_000_000_000,
+        )
+        return await self._context.settler.judge_window(
+            message,
+            failure,
+            failures=self._failures.get((window.key, start), 0),
+            stream=f"KV_{bucket}",
+            part=f"{spelled}@{start}",
+        )
+
+    def _again_in_seconds(self, place: tuple[str, int], verdict: Ack | Verdict | None) -> float | None:
+        """After how long the function is to be run again for a window; None where it is not."""
+        if not isinstance(verdict, Again):
+            return None
+        self._failures[place] = self._failures.get(place, 0) + 1
+        self._again_at[place] = self._context.clock.monotonic() + verdict.after_seconds
+        return verdict.after_seconds
+
+
+class KeptWindow(Struct, frozen=True, kw_only=True):
+    """The body of a window's dead letter."""
+
+    start: Annotated[int, Meta(ge=EARLIEST, le=LATEST)]
+    """Seconds since 1970 UTC, as the end."""
+    end: Annotated[int, Meta(ge=EARLIEST, le=LATEST)]
+    value: Any
+
+
+def is_window(stream: str, *, app: str, agent: str) -> bool:
+    """Whether a dead letter of the agent whose original is in that stream is of a window, and not of a notification."""
+    return stream == f"KV_{bucket_of(app, agent)}"
+
+
+async def put_back(backend: Backend, letter: Message, *, app: str, agent: str) -> None:
+    """Put the window of a dead letter back, so that the function is run for it; `letter` is what was stored of it.
+
+    Raises `UndecodableError`, `BackendError`.
+    """
+    kept = read_json(letter.data, KeptWindow)
+    bucket = await backend.key_value(bucket_of(app, agent))
+    key = letter.subject.removeprefix(f"$KV.{bucket_of(app, agent)}.")
+    while True:
+        entry = await bucket.get(key)
+        state: State[Any] = read_json(entry.value, State[Any]) if entry else State()
+        state = structs.replace(state, open={**state.open, kept.start: kept.value}, closed=max(state.closed, kept.end))
+        try:
+            await bucket.put(key, msgspec.json.encode(state), revision=entry.revision if entry else 0)
+        except ConflictError:
+            continue  # somebody else's change went through instead
+        return
+
+
+class _Held:
+    """What the bucket of an agent's windows holds, and what of it is asked again and again."""
+
+    def __init__(
+        self,
+        version: int | None,
+        entries: Sequence[Entry],
+        states: Mapping[str, State[Any]],
+        windowing: Windowing[Any, Any],
+    ) -> None:
+        self.version = version
+        """See `CachedKeyValue.version`."""
+        self.entries = [entry for entry in entries if counted.is_own(entry)]
+        """Those that are no states."""
+        self.states = states
+        self.newest = windows.newest(states.values())
+        self.stored = max((state.stored for state in states.values()), default=windows.NEVER)
+        """When the last was stored that was counted."""
+        self.first_end = min((windows.first_end(state, windowing) for state in states.values()), default=math.inf)
+
+
+class _States:
+    """What a bucket keeps of an agent's keys, as bytes and back."""
+
+    def __init__(self, agent: Agent[Any, Any], *, on_unreadable: Callable[[Entry, UndecodableError], None]) -> None:
+        """`on_unreadable` is called once for each entry that `by_key` leaves out."""
+        self._agent = agent
+        self._on_unreadable = on_unreadable
+        kept: Any = State
+        self._decoder: msgspec.json.Decoder[State[Any]] = msgspec.json.Decoder(kept[agent.argument_type])
+        self._known: dict[str, tuple[Entry, State[Any] | None]] = {}
+        """What `by_key` has read, so that it reads only what has changed since."""
+
+    def read(self, entry: Entry) -> State[Any]:
+        """Raises `UndecodableError`, as where the agent's type is another one than it was."""
+        try:
+            state = self._decoder.decode(entry.value)
+        except UNREADABLE_JSON as error:
+            raise UndecodableError(
+                f"what windows of agent {self._agent.name!r} hold is no {self._agent.argument_type}: {error}; "
+                "after such a change, give the agent another name"
+            ) from error
+        if not all(EARLIEST <= start <= LATEST for start in state.open):
+            raise UndecodableError(f"what windows of agent {self._agent.name!r} hold has a window of no time")
+        return state
+
+    def by_key(self, entries: Iterable[Entry]) -> dict[str, State[Any]]:
+        """The states that can be read. Who counts for a key whose state cannot be read, fails, and is heard."""
+        known, self._known = self._known, {}
+        for entry in entries:
+            if not counted.is_own(entry):
+                found = known.get(entry.key)
+                self._known[entry.key] = found if found and found[0] is entry else (entry, self._readable(entry))
+        return {
+            "" if spelled == NO_KEY else decode_key(spelled): state
+            for spelled, (_, state) in self._known.items()
+            if state is not None
+        }
+
+    def _readable(self, entry: Entry) -> State[Any] | None:
+        try:
+            return self.read(entry)
+        except UndecodableError as error:
+            self._on_unreadable(entry, error)
+            return None
+
+    def spell(self, state: State[Any]) -> bytes:
+        """Raises `msgspec.ValidationError` where the author's `fold` has returned something else than it should."""
+        data = msgspec.json.encode(state)
+        self._decoder.decode(data)
+        return data
+
+
+async def unfinished(agent: Agent[Any, Any], windowing: Windowing[Any, Any], backend: Backend, *, app: str) -> int:
+    """How many windows are over by the time of what was counted, and not done.
+
+    Raises `UndecodableError` where what the bucket holds is not of the agent's type.
+    """
+
+    def refuse(_: Entry, error: UndecodableError) -> None:
+        raise error
+
+    try:
+        await backend.stream_info(f"KV_{bucket_of(app, agent.name)}")
+    except NotFoundError:
+        return 0
+    entries = await (await backend.key_value(bucket_of(app, agent.name))).entries()
+    states = _States(agent, on_unreadable=refuse).by_key(entries).values()
+    until = windows.newest(states)[0] - windowing.lateness_seconds
+    return sum(len(windows.due(windows.close(state, until, windowing), windowing)) for state in states)
+
+
+def _spelled(key: str) -> str:
+    """Raises `InvalidKeyError`."""
+    return encode_key(key) if key else NO_KEY
+
+
+def bucket_of(app: str, agent: str) -> str:
+    """The bucket of the agent's windows."""
+    return f"{app}{OF_WINDOWS}{agent}"
+
+
+def is_bucket(bucket: str) -> bool:
+    """Return whether it may be the bucket of some agent's windows: its name looks like one."""
+    return OF_WINDOWS in bucket

@@ -1,0 +1,417 @@
+"""One notification on its way to its stream: checked, encoded, sent, and tried again until it is acknowledged.
+
+Every publish carries a message id, so that trying again after a lost acknowledgement cannot store it twice. Waiting
+between attempts happens here and nowhere below.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import partial
+from typing import TypeVar
+
+import anyio
+from msgspec import Struct, structs
+
+from aviso_workers.aviso.codec import Message, NotificationWriter
+from aviso_workers.aviso.notifications import Notify, Receipt
+from aviso_workers.backends import Backend, Outgoing, OutgoingChunk, PubAck
+from aviso_workers.config import Config, streams
+from aviso_workers.declare.retry import Backoff, Tries
+from aviso_workers.engine import delayed_messages, idempotency, singletons
+from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.errors import (
+    BackendError,
+    ConflictError,
+    FullError,
+    InvalidNotificationError,
+    InvalidPayloadError,
+    OutcomeUnknownError,
+    UnavailableError,
+    UnknownEventTypeError,
+)
+from aviso_workers.events import Events, Published, PublishOutcome
+from aviso_workers.jetstream.specs import StreamSpec
+
+__all__ = ["Publisher", "encode", "size_of", "too_large"]
+
+C = TypeVar("C")
+
+ACK_TIMEOUT_SECONDS = 5.0
+"""How long one attempt waits for its acknowledgement."""
+LONGEST_DELAY_SECONDS = 1.0
+"""Attempts do not get rarer than this: an election ends within seconds, and nobody should wait much longer than it."""
+MAY_PASS = (UnavailableError, OutcomeUnknownError, FullError)
+"""What may be cured by the next attempt. A full stream may have room again: publishers wait for it."""
+CHUNK = 500
+"""Notifications that are sent together when many are to be stored."""
+CHUNK_BYTES = 1024 * 1024
+CHUNKS_UNDER_WAY = 3
+MOST_TOGETHER = 1000
+"""A server's own limit of an atomic batch."""
+HEADER_ALLOWANCE = 12 * 1024
+"""Bytes that headers may take, also those of the dead letter that it may become, with its subject and an error."""
+
+
+def encode(config: Config, wanted: Notify) -> Message:
+    """The message that a notification is on the wire. Raises `InvalidNotificationError`."""
+    declared = config.notification_schema.get(wanted.event_type)
+    if declared is None:
+        raise UnknownEventTypeError(wanted.event_type, config.notification_schema)
+    if delayed_messages.is_later(wanted):
+        delayed_messages.due_of(wanted, now=datetime.now(UTC))
+    return NotificationWriter(wanted.event_type, declared).message(wanted.identifier, wanted.payload)
+
+
+def size_of(data: bytes, headers: Mapping[str, str] | None) -> int:
+    """Return how many bytes the payload and the headers of a message have."""
+    return len(data) + sum(len(key) + len(value) for key, value in headers.items()) if headers else len(data)
+
+
+def too_large(event_type: str, size: int, *, most: int) -> InvalidPayloadError:
+    """Return the error of a notification that has more bytes than its server takes."""
+    return InvalidPayloadError(
+        f"{event_type}: the notification has {size} bytes, the server takes {most} and its headers"
+    )
+
+
+class _Prepared(Struct, frozen=True, gc=False):
+    """A notification that is ready to be sent."""
+
+    event_type: str
+    spec: StreamSpec
+    outgoing: Outgoing
+    schedule: Outgoing | None = None
+    """What is sent in its place, if it is to be delivered later."""
+    due: datetime | None = None
+
+
+class Publisher:
+    """Publishes the notifications of one configuration through one backend."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        config: Config,
+        provisioner: Provisioner,
+        own_streams: Provisioner,
+        events: Events,
+    ) -> None:
+        self._backend = backend
+        self._config = config
+        self._settings = config.notification_backend.jetstream
+        base_seconds = self._settings.publish_retry_base_delay_ms / 1000
+        longest_seconds = max(LONGEST_DELAY_SECONDS, base_seconds)
+        self._backoff = Backoff(first=base_seconds, factor=2.0, max=longest_seconds, jitter=0.0)
+        self._provisioner = provisioner
+        self._own_streams = own_streams
+        self._schedules = delayed_messages.stream_spec(config)
+        self._events = events
+        self._writers: dict[str, tuple[NotificationWriter, StreamSpec]] = {}
+        """By event type, and its stream."""
+        self._nonce = secrets.token_hex(8)
+        self._numbers = itertools.count(1)
+
+    async def notify(self, wanted: Notify) -> Receipt:
+        """Store one notification, or have it wait until it is due, and return the receipt.
+
+        Raises `InvalidNotificationError` before anything is sent, `RefusedError` where trying again would not help,
+        and when `publish_deadline_seconds` are over `UnavailableError`, or `OutcomeUnknownError` if any of the
+        attempts may have stored it.
+        """
+        prepared = self._prepare(wanted)
+        [ack] = await self._store([prepared])
+        return _receipt(prepared, ack)
+
+    async def notify_together(self, wanted: Iterable[Notify], *, message_id: str | None) -> Receipt:
+        """Store all of them, in this order, or none; the receipt is that of the last. Raises as `notify` does."""
+        chunk = self._as_one(list(wanted), message_id=message_id)
+        ack = (await self._store(chunk, together=True))[-1]
+        return _receipt(chunk[-1], ack)
+
+    async def notify_many(self, wanted: Iterable[Notify]) -> int:
+        """Store all of them, some at a time, and return how many there were.
+
+        They are taken from the iterable as they can be sent; their order in the stream may differ where one is tried
+        again. Raises as `notify` does, at the first that fails; what was sent before may be stored.
+        """
+
+        async def store(chunk: list[_Prepared]) -> int:
+            return len(await self._store(chunk))
+
+        return await self._store_all(_chunks(map(self._prepare, wanted)), store)
+
+    async def store_chunk(self, event_type: str, chunk: OutgoingChunk) -> int:
+        """As `notify_many`, for notifications of one event type that are messages already, each with its id."""
+        _, spec = self._writers.get(event_type) or self._writer(event_type)
+        return await self._store_all(_parts(chunk), partial(self._store_part, event_type, spec))
+
+    async def store_answered(self, event_type: str, chunk: OutgoingChunk) -> list[PubAck | ConflictError]:
+        """Store as `store_chunk` does, and return the acknowledgement of each, with its sequence and whether the stream
+        had stored a message of its id before; or its refusal, where it expects another state of the stream."""
+        _, spec = self._writers.get(event_type) or self._writer(event_type)
+        acks: dict[int, list[PubAck | ConflictError]] = {}
+
+        async def store(numbered: tuple[int, OutgoingChunk]) -> int:
+            number, part = numbered
+            prepared = [self._ready(event_type, spec, each.message, each.message_id) for each in part.each(spec.name)]
+            acks[number] = await self._answers(prepared, answered=True)
+            return len(part)
+
+        await self._store_all(enumerate(_parts(chunk)), store)
+        return [ack for number in sorted(acks) for ack in acks[number]]
+
+    async def _store_part(self, event_type: str, spec: StreamSpec, part: OutgoingChunk) -> int:
+        """As many as possible without an answer for each, the others as any notifications."""
+        stored = 0
+        if max(map(len, part.data)) <= self.most_bytes:
+            with suppress(BackendError):  # `_store` meets it too, and decides
+                await self._provisioner.ensure(spec)
+                stored = await self._backend.publish_chunk(spec.name, part, timeout_seconds=ACK_TIMEOUT_SECONDS)
+        if stored:
+            self._emit(event_type, "stored", 1, count=stored)
+        if stored < len(part):
+            left = part.part(stored, len(part)).each(spec.name)
+            await self._store([self._ready(event_type, spec, each.message, each.message_id) for each in left])
+        return len(part)
+
+    async def _store_all(self, chunks: Iterable[C], store_one: Callable[[C], Awaitable[int]]) -> int:
+        """Some at a time; how many notifications there were."""
+        count = 0
+        failure: Exception | None = None
+        room = anyio.Semaphore(CHUNKS_UNDER_WAY)
+
+        async def store(chunk: C) -> None:
+            nonlocal count, failure
+            try:
+                stored = await store_one(chunk)
+                count += stored
+            except Exception as error:
+                failure = failure or error  # raised below, outside of the group, so that it arrives as itself
+                sending.cancel_scope.cancel()
+            room.release()
+
+        async with anyio.create_task_group() as sending:
+            try:
+                for chunk in chunks:
+                    await room.acquire()
+                    sending.start_soon(store, chunk)
+            except Exception as error:  # one that is not valid, or whatever the iterable raises
+                failure = error
+        if failure is not None:
+            raise failure
+        return count
+
+    def _prepare(self, wanted: Notify) -> _Prepared:
+        """Raises as `_checked` does."""
+        spec, message = self._checked(wanted)
+        if delayed_messages.is_later(wanted):
+            return self._prepare_later(wanted, spec, message)
+        return self._ready(wanted.event_type, spec, message, wanted.message_id or self._message_id(message))
+
+    def _prepare_later(self, wanted: Notify, spec: StreamSpec, message: Message) -> _Prepared:
+        """Raises as `_checked` does."""
+        now = datetime.fromtimestamp(self._backend.clock.time_ns() / 1e9, UTC)
+        due = delayed_messages.due_of(wanted, now=now)
+        delayed_messages.require_server(self._backend)
+        when = f"{wanted.deliver_at} {wanted.deliver_after}"
+        message_id = wanted.message_id or self._message_id(message, when=when)
+        prepared = self._ready(wanted.event_type, spec, message, message_id)
+        if due <= now:
+            return prepared
+        schedule = delayed_messages.schedule(
+            prepared.outgoing, due, event_type=wanted.event_type, message_id=self._new_message_id()
+        )
+        return structs.replace(prepared, schedule=schedule, due=due)
+
+    def _message_id(self, message: Message, *, when: str = "") -> str:
+        return idempotency.message_id(message, when=when) or self._new_message_id()
+
+    def _new_message_id(self) -> str:
+        return f"{self._nonce}{next(self._numbers):x}"
+
+    def _checked(self, wanted: Notify) -> tuple[StreamSpec, Message]:
+        """Raises `InvalidNotificationError`, `TakenOverError`, `RefusedError` where the server is too old for a ttl."""
+        singletons.check()
+        writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
+        message = writer.message(wanted.identifier, wanted.payload)
+        if wanted.ttl is None:
+            return spec, message
+        if not (isinstance(wanted.ttl, int) and wanted.ttl >= 1):
+            raise InvalidNotificationError(
+                f"{wanted.event_type}: ttl must be whole seconds from 1, found {wanted.ttl!r}"
+            )
+        self._backend.connection.require_server(2, 11, to="publish with a ttl")
+        headers = {**(message.headers or {}), "Nats-TTL": f"{wanted.ttl}s"}
+        return spec, structs.replace(message, headers=headers)
+
+    def _ready(self, event_type: str, spec: StreamSpec, message: Message, message_id: str) -> _Prepared:
+        size = size_of(message.data, message.headers)
+        if size > self.most_bytes:
+            raise too_large(event_type, size, most=self.most_bytes)
+        return _Prepared(event_type, spec, Outgoing(message, message_id, spec.name))
+
+    @property
+    def most_bytes(self) -> int:
+        """What payload and headers of a notification may take."""
+        max_payload = self._backend.connection.max_payload
+        return max_payload - min(HEADER_ALLOWANCE, max_payload // 2)
+
+    def _as_one(self, wanted: Sequence[Notify], *, message_id: str | None) -> list[_Prepared]:
+        """Notifications under ids that belong to all of them. Raises `InvalidNotificationError`."""
+        if any(each.message_id is not None for each in wanted):
+            raise InvalidNotificationError(
+                "what is stored together has one message_id, so give it to all and not to one"
+            )
+        if any(map(delayed_messages.is_later, wanted)):
+            raise InvalidNotificationError(
+                "what is stored together is stored now: publish one by one what is to be delivered later"
+            )
+        checked = [self._checked(each) for each in wanted]
+        names = sorted({spec.name for spec, _ in checked})
+        if len(names) != 1 or len(checked) > MOST_TOGETHER:
+            raise InvalidNotificationError(
+                f"from 1 to {MOST_TOGETHER} notifications of one stream can be stored together, "
+                f"found {len(checked)} of {' and '.join(names) or 'none'}"
+            )
+        whole = Message(
+            subject=" ".join(f"{message.subject} {message.headers}" for _, message in checked),
+            data=b"\n".join(message.data for _, message in checked),
+        )
+        one = message_id or self._message_id(whole)
+        return [
+            self._ready(each.event_type, spec, message, f"{one}.{number}")
+            for number, (each, (spec, message)) in enumerate(zip(wanted, checked, strict=True), 1)
+        ]
+
+    def _writer(self, event_type: str) -> tuple[NotificationWriter, StreamSpec]:
+        declared = self._config.notification_schema.get(event_type)
+        if declared is None:
+            raise UnknownEventTypeError(event_type, self._config.notification_schema)
+        made = NotificationWriter(event_type, declared), streams.event_stream(event_type, declared, self._config)
+        self._writers[event_type] = made
+        return made
+
+    async def _store(self, chunk: Sequence[_Prepared], *, together: bool = False) -> list[PubAck]:
+        """Try until all are acknowledged, or too much time is over."""
+        answers = await self._answers(chunk, together=together)
+        return [answer for answer in answers if isinstance(answer, PubAck)]  # a refusal was raised
+
+    async def _answers(
+        self, chunk: Sequence[_Prepared], *, together: bool = False, answered: bool = False
+    ) -> list[PubAck | ConflictError]:
+        """As `_store`. With `answered`, a message that expects another state of the stream is answered by its refusal,
+        which is raised otherwise."""
+        clock = self._backend.clock
+        tries = Tries(
+            self._backoff,
+            until=clock.monotonic() + self._settings.publish_deadline_seconds,
+            least=self._settings.publish_retry_attempts,
+        )
+        answers: dict[int, PubAck | ConflictError] = {}
+        left = list(enumerate(chunk))
+        failure: type[BackendError] = UnavailableError
+        while True:
+            attempt = tries.failed + 1
+            stored: Counter[tuple[str, PublishOutcome]] = Counter()
+            tried, left = left, []
+            results = await self._attempt([each for _, each in tried], together=together, answered=answered)
+            for (place, prepared), result in zip(tried, results, strict=True):
+                if isinstance(result, PubAck):
+                    answers[place] = result
+                    stored[prepared.event_type, _outcome(prepared, result)] += 1
+                elif answered and isinstance(result, ConflictError):
+                    answers[place] = result
+                elif isinstance(result, MAY_PASS):
+                    left.append((place, prepared))
+                    error = result
+                    if failure is not OutcomeUnknownError:
+                        failure = type(result)
+                else:
+                    self._emit(prepared.event_type, "failed", attempt)
+                    raise result
+            for (event_type, outcome), count in stored.items():
+                self._emit(event_type, outcome, attempt, count=count)
+            if not left:
+                return [answers[place] for place in range(len(chunk))]
+            delay = tries.next_wait(clock.monotonic())
+            if delay is None:
+                for _, prepared in left:
+                    self._emit(prepared.event_type, "failed", attempt)
+                raise failure(f"{error}; given up after {attempt} attempts", code=error.code) from error
+            await clock.sleep(delay)
+
+    async def _attempt(
+        self, chunk: Sequence[_Prepared], *, together: bool, answered: bool
+    ) -> Sequence[PubAck | BackendError]:
+        specs = {prepared.event_type: prepared.spec for prepared in chunk}
+        try:
+            for spec in specs.values():
+                await self._provisioner.ensure(spec)
+            if any(prepared.schedule for prepared in chunk):
+                await self._own_streams.ensure(self._schedules)
+        except BackendError as error:
+            return [error] * len(chunk)
+        outgoing = [prepared.schedule or prepared.outgoing for prepared in chunk]
+        if together:
+            results = await self._publish_together(outgoing)
+        else:
+            results = await self._backend.publish_many(outgoing, timeout_seconds=ACK_TIMEOUT_SECONDS, answered=answered)
+        for prepared, result in zip(chunk, results, strict=True):
+            if isinstance(result, UnavailableError):
+                self._provisioner.forget(prepared.spec.name)
+                self._own_streams.forget(self._schedules.name)
+        return results
+
+    async def _publish_together(self, outgoing: Sequence[Outgoing]) -> list[PubAck | BackendError]:
+        try:
+            ack = await self._backend.publish_together(outgoing, timeout_seconds=ACK_TIMEOUT_SECONDS)
+        except BackendError as error:
+            return [error] * len(outgoing)
+        return [ack] * len(outgoing)
+
+    def _emit(self, event_type: str, outcome: PublishOutcome, attempts: int, *, count: int = 1) -> None:
+        self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=attempts, count=count))
+
+
+def _receipt(prepared: _Prepared, ack: PubAck) -> Receipt:
+    message_id = prepared.outgoing.message_id
+    if prepared.due:
+        return Receipt(stream=prepared.spec.name, sequence=0, message_id=message_id, due=prepared.due)
+    return Receipt(stream=ack.stream, sequence=ack.sequence, duplicate=ack.duplicate, message_id=message_id)
+
+
+def _outcome(prepared: _Prepared, ack: PubAck) -> PublishOutcome:
+    if prepared.schedule:
+        return "scheduled"
+    return "duplicate" if ack.duplicate else "stored"
+
+
+def _chunks(prepared: Iterable[_Prepared]) -> Iterator[list[_Prepared]]:
+    """Some at a time: so many, or so many bytes."""
+    chunk: list[_Prepared] = []
+    size = 0
+    for each in prepared:
+        chunk.append(each)
+        size += len(each.outgoing.message.data)
+        if len(chunk) == CHUNK or size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _parts(chunk: OutgoingChunk) -> Iterator[OutgoingChunk]:
+    """As `_chunks`."""
+    first = size = 0
+    for end, data in enumerate(chunk.data, 1):
+        size += len(data)
+        if end - first == CHUNK or size >= CHUNK_BYTES or end == len(chunk):
+            yield chunk.part(first, end)
+            first, size = end, 0

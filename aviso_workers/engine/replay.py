@@ -1,0 +1,244 @@
+"""Replay and watch: a stream read in order, outside of any agent.
+
+One reading serves both: it starts where the caller says, goes through what is stored and, for a watch, on into what
+comes. So there is no hand-over from history to live, and nothing can fall between them or come twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from datetime import datetime, timedelta
+from typing import Any
+
+from aviso_workers import clocks
+from aviso_workers.aviso import topics
+from aviso_workers.aviso.codec import NotificationReader, store_time
+from aviso_workers.aviso.notifications import Notification
+from aviso_workers.aviso.positions import Position
+from aviso_workers.aviso.schema import EventType, Where
+from aviso_workers.backends import Backend, Message, StreamInfo
+from aviso_workers.errors import NotFoundError, UnavailableError, UndecodableError
+from aviso_workers.events import Events, Skipped, StreamGone, StreamMadeAgain
+
+__all__ = ["SKEW", "Replayer", "message_at", "when_created"]
+
+SKEW = timedelta(minutes=1)
+"""The clocks of two servers differ by less than this. A stream whose leader changed may have messages whose store times
+are that much out of order."""
+
+AGAIN_AFTER_SECONDS = 1.0
+MOST_BEHIND = 3
+"""How often a stream is looked at that ends before what was read of it: its new leader may not have come so far yet."""
+MOST_FRUITLESS = 60
+"""How often in a row a replay is begun again while there is a connection, and nothing comes of it."""
+
+
+async def message_at(backend: Backend, stream: str, sequence: int) -> Message | None:
+    """The message of that sequence; None where the stream does not hold it. Raises `NotFoundError`."""
+    reading = backend.read(stream, filter_subjects=(), start_sequence=sequence, last_sequence=sequence)
+    async with aclosing(reading):
+        return await anext(reading, None)
+
+
+async def when_created(backend: Backend, stream: str, *, known: datetime | None) -> datetime | None:
+    """Return when the stream was created. Raises `NotFoundError` where it is gone, or not the one that is known."""
+    found = (await backend.stream_info(stream)).created
+    if known is not None and found != known:
+        raise _made_again(stream)
+    return found
+
+
+class Replayer:
+    """Reads the notifications of one event type that match `where`."""
+
+    def __init__(
+        self, backend: Backend, *, name: str, event_type: EventType, where: Where, stream: str, events: Events
+    ) -> None:
+        self._backend = backend
+        self._name = name
+        self._stream = stream
+        self._filters = topics.filter_subjects(where)
+        self._reader = NotificationReader(name, event_type, where=where)
+        self._events = events
+
+    async def replay(self, start: Position, end: Position) -> AsyncGenerator[Notification[Any], None]:
+        """What is stored now between the two ends, both inclusive.
+
+        A start beyond the stream's end is one of an older stream, and the replay begins at the first message. Raises
+        `NotFoundError` where there is no stream, or it is deleted meanwhile: what it held cannot be read to its end.
+        """
+        info = await self._backend.stream_info(self._stream)
+        if end.sequence is None:
+            info, start = await self._within(info, start)
+        last = info.last_sequence if end.sequence is None else min(info.last_sequence, end.sequence)
+        reading = _Reading(start, created=info.created)
+        async with aclosing(self._messages(reading, last)) as messages:
+            async for message in messages:
+                if end.time is not None and store_time(message) > end.time:
+                    if store_time(message) - end.time > SKEW:
+                        return
+                    continue
+                if (notification := self._matching(message)) is not None:
+                    yield notification
+
+    async def watch(self, start: Position) -> AsyncGenerator[Notification[Any], None]:
+        """What is stored from `start` on (a position of neither: from now on), and what comes, without end.
+
+        Where there is no stream, or it is deleted, it waits for one to be made, and goes on at its first message.
+        """
+        try:
+            info = await self._backend.stream_info(self._stream)
+        except NotFoundError:
+            info = await self._found_again()
+            start = Position(time=start.time) if start.time else Position(sequence=1)
+        if start == Position():
+            start = Position(sequence=info.last_sequence + 1)
+        info, begin = await self._within(info, start)
+        reading = _Reading(begin, created=info.created)
+        while True:
+            try:
+                async with aclosing(self._messages(reading, None)) as messages:
+                    async for message in messages:
+                        if (notification := self._matching(message)) is not None:
+                            yield notification
+            except NotFoundError:
+                info = await self._found_again()
+                if not reading.is_of(info):
+                    self._tell_made_again(info, reading.next_sequence)
+                    reading = _Reading(Position(time=start.time), created=info.created)
+
+    async def _messages(self, reading: _Reading, last: int | None) -> AsyncGenerator[Message, None]:
+        """In order, once each, also where reading was interrupted in between.
+
+        Raises `NotFoundError` where the stream is gone, or not the one that was read; `BackendError` when the
+        connection is lost for good, or what is stored up to `last` does not come although there is a connection.
+        """
+        fruitless = 0
+        while last is None or reading.next_sequence <= last:
+            try:
+                await self._require_same(reading)
+                async with aclosing(self._read(reading, last)) as messages:
+                    async for message in messages:
+                        fruitless = 0
+                        yield message
+                return
+            except UnavailableError:
+                fruitless = fruitless + 1 if self._backend.connection.ready else 0
+                if last is not None and fruitless == MOST_FRUITLESS:
+                    raise
+                await self._pause()
+
+    async def _read(self, reading: _Reading, last: int | None) -> AsyncGenerator[Message, None]:
+        """Read until the end or an interruption."""
+        messages = self._backend.read(
+            self._stream,
+            filter_subjects=self._filters,
+            start_sequence=reading.next_sequence,
+            start_time=reading.from_time and _before(reading.from_time),
+            last_sequence=last,
+        )
+        since = reading.since
+        known_as_same = False
+        async with aclosing(messages):
+            async for message in messages:
+                if not known_as_same:
+                    # Asked before, the stream could have been replaced until its consumer was made. Asked now, it
+                    # cannot: a consumer goes with its stream.
+                    await self._require_same(reading)
+                    known_as_same = True
+                reading.has_seen(message.sequence)
+                if since is None or store_time(message) >= since:
+                    yield message
+        if not known_as_same:
+            await self._require_same(reading)
+
+    async def _require_same(self, reading: _Reading) -> None:
+        """Raise `NotFoundError` where the stream is gone, was made again, or has lost its end.
+
+        Raises `UnavailableError` where its end may still come.
+        """
+        info = await self._backend.stream_info(self._stream)
+        if reading.is_of(info):
+            reading.times_behind = 0
+            return
+        reading.times_behind += 1
+        if info.created == reading.created and reading.times_behind <= MOST_BEHIND:
+            raise UnavailableError(f"stream {self._stream} has come to {info.last_sequence}, and was further")
+        raise _made_again(self._stream)
+
+    async def _within(self, info: StreamInfo, start: Position) -> tuple[StreamInfo, Position]:
+        """The stream, and where to start: at its first message where it has never had the sequence of the start."""
+        times_behind = 0
+        while start.sequence is not None and start.sequence > info.last_sequence + 1:
+            if times_behind == MOST_BEHIND:
+                self._tell_made_again(info, start.sequence)
+                return info, Position(sequence=1)
+            times_behind += 1
+            await self._pause()
+            info = await self._backend.stream_info(self._stream)
+        return info, start
+
+    async def _found_again(self) -> StreamInfo:
+        """Return what the stream is, as soon as there is one. Raises `BackendError` as `Backend.failed` does."""
+        told = False
+        while True:
+            await self._pause()
+            try:
+                return await self._backend.stream_info(self._stream)
+            except UnavailableError:
+                continue
+            except NotFoundError:
+                if not told:
+                    self._events.emit(StreamGone(stream=self._stream))
+                told = True
+
+    async def _pause(self) -> None:
+        """Wait before the next attempt. Raises `BackendError` when the connection is lost for good."""
+        with clocks.move_on_after(self._backend.clock, AGAIN_AFTER_SECONDS):
+            await self._backend.connection.failed()
+
+    def _tell_made_again(self, info: StreamInfo, next_sequence: int) -> None:
+        self._events.emit(
+            StreamMadeAgain(stream=self._stream, next_sequence=next_sequence, last_sequence=info.last_sequence)
+        )
+
+    def _matching(self, message: Message) -> Notification[Any] | None:
+        try:
+            return self._reader.notification(message)
+        except UndecodableError as error:
+            self._events.emit(Skipped(event_type=self._name, sequence=message.sequence, error=error))
+            return None
+
+
+class _Reading:
+    """Where the reading of one stream is: the same stream for as long as it was created at the same time."""
+
+    def __init__(self, start: Position, *, created: datetime | None) -> None:
+        self.created = created
+        self.since = start.time
+        """What was stored before is left out."""
+        self.from_time = start.time
+        """Where to begin, as long as nothing was seen."""
+        self.next_sequence = start.sequence or 1
+        self.times_behind = 0
+        """How often in a row the stream ended before what was read of it."""
+
+    def is_of(self, info: StreamInfo) -> bool:
+        """Whether that is the stream that was read: not one that was made again, restored, or lost its end."""
+        return info.created == self.created and info.last_sequence + 1 >= self.next_sequence
+
+    def has_seen(self, sequence: int) -> None:
+        self.next_sequence, self.from_time = sequence + 1, None
+
+
+def _made_again(stream: str) -> NotFoundError:
+    return NotFoundError(f"stream {stream} was deleted and made again while it was read: begin again")
+
+
+def _before(time: datetime) -> datetime:
+    """From when on a server is asked for what was stored at a time or later."""
+    try:
+        return time - SKEW
+    except OverflowError:
+        return time

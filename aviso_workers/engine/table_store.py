@@ -1,0 +1,158 @@
+"""Tables and counters at work: kept in buckets and a stream of counters, tried again until a deadline, cached where
+they say so. An app opens them for as long as it is connected.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, TypeVar
+
+import anyio
+import msgspec
+from anyio.abc import TaskGroup
+
+from aviso_workers.backends import Backend, Message, PubAck
+from aviso_workers.config import Config, streams
+from aviso_workers.declare.tables import Counter, Table
+from aviso_workers.engine import singletons
+from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue, retried
+from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.errors import (
+    NotFoundError,
+    UnavailableError,
+)
+from aviso_workers.jetstream.specs import StreamSpec
+
+__all__ = ["COUNTERS", "COUNTERS_SUBJECT", "Counters", "Tables", "bucket_of"]
+
+T = TypeVar("T")
+
+COUNTERS = "aviso_workers_counters"
+COUNTERS_SUBJECT = "aviso_workers.counters"
+TIMEOUT_SECONDS = 5.0
+
+
+class Tables:
+    """An app's tables and counters, by name; connected while the `async with` block runs.
+
+    Raises `RefusedError` where the server is too old for one of them, `DeclarationError` where another app uses one.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, Table[Any] | Counter],
+        backend: Backend,
+        *,
+        app: str,
+        config: Config,
+        own_streams: Provisioner,
+    ) -> None:
+        self._tables = tables
+        self._backend = backend
+        self._app = app
+        self._config = config
+        self._own_streams = own_streams
+        self._connected: list[Table[Any] | Counter] = []
+        self._keeping: TaskGroup
+
+    async def __aenter__(self) -> Tables:
+        self._keeping = anyio.create_task_group()
+        await self._keeping.__aenter__()
+        try:
+            for name, table in self._tables.items():
+                self._connect(name, table)
+                self._connected.append(table)
+        except Exception:
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        while self._connected:
+            self._connected.pop().disconnect()
+        # The body's own exception is not the caches' business: it must leave as it is, not in a group.
+        self._keeping.cancel_scope.cancel()
+        await self._keeping.__aexit__(None, None, None)
+
+    def _connect(self, name: str, table: Table[Any] | Counter) -> None:
+        patience = self._config.notification_backend.jetstream.publish_deadline_seconds
+        if isinstance(table, Counter):
+            self._backend.connection.require_server(2, 12, to=f"keep the counter {name!r}")
+            spec = streams.own_stream(
+                COUNTERS, f"{COUNTERS_SUBJECT}.>", self._config, max_msgs_per_subject=1, allow_msg_counter=True
+            )
+            prefix = f"{COUNTERS_SUBJECT}.{self._app}.{name}."
+            table.connect(
+                Counters(self._backend, spec, self._own_streams, prefix=prefix, patience_seconds=patience),
+            )
+            return
+        kind = CachedKeyValue if table.cached else RetryingKeyValue
+        bucket = kind(self._backend, bucket_of(self._app, name), history=table.keeps_history, patience_seconds=patience)
+        table.connect(bucket)
+        if isinstance(bucket, CachedKeyValue):
+            self._keeping.start_soon(bucket.keep)
+
+
+def bucket_of(app: str, table: str) -> str:
+    """Return the name of the bucket of an app's table."""
+    return f"{app}__{table}"
+
+
+class Counters:
+    """What one counter stands at, by key: one subject each, in a stream that adds up."""
+
+    def __init__(
+        self, backend: Backend, spec: StreamSpec, own_streams: Provisioner, *, prefix: str, patience_seconds: float
+    ) -> None:
+        self._backend = backend
+        self._spec = spec
+        self._own_streams = own_streams
+        self._prefix = prefix
+        self._patience = patience_seconds
+
+    async def add(self, key: str, amount: int, *, message_id: str | None) -> int:
+        subject = f"{self._prefix}{key}"
+        once = secrets.token_hex(12) if message_id is None else f"{subject} {message_id}"
+        message = Message(subject=subject, data=b"", headers={"Nats-Incr": f"{amount:+d}"})
+
+        async def publish() -> PubAck:
+            return await self._backend.publish(
+                message, message_id=once, stream=self._spec.name, timeout_seconds=TIMEOUT_SECONDS
+            )
+
+        singletons.check()
+        ack = await self._do(publish)
+        return await self.get(key) if ack.total is None else ack.total
+
+    async def get(self, key: str) -> int:
+        message = await self._do(lambda: self._backend.last_message(self._spec.name, f"{self._prefix}{key}"))
+        return _total(message) if message else 0
+
+    async def all(self) -> dict[str, int]:
+        return await self._do(self._all)
+
+    async def _all(self) -> dict[str, int]:
+        last = (await self._backend.stream_info(self._spec.name)).last_sequence
+        reading = self._backend.read(self._spec.name, filter_subjects=(f"{self._prefix}>",), last_sequence=last)
+        async with aclosing(reading):
+            return {message.subject.removeprefix(self._prefix): _total(message) async for message in reading}
+
+    async def _do(self, deed: Callable[[], Awaitable[T]]) -> T:
+        async def attempt() -> T:
+            await self._own_streams.ensure(self._spec)
+            try:
+                return await deed()
+            except (UnavailableError, NotFoundError):
+                self._own_streams.forget(self._spec.name)  # it may have been deleted
+                raise
+
+        return await retried(attempt, clock=self._backend.clock, patience_seconds=self._patience)
+
+
+def _total(message: Message) -> int:
+    return int(msgspec.json.decode(message.data)["val"])

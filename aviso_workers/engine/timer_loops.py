@@ -1,0 +1,350 @@
+"""Timers at work: every worker runs its own, and of those with `leader=True` one worker of the fleet runs all.
+
+The leader holds a lease: a key in a bucket that forgets it, unless it is put again, within `LEASE_SECONDS`. Whoever
+finds none makes one. A leader whose lease may be over stops what it runs. That alone would let a leader that was paused
+run a tick beside the next one, so each tick is claimed before it is run, by a put on the revision of the claim before:
+of two, one succeeds. What was claimed is kept, and tells the next leader what was missed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import anyio
+import msgspec
+from msgspec import Struct
+
+from aviso_workers import clocks
+from aviso_workers.aviso.codec import read_json
+from aviso_workers.backends import Backend
+from aviso_workers.clocks import Clock
+from aviso_workers.declare import timers
+from aviso_workers.declare.timers import Tick, Timer
+from aviso_workers.declare.verdicts import Failure
+from aviso_workers.engine import calls
+from aviso_workers.engine.key_value import RetryingKeyValue
+from aviso_workers.errors import BackendError, ConflictError, UndecodableError
+from aviso_workers.events import (
+    Events,
+    LeadershipChanged,
+    LeadershipHindered,
+    LeadershipUnhindered,
+    Ticked,
+    Unreadable,
+)
+from aviso_workers.jetstream.key_value import Entry
+
+__all__ = ["LEASE_SECONDS", "Lease", "buckets_of", "drained", "is_bucket", "run_timers"]
+
+LEASES, CLAIMS = "_leases", "_timers"
+LEASE_SECONDS = 10.0
+RENEW_SECONDS = 2.0
+OVERDUE_SECONDS = LEASE_SECONDS + RENEW_SECONDS
+"""A lease that nobody has renewed for so long is over, also where the server does not forget it: one that was put while
+the server's clock was ahead is forgotten only when that time has come."""
+LOOK_SECONDS = 1.0
+"""How often it is looked whether there is a leader."""
+LONGEST_SLEEP_SECONDS = 30.0
+"""The time of day may be set while a timer waits for it."""
+MOST_SKEW = timedelta(seconds=10)
+"""A tick that was claimed further ahead of the bucket's own time than this was claimed by a clock that was wrong."""
+AGAIN_SECONDS = 1.0
+PATIENCE_SECONDS = 5.0
+LEADER = "leader"
+
+
+async def run_timers(
+    declared: Sequence[Timer[Any, Any]],
+    *,
+    backend: Backend,
+    app: str,
+    events: Events,
+    stop: anyio.Event,
+    drain_timeout_seconds: float,
+) -> None:
+    """Run them until `stop`; what runs then may take until the drain timeout is over."""
+    clock = backend.clock
+    async with drained(stop, clock=clock, timeout_seconds=drain_timeout_seconds), anyio.create_task_group() as running:
+        for timer in declared:
+            if not timer.leader:
+                running.start_soon(_keep_ticking, timer, clock, events, stop, None)
+        if led := [timer for timer in declared if timer.leader]:
+            running.start_soon(_lead, led, backend, app, events, stop)
+
+
+@asynccontextmanager
+async def drained(stop: anyio.Event, *, clock: Clock, timeout_seconds: float) -> AsyncIterator[None]:
+    """What runs in here may go on for so long after `stop`."""
+
+    async def end(scope: anyio.CancelScope) -> None:
+        await stop.wait()
+        await clock.sleep(timeout_seconds)
+        scope.cancel()
+
+    async with anyio.create_task_group() as ending:
+        ending.start_soon(end, ending.cancel_scope)
+        yield
+        ending.cancel_scope.cancel()
+
+
+async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, events: Events, stop: anyio.Event) -> None:
+    """Run these whenever this worker is the leader."""
+    clock = backend.clock
+    bucket = buckets_of(app)[1]
+    claims = RetryingKeyValue(backend, bucket, patience_seconds=PATIENCE_SECONDS)
+    hindrance = Hindrance(bucket, clock=clock, events=events)
+    lease = Lease(backend, app, events=events)
+    while await lease.take(stop):
+        events.emit(LeadershipChanged(leads=True, token=lease.token))
+        async with lease.renewed(), anyio.create_task_group() as running:
+            for timer in led:
+                of_timer = Claims(timer.name, claims, lease, hindrance, events=events)
+                running.start_soon(_keep_ticking, timer, clock, events, stop, of_timer)
+        hindrance.end()  # only a leader claims ticks
+        events.emit(LeadershipChanged(leads=False, token=lease.token))
+
+
+def buckets_of(app: str) -> tuple[str, str]:
+    """The buckets of the app's leases, and of the ticks that its timers claimed."""
+    return f"{app}{LEASES}", f"{app}{CLAIMS}"
+
+
+def is_bucket(bucket: str) -> bool:
+    """Return whether it may be an app's bucket of leases or of claimed ticks: its name looks like one."""
+    return bucket.endswith((LEASES, CLAIMS))
+
+
+class Hindrance:
+    """Whether a bucket can be used: where it could not for as long as a lease lasts, that is stated once."""
+
+    def __init__(self, bucket: str, *, clock: Clock, events: Events) -> None:
+        self._bucket = bucket
+        self._clock = clock
+        self._events = events
+        self._since = self._last = -math.inf
+        """When what hinders now began, and when it was last noticed."""
+        self._told = False
+
+    def begin(self, error: BackendError) -> None:
+        """The bucket could not be used, or still cannot be."""
+        now = self._clock.monotonic()
+        if now - self._last > LONGEST_SLEEP_SECONDS:
+            self._since = now  # it was used well in between, or not at all
+        self._last = now
+        if not self._told and now - self._since >= LEASE_SECONDS:
+            self._told = True
+            self._events.emit(LeadershipHindered(bucket=self._bucket, error=error))
+
+    def end(self) -> None:
+        """The bucket was written, or is not needed for now."""
+        self._last = -math.inf
+        if self._told:
+            self._told = False
+            self._events.emit(LeadershipUnhindered(bucket=self._bucket))
+
+
+class Lease:
+    """Who leads, in the app's timers or in what `of` names. One worker at a time holds it, but for one that was paused
+    and has not noticed yet."""
+
+    def __init__(self, backend: Backend, app: str, *, of: str = LEADER, events: Events) -> None:
+        self.token = 0
+        """Greater with every leader."""
+        self._clock = backend.clock
+        bucket = buckets_of(app)[0]
+        self._bucket = RetryingKeyValue(backend, bucket, ttl_seconds=LEASE_SECONDS, patience_seconds=RENEW_SECONDS)
+        self._hindrance = Hindrance(bucket, clock=backend.clock, events=events)
+        self._key = of
+        self._holder = f"{socket.gethostname()}:{os.getpid()}".encode()
+        self._revision = 0
+        self._until = 0.0
+        self._seen: tuple[int, float] = (0, 0.0)
+        """The revision of another worker's lease, and since when it has been that."""
+
+    @property
+    def held(self) -> bool:
+        return self._clock.monotonic() < self._until
+
+    async def take(self, stop: anyio.Event) -> bool:
+        """Return when it is held; False where `stop` comes first."""
+        while not stop.is_set():
+            await self._put(await self._overdue())
+            if self.held:
+                self.token = self._revision
+                return True
+            await clocks.sleep_until(self._clock, LOOK_SECONDS, stop)
+        return False
+
+    async def _overdue(self) -> int:
+        """The revision of a lease that nobody has renewed for too long; 0 where there is none."""
+        now = self._clock.monotonic()
+        try:
+            entry = await self._bucket.get(self._key)
+        except BackendError:
+            return 0
+        revision, since = self._seen
+        if entry is None or entry.revision != revision:
+            self._seen = (entry.revision if entry else 0, now)
+            return 0
+        return revision if now - since > OVERDUE_SECONDS else 0
+
+    @asynccontextmanager
+    async def renewed(self) -> AsyncIterator[None]:
+        """What runs in here is cancelled when the lease may be over. Afterwards the lease is given back."""
+        async with anyio.create_task_group() as holding:
+            holding.start_soon(self.hold, holding.cancel_scope)
+            yield
+            holding.cancel_scope.cancel()
+        await self.give_back()
+
+    async def hold(self, term: anyio.CancelScope) -> None:
+        """Renew it for as long as that goes well, then cancel what depends on it."""
+        while self.held:
+            with clocks.move_on_after(self._clock, self._until - self._clock.monotonic()):
+                await self._clock.sleep(RENEW_SECONDS)
+                await self._put(self._revision)
+        term.cancel()
+
+    async def give_back(self) -> None:
+        """So that the next leader need not wait until it is forgotten."""
+        if self.held:
+            self._until = 0.0
+            try:
+                await self._bucket.delete(self._key, revision=self._revision)
+            except BackendError:
+                return  # it is forgotten soon enough
+
+    async def _put(self, revision: int) -> None:
+        sent = self._clock.monotonic()
+        try:
+            self._revision = await self._bucket.put(self._key, self._holder, revision=revision)
+        except ConflictError:
+            self._until = 0.0  # it is another worker's
+        except BackendError as error:
+            self._hindrance.begin(error)
+            return  # held as long as it was
+        else:
+            self._until = sent + LEASE_SECONDS
+        self._hindrance.end()
+
+
+class Claim(Struct, frozen=True, kw_only=True):
+    """The last tick of a timer that some leader has begun, or (token 0) from when on there are ticks to run."""
+
+    time: datetime
+    token: int = 0
+
+
+class Claims:
+    """Which ticks of a timer were begun, by any leader."""
+
+    def __init__(
+        self, timer: str, bucket: RetryingKeyValue, lease: Lease, hindrance: Hindrance, *, events: Events
+    ) -> None:
+        self._timer = timer
+        self._bucket = bucket
+        self._lease = lease
+        self._hindrance = hindrance
+        self._events = events
+        self._revision = 0
+        self._last: datetime | None = None
+        """The last tick that is known to be claimed; None before anything is known."""
+        self._in_doubt: str | None = None
+        """The message id of a later claim, of which it is not known whether it was stored."""
+
+    @property
+    def token(self) -> int:
+        return self._lease.token
+
+    async def last(self, now: datetime) -> datetime:
+        """After which the next tick is to be run: `now`, where the timer is new.
+
+        A claim that a clock made which was ahead is believed up to the time at which the bucket stored it. Otherwise a
+        leader that is an hour ahead would silence its successors for an hour. A claim of our own that was in doubt and
+        is stored counts as none: its tick was not run. Where the bucket was deleted since our last claim, that counts.
+        """
+        entry = await self._bucket.get(self._timer)
+        if entry is None:
+            begin = min(self._last, now) if self._last is not None and self._lease.held else now
+            self._revision = await self._bucket.put(self._timer, msgspec.json.encode(Claim(time=begin)), revision=0)
+            self._last = begin
+            return begin
+        self._revision = entry.revision
+        if self._last is None or entry.message_id != self._in_doubt:
+            claimed = self._time_of(entry)
+            self._last = entry.time if claimed - entry.time > MOST_SKEW else claimed
+        return self._last
+
+    def _time_of(self, entry: Entry) -> datetime:
+        """Return the time that was claimed; that at which the claim was stored, where it is none of ours."""
+        try:
+            return read_json(entry.value, Claim).time.astimezone(UTC)
+        except (UndecodableError, OverflowError) as error:
+            self._events.emit(Unreadable(stream=f"KV_{self._bucket.name}", sequence=entry.revision, error=error))
+            return entry.time
+
+    async def claim(self, tick: datetime) -> bool:
+        """Whether it is ours to run. Raises `ConflictError` where another leader has claimed one since."""
+        if not self._lease.held:
+            return False
+        claim, message_id = msgspec.json.encode(Claim(time=tick, token=self.token)), secrets.token_hex(12)
+        try:
+            self._revision = await self._bucket.put(self._timer, claim, revision=self._revision, message_id=message_id)
+        except BackendError:
+            self._in_doubt = message_id
+            raise
+        self._last = tick
+        self._hindrance.end()
+        return True
+
+    def note_failure(self, error: BackendError) -> None:
+        """The claims could not be read or written, or another leader was faster, which hinders nobody."""
+        if not isinstance(error, ConflictError):
+            self._hindrance.begin(error)
+
+
+async def _keep_ticking(
+    timer: Timer[Any, Any], clock: Clock, events: Events, stop: anyio.Event, claims: Claims | None
+) -> None:
+    last = None if claims else _now(clock)
+    while not stop.is_set():
+        try:
+            now = _now(clock)
+            if last is None or last - now > MOST_SKEW:  # at first, and after the clock was set back
+                last = await claims.last(now) if claims else now
+            tick = timers.next_tick(timer.schedule, last, now=now, catch_up=timer.catch_up)
+            if tick > now:
+                seconds = min((tick - now).total_seconds(), LONGEST_SLEEP_SECONDS)
+                await clocks.sleep_until(clock, seconds, stop)
+                continue
+            if claims is None or await claims.claim(tick):
+                token = claims.token if claims else None
+                await _run(timer, Tick(timer=timer.name, time=tick, token=token), clock, events)
+            last = tick
+        except BackendError as error:
+            # Another leader was faster, or the claims cannot be reached: see anew how far they are.
+            if claims is not None:
+                claims.note_failure(error)
+            last = None
+            await clocks.sleep_until(clock, AGAIN_SECONDS, stop)
+
+
+async def _run(timer: Timer[Any, Any], tick: Tick, clock: Clock, events: Events) -> None:
+    began = clock.monotonic()
+    late = (_now(clock) - tick.time).total_seconds()
+    given = {timer.tick_argument: tick} if timer.tick_argument else {}
+    returned = await calls.attempt(lambda given: timer.function(**given), given)
+    error = returned.error if isinstance(returned, Failure) else None
+    seconds = clock.monotonic() - began
+    events.emit(Ticked(timer=timer.name, time=tick.time, late_seconds=late, seconds=seconds, error=error))
+
+
+def _now(clock: Clock) -> datetime:
+    return datetime.fromtimestamp(clock.time_ns() / 1e9, UTC)

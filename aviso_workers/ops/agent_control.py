@@ -1,0 +1,147 @@
+"""Agents paused, resumed and reset, from outside of their workers: by way of their consumers on the server.
+
+Called by the commands `pause`, `resume` and `reset`. An agent needs no code to be found: the name of its durable
+consumer says whose it is.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing, suppress
+from datetime import UTC, datetime
+
+from msgspec import Struct
+
+from aviso_workers.aviso.positions import Position
+from aviso_workers.backends import Admin
+from aviso_workers.config import Config
+from aviso_workers.declare import agents
+from aviso_workers.declare.agents import Router
+from aviso_workers.engine import consumer_records
+from aviso_workers.engine.dead_letter_store import RETRIES
+from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
+from aviso_workers.ops import aviso_admin, deployment
+
+__all__ = ["UNTIL_RESUMED", "Reset", "Steered", "declared", "find", "pause", "plan_reset", "reset", "resume"]
+
+UNTIL_RESUMED = datetime(2200, 1, 1, tzinfo=UTC)
+"""As late as a server's nanoseconds allow for centuries to come."""
+
+
+class Steered(Struct, frozen=True, kw_only=True):
+    """An agent, where it is at work."""
+
+    app: str
+    agent: str
+    stream: str
+    """The stream of its events."""
+
+    @property
+    def consumer(self) -> str:
+        return agents.durable_name(self.app, self.agent)
+
+
+class Reset(Struct, frozen=True, kw_only=True):
+    """What a reset would do."""
+
+    steered: Steered
+    sequence: int
+    """Where the agent would go on."""
+    again: int
+    """Notifications that it has been given before and would be given again."""
+    passed_over: int
+    """Notifications that it would have been given and would not be any more."""
+    unsettled: int
+    """Notifications before `sequence` that may be in its hands now, or wait for their next attempt: at most so many,
+    which nobody would try again."""
+
+
+def declared(app: Router, config: Config, agent: str) -> Steered:
+    """An agent of an app whose code is at hand. Raises `DeclarationError`, `UnknownEventTypeError`."""
+    for known in app.agents:
+        if known.name == agent:
+            return Steered(app=app.name, agent=agent, stream=aviso_admin.stream_of(config, known.event_type))
+    names = ", ".join(known.name for known in app.agents)
+    raise DeclarationError(f"app {app.name!r} has no agent {agent!r}; it has: {names or 'none'}")
+
+
+async def find(admin: Admin, config: Config, owner: str, agent: str) -> Steered:
+    """The agent of the app named `owner`, by its consumer on one of the configured event streams.
+
+    Raises `NotFoundError`, and `DeclarationError` where there are several.
+    """
+    event_streams = await aviso_admin.event_streams(admin, config)
+    consumer = agents.durable_name(owner, agent)
+    found = [stream for stream in event_streams if await _exists(admin, stream, consumer)]
+    if not found:
+        present = [found for stream in event_streams for found in await deployment.agents(admin, stream)]
+        of_app = {name for name_of_app, name in present if name_of_app == owner}
+        known = f"; that app has: {', '.join(sorted(of_app))}" if of_app else ""
+        apps = f"; there are apps: {', '.join(sorted({found for found, _ in present}))}" if present else ""
+        raise NotFoundError(f"no agent {agent} of app {owner} reads one of the configured streams{known or apps}")
+    if len(found) > 1:
+        raise DeclarationError(
+            f"agent {agent} of app {owner} has a consumer on each of {', '.join(found)}: "
+            "say which one is in use by --app MODULE:APP, and delete the other"
+        )
+    return Steered(app=owner, agent=agent, stream=found[0])
+
+
+async def pause(admin: Admin, steered: Steered, *, until: datetime) -> None:
+    """Let the agent be given nothing before `until`, neither events nor what is tried again. Raises `BackendError`."""
+    await _pause(admin, steered, until)
+
+
+async def resume(admin: Admin, steered: Steered) -> None:
+    """Let the agent go on. Raises `BackendError`."""
+    await _pause(admin, steered, None)
+
+
+async def plan_reset(admin: Admin, steered: Steered, to: Position) -> Reset:
+    """What `reset` would do: to a sequence, or to the first notification of a time or later.
+
+    Raises `InvalidPositionError` beyond the end of the stream, `BackendError`.
+    """
+    stream = steered.stream
+    info = await admin.consumer_info(stream, steered.consumer)
+    last = (await admin.stream_info(stream)).last_sequence
+    filters = info.config.filters
+    sequence = max(1, to.sequence or 0)
+    if to.time is not None:
+        reading = admin.read(stream, filter_subjects=filters, start_time=to.time, last_sequence=last)
+        async with aclosing(reading):
+            first = await anext(reading, None)
+        sequence = first.sequence if first else last + 1
+    if sequence > last + 1:
+        raise InvalidPositionError(f"{stream} ends at {last}: an agent cannot go on at {sequence}")
+    ahead = await admin.count(stream, filter_subjects=filters, start_sequence=sequence)
+    return Reset(
+        steered=steered,
+        sequence=sequence,
+        again=max(0, ahead - info.num_pending),
+        passed_over=max(0, info.num_pending - ahead),
+        unsettled=info.num_ack_pending if sequence > info.ack_floor + 1 else 0,
+    )
+
+
+async def reset(admin: Admin, plan: Reset) -> int:
+    """Carry it out; returns how many notifications the agent has to settle now. Raises `BackendError`."""
+    steered = plan.steered
+    info = await admin.reset_consumer(steered.stream, steered.consumer, sequence=plan.sequence)
+    await consumer_records.move(
+        admin, app=steered.app, agent=steered.agent, stream=steered.stream, ack_floor=plan.sequence - 1
+    )
+    return info.num_pending + info.num_ack_pending  # a worker that waits is given some at once
+
+
+async def _exists(admin: Admin, stream: str, consumer: str) -> bool:
+    try:
+        await admin.consumer_info(stream, consumer)
+    except NotFoundError:
+        return False
+    return True
+
+
+async def _pause(admin: Admin, steered: Steered, until: datetime | None) -> None:
+    await admin.pause_consumer(steered.stream, steered.consumer, until=until)
+    with suppress(NotFoundError):  # made when its first worker starts
+        await admin.pause_consumer(RETRIES, steered.consumer, until=until)

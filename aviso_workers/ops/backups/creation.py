@@ -1,0 +1,259 @@
+"""Backups of streams that are in use, full ones and increments."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+
+import anyio.to_thread
+from msgspec import Struct
+
+from aviso_workers.backends import Admin
+from aviso_workers.config import Config
+from aviso_workers.errors import (
+    BackupError,
+    NotFoundError,
+    StreamReplacedError,
+    UnavailableError,
+    UnknownEventTypeError,
+)
+from aviso_workers.jetstream import metadata
+from aviso_workers.ops import aviso_admin
+from aviso_workers.ops.backups import archive, chains, completion, increments, s2
+from aviso_workers.ops.backups.archive import Entry
+from aviso_workers.ops.backups.encryption import Identities
+from aviso_workers.ops.backups.s2 import MalformedError, Pieces
+from aviso_workers.ops.backups.spools import Spool
+from aviso_workers.ops.backups.storage import Backup, Draft, Progress, find, ignore, locked_backups, place_of
+
+__all__ = ["Made", "create", "create_next", "named_streams"]
+
+
+class Made(Struct, frozen=True, kw_only=True):
+    """A backup that was made, and why it is a full one although an increment was asked for."""
+
+    backup: Backup
+    full_because: str = ""
+
+
+async def create(
+    admin: Admin,
+    stream: str,
+    to: Path,
+    *,
+    since: Backup | None = None,
+    encrypt_to: Sequence[str] = (),
+    identities: Identities | None = None,
+    earlier: Spool | None = None,
+    progress: Progress = ignore,
+) -> Backup:
+    """Back up a stream with its consumers into `<to>/<stream>/<time>`, while it is in use.
+
+    With `since`, a backup in `<to>/<stream>`, only what that one does not have is stored, and the two are restored as
+    one; the stream is read whole all the same, and compared. `encrypt_to` are public keys of age; `identities` are
+    needed where `since` is encrypted. `earlier` is an archive of the same stream, see `completion.spooled`: what
+    only it has is stored as well. Raises `StreamReplacedError` where the stream is not
+    the one that `since` is of, `BackupError` where `since` is damaged or the backup cannot be written,
+    `RefusedError` where it is to be encrypted and the server is older than 2.15, and `BackendError`; nothing of it
+    stays then.
+    """
+    if encrypt_to:
+        admin.connection.require_server(2, 15, to="encrypt a backup")
+    made = datetime.now(UTC)
+    place = place_of(to, stream, made)
+    server = admin.administration()
+    async with (
+        _opened_before(admin, stream, since, place, encrypt_to, identities) as before,
+        completion.snapshot(admin, stream, beside=to, encrypted=bool(encrypt_to), earlier=earlier) as snapshot,
+        aclosing(snapshot.chunks) as chunks,
+    ):
+        if metadata.is_unfinished(snapshot.config):
+            raise BackupError(f"{stream} is what a restore left that was interrupted: restore it again first")
+        if since and snapshot.state.last_sequence < since.state.last_sequence:
+            raise StreamReplacedError(
+                f"{stream} has {snapshot.state.last_sequence} as its last sequence, and {since.directory} has "
+                f"{since.state.last_sequence}: it was made again or has lost its end, and needs a full backup"
+            )
+
+        def write() -> Backup:
+            with Draft(place, encrypt_to=encrypt_to) as draft:
+                draft.write_all(_archive(stream, _arriving(chunks, progress), before, encrypted=bool(encrypt_to)))
+                return draft.finish(
+                    config=snapshot.config,
+                    state=snapshot.state,
+                    made=made,
+                    server_version=server.server_version,
+                    previous=chains.link_to(since) if since else None,
+                )
+
+        return await anyio.to_thread.run_sync(write)
+
+
+@asynccontextmanager
+async def _opened_before(
+    admin: Admin,
+    stream: str,
+    since: Backup | None,
+    place: Path,
+    encrypt_to: Sequence[str],
+    identities: Identities | None,
+) -> AsyncIterator[Iterator[Entry] | None]:
+    """The messages of the backup before, from the stream's first one on; None where there is no backup before.
+
+    A server gives up a snapshot that nobody takes for 5 seconds. So what has left the stream at its beginning, which
+    may be millions of messages, is read before the snapshot is asked for.
+    """
+    if since is None:
+        yield None
+        return
+    first = (await admin.stream_info(stream)).first_sequence
+    with ExitStack() as stack:
+        beside = locked_backups(since.directory.resolve().parent, alone=False)
+        await anyio.to_thread.run_sync(stack.enter_context, beside)
+        await anyio.to_thread.run_sync(lambda: _require_continuable(since, place, encrypt_to, identities))
+        entries = stack.enter_context(chains.opened_entries(since, identities))
+        yield await anyio.to_thread.run_sync(lambda: _from(first, entries))
+
+
+def _from(first: int, entries: Iterator[Entry]) -> Iterator[Entry]:
+    found = next((entry for entry in entries if entry.sequence >= first), None)
+    return chain([found] if found else [], entries)
+
+
+async def create_next(
+    admin: Admin,
+    stream: str,
+    to: Path,
+    *,
+    full_every_seconds: float | None = None,
+    encrypt_to: Sequence[str] = (),
+    identities: Identities | None = None,
+    earlier: Spool | None = None,
+    progress: Progress = ignore,
+) -> Made:
+    """Make an increment after the newest backup of a stream in `<to>/<stream>`, or a full backup where that cannot be.
+
+    A full one is made where there is none, where the last full one is older than `full_every_seconds`, where the newest
+    chain is damaged, where the stream is not the one that it is of, and where the server gave up while the two were
+    compared. Raises as `create` does otherwise.
+    """
+    since, why = await anyio.to_thread.run_sync(_newest_to_continue, to, stream, full_every_seconds)
+    if since:
+        try:
+            backup = await create(
+                admin,
+                stream,
+                to,
+                since=since,
+                encrypt_to=encrypt_to,
+                identities=identities,
+                earlier=earlier,
+                progress=progress,
+            )
+            return Made(backup=backup)
+        except (StreamReplacedError, UnavailableError) as error:
+            why = str(error)
+    backup = await create(
+        admin, stream, to, encrypt_to=encrypt_to, identities=identities, earlier=earlier, progress=progress
+    )
+    return Made(backup=backup, full_because=why)
+
+
+def _newest_to_continue(to: Path, stream: str, full_every_seconds: float | None) -> tuple[Backup | None, str]:
+    """The newest backup, where an increment can be made after it; otherwise why not."""
+    found = [each for each in find(to / stream, stream=stream) if each.record]
+    if not found:
+        return None, "there is none before it"
+    try:
+        links = chains.chain(found[-1])
+        chains.require_whole(found[-1])
+    except BackupError as error:
+        return None, str(error)
+    if not found[-1].of_entries:
+        return None, f"{found[-1].directory} was made by a nats-server before 2.15"
+    if len(links) == chains.MOST_LINKS:
+        return None, f"a chain has {chains.MOST_LINKS} backups at most"
+    age = datetime.now(UTC) - links[0].made
+    if full_every_seconds is not None and age.total_seconds() >= full_every_seconds:
+        return None, f"the last full one is of {links[0].made:%Y-%m-%dT%H:%M:%SZ}"
+    return found[-1], ""
+
+
+def _require_continuable(since: Backup, place: Path, encrypt_to: Sequence[str], identities: Identities | None) -> None:
+    """Raise `BackupError` where no increment can be made after a backup, or it would show what that one encrypts."""
+    if not since.record or not since.of_entries:
+        raise BackupError(f"{since.directory} was made by another program or an older server: make a full backup first")
+    if since.directory.resolve().parent != place.resolve().parent:
+        raise BackupError(f"{since.directory} does not lie in {place.parent}, where the increment would go")
+    if len(chains.chain(since)) == chains.MOST_LINKS:
+        raise BackupError(f"a chain has {chains.MOST_LINKS} backups at most: make a full one")
+    if since.encrypted and not encrypt_to:
+        raise BackupError(f"{since.directory} is encrypted: say to whom the increment is (--encrypt-to)")
+    chains.require_identities(since, identities)
+    chains.require_whole(since)
+
+
+def _archive(
+    stream: str, arriving: Iterator[bytes], before: Iterator[Entry] | None, *, encrypted: bool
+) -> Iterator[bytes]:
+    """What is stored of a server's archive. Nobody can read an encrypted one to see whether it is whole, so that is
+    looked at before.
+    """
+    if before is None:
+        yield from _read_meanwhile(arriving) if encrypted else arriving
+        return
+    try:
+        yield from s2.written(increments.encode(archive.entries(Pieces(arriving)), before))
+    except StreamReplacedError as error:
+        raise StreamReplacedError(f"{stream}: {error}; it needs a full backup") from error
+    except MalformedError as error:
+        raise BackupError(f"the server's archive of {stream} cannot be read: {error}") from error
+
+
+def _read_meanwhile(arriving: Iterator[bytes]) -> Iterator[bytes]:
+    seen: list[bytes] = []
+
+    def noted() -> Iterator[bytes]:
+        for piece in arriving:
+            seen.append(piece)
+            yield piece
+
+    try:
+        for _ in archive.entries(Pieces(noted())):
+            yield from seen
+            seen.clear()
+        yield from seen
+    except MalformedError as error:
+        raise BackupError(f"the server's archive cannot be read, and is not encrypted: {error}") from error
+
+
+def _arriving(chunks: AsyncGenerator[bytes, None], progress: Progress) -> Iterator[bytes]:
+    for chunk in completion.arriving(chunks):
+        progress(len(chunk))
+        yield chunk
+
+
+async def named_streams(admin: Admin, config: Config, names: Sequence[str]) -> list[str]:
+    """The streams of event types, or of that name; of no names, all streams that there are.
+
+    Raises `NotFoundError`, which says what there is.
+    """
+    present = await admin.stream_names()
+    if not names:
+        return sorted(present)
+    wanted = [_stream(config, name, present) for name in names]
+    if missing := [stream for stream in wanted if stream not in present]:
+        raise NotFoundError(f"no stream {', '.join(missing)}; there are: {', '.join(sorted(present)) or 'none'}")
+    return list(dict.fromkeys(wanted))
+
+
+def _stream(config: Config, name: str, present: Sequence[str]) -> str:
+    if name in present:
+        return name
+    try:
+        return aviso_admin.stream_of(config, name)
+    except UnknownEventTypeError:
+        return name

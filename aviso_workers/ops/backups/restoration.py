@@ -1,0 +1,268 @@
+"""Streams made of backups: where the original was lost, beside it under another name, and for a drill."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+import anyio
+import anyio.to_thread
+from msgspec import Struct
+
+from aviso_workers.backends import Admin
+from aviso_workers.errors import BackupError, NotFoundError
+from aviso_workers.jetstream import metadata, specs
+from aviso_workers.jetstream.info import SnapshotState, StreamConfig, StreamInfo
+from aviso_workers.jetstream.specs import LONGEST_NAME
+from aviso_workers.ops.backups import archive, chains, completion, consumer_entries
+from aviso_workers.ops.backups.encryption import Identities
+from aviso_workers.ops.backups.s2 import MalformedError, Pieces
+from aviso_workers.ops.backups.storage import Backup, Progress, ignore
+from aviso_workers.ops.backups.verification import Contents, read_contents, verify
+
+__all__ = [
+    "SCRATCH",
+    "STANDSTILL_SECONDS",
+    "Drill",
+    "Restored",
+    "drill",
+    "read_back",
+    "require_name",
+    "require_restorable",
+    "restore",
+    "taken",
+    "upload",
+]
+
+ENTRIES_SINCE = (2, 15)
+AT_WORK = ("mirror", "sources", "republish", "subject_transform")
+"""What a copy of a stream does not have, so that nothing changes it, and it changes nothing."""
+SCRATCH = "AVISO_DRILL_"
+CONSUMERS_SECONDS = 30.0
+"""A cluster makes a stream's consumers, and elects their leaders, a moment after the stream."""
+LOOK_SECONDS = 0.1
+STANDSTILL_SECONDS = 6.0
+"""A server gives a restore up after 5 s in which nothing came."""
+
+
+class Restored(Struct, frozen=True, kw_only=True):
+    stream: str
+    state: SnapshotState
+    """JetStream's state of the stream now."""
+    messages_before: int
+    """How many messages the stream had when it was backed up. A restore leaves out those that are too old by now for
+    its limits."""
+
+
+class Drill(Struct, frozen=True, kw_only=True):
+    """A backup beside a stream that was restored from it and read back."""
+
+    backup: Contents
+    restored: Contents
+
+    @property
+    def differences(self) -> list[str]:
+        """Empty where the restored stream is the same, message by message and consumer by consumer."""
+        found = [
+            f"{field}: {before} in the backup, {after} restored"
+            for field in ("messages", "first_sequence", "last_sequence", "sha256")
+            if (before := getattr(self.backup, field)) != (after := getattr(self.restored, field))
+        ]
+        consumers = sorted(self.backup.consumers.keys() | self.restored.consumers.keys())
+        return found + [
+            f"consumer {name}: not as it was"
+            for name in consumers
+            if self.backup.consumers.get(name) != self.restored.consumers.get(name)
+        ]
+
+
+async def restore(
+    admin: Admin,
+    backup: Backup,
+    *,
+    name: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    storage: str | None = None,
+    replicas: int | None = None,
+    identities: Identities | None = None,
+    progress: Progress = ignore,
+) -> Restored:
+    """Make the stream of a backup again, with its messages, sequences and consumers; an increment's from its chain.
+
+    Under another `name` it is a copy to look into: it has none of the original's subjects, mirrors or sources.
+    A `config` takes the place of the one that the backup has; `storage` is `file` or `memory`. Inside of
+    `async with app:`. Raises `BackupError` where the backup is damaged or there is such a stream, `RefusedError` where
+    the server is older than the backup's format needs, `BackendError`. Nothing is touched then, and what was begun is
+    removed. If this process is killed meanwhile, the stream stays half-made: marked, without subjects, and replaced by
+    the next `restore`.
+    """
+    require_name(name)
+    stream = name or backup.stream
+    wanted = dict(config or backup.config) if stream == backup.stream else _standing_still(backup.config, stream)
+    changes = {"storage": storage, "num_replicas": replicas}
+    wanted |= {field: value for field, value in changes.items() if value is not None}
+    await require_restorable(admin, backup, wanted, identities)
+    await _make_room(admin, wanted)
+    made = await upload(admin, backup, wanted, identities, progress)
+    return Restored(stream=stream, state=made.state, messages_before=backup.state.messages)
+
+
+async def drill(
+    admin: Admin, backup: Backup, *, identities: Identities | None = None, progress: Progress = ignore
+) -> Drill:
+    """Restore a backup into a stream that nobody else uses, read that back, compare the two, and delete it.
+
+    It takes as much room on the server as the original, and for a while as much here as the backup. Raises as
+    `restore` does, and `BackupError` for the archive of a nats-server before 2.15, which cannot be read here.
+    """
+    _require_reader(admin, backup)
+    chains.require_identities(backup, identities)
+    before = await anyio.to_thread.run_sync(lambda: verify(backup, identities=identities))
+    if before is None:
+        raise BackupError(f"{backup.archive} was made by a nats-server before 2.15, and cannot be read here to compare")
+    scratch = SCRATCH + uuid4().hex[:8].upper()
+    config = _standing_still(backup.config, scratch) | {"max_age": 0, "num_replicas": 1, "sealed": False}
+    config.pop("placement", None)
+    await upload(admin, backup, config, identities, progress)
+    try:
+        after = await read_back(admin, scratch)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await admin.delete_stream(scratch)
+    return Drill(backup=before, restored=after)
+
+
+def require_name(name: str | None) -> None:
+    """Raise `BackupError` for a name that no stream can have."""
+    if name is not None and not specs.is_name(name):
+        raise BackupError(
+            f"{name!r} is no name of a stream: it has 1 to {LONGEST_NAME} characters, none of them a blank, "
+            "a dot, a star, '>', a slash or a backslash"
+        )
+
+
+async def require_restorable(
+    admin: Admin, backup: Backup, config: Mapping[str, Any], identities: Identities | None
+) -> None:
+    """Raise `BackupError` where a backup is damaged or cannot be restored with this configuration, `RefusedError` where
+    the server is older than its format needs.
+    """
+    if not backup.of_entries and (config["name"], StreamConfig(config).storage) != (
+        backup.stream,
+        StreamConfig(backup.config).storage,
+    ):
+        raise BackupError(
+            f"{backup.archive} was made by a nats-server before 2.15: it restores as it was, and no other"
+        )
+    _require_reader(admin, backup)
+    chains.require_identities(backup, identities)
+    await anyio.to_thread.run_sync(_require_whole, backup)
+
+
+def _require_reader(admin: Admin, backup: Backup) -> None:
+    if backup.of_entries:
+        admin.connection.require_server(*ENTRIES_SINCE, to=f"restore {backup.directory}")
+
+
+def _require_whole(backup: Backup) -> None:
+    if backup.record is None:
+        verify(backup)  # nothing less would find a flipped bit
+    else:
+        chains.require_whole(backup)
+
+
+async def _make_room(admin: Admin, config: Mapping[str, Any]) -> None:
+    """Raise `BackupError` where the name or a subject is taken; by the rest of an interrupted restore, remove it."""
+    name = config["name"]
+    try:
+        found = await admin.stream_info(name)
+    except NotFoundError:
+        pass
+    else:
+        if not metadata.is_unfinished(found.config):
+            raise BackupError(
+                f"stream {name} exists, with {found.messages} messages: "
+                "restore under another name (--as NAME), or delete that stream first"
+            )
+        if metadata.is_of_set(found.config):
+            raise BackupError(f"stream {name} is of a set that is not whole yet: do `backup restore --all` again")
+        await anyio.sleep(STANDSTILL_SECONDS)
+        if (await admin.stream_info(name)).last_sequence != found.last_sequence:
+            raise BackupError(f"stream {name} is being restored by somebody else")
+        await admin.delete_stream(name)
+    if other := await taken(admin, StreamConfig(config).subjects):
+        raise BackupError(
+            f"{other} of {name}: restore under another name (--as NAME), which takes none, or delete that stream first"
+        )
+
+
+async def taken(admin: Admin, subjects: Iterable[str], *, besides: Container[str] = ()) -> str:
+    """Return the first part of a sentence on a stream, besides these, that has one of the subjects; empty for none.
+
+    Raises `BackendError`.
+    """
+    for subject in subjects:
+        if others := [name for name in await admin.stream_names(subject=subject) if name not in besides]:
+            return f"stream {others[0]} has the subjects {subject}"
+    return ""
+
+
+async def upload(
+    admin: Admin,
+    backup: Backup,
+    config: Mapping[str, Any],
+    identities: Identities | None,
+    progress: Progress,
+    *,
+    stays_unfinished: bool = False,
+) -> StreamInfo:
+    """Send a backup to a server that has no such stream; return the info of the stream that it made of it.
+
+    Where it `stays_unfinished`, it keeps its mark and has no subjects. Raises as `Administration.restore` does.
+    """
+    with chains.opened_upload(backup, identities, progress=progress) as file:
+
+        async def read(size: int) -> bytes:
+            return await anyio.to_thread.run_sync(file.read, size)
+
+        await admin.administration().restore(config, backup.state, read=read, stays_unfinished=stays_unfinished)
+    await _wait_for_consumers(admin, config["name"], backup, identities)
+    return await admin.stream_info(config["name"])
+
+
+async def _wait_for_consumers(admin: Admin, stream: str, backup: Backup, identities: Identities | None) -> None:
+    """Return when the server tells of all consumers that the backup holds and that do not end by themselves.
+
+    Raises `BackupError` where it does not: nobody knows then whether they are there.
+    """
+    stored = await anyio.to_thread.run_sync(consumer_entries.read, backup, identities)
+    lasting = {name for name, each in stored.items() if each.lasts}
+    deadline = anyio.current_time() + CONSUMERS_SECONDS
+    while missing := lasting - {each.name for each in await admin.consumers(stream)}:
+        if anyio.current_time() > deadline:
+            raise BackupError(
+                f"stream {stream} is restored, but not proven to have its consumers {', '.join(sorted(missing))}: the "
+                f"servers have told nothing of them for {CONSUMERS_SECONDS:.0f} s. Look with `aviso-workers streams "
+                "show` before workers start; where they are missing, delete the stream and restore it again"
+            )
+        await anyio.sleep(LOOK_SECONDS)
+
+
+async def read_back(admin: Admin, stream: str) -> Contents:
+    """Return what is in a stream now, as a backup of it would have it. None is made, and nothing goes to a disk.
+
+    Raises `BackendError`, and `BackupError` where what the server sends cannot be read.
+    """
+    async with admin.administration().snapshot(stream) as snapshot, aclosing(snapshot.chunks) as chunks:
+        in_memory = snapshot.config.storage == "memory"
+        entries = archive.entries(Pieces(completion.arriving(chunks)))
+        try:
+            return await anyio.to_thread.run_sync(lambda: read_contents(entries, in_memory=in_memory))
+        except MalformedError as error:
+            raise BackupError(f"the server's archive of {stream} cannot be read: {error}") from error
+
+
+def _standing_still(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in AT_WORK} | {"name": name, "subjects": [name]}

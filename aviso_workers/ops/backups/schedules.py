@@ -1,0 +1,212 @@
+"""Backups made again and again, by a process that a supervisor keeps running.
+
+Called by `backup create --every`. What is due follows from the backups in the directory alone: a stream is backed up
+where its newest backup is as old as the interval, and all streams are as a set where the newest whole set is. So a
+process that is started again goes on where the one before it was, and one that is started beside another by mistake
+finds nothing to do. One process at a time backs up into a directory. What fails is tried again within a minute, for as
+long as it takes, and each failure says how old the newest backup is; a server that is away and a disk that is full may
+come back. What the command was told wrongly is found before the first round.
+
+Where only some streams of a set cannot be backed up, the backups of the others are whole, and stay. So that they do not
+fill the disk each next attempt waits twice as long, up to the interval, and nothing is removed until there is a set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import structlog
+from msgspec import Struct
+
+from aviso_workers.backends import Admin
+from aviso_workers.config import Config
+from aviso_workers.errors import BackendError, BackupError
+from aviso_workers.ops.backups import chains, sets
+from aviso_workers.ops.backups.creation import Made, named_streams
+from aviso_workers.ops.backups.retention import Keep, prune
+from aviso_workers.ops.backups.set_creation import MadeSet, create_set
+from aviso_workers.ops.backups.spools import Spool
+from aviso_workers.ops.backups.storage import Backup, exclusive
+
+__all__ = ["Schedule", "keep_backing_up"]
+
+log = structlog.get_logger("aviso_workers")
+
+AGAIN_SECONDS = 60.0
+"""After what failed, unless backups are made more often."""
+
+Connect = Callable[[], AbstractAsyncContextManager[Admin]]
+Make = Callable[[Admin, str, Spool | None], Awaitable[Made]]
+"""Makes one backup of a stream, with what an earlier snapshot of it had."""
+
+
+class Schedule(Struct, frozen=True, kw_only=True):
+    """What is backed up, where to, and how often."""
+
+    names: Sequence[str]
+    """Event types or streams; of none, all streams as a set."""
+    to: Path
+    every_seconds: float
+    keep: Keep = Keep()
+    encrypted: bool
+    """Whether the backups are, so that nothing may lie on the disk in the clear."""
+
+    @property
+    def again_seconds(self) -> float:
+        return min(AGAIN_SECONDS, self.every_seconds)
+
+
+async def keep_backing_up(schedule: Schedule, config: Config, connect: Connect, make: Make) -> None:
+    """Back up what is due, and wait, until it is cancelled. Each round has a connection of its own."""
+    log.info("backup.schedule_started", directory=str(schedule.to), every_seconds=schedule.every_seconds)
+    scheduled = _Streams(schedule, config, make) if schedule.names else _Set(schedule, make)
+    while True:
+        wait_seconds = await _round(schedule, connect, scheduled)
+        await anyio.sleep(max(0.0, wait_seconds))  # one that took longer than the interval is due again at once
+
+
+async def _round(schedule: Schedule, connect: Connect, scheduled: _Streams | _Set) -> float:
+    """Back up what is due; returns in how many seconds something is due again."""
+    try:
+        with exclusive(schedule.to):
+            async with connect() as admin:
+                return await scheduled.back_up(admin)
+    except BlockingIOError:
+        log.info("backup.left_to_another", directory=str(schedule.to))
+    except (BackendError, BackupError) as error:
+        _say_failed(error, scheduled.newest(), schedule.again_seconds)
+    return schedule.again_seconds
+
+
+class _Streams:
+    """Backups of single streams, each of which is due by itself."""
+
+    def __init__(self, schedule: Schedule, config: Config, make: Make) -> None:
+        self._schedule = schedule
+        self._config = config
+        self._make = make
+
+    def newest(self, stream: str | None = None) -> datetime | None:
+        """Return when the newest backup was made."""
+        to = self._schedule.to
+        return chains.newest(to / stream if stream else to, stream=stream)
+
+    async def back_up(self, admin: Admin) -> float:
+        """Back up the streams that are due; return in how many seconds one is due again."""
+        names = await named_streams(admin, self._config, self._schedule.names)
+        return min([await self._back_up(admin, each) for each in names])
+
+    async def _back_up(self, admin: Admin, stream: str) -> float:
+        if (wait := await self._due_in(stream)) > 0:
+            return wait
+        try:
+            made = await self._make(admin, stream, None)
+            _say_made(stream, made)
+            await _prune(self._schedule, stream)
+        except (BackendError, BackupError) as error:  # the others are backed up all the same
+            _say_failed(error, self.newest(stream), self._schedule.again_seconds, stream=stream)
+            return self._schedule.again_seconds
+        return await self._due_in(stream)
+
+    async def _due_in(self, stream: str) -> float:
+        return _due_in(await anyio.to_thread.run_sync(self.newest, stream), self._schedule.every_seconds)
+
+
+class _Set:
+    """Sets of all streams."""
+
+    def __init__(self, schedule: Schedule, make: Make) -> None:
+        self._schedule = schedule
+        self._make = make
+        self._again_seconds = schedule.again_seconds
+        """After an attempt that makes no set."""
+
+    def newest(self) -> datetime | None:
+        """Return when the newest set that is whole was begun. One of a time to come counts for nothing."""
+        found = sets.newest(self._schedule.to, until=datetime.now(UTC))
+        return found.written.made if found else None
+
+    async def back_up(self, admin: Admin) -> float:
+        """Make a set if one is due; return in how many seconds one is due again.
+
+        Raises what cannot be mended by another attempt, as a key that cannot be used, and what no set can be begun for.
+        """
+        if (wait := await self._due_in()) > 0:
+            return wait
+
+        async def back_up(stream: str, earlier: Spool | None) -> Backup:
+            made = await self._make(admin, stream, earlier)
+            _say_made(stream, made)
+            return made.backup
+
+        made = await create_set(admin, self._schedule.to, back_up, encrypted=self._schedule.encrypted)
+        if made.file is None:
+            return self._failed_again(made)
+        self._again_seconds = self._schedule.again_seconds
+        log.info("backup.set_made", file=str(made.file), streams=len(made.backups))
+        for backup in made.backups:
+            try:
+                await _prune(self._schedule, backup.stream)
+            except BackupError as error:  # the set is made all the same
+                _say_failed(error, self.newest(), await self._due_in(), stream=backup.stream)
+        return await self._due_in()
+
+    def _failed_again(self, made: MadeSet) -> float:
+        for failure in made.failures:
+            if not isinstance(failure, BackendError | BackupError):
+                raise failure
+        wait = self._again_seconds
+        if made.backups:
+            self._again_seconds = min(2 * wait, self._schedule.every_seconds)
+        why = "; ".join(map(str, made.failures))
+        _say_failed(BackupError(f"no set was made: {why}"), self.newest(), wait)
+        return wait
+
+    async def _due_in(self) -> float:
+        return _due_in(await anyio.to_thread.run_sync(self.newest), self._schedule.every_seconds)
+
+
+def _due_in(made: datetime | None, every_seconds: float) -> float:
+    if made is None:
+        return 0.0
+    return (made + timedelta(seconds=every_seconds) - datetime.now(UTC)).total_seconds()
+
+
+async def _prune(schedule: Schedule, stream: str) -> None:
+    """Remove old backups of a stream. Raises `BackupError`."""
+    pruned = await anyio.to_thread.run_sync(prune, schedule.to, stream, schedule.keep)
+    for removed in pruned.removed:
+        log.info("backup.removed", stream=stream, directory=str(removed.directory))
+    for found in pruned.damaged:
+        log.error("backup.damaged", stream=stream, error=found)
+
+
+def _say_made(stream: str, made: Made) -> None:
+    backup = made.backup
+    log.info(
+        "backup.made",
+        stream=stream,
+        directory=str(backup.directory),
+        messages=backup.state.messages,
+        bytes=backup.size,
+        after=backup.previous.directory if backup.previous else None,
+        full_because=made.full_because or None,
+    )
+
+
+def _say_failed(
+    error: Exception, newest: datetime | None, again_in_seconds: float, *, stream: str | None = None
+) -> None:
+    log.error(
+        "backup.failed",
+        stream=stream,
+        error=str(error),
+        newest=newest.isoformat(timespec="seconds") if newest else None,
+        newest_age_seconds=round((datetime.now(UTC) - newest).total_seconds()) if newest else None,
+        again_in_seconds=again_in_seconds,
+    )

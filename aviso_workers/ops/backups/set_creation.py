@@ -1,0 +1,113 @@
+"""All streams of an account backed up as one set, while they are in use.
+
+Called by `backup create --all`. `set_order` says in which order, and why a restored set repeats and never skips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from aviso_workers.backends import Admin
+from aviso_workers.errors import AvisoWorkersError, BackupError, NotFoundError
+from aviso_workers.jetstream.specs import UNREADABLE
+from aviso_workers.ops.backups import completion, set_order, sets
+from aviso_workers.ops.backups.restoration import SCRATCH
+from aviso_workers.ops.backups.sets import Member, Written
+from aviso_workers.ops.backups.spools import Spool
+from aviso_workers.ops.backups.storage import Backup
+
+__all__ = ["MadeSet", "create_set"]
+
+BackUp = Callable[[str, Spool | None], Awaitable[Backup]]
+"""Makes the backup of a stream, with what an earlier snapshot of it had."""
+
+
+class MadeSet(Struct, frozen=True, kw_only=True):
+    """What became of a set."""
+
+    file: Path | None
+    """None where it is not whole: then it is no set, and the backups that were made are backups of single streams."""
+    failures: list[AvisoWorkersError]
+    backups: list[Backup]
+    """Those that were made."""
+
+
+async def create_set(admin: Admin, to: Path, back_up: BackUp, *, encrypted: bool) -> MadeSet:
+    """Back up all streams of the account, in an order that fits, and write down that they belong together.
+
+    Where one fails the others are backed up all the same, and there is no set. `encrypted`: what `back_up` makes is, so
+    nothing may lie on the disk in the clear. Raises `BackupError` where there are no
+    streams, there is no such order or `to` cannot be written, `RefusedError` where the server is older than 2.15, and
+    `BackendError`.
+    """
+    admin.connection.require_server(2, 15, to="back up all streams as a set")
+    made = datetime.now(UTC)
+    with sets.Draft(to, made) as draft:
+        before = await _streams(admin)
+        if not before:
+            raise BackupError("the account has no streams that could be backed up as a set")
+        positions = {
+            stream: {consumer.name: consumer.ack_floor for consumer in await admin.consumers(stream)}
+            for stream in before
+        }
+        configs = {stream: config for stream, (_, config) in before.items()}
+        failures: list[AvisoWorkersError] = []
+        backups: list[Backup] = []
+        async with AsyncExitStack() as stack:
+            earlier = {
+                stream: await stack.enter_async_context(
+                    completion.spooled(admin, stream, beside=to, encrypted=encrypted)
+                )
+                for stream in set_order.twice(configs)
+            }
+            for stream in set_order.order(configs):
+                try:
+                    backup = await back_up(stream, earlier.get(stream))
+                except AvisoWorkersError as error:
+                    failures.append(error)
+                else:
+                    backups.append(backup)
+        if changed := _changed(before, await _streams(admin)):
+            failures.append(BackupError(f"the backups are no set, because meanwhile {changed}: make it again"))
+        if failures:
+            return MadeSet(file=None, failures=failures, backups=backups)
+        members = [
+            Member(stream=each.stream, directory=f"{each.stream}/{each.directory.name}", made=each.made)
+            for each in backups
+        ]
+        finished = Written(made=made, finished=datetime.now(UTC), members=members, positions=positions)
+        return MadeSet(file=draft.finish(finished), failures=[], backups=backups)
+
+
+async def _streams(admin: Admin) -> dict[str, tuple[datetime | None, dict[str, Any]]]:
+    """Return when each stream was created, and its configuration. Raises `BackupError` where not all can be known."""
+    found = {}
+    for name in await admin.stream_names():
+        if name == UNREADABLE:
+            raise BackupError(
+                "the server cannot read all of its streams (JS042), so a set of those that it knows is not whole"
+            )
+        if name.startswith(SCRATCH):
+            continue
+        try:
+            info = await admin.stream_info(name)
+        except NotFoundError:
+            continue
+        found[name] = (info.created, dict(info.config))
+    return found
+
+
+def _changed(
+    before: dict[str, tuple[datetime | None, dict[str, Any]]], after: dict[str, tuple[datetime | None, dict[str, Any]]]
+) -> str:
+    """Return which streams came or went meanwhile; empty where none did."""
+    came = sorted(name for name in after if name not in before or after[name][0] != before[name][0])
+    went = sorted(before.keys() - after.keys())
+    told = [f"{', '.join(names)} {verb}" for names, verb in ((came, "was created"), (went, "was deleted")) if names]
+    return " and ".join(told)

@@ -1,0 +1,133 @@
+"""Whether a backup is what it was when it was made: all of it read, and counted."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from aviso_workers.aviso.codec import UNREADABLE_JSON
+from aviso_workers.errors import BackupError
+from aviso_workers.jetstream.info import ConsumerState, SnapshotState, StreamConfig
+from aviso_workers.ops.backups import archive, chains, s2
+from aviso_workers.ops.backups.archive import Entry
+from aviso_workers.ops.backups.encryption import Identities
+from aviso_workers.ops.backups.s2 import MalformedError
+from aviso_workers.ops.backups.storage import Backup, Counted, Progress, damage, ignore, opened
+
+__all__ = ["Contents", "read_contents", "verify"]
+
+
+class Contents(Struct, frozen=True, kw_only=True):
+    """What is in an archive."""
+
+    state: SnapshotState
+    """JetStream's state of the stream, as the archive has it."""
+    messages: int
+    bytes: int
+    """As a server counts them."""
+    first_sequence: int
+    """0 where there are no messages."""
+    last_sequence: int
+    consumers: Mapping[str, ConsumerState]
+    """JetStream's state of each: what is delivered, acked and pending."""
+    sha256: str
+    """Of the messages, with subject, headers, sequence and time."""
+
+    @property
+    def missing(self) -> int:
+        """Messages that were in the stream when the snapshot began, and were deleted or expired while it was taken."""
+        return self.state.messages - self.messages
+
+
+class _Consumer(Struct, frozen=True):
+    """The entry of a consumer; its configuration is left out."""
+
+    state: dict[str, Any]
+
+
+def verify(backup: Backup, *, identities: Identities | None = None, progress: Progress = ignore) -> Contents | None:
+    """Read all of a backup and count what is in it; with the backups before it, where it is an increment. It takes
+    seconds for a million messages.
+
+    None where only the files can be verified: against their digests, and the links of a chain against each other. That
+    is so where a nats-server before 2.15 made the archive, and where it is encrypted and there are no identities.
+    Raises `BackupError` where anything is damaged, missing or too much.
+    """
+    if found := damage(backup):
+        raise BackupError(f"{backup.directory} is damaged: {found}")
+    if not backup.of_entries:
+        with opened(backup) as file:
+            for _ in s2.decompressed(Counted(file, progress)):
+                pass
+        return None
+    if identities is None and any(link.encrypted for link in chains.chain(backup)):
+        chains.require_whole(backup)
+        return None
+    with chains.opened_entries(backup, identities, progress=progress) as entries:
+        try:
+            contents = read_contents(entries, in_memory=StreamConfig(backup.config).storage == "memory")
+        except MalformedError as error:
+            raise BackupError(f"{backup.archive} is damaged: {error}") from error
+    if contradiction := _contradiction(backup, contents):
+        raise BackupError(f"{backup.directory} is damaged: {contradiction}")
+    return contents
+
+
+def read_contents(entries: Iterator[Entry], *, in_memory: bool) -> Contents:
+    """Return what an archive of these entries holds. Raises `MalformedError`."""
+    try:
+        return _read_contents(entries, in_memory=in_memory)
+    except UNREADABLE_JSON as error:
+        raise MalformedError(f"an entry cannot be read: {error}") from error
+
+
+def _read_contents(entries: Iterator[Entry], *, in_memory: bool) -> Contents:
+    head = next(entries, None)
+    if head is None or head.name != archive.STATE:
+        raise MalformedError("it does not begin with the stream's state")
+    consumers: dict[str, ConsumerState] = {}
+    messages = size = first = last = 0
+    sha256 = hashlib.sha256()
+    for entry in entries:
+        if not entry.sequence:
+            if messages or not entry.name.startswith(archive.CONSUMERS):
+                raise MalformedError(f"it has an unknown entry {entry.name.decode(errors='replace')!r}")
+            consumer = msgspec.json.decode(entry.body, type=_Consumer)
+            consumers[entry.name.removeprefix(archive.CONSUMERS).decode()] = ConsumerState(consumer.state)
+            continue
+        entry.name.decode()  # a subject is text
+        if entry.sequence <= last:
+            raise MalformedError(f"message {entry.sequence} comes after message {last}")
+        first, last = first or entry.sequence, entry.sequence
+        messages += 1
+        size += archive.stored_bytes(entry, in_memory=in_memory)
+        sha256.update(entry.raw)
+    state = msgspec.json.decode(head.body)
+    msgspec.convert(state, archive.StreamState)
+    return Contents(
+        state=SnapshotState(state),
+        messages=messages,
+        bytes=size,
+        first_sequence=first,
+        last_sequence=last,
+        consumers=consumers,
+        sha256=sha256.hexdigest(),
+    )
+
+
+def _contradiction(backup: Backup, found: Contents) -> str:
+    """What the archive says of itself that is not so. Of a stream in use, messages may go while it is read."""
+    state = found.state
+    if len(found.consumers) != state.consumers:
+        return f"it has {len(found.consumers)} consumers of {state.consumers}"
+    if found.missing < 0 or found.last_sequence > state.last_sequence:
+        return f"it has {found.messages} messages up to {found.last_sequence}, and says {state.messages}"
+    if not found.missing and found.bytes != state.bytes:
+        return f"its messages have {found.bytes} bytes of {state.bytes}"
+    if state.last_sequence < backup.state.last_sequence:
+        return "backup.json is of a later backup"
+    return ""

@@ -1,0 +1,177 @@
+"""What a server knows of the agents of a whole deployment, whether anybody runs them or not.
+
+Consumers are asked for by stream and some hundreds at a time, and counts are those of a stream's subjects: a handful of
+requests, however many agents there are. An agent is known by its durable consumer, `<app>__<agent>`. A stream that does
+not exist has nothing to tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from msgspec import Struct
+
+from aviso_workers.backends import Admin, ConsumerInfo
+from aviso_workers.config import Config, streams
+from aviso_workers.declare import agents as agents_
+from aviso_workers.engine import attempts, consumer_records, dead_letter_store, delayed_messages, max_deliveries
+from aviso_workers.engine.consumer_records import ConsumerRecord
+from aviso_workers.errors import NotFoundError, UndecodableError
+
+__all__ = [
+    "DEAD_LETTERS",
+    "ConsumerInfo",
+    "ConsumerRecord",
+    "RunAlone",
+    "agent_of",
+    "agents",
+    "dead_letters",
+    "given_up",
+    "missing",
+    "part_used",
+    "records",
+    "run_alone",
+    "streams_of",
+    "why_none",
+]
+
+
+DEAD_LETTERS = dead_letter_store.STREAM
+"""The stream of the dead letters of all apps."""
+
+
+class RunAlone(Struct, frozen=True, kw_only=True):
+    """A notification during whose handling a worker process has ended, so that it is run alone now."""
+
+    app: str
+    agent: str
+    stream: str
+    sequence: int
+
+
+LETTER_WORDS = dead_letter_store.SUBJECT.count(".") + 3
+"""Of the subject of a dead letter."""
+
+
+def streams_of(config: Config) -> list[str]:
+    """The streams that agents read, and what works for them: those of the configured event types, and our own."""
+    event_types = config.notification_schema.items()
+    of_events = [streams.event_stream(name, event_type, config).name for name, event_type in event_types]
+    return [*of_events, dead_letter_store.RETRIES, max_deliveries.STREAM, delayed_messages.STREAM]
+
+
+async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInfo]:
+    """By app and agent, the consumers of a stream that are agents'. Raises `BackendError`."""
+    try:
+        consumers = await admin.consumers(stream)
+    except NotFoundError:
+        return {}
+    return {found: consumer for consumer in consumers if (found := agent_of(consumer.name))}
+
+
+async def records(admin: Admin) -> dict[tuple[str, str], ConsumerRecord]:
+    """What workers recorded of agents' consumers, by stream and consumer. Raises `BackendError`."""
+    stored = await consumer_records.stored(admin)
+    return {(stream, agents_.durable_name(owner, agent)): record for (owner, agent, stream), record in stored.items()}
+
+
+async def missing(
+    admin: Admin, stream: str, records: Mapping[tuple[str, str], ConsumerRecord]
+) -> dict[tuple[str, str], ConsumerRecord]:
+    """By app and agent, those records of which the consumer is gone, while the stream is the same one and no operator
+    has removed the consumer.
+
+    Raises `BackendError`.
+    """
+    recorded = {key: record for key, record in records.items() if key[0] == stream}
+    if not recorded:
+        return {}
+    try:
+        created = (await admin.stream_info(stream)).created
+        there = {consumer.name for consumer in await admin.consumers(stream)}
+    except NotFoundError:
+        return {}
+    return {
+        agent: record
+        for (_, consumer), record in recorded.items()
+        if record.holds_for(created) and consumer not in there and (agent := agent_of(consumer))
+    }
+
+
+def why_none(record: ConsumerRecord | None) -> str:
+    """Return why an agent has no consumer, where that is as it should be: it is none of `missing`."""
+    if record is None:
+        return "no worker has ever made its consumer"
+    time, settled = record.time.isoformat(timespec="seconds"), f"sequence {record.ack_floor}"
+    if record.removed:
+        return f"its consumer was removed by an operator at {time}, when everything up to {settled} was settled"
+    return f"its stream was made anew since {time}, when everything up to {settled} of the former one was settled"
+
+
+async def run_alone(admin: Admin, among: Collection[str]) -> list[RunAlone]:
+    """Return the notifications that are run alone, because a worker process ended while they were handled.
+
+    `among` are the streams that there are; those of the failure counts are looked into. Raises `BackendError`.
+    """
+    found: list[RunAlone] = []
+    for stream in sorted(among):
+        if owner := attempts.app_of(stream):
+            for subject in await _subject_counts(admin, stream, attempts.BEGAN_SUBJECT):
+                began = await admin.last_message(stream, subject)
+                if began is not None and began.data == attempts.ALONE:
+                    try:
+                        agent, of_stream, sequence = attempts.parse_began(subject)
+                    except UndecodableError:
+                        continue  # no worker has written it
+                    found.append(RunAlone(app=owner, agent=agent, stream=of_stream, sequence=sequence))
+    return found
+
+
+async def part_used(admin: Admin, stream: str) -> float | None:
+    """How much of the nearest limit a stream uses that refuses what is new when it is full.
+
+    None where it has no limit, discards what is old, or does not exist. Raises `BackendError`.
+    """
+    try:
+        info = await admin.stream_info(stream)
+    except NotFoundError:
+        return None
+    if info.config.discard != "new":
+        return None
+    return info.part_used
+
+
+async def dead_letters(admin: Admin) -> dict[tuple[str, ...], int]:
+    """By app and agent, how many dead letters are kept. Raises `BackendError`."""
+    counts = await _subject_counts(admin, dead_letter_store.STREAM)
+    return {
+        (words[-2], words[-1]): count
+        for subject, count in counts.items()
+        if len(words := subject.split(".")) == LETTER_WORDS  # else it is the first part of a large one
+    }
+
+
+async def given_up(admin: Admin) -> dict[tuple[str, ...], int]:
+    """By app, agent and stream, how often the server gave a notification up. Raises `BackendError`.
+
+    It does when the worker died on each of the deliveries that there can be; told are the last days' cases.
+    """
+    counts = await _subject_counts(admin, max_deliveries.STREAM)
+    return {
+        (*found, subject.split(".")[-2]): count
+        for subject, count in counts.items()
+        if (found := agent_of(subject.split(".")[-1]))
+    }
+
+
+async def _subject_counts(admin: Admin, stream: str, subject: str = ">") -> dict[str, int]:
+    try:
+        return await admin.subject_counts(stream, subject=subject)
+    except NotFoundError:
+        return {}
+
+
+def agent_of(consumer: str) -> tuple[str, str] | None:
+    """App and agent of a durable consumer; None where it is nobody's agent."""
+    app, between, agent = consumer.partition("__")
+    return (app, agent) if app and between and agent else None

@@ -1,0 +1,168 @@
+"""What the doctor says, as text for people, JSON, gauges for Prometheus, and a line for Nagios and its like."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from aviso_workers.events import Measured
+from aviso_workers.ops.doctor import Report
+from aviso_workers.ops.doctor.judgements import Finding, Result, State
+from aviso_workers.worker.metrics import render_gauges
+
+__all__ = ["document", "gauges", "measured", "nagios", "text"]
+
+NAGIOS = {State.PASS: "OK", State.SKIP: "OK", State.WARN: "WARNING", State.FAIL: "CRITICAL"}
+MOST_FINDINGS = 10
+"""That are shown of one check as text."""
+
+
+def text(report: Report) -> Iterator[str]:
+    """Line by line, what is worst first."""
+    yield f"nats-server {report.server}: {_totals(report)}"
+    for result in report.results:
+        if result.state >= State.WARN:
+            yield from _told(result)
+    yield ""
+    for reason, codes in _skipped(report).items():
+        yield f"SKIP {' '.join(codes)}: {reason}"
+    for result in report.results:
+        if result.state is State.PASS:
+            yield f"PASS {result.check.code} {result.check.title}"
+    if report.standings:
+        yield ""
+        yield "What is lost with a server, its disk or its power:"
+    for standing, streams in _standings(report).items():
+        yield f"  {', '.join(streams)}: {standing}"
+
+
+def document(report: Report) -> dict[str, Any]:
+    """All of it, for programs."""
+    return {
+        "server": report.server,
+        "state": report.state.name,
+        "checks": [
+            {
+                "code": result.check.code,
+                "title": result.check.title,
+                "state": result.state.name,
+                "why": result.check.why,
+                "docs": result.check.anchor,
+                "findings": [_finding(finding) for finding in result.findings],
+            }
+            for result in report.results
+        ],
+        "durability": {standing.stream: str(standing) for standing in report.standings},
+    }
+
+
+def gauges(report: Report) -> bytes:
+    """In Prometheus' text format."""
+    return render_gauges(measured(report))
+
+
+def measured(report: Report) -> list[Measured]:
+    """What Prometheus is told; labels are codes and states, never a stream."""
+    states: dict[tuple[str, ...], float] = {
+        (result.check.code, state.name.lower()): float(result.state is state)
+        for result in report.results
+        for state in State
+    }
+    findings: dict[tuple[str, ...], float] = {
+        (result.check.code, state.name.lower()): float(sum(finding.state is state for finding in result.findings))
+        for result in report.results
+        for state in (State.WARN, State.FAIL)
+    }
+    return [
+        Measured(
+            name="aviso_doctor_check",
+            help="What became of a check: 1 for the state that it is in.",
+            labels=("code", "state"),
+            values=states,
+        ),
+        Measured(
+            name="aviso_doctor_findings",
+            help="How much a check found wrong.",
+            labels=("code", "state"),
+            values=findings,
+        ),
+        Measured(
+            name="aviso_doctor_last_run_timestamp_seconds",
+            help="When the doctor was here.",
+            labels=(),
+            values={(): datetime.now(UTC).timestamp()},
+        ),
+    ]
+
+
+def nagios(report: Report) -> str:
+    """One line: the state, what is worst, and the totals as performance data."""
+    worst = [
+        f"{result.check.code} {_place(finding)}"
+        for result in report.results
+        if result.state >= State.WARN
+        for finding in result.findings[:1]
+    ]
+    said = "; ".join(worst[:MOST_FINDINGS]).replace("|", "/")
+    totals = " ".join(f"{state.name.lower()}={_count(report, state)}" for state in sorted(State, reverse=True))
+    return f"AVISO-WORKERS {NAGIOS[report.state]} - {said or 'nothing found'} | {totals}"
+
+
+def _told(result: Result) -> Iterator[str]:
+    wrong = [finding for finding in result.findings if finding.state is not State.SKIP]
+    first, *others = wrong[:MOST_FINDINGS]
+    yield ""
+    yield f"{result.state.name} {result.check.code} {_place(first)}"
+    yield f"     Expected: {result.check.title}."
+    yield f"     Why: {result.check.why} ({result.check.anchor})"
+    yield f"       -> {first.cure}"
+    cure = first.cure
+    for finding in others:
+        yield f"  {finding.state.name if finding.state else ''} {_place(finding)}"
+        if finding.cure != cure:
+            yield f"       -> {finding.cure}"
+        cure = finding.cure
+    if (more := len(wrong) - MOST_FINDINGS) > 0:
+        yield f"  and {more} more: --format json shows all"
+
+
+def _skipped(report: Report) -> dict[str, list[str]]:
+    """By reason, the codes of what could not be looked at."""
+    reasons = defaultdict[str, list[str]](list)
+    for result in report.results:
+        for reason in dict.fromkeys(_place(finding) for finding in result.findings if finding.state is State.SKIP):
+            reasons[reason].append(result.check.code)
+    return reasons
+
+
+def _standings(report: Report) -> dict[str, list[str]]:
+    """By what they stand, the streams."""
+    found = defaultdict[str, list[str]](list)
+    for standing in report.standings:
+        found[str(standing)].append(standing.stream)
+    return found
+
+
+def _totals(report: Report) -> str:
+    return ", ".join(f"{_count(report, state)} {state.name}" for state in sorted(State, reverse=True))
+
+
+def _count(report: Report, state: State) -> int:
+    return sum(result.state is state for result in report.results)
+
+
+def _place(finding: Finding) -> str:
+    return f"{finding.where}: {finding.found}" if finding.where else finding.found
+
+
+def _finding(finding: Finding) -> dict[str, str]:
+    return {
+        "state": finding.state.name if finding.state else "",
+        "where": finding.where,
+        "stream": finding.stream,
+        "consumer": finding.consumer,
+        "found": finding.found,
+        "cure": finding.cure,
+    }

@@ -1,0 +1,15 @@
+"""Erasing notifications for good, as data protection asks for it: found wherever a server keeps them, erased there,
+and looked for again.
+
+Called by the command `erase`; `backup cleanse` goes by the same rules and by the record that an erasure leaves.
+`copies` says which messages are copies of what is to be erased, `suspects` which tables, windows and counters may hold
+something of it, `deletion` paces the deletions, `records` writes what was done, and `erase` puts them together.
+"""
+
+from __future__ import annotations
+
+from aviso_workers.ops.erasure.erase import ELSEWHERE, INDEX_WITHIN, Eraser, Survey, Unreached
+from aviso_workers.ops.erasure.records import Finding, Record
+from aviso_workers.ops.erasure.suspects import Suspect
+
+__all__ = ["ELSEWHERE", "INDEX_WITHIN", "Eraser", "Finding", "Record", "Survey", "Suspect", "Unreached"]

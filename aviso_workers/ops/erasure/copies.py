@@ -1,0 +1,186 @@
+"""Which messages are copies of the notifications that are to be erased.
+
+Copies are recognised by what they say of themselves, not by the original, so that an erasure that was broken off can be
+repeated, and so that a backup can be cleansed without a server. A message that a mirror, a restore or a copy of a
+stream has kept has the sequence and the store time of its original; in a stream that was made again the same sequence
+has another time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from aviso_workers.aviso import schema, topics
+from aviso_workers.aviso.codec import Message, NotificationReader
+from aviso_workers.aviso.schema import EventType
+from aviso_workers.engine import dead_letter_store, delayed_messages
+from aviso_workers.engine.dead_letter_store import DeadLetter
+from aviso_workers.errors import UndecodableError
+from aviso_workers.jetstream.info import StreamConfig
+
+__all__ = ["CARRYING", "Matches", "Wanted", "carrier", "original_in", "relation"]
+
+SOURCE = "Nats-Stream-Source"
+CLOCKS_DIFFER_NS = 60_000_000_000
+"""By so much, at most, the clocks of two servers."""
+
+Matches = Callable[[Message], bool]
+Original = tuple[str, Message]
+"""The stream of an original, and the message that it was there."""
+
+
+class Wanted:
+    """The notifications that are to be erased: those that `where` lets through, or the one of a `sequence`.
+
+    Raises `InvalidIdentifierError`.
+    """
+
+    def __init__(
+        self, name: str, event_type: EventType, *, where: Mapping[str, Any], sequence: int | None = None
+    ) -> None:
+        self.event_type = name
+        self.where = schema.parse_where(name, event_type, where)
+        self.stream = topics.stream_name(schema.topic_of(name, event_type).base)
+        self.fields = sorted(where)
+        self.sequence = sequence
+        self._reader = NotificationReader(name, event_type, where=self.where)
+
+    @property
+    def subjects(self) -> str:
+        """The subjects of all notifications of their event type."""
+        return f"{topics.encode_token(self.where.topic.base)}.>"
+
+    def matches(self, original: Message) -> bool:
+        """Whether it is one of them, as a message of their own stream."""
+        if self.sequence is not None:
+            return original.sequence == self.sequence
+        return self._reader.matches(original)
+
+    def carried_by(self, stream: str) -> Matches:
+        """Whether a message of one of the streams in `CARRYING`, or a copy of it, carries one of them."""
+
+        def matches(message: Message) -> bool:
+            found = CARRYING[stream](message)
+            return found is not None and found[0] == self.stream and self.matches(found[1])
+
+        return matches
+
+    def is_copy(self, stream: str, message: Message) -> bool:
+        """Whether a message of a stream is one of them or a copy of one, by what it says of itself alone."""
+        original = original_in(stream, message)
+        if original is not None and original[0] == self.stream:
+            message = original[1]
+        elif stream in CARRYING:
+            return False
+        return self.matches(message)
+
+    def kept_in(self, stream: str, known: Mapping[int, int]) -> Matches:
+        """Whether a message of a stream that copies nothing now is one of those that were found, or would have been.
+
+        `known` has the store time of those that were found by their sequence.
+        """
+
+        def matches(message: Message) -> bool:
+            if self.sequence is None and self.is_copy(stream, message):
+                return True
+            return known.get(message.sequence) == message.timestamp_ns
+
+        return matches
+
+    def copied_from(
+        self, origin: str, stream: str, relation: str, known: Mapping[int, int], *, same_sequences: bool
+    ) -> Matches:
+        """Whether a message of a stream is the copy of one that was found in `origin`, or that would have been there.
+
+        `relation` is that of the stream to `origin`; `known` has the store time of each by its sequence, and
+        `same_sequences` says that these are those of the event's own stream.
+        """
+
+        def matches(message: Message) -> bool:
+            copied = message
+            if relation == "source":
+                sourced = _sourced(message)
+                if sourced is None or sourced[0] != origin:
+                    return False
+                copied = sourced[1]
+            if self.sequence is None and (self.matches(copied) or self.is_copy(stream, message)):
+                return True
+            stored_ns = known.get(copied.sequence)
+            if stored_ns is None:
+                return same_sequences and self.matches(copied)
+            if relation == "mirror":
+                return message.timestamp_ns == stored_ns  # a mirror keeps it
+            return message.timestamp_ns >= stored_ns - CLOCKS_DIFFER_NS  # a stream that sources has its own, later one
+
+        return matches
+
+
+def relation(config: Mapping[str, Any], origin: str) -> str:
+    """What a stream of that configuration is to another one: its mirror, a stream that has it as source, or nothing."""
+    found = StreamConfig(config)
+    if found.mirror and found.mirror.name == origin:
+        return "mirror"
+    return "source" if any(source.name == origin for source in found.sources) else ""
+
+
+def carrier(stream: str, configs: Mapping[str, Mapping[str, Any]], *, seen: frozenset[str] = frozenset()) -> str:
+    """Return which of the streams in `CARRYING` a stream is, mirrors or sources, also by way of others; empty for none.
+
+    `configs` are those of the streams that are known.
+    """
+    if stream in CARRYING:
+        return stream
+    if stream in seen or stream not in configs:
+        return ""
+    origins = StreamConfig(configs[stream]).origins
+    found = (carrier(each.name, configs, seen=seen | {stream}) for each in origins)
+    return next(filter(None, found), "")
+
+
+def original_in(stream: str, message: Message) -> Original | None:
+    """Return what a message of a stream is a copy of, as far as the message itself says; None where it does not."""
+    if stream in CARRYING:
+        return CARRYING[stream](message)
+    return _sourced(message)
+
+
+def _sourced(message: Message) -> Original | None:
+    """Where a sourced message comes from, and what it was there: stream, sequence, filter, transform, subject."""
+    words = (message.headers or {}).get(SOURCE, "").split()
+    if len(words) < 2 or not words[1].isdigit():
+        return None
+    subject = words[4] if len(words) > 4 else message.subject
+    stream = words[0].partition(":")[0]
+    original = Message(
+        subject=subject, data=message.data, headers=message.headers, sequence=int(words[1]), timestamp_ns=1
+    )
+    return stream, original
+
+
+def _dead_letter(message: Message) -> Original | None:
+    with suppress(UndecodableError):
+        letter = DeadLetter.read(message)
+        return letter.stream, letter.original
+    return None
+
+
+def _retry(message: Message) -> Original | None:
+    original, stream = dead_letter_store.unwrap(message)
+    return stream, original
+
+
+def _waiting(message: Message) -> Original | None:
+    with suppress(UndecodableError):
+        outgoing = delayed_messages.original(message)
+        return outgoing.stream, outgoing.message
+    return None
+
+
+CARRYING: Mapping[str, Callable[[Message], Original | None]] = {
+    dead_letter_store.STREAM: _dead_letter,
+    dead_letter_store.RETRIES: _retry,
+    delayed_messages.STREAM: _waiting,
+}
+"""Streams of ours whose messages carry notifications, and what each message carries."""

@@ -1,0 +1,398 @@
+"""What is to be erased, found on a server and erased there.
+
+A message that is deleted has its bytes overwritten on disk; a purge leaves them, so every message is deleted by its
+sequence. A survey goes through the event's stream, the streams that mirror or source it (and those that mirror or
+source these), other streams that hold messages of its subjects, the dead letters, what waits to be tried again and what
+waits to be delivered. Nothing is done here about what is no stream of this account: see `ELSEWHERE`.
+"""
+
+from __future__ import annotations
+
+import getpass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+from msgspec import Struct, structs
+
+from aviso_workers.aviso import topics
+from aviso_workers.aviso.codec import Message
+from aviso_workers.backends import Admin, StreamInfo
+from aviso_workers.config import Config
+from aviso_workers.engine import delayed_messages
+from aviso_workers.errors import (
+    InvalidNotificationError,
+    RefusedError,
+    UnavailableError,
+    UndecodableError,
+)
+from aviso_workers.ops.aviso_admin import event_type_of
+from aviso_workers.ops.erasure import copies, deletion, records
+from aviso_workers.ops.erasure.copies import Matches, Wanted
+from aviso_workers.ops.erasure.records import Finding, Record
+from aviso_workers.ops.erasure.suspects import Suspect, parse_key, subject_of_key, suspects
+
+__all__ = ["ELSEWHERE", "INDEX_WITHIN", "Eraser", "Survey", "Unreached"]
+
+ELSEWHERE = (
+    "backups: `aviso-workers backup cleanse DIR --erasure RECORD` rewrites them",
+    "archives that Spark wrote, and whatever agents made of the notifications",
+    "mirrors and sources in other accounts and domains: erase there as well",
+)
+"""What no survey can see."""
+ROUNDS = 3
+"""A copy may arrive while its original is being erased."""
+INDEX_WITHIN = timedelta(minutes=3)
+"""A nats-server writes the index of a stream, a file that has its subjects, at most so long after a change: 2.15 does
+every two minutes or two and a half. Nothing asks it to do so at once on each of the copies. In the same time it
+removes from the Raft log of a stream with replicas what is stored, which has the whole messages until then."""
+CATCH_UP_SECONDS, LOOK_SECONDS = 30.0, 0.2
+DENIALS = {"deny_delete": "it has deny_delete, which no server takes back", "sealed": "it is sealed for good"}
+NO_NOTIFICATIONS = ("KV_", "OBJ_", "aviso_workers_")
+"""How the names of streams begin that hold no notifications under their own subjects."""
+
+Progress = Callable[[int], None]
+"""Called with how many messages more were deleted."""
+
+
+def ignore(count: int) -> None:
+    """A `Progress` that nobody looks at."""
+
+
+class Unreached(Struct, frozen=True, kw_only=True):
+    """Bytes that stay, why, and what can be done about it."""
+
+    where: str
+    why: str
+    cure: str
+    waits: bool = False
+    """Nothing is erased before this has passed."""
+
+
+class Survey(Struct, frozen=True, kw_only=True):
+    """What was found, and what cannot be erased of it."""
+
+    findings: tuple[Finding, ...]
+    unreached: tuple[Unreached, ...]
+    suspects: tuple[Suspect, ...] = ()
+    """Tables, windows and counters that may hold something of it, and are left alone unless their keys are given."""
+
+    @property
+    def messages(self) -> int:
+        return sum(len(finding.sequences) for finding in self.findings)
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is left, on no replica."""
+        return not self.findings and not any(each.waits for each in self.unreached)
+
+
+class Eraser:
+    """Erases what matches `where`, or the one notification of that `sequence`, and these `keys` of buckets
+    (`<bucket>/<key>`, with their history). Works inside of `async with app:`.
+
+    Raises `UnknownEventTypeError`, `InvalidIdentifierError`, and `InvalidNotificationError` where nothing is named.
+    """
+
+    def __init__(
+        self,
+        admin: Admin,
+        config: Config,
+        event_type: str,
+        *,
+        where: Mapping[str, Any] | None = None,
+        sequence: int | None = None,
+        keys: Sequence[str] = (),
+    ) -> None:
+        if bool(where) == (sequence is not None):
+            raise InvalidNotificationError(
+                "say which notifications to erase, by KEY=VALUE or by their id; `streams wipe` removes all of them"
+            )
+        self._admin = admin
+        name = event_type_of(config, event_type)
+        self._wanted = Wanted(name, config.notification_schema[name], where=where or {}, sequence=sequence)
+        self._keys = [parse_key(key) for key in keys]
+        self._known: dict[str, dict[int, int]] = {}
+        """By stream, the sequences and store times of what has been found so far, also of what is erased by now."""
+        self._what: dict[str, str] = {}
+        """What each of these streams is to the notifications."""
+        conditions = [condition for _, condition in self._wanted.where.conditions]
+        self._values = {value for each in conditions if isinstance(each, frozenset) for value in each}
+        """What is to be erased has these values, in the fields by which it was named."""
+        self._suspects: tuple[Suspect, ...] | None = None
+        """Looked for once: buckets are read whole for it."""
+
+    def erased(self, left: Survey) -> dict[str, int]:
+        """By stream, how many of the messages that were found are there no more, where these are left."""
+        remaining = {finding.stream: finding.sequences for finding in left.findings}
+        gone = {stream: len(found.keys() - remaining.get(stream, ())) for stream, found in self._known.items()}
+        return {stream: count for stream, count in gone.items() if count}
+
+    async def survey(self) -> Survey:
+        """Look for them, without a change. Raises `BackendError`."""
+        infos = {name: await self._admin.stream_info(name) for name in await self._admin.stream_names()}
+        found: dict[str, Finding] = {}
+        await self._look_into_ours(infos, found)
+        await self._look_into_copies(infos, found)
+        await self._look_into_others(infos, found)
+        findings = tuple(finding for finding in found.values() if finding.sequences)
+        # What was delivered has been in the stream of what waits, whether or not anything waits now.
+        concerned = {finding.stream for finding in findings} | {delayed_messages.STREAM} & infos.keys()
+        unreached = [each for stream in sorted(concerned) for each in _unreached(stream, infos[stream])]
+        for stream in sorted(concerned | {stream for stream, known in self._known.items() if known}):
+            if stream in infos and infos[stream].behind:
+                unreached.append(_lagging(stream, infos[stream].behind))
+        if self._suspects is None:
+            self._suspects = tuple(await suspects(self._admin, infos, self._values))
+        return Survey(findings=findings, unreached=tuple(unreached), suspects=self._suspects)
+
+    async def erase(self, survey: Survey, *, audit: Path, progress: Progress = ignore) -> Survey:
+        """Erase what the survey found, and what comes after it; returns a survey of what is left.
+
+        `audit` gets a record that says what was done, and nothing of what was erased: once before, with the state
+        `begun`, and once after. A survey that found nothing is recorded as well. Raises `RefusedError`, before anything
+        is done, where the record's file exists or cannot be written, the event's own stream denies it, or a stream has
+        replicas that are not current.
+        """
+        for each in survey.unreached:
+            if each.waits or (each.where == self._wanted.stream and each.why in DENIALS.values()):
+                raise RefusedError(f"{each.where}: {each.why}; nothing was erased. {each.cure.capitalize()}")
+        record = self._record(survey)
+        records.create(audit, record)
+        if not survey.findings:
+            return survey
+        found, left, pace = survey, survey, deletion.Pace()
+        for _ in range(ROUNDS):
+            for finding in reversed(_reachable(found)):  # copies before what they are recognised by
+                await deletion.delete(self._admin, finding.stream, finding.sequences, pace=pace, progress=progress)
+            left = await self._survey_again()
+            if not _reachable(found := left):
+                break
+        ended = datetime.now(UTC)
+        records.replace(
+            audit,
+            structs.replace(
+                record,
+                state="done" if left.whole else "incomplete",
+                ended=ended.isoformat(),
+                subjects_on_disk_until=(ended + INDEX_WITHIN).isoformat(),
+                found=self._findings(),
+                not_reached=[msgspec.to_builtins(each) for each in left.unreached],
+                erased=self.erased(left),
+                left=list(left.findings),
+            ),
+        )
+        return left
+
+    async def _look_into_ours(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
+        wanted = self._wanted
+        if wanted.stream in infos:
+            filters = topics.filter_subjects(wanted.where)
+            what = f"notifications of {wanted.event_type}"
+            await self._add_counted(found, wanted.stream, what, wanted.matches, filters)
+        configs = {name: info.config for name, info in infos.items()}
+        for stream in infos:
+            if carrier := copies.carrier(stream, configs):
+                await self._add(found, stream, f"copies of {wanted.stream}", wanted.carried_by(carrier))
+        for stream, subjects in self._given_keys(infos).items():
+            is_one = partial(_is_one_of, frozenset(subjects))
+            await self._add_counted(found, stream, "keys that were given", is_one, subjects)
+
+    def _given_keys(self, infos: Mapping[str, StreamInfo]) -> dict[str, list[str]]:
+        """By stream, the subjects of the keys. Raises `NotFoundError`."""
+        given: dict[str, list[str]] = {}
+        for holder, key in self._keys:
+            stream, subject = subject_of_key(infos, holder, key)
+            given.setdefault(stream, []).append(subject)
+        return given
+
+    async def _look_into_copies(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
+        """Look into what mirrors or sources a stream that has been looked into, or the event's own that is gone."""
+        own = self._wanted.stream
+        waiting = list({own: None, **found})
+        mirrors = {own}
+        seen: set[tuple[str, str]] = set()
+        while waiting:
+            origin = waiting.pop()
+            for name, info in infos.items():
+                if (origin, name) not in seen and (relation := copies.relation(info.config, origin)):
+                    seen.add((origin, name))
+                    waiting.append(name)
+                    if relation == "mirror" and origin in mirrors:
+                        mirrors.add(name)
+                    copied = self._copied_from(origin, name, relation, same_sequences=origin in mirrors)
+                    await self._add(found, name, f"{relation} of {origin}", copied)
+
+    def _copied_from(self, origin: str, name: str, relation: str, *, same_sequences: bool) -> Matches:
+        """Whether a message of a stream is a copy, also where `origin` has lost what it is a copy of."""
+        known = self._known.get(origin, {})
+        if same_sequences:
+            known = {**self._known.get(self._wanted.stream, {}), **known}
+        return self._wanted.copied_from(origin, name, relation, known, same_sequences=same_sequences)
+
+    async def _look_into_others(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
+        """Look into streams that hold messages of the event's subjects, as one that was restored under another name."""
+        wanted = self._wanted
+        known = self._known.get(wanted.stream, {})
+        for name in infos.keys() - found.keys():
+            if name.startswith(NO_NOTIFICATIONS):
+                continue
+            if await self._admin.subject_counts(name, subject=wanted.subjects):
+                await self._add(found, name, f"messages of {wanted.subjects}", wanted.kept_in(name, known))
+
+    async def _add_counted(
+        self, found: dict[str, Finding], stream: str, what: str, matches: Matches, filters: Sequence[str]
+    ) -> None:
+        """Add what is found, and make sure that the server counts no more on the subjects that match.
+
+        What is stored meanwhile is looked for as well. Raises `UnavailableError` where the two do not agree.
+        """
+        last = await self._add(found, stream, what, matches)
+        for _ in range(ROUNDS):
+            counts = [await self._admin.subject_counts(stream, subject=each) for each in filters]
+            counted = sum(
+                count
+                for each in counts
+                for subject, count in each.items()
+                if matches(Message(subject=subject, data=b""))
+            )
+            if counted <= len(found[stream].sequences):
+                return
+            last = await self._add(found, stream, what, matches, after=last)
+            if counted <= len(found[stream].sequences):
+                return  # the others were stored after the reading before; more of them may be under way
+        raise UnavailableError(
+            f"{stream}: the server counts {counted} messages that match, and reading finds "
+            f"{len(found[stream].sequences)}: begin again"
+        )
+
+    async def _add(self, found: dict[str, Finding], stream: str, what: str, matches: Matches, *, after: int = 0) -> int:
+        """Add what matches after a sequence; returns the one up to which the stream was read."""
+        last = (await self._admin.stream_info(stream)).last_sequence
+        messages = dict(found[stream].messages) if stream in found else {}
+        async for message in self._messages(stream, after, last):
+            if matches(message):
+                messages[message.sequence] = message.timestamp_ns
+                if stream == self._wanted.stream:
+                    self._values |= self._values_of(message)
+        self._known.setdefault(stream, {}).update(messages)
+        self._what[stream] = what
+        found[stream] = _finding(stream, what, messages)
+        return last
+
+    def _values_of(self, message: Message) -> set[str]:
+        """What a notification has in the fields by which it was named; in all, where it was named by its id."""
+        where = self._wanted.where
+        positions = [position for position, _ in where.conditions] or range(1, len(where.topic.key_order) + 1)
+        with suppress(UndecodableError):
+            tokens = topics.decode_subject(message.subject)
+            return {tokens[position] for position in positions if position < len(tokens)}
+        return set()
+
+    async def _messages(self, stream: str, after: int, last: int) -> AsyncIterator[Message]:
+        filters = topics.filter_subjects(self._wanted.where) if stream == self._wanted.stream else ()
+        reading = self._admin.read_chunks(stream, filter_subjects=filters, start_sequence=after + 1, last_sequence=last)
+        async with aclosing(reading):
+            async for chunk in reading:
+                for message in chunk:
+                    yield message
+
+    async def _survey_again(self) -> Survey:
+        """Look again when the replicas are current, and for a while also through an election of leaders."""
+        deadline = anyio.current_time() + CATCH_UP_SECONDS
+        while True:
+            try:
+                await self._until_current()
+                return await self.survey()
+            except UnavailableError:
+                if anyio.current_time() > deadline:
+                    raise
+                await anyio.sleep(LOOK_SECONDS)
+
+    async def _until_current(self) -> None:
+        """Wait until the replicas have done what their leaders did, or for so long as they may take for it."""
+        with anyio.move_on_after(CATCH_UP_SECONDS):
+            for stream in [stream for stream, known in self._known.items() if known]:
+                while (await self._admin.stream_info(stream)).behind:  # noqa: ASYNC110 - no server tells of it
+                    await anyio.sleep(LOOK_SECONDS)
+
+    def _findings(self) -> list[Finding]:
+        return [_finding(stream, self._what[stream], known) for stream, known in self._known.items() if known]
+
+    def _record(self, survey: Survey) -> Record:
+        return Record(
+            state="begun" if survey.findings else "nothing found",
+            begun=datetime.now(UTC).isoformat(),
+            by=getpass.getuser(),
+            event_type=self._wanted.event_type,
+            stream=self._wanted.stream,
+            by_fields=self._wanted.fields,
+            by_id=self._wanted.sequence,
+            by_keys_of=sorted({holder for holder, _ in self._keys}),
+            found=self._findings(),
+            not_reached=[msgspec.to_builtins(each) for each in survey.unreached],
+            may_hold_copies=[
+                {"kind": each.kind, "name": each.name, "keys": each.keys, "named": len(each.named)}
+                for each in survey.suspects
+            ],
+            not_looked_at=list(ELSEWHERE),
+        )
+
+
+def _unreached(stream: str, info: StreamInfo) -> list[Unreached]:
+    config = info.config
+    if denied := next((why for field, why in DENIALS.items() if config.get(field)), ""):
+        cure = "delete the stream, or let a backup of it be cleansed and restored in its place"
+        return [Unreached(where=stream, why=denied, cure=cure)]
+    found = []
+    if config.storage != "memory" and info.messages < info.last_sequence:
+        found.append(
+            Unreached(
+                where=stream,
+                why="messages that were replaced, purged or too old may have left their bytes on disk",
+                cure="a backup has only what is stored: restore one in the stream's place; or encrypt at rest",
+            )
+        )
+    if republish := config.republish:
+        found.append(
+            Unreached(
+                where=stream,
+                why=f"it republishes to {republish['dest']}",
+                cure="ask those who listen there",
+            )
+        )
+    return found
+
+
+def _lagging(stream: str, servers: Sequence[str]) -> Unreached:
+    return Unreached(
+        where=stream,
+        why=f"its replica on {', '.join(servers)} is not current, and would keep the bytes on its disk",
+        cure="start that server, or one of its name with an empty disk where its own is gone; "
+        "erase when `aviso-workers report streams` shows no trouble",
+        waits=True,
+    )
+
+
+def _reachable(survey: Survey) -> list[Finding]:
+    denied = {each.where for each in survey.unreached if each.why in DENIALS.values()}
+    return [finding for finding in survey.findings if finding.stream not in denied]
+
+
+def _finding(stream: str, what: str, messages: Mapping[int, int]) -> Finding:
+    ordered = sorted(messages)
+    return Finding(
+        stream=stream,
+        what=what,
+        sequences=tuple(ordered),
+        times_ns=tuple(messages[sequence] for sequence in ordered),
+    )
+
+
+def _is_one_of(subjects: frozenset[str], message: Message) -> bool:
+    return message.subject in subjects

@@ -1,0 +1,115 @@
+"""The record of an erasure: who erased what kind of messages where and when, and nothing of what was in them.
+
+A message is told from others by its sequence and its store time, which mirrors, backups and restored streams keep, and
+which a stream that is made again does not repeat. So `backup cleanse` can go by the record alone. A record is readable
+by its owner only, and replaces no file that is there.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from aviso_workers import files
+from aviso_workers.aviso.codec import UNREADABLE_JSON
+from aviso_workers.errors import InvalidNotificationError, RefusedError
+
+__all__ = ["Finding", "Record", "create", "read", "replace"]
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """Messages of one stream that are to be erased."""
+
+    stream: str
+    what: str
+    """What the stream is to the notifications, as `mirror of MARS`."""
+    sequences: tuple[int, ...]
+    times_ns: tuple[int, ...] = ()
+    """When each was stored, in nanoseconds since 1970; none in records of versions before this one."""
+
+    @property
+    def messages(self) -> Iterator[tuple[int, int]]:
+        """Sequence and store time of each."""
+        return zip(self.sequences, self.times_ns, strict=True)
+
+
+class Record(Struct, frozen=True, kw_only=True):
+    """What an erasure did."""
+
+    state: Literal["begun", "done", "incomplete", "nothing found"]
+    begun: str
+    by: str
+    event_type: str
+    stream: str = ""
+    """The event type's own."""
+    by_fields: list[str] = []
+    by_id: int | None = None
+    by_keys_of: list[str] = []
+    """Tables, windows and counters of which keys were erased."""
+    found: list[Finding]
+    """All that was found so far, also what came meanwhile."""
+    not_reached: list[dict[str, Any]] = []
+    may_hold_copies: list[dict[str, Any]] = []
+    not_looked_at: list[str] = []
+    ended: str | None = None
+    subjects_on_disk_until: str | None = None
+    erased: dict[str, int] = {}
+    """By stream, how many messages."""
+    left: list[Finding] = []
+
+
+def create(path: Path, record: Record) -> None:
+    """Write the record to a new file. Raises `RefusedError` where the file exists, or cannot be written."""
+    with _explained(path), files.create_file(path) as file:
+        _write(file, record)
+
+
+def replace(path: Path, record: Record) -> None:
+    """Write the whole record in the place of our own earlier one. Raises `RefusedError`: the earlier one stays then."""
+    with _explained(path):
+        handle, partial = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                _write(file, record)
+            os.replace(partial, path)
+        except OSError:
+            os.unlink(partial)
+            raise
+
+
+def read(path: Path) -> Record:
+    """Return a record. Raises `InvalidNotificationError` where it is none, or that of a version without times."""
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=Record)
+    except OSError as error:
+        raise InvalidNotificationError(f"cannot read {path}: {error.strerror}") from error
+    except UNREADABLE_JSON as error:
+        raise InvalidNotificationError(f"{path} is no record of an erasure: {error}") from error
+    if any(len(finding.times_ns) != len(finding.sequences) for finding in record.found):
+        raise InvalidNotificationError(
+            f"{path} does not say when its messages were stored, as records of versions before this one: "
+            "cleanse by KEY=VALUE"
+        )
+    return record
+
+
+def _write(file: IO[bytes], record: Record) -> None:
+    file.write(msgspec.json.format(msgspec.json.encode(record), indent=1))
+    files.sync(file)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileExistsError as error:
+        raise RefusedError(f"{path} exists, and no record is overwritten: name another file") from error
+    except OSError as error:
+        raise RefusedError(f"cannot write the record {path}: {error.strerror}") from error

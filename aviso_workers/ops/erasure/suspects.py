@@ -1,0 +1,165 @@
+"""Which tables, windows and counters of an account may hold something of what is to be erased.
+
+Agents make what they like of notifications, so only people can know which keys stand for somebody. They are named here
+to be looked through: every bucket that apps fill, with those of its keys that have a value of what is to be erased in
+their name or in their values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import aclosing
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from aviso_workers.aviso.codec import UNREADABLE_JSON
+from aviso_workers.backends import Admin, Message, StreamInfo
+from aviso_workers.declare.tables import decode_key
+from aviso_workers.engine import attempts, consumer_records, table_store, timer_loops
+from aviso_workers.errors import BackendError, InvalidNotificationError, NotFoundError
+
+__all__ = ["Suspect", "parse_key", "subject_of_key", "subjects_of_key", "suspects"]
+
+BUCKET, OF_KEYS = "KV_", "$KV."
+LONGEST_WORDS = 9
+"""Pieces of a text, letters and what is between them in turn, that a value may be made of."""
+LONGEST_TEXT = 1024
+POSITIONS = {"counted", "missed", "left_out", "sequence", "stored", "closed", "time", "layout"}
+"""What the state of a window has beside the values of windows: sequences and times."""
+
+Kind = Literal["table", "windows", "counter", "bucket"]
+
+
+class Suspect(Struct, frozen=True, kw_only=True):
+    """A table, windows or a counter that may hold something of what is to be erased."""
+
+    kind: Kind
+    name: str
+    """As `--key` wants it before the slash."""
+    keys: int
+    named: tuple[str, ...] = ()
+    """Those keys that have a value of what is to be erased, in their name or in their value."""
+    unread: str = ""
+    """Why it could not be looked through; empty where it was."""
+
+
+async def suspects(admin: Admin, infos: Mapping[str, StreamInfo], values: Iterable[str]) -> list[Suspect]:
+    """Return all that hold any key, by name."""
+    wanted = {value for value in values if value}
+    found = []
+    for stream in sorted(infos):
+        if stream.startswith(BUCKET) and not _holds_positions_only(stream.removeprefix(BUCKET)):
+            found.append(await _bucket(admin, stream.removeprefix(BUCKET), wanted))
+        elif stream == table_store.COUNTERS:
+            found += await _counters(admin, wanted)
+    return [suspect for suspect in found if suspect.keys or suspect.unread]
+
+
+def parse_key(text: str) -> tuple[str, str]:
+    """Return what `--key` names: a bucket or `<app>__<counter>`, and a key. Raises `InvalidNotificationError`."""
+    holder, slash, key = text.partition("/")
+    if not (holder and slash and key):
+        raise InvalidNotificationError(f"{text!r} is not BUCKET/KEY, such as index__sums/od")
+    return holder, key
+
+
+def subjects_of_key(holder: str, key: str) -> tuple[str, str]:
+    """Return the subjects of a key: that of a bucket of this name, and that of a counter `<app>__<counter>`."""
+    app, _, name = holder.rpartition("__")
+    return f"{OF_KEYS}{holder}.{key}", f"{table_store.COUNTERS_SUBJECT}.{app}.{name}.{key}"
+
+
+def subject_of_key(infos: Mapping[str, StreamInfo], holder: str, key: str) -> tuple[str, str]:
+    """Return the stream and the subject of a key, of those streams that there are. Raises `NotFoundError`."""
+    of_bucket, of_counter = subjects_of_key(holder, key)
+    if f"{BUCKET}{holder}" in infos:
+        return f"{BUCKET}{holder}", of_bucket
+    if "__" in holder and table_store.COUNTERS in infos:
+        return table_store.COUNTERS, of_counter
+    raise NotFoundError(f"no bucket {holder!r}, and no counter")
+
+
+async def _bucket(admin: Admin, bucket: str, values: set[str]) -> Suspect:
+    kind: Kind = "table" if "__" in bucket else "windows" if "_windows_" in bucket else "bucket"
+    newest: dict[str, bool] = {}
+    named: set[str] = set()
+    try:
+        async for message in _messages(admin, f"{BUCKET}{bucket}"):
+            key = message.subject.removeprefix(f"{OF_KEYS}{bucket}.")
+            if kind == "windows" and key.startswith("="):
+                continue  # how far time has come, of all keys
+            newest[key] = bool(message.data)
+            if _has_any(decode_key(key), values) or any(_has_any(text, values) for text in _texts(message.data)):
+                named.add(key)
+    except BackendError as error:
+        return Suspect(kind=kind, name=bucket, keys=0, unread=str(error))
+    return Suspect(kind=kind, name=bucket, keys=sum(newest.values()), named=tuple(sorted(named)))
+
+
+async def _counters(admin: Admin, values: set[str]) -> list[Suspect]:
+    keys: dict[str, set[str]] = {}
+    try:
+        subjects = await admin.subject_counts(table_store.COUNTERS, subject=f"{table_store.COUNTERS_SUBJECT}.>")
+    except BackendError as error:
+        return [Suspect(kind="counter", name="all counters", keys=0, unread=str(error))]
+    for subject in subjects:
+        app, name, key = subject.removeprefix(f"{table_store.COUNTERS_SUBJECT}.").split(".", 2)
+        keys.setdefault(f"{app}__{name}", set()).add(key)
+    return [
+        Suspect(
+            kind="counter",
+            name=name,
+            keys=len(of_one),
+            named=tuple(sorted(key for key in of_one if _has_any(decode_key(key), values))),
+        )
+        for name, of_one in sorted(keys.items())
+    ]
+
+
+def _holds_positions_only(bucket: str) -> bool:
+    """Whether it is one of ours that holds sequences, counts and times, and nothing of a notification."""
+    endings = (attempts.BUCKET_SUFFIX, *timer_loops.buckets_of(""))
+    return bucket == consumer_records.BUCKET or ("__" not in bucket and bucket.endswith(endings))
+
+
+async def _messages(admin: Admin, stream: str) -> AsyncIterator[Message]:
+    last = (await admin.stream_info(stream)).last_sequence
+    reading = admin.read_chunks(stream, filter_subjects=(), start_sequence=1, last_sequence=last)
+    async with aclosing(reading):
+        async for chunk in reading:
+            for message in chunk:
+                yield message
+
+
+def _texts(data: bytes) -> Iterator[str]:
+    """What stands in a value: all texts and numbers of JSON, and keys of its objects; else the whole as a text."""
+    try:
+        value = msgspec.json.decode(data) if data else None
+    except UNREADABLE_JSON:
+        yield data.decode("utf-8", "replace")
+        return
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            fields: dict[str, Any] = value
+            if "counted" in fields and "open" in fields:
+                fields = {name: inside for name, inside in fields.items() if name not in POSITIONS}
+            yield from fields
+            waiting += fields.values()
+        elif isinstance(value, list):
+            waiting += value
+        elif value is not None and not isinstance(value, bool):
+            yield str(value)
+
+
+def _has_any(text: str, values: set[str]) -> bool:
+    """Whether one of the values stands in a text, with no letter or digit right before or behind it."""
+    if not values or text in values:
+        return bool(values)
+    pieces = re.findall(r"[^\W_]+|[\W_]+", text[:LONGEST_TEXT])
+    ends = range(1, LONGEST_WORDS + 1)
+    return any("".join(pieces[start : start + count]) in values for start in range(len(pieces)) for count in ends)

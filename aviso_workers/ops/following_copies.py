@@ -1,0 +1,306 @@
+"""A copy that follows its original until that stores no more, and then takes its place.
+
+Called by `streams copy --follow`, after a copy (see `stream_copies`) or where one was interrupted. What the original
+has stored since is appended to the copy, each message under its own sequence: a publish says which sequence must be the
+last one before it, and a server refuses it otherwise. So what is repeated, whoever was killed in between, is stored
+once. Sequences that the original does not have any more are filled and emptied again. The copy is fenced meanwhile, and
+takes messages under another subject, which a transform of the server's turns into their own.
+
+When the original is fenced and nothing is missing, all messages of both are compared, what the original has deleted
+since is deleted in the copy, its consumers are brought to where those of the original have come, and it takes
+publishes. Appended messages have the time at which they were appended: only a restore keeps times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+
+import anyio
+from msgspec import Struct
+
+from aviso_workers.backends import Admin, Message, Outgoing
+from aviso_workers.errors import (
+    BackendError,
+    BackupError,
+    ConflictError,
+    NotFoundError,
+    OutcomeUnknownError,
+    UnavailableError,
+)
+from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream.info import StreamConfig, StreamInfo
+from aviso_workers.ops import consumer_positions, stream_copies, stream_pairs
+from aviso_workers.ops.consumer_positions import Place
+from aviso_workers.ops.mirrors import COPY_OF, NOWHERE
+
+__all__ = ["Followed", "follow", "is_begun"]
+
+BATCH = 500
+"""Messages that are appended at a time."""
+LOOK_SECONDS = 1.0
+"""How often is looked whether the original has stored more."""
+TELL_SECONDS = 5.0
+"""How often is told how far it is, while the original stores more and more."""
+PUBLISH_SECONDS = 30.0
+MOST_TRIES = 10
+"""How often in a row appending may fail before it is given up."""
+FILLER = "aviso_workers_filler"
+"""The last part of the subject of what is stored for a sequence that the original does not have."""
+HOW_TO_STORE = ("Nats-Expected-", "Nats-Batch-")
+"""What the headers begin with that said how a message was to be stored."""
+MESSAGE_ID = "Nats-Msg-Id"
+LAST_SEQUENCE = "Nats-Expected-Last-Sequence"
+SCHEDULE = "allow_msg_schedules"
+UNFIT = ("mirror", "sources", "subject_transform", "republish", "allow_msg_counter", SCHEDULE)
+"""What a stream does with messages that cannot be appended as they are."""
+
+
+class Followed(Struct, frozen=True, kw_only=True):
+    """What became of a copy that has followed its original to its end."""
+
+    stream: str
+    messages: int
+    """All that both have."""
+    appended: int
+    """How many of these this run has appended."""
+    deleted: int
+    """What the original had deleted since it was copied, and was deleted in the copy."""
+    last_sequence: int
+    subjects: tuple[str, ...]
+    consumers: int
+
+
+async def is_begun(source: Admin, target: Admin, stream: str) -> bool:
+    """Return whether there is a copy of this stream that is not whole. Raises `BackupError` where it is of another."""
+    try:
+        config = (await target.stream_info(stream)).config
+    except NotFoundError:
+        return False
+    copy_of = config.metadata.get(COPY_OF)
+    if copy_of is None or metadata.is_unfinished(config):
+        return False  # a restore that was interrupted is replaced, and anything else refused, by a copy
+    original = await source.stream_info(stream)
+    if copy_of != original.created_text:
+        raise BackupError(
+            f"{stream} there is a copy of a stream that was created at {copy_of}, and this one was created at "
+            f"{original.created_text}: delete that copy to begin anew"
+        )
+    return True
+
+
+def _require_fit(config: StreamConfig) -> None:
+    """Raise `BackupError` where messages of such a stream cannot be appended to a copy one by one."""
+    if config.retention != "limits":
+        raise BackupError(f"{config.name} has retention {config.retention}: fence it, and copy it as a whole")
+    if found := [field for field in UNFIT if config.get(field)]:
+        raise BackupError(f"{config.name} has {', '.join(found)}: fence it, and copy it as a whole")
+
+
+async def follow(source: Admin, target: Admin, stream: str, *, on_progress: Callable[[int, int], None]) -> Followed:
+    """Append what is missing until the original is fenced and nothing is; then let the copy take its place.
+
+    `on_progress` is told now and then how many messages were appended so far, and the last sequence of the copy. Inside
+    of both apps' `async with`. Raises `BackupError` where the two are not the same, and `BackendError`; it can be begun
+    again then.
+    """
+    following = _Following(source, target, stream)
+    await following.open()
+    original = await following.original()
+    _require_fit(original.config)
+    told = -TELL_SECONDS
+    while True:
+        last = original.last_sequence
+        if await following.catch_up(last) and anyio.current_time() >= told + TELL_SECONDS:
+            told = anyio.current_time()
+            on_progress(following.appended, last)
+        now = await following.original()
+        # What was on its way when it was fenced may be stored a moment later, so it is asked twice.
+        if stream_copies.is_fenced(original.config) and now.last_sequence == last:
+            return await following.finish(now.config, last)
+        if now.last_sequence == last:
+            await anyio.sleep(LOOK_SECONDS)
+            now = await following.original()
+        original = now
+
+
+class _Following:
+    """A copy on its way to being whole."""
+
+    def __init__(self, source: Admin, target: Admin, stream: str) -> None:
+        self.appended = 0
+        self._source = source
+        self._target = target
+        self._stream = stream
+        self._copy_of = ""
+        self._without_id: set[int] = set()
+        """Sequences of messages whose id the copy has seen under another sequence."""
+
+    async def open(self) -> None:
+        """Let the copy take what is appended."""
+        config = await self._unfinished()
+        self._copy_of = config.metadata[COPY_OF]
+        subject = f"{NOWHERE}.{self._stream}.>"
+        transform = {"src": subject, "dest": ">"}
+        await self._target.update_stream(config | {"subjects": [subject], "subject_transform": transform})
+
+    async def original(self) -> StreamInfo:
+        """Return the info of the original. Raises `BackupError` where that was deleted and made again."""
+        found = await self._source.stream_info(self._stream)
+        if found.created_text != self._copy_of:
+            raise BackupError(
+                f"{self._stream} was deleted and made again at {found.created_text}: the copy there is of the one of "
+                f"{self._copy_of} and stays as it is"
+            )
+        return found
+
+    async def catch_up(self, last: int) -> bool:
+        """Append up to this sequence of the original's; returns whether anything was missing."""
+        failures, before = 0, await self._last()
+        while (at := await self._last()) < last:
+            known = len(self._without_id)
+            try:
+                await self._append_after(at, last)
+                failures = 0
+            except (UnavailableError, OutcomeUnknownError, ConflictError):
+                if len(self._without_id) > known or await self._last() > at:
+                    failures = 0  # what is to be done is known, or some of it is there
+                    continue
+                failures += 1
+                if failures == MOST_TRIES:
+                    raise
+                await anyio.sleep(LOOK_SECONDS)
+        if at > last and at > (await self.original()).last_sequence:
+            raise BackupError(f"{self._stream} ends at {last}, and its copy at {at}: it is a copy of something else")
+        return before < last
+
+    async def finish(self, original: StreamConfig, last: int) -> Followed:
+        """Compare, and let the copy take publishes."""
+        await self._remove_fillers()
+        messages, deleted = await self._compare(last)
+        await self._unfinished()
+        source, target = (Place(streams=admin, stream=self._stream) for admin in (self._source, self._target))
+        consumers = await consumer_positions.bring_on(source, target)
+        subjects = await stream_copies.release(self._target, self._stream, original)
+        return Followed(
+            stream=self._stream,
+            messages=messages,
+            appended=self.appended,
+            deleted=deleted,
+            last_sequence=last,
+            subjects=subjects,
+            consumers=consumers,
+        )
+
+    async def _unfinished(self) -> StreamConfig:
+        """Return the configuration of the copy. Raises `BackupError` where it takes publishes, as when two commands
+        follow and the other one has ended: its consumers are at work then."""
+        config = (await self._target.stream_info(self._stream)).config
+        if COPY_OF not in config.metadata:
+            raise BackupError(f"{self._stream}: the copy has taken its place already, by another command")
+        return config
+
+    async def _append_after(self, at: int, last: int) -> None:
+        first = (await self.original()).first_sequence
+        if first > at + 1:  # nothing of what the copy has is there any more
+            await self._target.purge_stream(self._stream, before=first)
+            return
+        missing = self._missing(at, last)
+        async with aclosing(missing):
+            outgoing: list[Outgoing] = []
+            async for each in missing:
+                outgoing.append(each)
+                if len(outgoing) == BATCH:
+                    await self._store(outgoing)
+                    outgoing = []
+            await self._store(outgoing)
+
+    async def _missing(self, at: int, last: int) -> AsyncGenerator[Outgoing, None]:
+        """Yield what is to be stored under each sequence."""
+        reading = stream_pairs.read(self._source, self._stream, after=at, last=last)
+        async with aclosing(reading):
+            async for message in reading:
+                for sequence in range(at + 1, message.sequence):
+                    yield self._filler(sequence)
+                yield self._copy(message)
+                at = message.sequence
+        for sequence in range(at + 1, last + 1):  # the newest ones are not there any more
+            yield self._filler(sequence)
+
+    async def _store(self, outgoing: Sequence[Outgoing]) -> None:
+        if not outgoing:
+            return
+        answers = await self._target.publish_many(outgoing, timeout_seconds=PUBLISH_SECONDS)
+        for each, answer in zip(outgoing, answers, strict=True):
+            if isinstance(answer, BackendError):
+                raise answer
+            if answer.duplicate:
+                self._without_id.add(_sequence(each))
+                raise OutcomeUnknownError(f"{self._stream}: message {_sequence(each)} has the id of another message")
+            self.appended += not _is_filler(each)
+        if any(map(_is_filler, outgoing)):
+            await self._remove_fillers()
+
+    async def _remove_fillers(self) -> None:
+        await self._target.purge_stream(self._stream, subject=FILLER)
+
+    def _copy(self, message: Message) -> Outgoing:
+        headers = _own_headers(message.headers)
+        message_id = "" if message.sequence in self._without_id else (message.headers or {}).get(MESSAGE_ID, "")
+        copied = Message(
+            subject=f"{NOWHERE}.{self._stream}.{message.subject}",
+            data=message.data,
+            headers=headers | {LAST_SEQUENCE: str(message.sequence - 1)},
+        )
+        return Outgoing(copied, message_id, self._stream)
+
+    def _filler(self, sequence: int) -> Outgoing:
+        headers = {LAST_SEQUENCE: str(sequence - 1)}
+        filler = Message(subject=f"{NOWHERE}.{self._stream}.{FILLER}", data=b"", headers=headers)
+        return Outgoing(filler, "", self._stream)
+
+    async def _last(self) -> int:
+        return (await self._target.stream_info(self._stream)).last_sequence
+
+    async def _compare(self, last: int) -> tuple[int, int]:
+        """Return how many messages both have, and how many were deleted in the copy. Raises `BackupError`."""
+        messages = deleted = 0
+        ours = stream_pairs.read(self._source, self._stream, after=0, last=last)
+        theirs = stream_pairs.read(self._target, self._stream, after=0, last=last)
+        async with aclosing(ours), aclosing(theirs):
+            async for original, found in stream_pairs.side_by_side(ours, theirs):
+                if original is None and found is not None:
+                    with suppress(NotFoundError):  # another command that follows was faster
+                        await self._target.delete_message(self._stream, found.sequence)
+                    deleted += 1
+                elif original is not None and await self._differs(original, found):
+                    raise BackupError(
+                        f"{self._stream}: message {original.sequence} is not in the copy as it is in the original"
+                    )
+                else:
+                    messages += 1
+        return messages, deleted
+
+    async def _differs(self, original: Message, found: Message | None) -> bool:
+        if found is not None:
+            return _content(original) != _content(found)
+        # It may have become too old, in the copy and then in the original.
+        return await self._source.message(self._stream, original.sequence) is not None
+
+
+def _content(message: Message) -> tuple[str, bytes, dict[str, str]]:
+    return message.subject, message.data, _own_headers(message.headers)
+
+
+def _own_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the headers without those that say how a message was to be stored."""
+    own = (headers or {}).items()
+    return {key: value for key, value in own if not key.startswith(HOW_TO_STORE) and key != MESSAGE_ID}
+
+
+def _is_filler(outgoing: Outgoing) -> bool:
+    return outgoing.message.subject.endswith(FILLER)
+
+
+def _sequence(outgoing: Outgoing) -> int:
+    return int((outgoing.message.headers or {})[LAST_SEQUENCE]) + 1

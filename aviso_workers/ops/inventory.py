@@ -1,0 +1,201 @@
+"""What a server holds: all streams of the account, their gaps and messages, consumers, limits and use.
+
+Called by `streams ls|info|gaps|get`, `consumers ls|show` and `account info`. Whole answers are handed on in JetStream's
+own JSON, so that nothing newer than this code is lost. Nothing is changed here; what changes something is in
+`maintenance`, and what concerns the configuration in `stream_policy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
+
+from msgspec import Struct, json
+
+from aviso_workers.backends import Admin, Management
+from aviso_workers.errors import NotFoundError, RefusedError
+from aviso_workers.jetstream import error_codes, info
+from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
+
+__all__ = [
+    "Gaps",
+    "StoredMessage",
+    "Use",
+    "account",
+    "consumers",
+    "count",
+    "direct_message",
+    "gaps",
+    "message",
+    "messages_before",
+    "streams",
+]
+
+DETAILS_SECONDS = 60.0
+"""A stream may have millions of gaps, and a server lists each."""
+
+
+class Gaps(Struct, frozen=True, kw_only=True):
+    """The sequences between a stream's first and last that are not there any more."""
+
+    first: int
+    last: int
+    messages: int
+    deleted: int
+    ranges: list[tuple[int, int]]
+    """First and last of each gap."""
+    lost: int
+    """Messages that the server could not read when it started: their blocks are damaged."""
+
+
+class StoredMessage(Struct, frozen=True, kw_only=True):
+    stream: str
+    sequence: int
+    time: str
+    """RFC 3339."""
+    subject: str
+    headers: dict[str, str]
+    data: bytes
+
+
+class Use(Struct, frozen=True, kw_only=True):
+    """How much of something an account uses; a `limit` of -1 is none."""
+
+    what: str
+    used: int
+    limit: int
+
+
+T = TypeVar("T", StreamInfo, ConsumerInfo)
+
+
+class Listed(Struct, Generic[T], frozen=True, kw_only=True):
+    """What JetStream lists. A cluster leaves out what no server answers for: the only one that has it may be down."""
+
+    found: list[T]
+    """By name."""
+    silent: list[str]
+    """The names of those that were left out."""
+
+
+async def streams(admin: Admin) -> Listed[StreamInfo]:
+    """All streams of the account. Raises `BackendError`."""
+    return _listed(await admin.stream_names(), await admin.streams())
+
+
+async def gaps(admin: Admin, stream: str) -> Gaps:
+    """Raises `NotFoundError`."""
+    found = await admin.stream_info(stream, deleted_details=True, timeout_seconds=DETAILS_SECONDS)
+    return Gaps(
+        first=found.first_sequence,
+        last=found.last_sequence,
+        messages=found.messages,
+        deleted=found.deleted,
+        ranges=list(_ranges(found.deleted_sequences)),
+        lost=len((found.lost and found.lost.msgs) or ()),
+    )
+
+
+def messages_before(found: Gaps, sequence: int) -> int:
+    """How many messages there are below a sequence."""
+    end = min(sequence, found.last + 1)
+    missing = sum(min(last + 1, end) - first for first, last in found.ranges if first < end)
+    return max(0, end - found.first - missing) if found.messages else 0
+
+
+async def count(admin: Admin, stream: str, subject: str) -> int:
+    """How many messages match a subject, without a consumer: a work queue does not take one more. Raises
+    `NotFoundError`.
+    """
+    return sum((await admin.subject_counts(stream, subject=subject)).values())
+
+
+async def message(
+    admin: Admin, stream: str, *, sequence: int | None = None, subject: str | None = None
+) -> StoredMessage:
+    """The message of a sequence, or the last one of a subject, from the stream's leader. Raises `NotFoundError`."""
+    found = await (admin.message(stream, sequence or 0) if subject is None else admin.last_message(stream, subject))
+    if found is None:
+        raise NotFoundError(f"stream {stream} has no message {subject or sequence}", code=error_codes.NO_MESSAGE)
+    return StoredMessage(
+        stream=stream,
+        sequence=found.sequence,
+        time=info.rfc3339(found.timestamp_ns),
+        subject=found.subject,
+        headers=dict(found.headers or {}),
+        data=found.data,
+    )
+
+
+async def direct_message(
+    admin: Admin, stream: str, *, sequence: int | None = None, subject: str | None = None
+) -> StoredMessage:
+    """The same from any copy of the stream, which may not have the newest yet.
+
+    Raises `NotFoundError`, and `RefusedError` where the stream's `allow_direct` is off.
+    """
+    if not (await admin.stream_info(stream)).config.allow_direct:
+        raise RefusedError(f"stream {stream} answers nobody directly: set allow_direct, or ask its leader")
+    base = f"{admin.api_prefix}.DIRECT.GET.{stream}"
+    asked = (base, json.encode({"seq": sequence})) if subject is None else (f"{base}.{subject}", b"")
+    answer = await admin.administration().request(*asked)
+    headers = dict(answer.headers)
+    if "Nats-Sequence" not in headers:
+        raise NotFoundError(f"{stream}: {headers.get('Description', 'no such message')}", code=error_codes.NO_MESSAGE)
+    headers.pop("Nats-Stream")
+    return StoredMessage(
+        stream=stream,
+        sequence=int(headers.pop("Nats-Sequence")),
+        time=headers.pop("Nats-Time-Stamp"),
+        subject=headers.pop("Nats-Subject"),
+        headers=headers,
+        data=answer.data,
+    )
+
+
+async def consumers(streams: Management, stream: str) -> Listed[ConsumerInfo]:
+    """All consumers of a stream. Raises `NotFoundError`."""
+    return _listed(await streams.consumer_names(stream), await streams.consumers(stream))
+
+
+def _listed(names: Iterable[str], listed: Iterable[T]) -> Listed[T]:
+    found = {each.name: each for each in listed}
+    return Listed(found=[found[name] for name in sorted(found)], silent=sorted(set(names) - found.keys()))
+
+
+async def account(admin: Admin) -> list[Use]:
+    """What the account uses of JetStream, and of each tier where it has some. Raises `BackendError`."""
+    found = await admin.administration().account()
+    uses = list(_uses(found, of="")) if not found.tiers else []
+    for tier, inside in (found.tiers or {}).items():
+        uses += _uses(inside, of=f" of {tier}")
+    return [
+        *uses,
+        Use(what="requests to the API", used=found.api.total, limit=-1),
+        Use(what="of which failed", used=found.api.errors, limit=-1),
+    ]
+
+
+def _uses(found: info.Use, *, of: str) -> Iterator[Use]:
+    for what, used, limit in (
+        ("bytes in memory", "memory", "max_memory"),
+        ("bytes on disk", "storage", "max_storage"),
+        ("bytes reserved in memory", "reserved_memory", "max_memory"),
+        ("bytes reserved on disk", "reserved_storage", "max_storage"),
+        ("streams", "streams", "max_streams"),
+        ("consumers", "consumers", "max_consumers"),
+    ):
+        yield Use(what=f"{what}{of}", used=getattr(found, used), limit=getattr(found.limits, limit))
+
+
+def _ranges(sequences: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Sequences in ascending order, as the first and last of each run."""
+    first = last = 0
+    for sequence in sequences:
+        if sequence != last + 1:
+            if last:
+                yield first, last
+            first = sequence
+        last = sequence
+    if last:
+        yield first, last

@@ -1,0 +1,164 @@
+"""What operators do to streams and consumers by hand: empty, seal, remove, hand over, give up a copy.
+
+Called by `streams purge|seal|rm|step-down|remove-peer` and `consumers rm|unpin`. What cannot be taken back comes in
+two: a plan that says what would be done, and refuses where the stream does, and the deed.
+"""
+
+from __future__ import annotations
+
+import anyio
+from msgspec import Struct
+
+from aviso_workers.backends import Admin
+from aviso_workers.engine import consumer_records
+from aviso_workers.errors import BackendError, DeclarationError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream import error_codes
+from aviso_workers.jetstream.info import Cluster, StreamConfig
+from aviso_workers.ops import deployment, inventory
+
+__all__ = [
+    "Purge",
+    "check_purge_allowed",
+    "peers",
+    "plan_purge",
+    "purge",
+    "remove_consumer",
+    "remove_peer",
+    "remove_stream",
+    "seal",
+    "step_down",
+    "unpin",
+]
+
+ELECTION_SECONDS = 10.0
+ASK_SECONDS = 5.0
+ANSWER_SECONDS = 0.5
+LOOK_AGAIN_SECONDS = 0.05
+
+
+class Purge(Struct, frozen=True, kw_only=True):
+    """What a purge would remove."""
+
+    stream: str
+    subject: str = ""
+    keep: int = 0
+    before: int = 0
+    messages: int
+    """How many would go, as of now, or a few less: with a subject and a sequence the server has no count of both."""
+
+
+async def plan_purge(admin: Admin, stream: str, *, subject: str = "", keep: int = 0, before: int = 0) -> Purge:
+    """What would go: everything, or what matches a subject, but for the newest `keep`, or only `before` a sequence.
+
+    Raises `NotFoundError`, `RefusedError` where the stream refuses purges, and `DeclarationError` for what a server
+    does not do.
+    """
+    if keep and before:
+        raise DeclarationError("say either how many to keep or before which sequence to remove, not both")
+    found = await admin.stream_info(stream)
+    check_purge_allowed(found.config)
+    messages = found.messages
+    if subject:
+        messages = await inventory.count(admin, stream, subject)
+    if before:
+        gaps = await inventory.gaps(admin, stream)
+        messages = min(messages, inventory.messages_before(gaps, before))
+    return Purge(stream=stream, subject=subject, keep=keep, before=before, messages=max(0, messages - keep))
+
+
+def check_purge_allowed(config: StreamConfig) -> None:
+    """Raise `RefusedError` where the stream of this configuration refuses purges."""
+    for field, refuses in (("sealed", config.sealed), ("deny_purge", config.deny_purge)):
+        if refuses:
+            raise RefusedError(f"stream {config.name} cannot be purged: it has {field}, which nobody can take back")
+
+
+async def purge(admin: Admin, plan: Purge) -> int:
+    """Remove the messages; returns how many went. Their bytes may stay on the disk for a while."""
+    return await admin.purge_stream(plan.stream, subject=plan.subject, keep=plan.keep, before=plan.before)
+
+
+async def seal(admin: Admin, stream: str) -> None:
+    """Let nothing of the stream be added, deleted, purged or grow too old, ever again. Raises `BackendError`."""
+    config = (await admin.stream_info(stream)).config
+    await admin.update_stream({**config, "sealed": True})
+
+
+async def remove_stream(admin: Admin, stream: str) -> None:
+    """Remove a stream with its messages and consumers. Raises `NotFoundError`."""
+    await admin.delete_stream(stream)
+
+
+async def remove_consumer(admin: Admin, stream: str, consumer: str) -> None:
+    """Remove a consumer; an agent of ours that had it begins anew where its `start` says. Raises `NotFoundError`."""
+    of_agent = deployment.agent_of(consumer)
+    found = await admin.consumer_info(stream, consumer)
+    await admin.delete_consumer(stream, consumer)
+    if of_agent is not None:
+        owner, agent = of_agent
+        await consumer_records.mark_removed(admin, app=owner, agent=agent, stream=stream, consumer=found)
+
+
+async def unpin(admin: Admin, stream: str, consumer: str, group: str) -> None:
+    """Let the server pin another reader of a priority group. Raises `NotFoundError`, `RefusedError`."""
+    await admin.administration().api(f"CONSUMER.UNPIN.{stream}.{consumer}", {"group": group})
+
+
+async def step_down(admin: Admin, stream: str, *, consumer: str = "", prefer: str = "") -> str:
+    """Let another server lead the stream, or one of its consumers; returns which one does.
+
+    Raises `NotFoundError`, `RefusedError` where it has no other server, `UnavailableError` where none is elected.
+    """
+    kind, what = ("CONSUMER", f"{stream}.{consumer}") if consumer else ("STREAM", stream)
+
+    async def cluster(*, timeout_seconds: float = ASK_SECONDS) -> Cluster:
+        if consumer:
+            return (await admin.consumer_info(stream, consumer, timeout_seconds=timeout_seconds)).cluster
+        return (await admin.stream_info(stream, timeout_seconds=timeout_seconds)).cluster
+
+    before = await cluster()
+    if not before.followers:
+        raise RefusedError(f"{what} has one copy: there is no other server that could lead it")
+    request = {"placement": {"preferred": prefer}} if prefer else {}
+    await admin.administration().api(f"{kind}.LEADER.STEPDOWN.{what}", request)
+    with anyio.move_on_after(ELECTION_SECONDS):
+        while True:
+            try:
+                leader = (await cluster(timeout_seconds=ANSWER_SECONDS)).leader
+            except UnavailableError:
+                leader = ""  # nobody answers who does not lead
+            if leader and (leader == prefer or leader != before.leader):
+                return leader
+            await anyio.sleep(LOOK_AGAIN_SECONDS)
+    raise UnavailableError(f"{what}: no other leader was elected within {ELECTION_SECONDS:.0f} s")
+
+
+async def peers(admin: Admin, stream: str) -> dict[str, str]:
+    """The servers that hold a copy of a stream, and how each does. Raises `NotFoundError`."""
+    cluster = (await admin.stream_info(stream)).cluster
+    found = {cluster.leader: "leader"} if cluster.leader else {}
+    for replica in cluster.followers:
+        is_well = replica.current and not replica.offline
+        found[replica.name] = "current" if is_well else f"behind by {replica.lag}"
+    return found
+
+
+async def remove_peer(admin: Admin, stream: str, peer: str) -> None:
+    """Give up the copy that a server holds; another server that may hold one makes a new one.
+
+    Raises `NotFoundError` where the server holds none, `RefusedError` where no other may.
+    """
+    found = await peers(admin, stream)
+    if peer not in found:
+        raise NotFoundError(f"{peer} holds no copy of {stream}; there are: {', '.join(found) or 'none in a cluster'}")
+    try:
+        await admin.administration().api(f"STREAM.PEER.REMOVE.{stream}", {"peer": peer})
+    except BackendError as error:
+        if error.code != error_codes.NO_OTHER_PEER:
+            raise
+        raise RefusedError(
+            f"{peer} keeps its copy of {stream}, because no other server may hold one ({error}). To have it made anew "
+            f"there, see that all copies on the other servers are current, stop {peer}, empty its store directory and "
+            "start it again",
+            code=error.code,
+        ) from error

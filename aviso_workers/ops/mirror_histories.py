@@ -1,0 +1,200 @@
+"""Whether a mirror has the history of its origin, told from some messages that both streams hold.
+
+Called by `mirrors` and `promotion`. A mirror keeps the sequence, the store time, the subject and the body of each
+message; of its headers, a server leaves out those of expectations. An origin that was deleted and made again counts
+from the beginning, and its mirror goes on after the last sequence that it has: the numbers look well, and messages are
+missing. So the two are compared message by message: the first and the last that both hold, some in between, and those
+around the time at which the origin was created, which differ where it was restored from a backup that lacked the newest
+messages.
+
+What this cannot see: two differing messages between two equal ones that were compared, as an origin leaves that was
+restored from a backup twice; and what only one of the streams holds, because it was deleted, replaced or too old there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+import anyio
+from msgspec import Struct
+
+from aviso_workers.backends import Admin, Management, Message
+from aviso_workers.errors import BackendError
+from aviso_workers.jetstream import info
+from aviso_workers.jetstream.info import StreamInfo
+
+__all__ = ["Comparison", "compare"]
+
+SPREAD = 16
+"""Places between the first and the last sequence that both can have."""
+BEFORE_CREATION = 4
+"""Messages that are compared of those that were stored just before the origin was created."""
+AT_ONCE = 8
+"""Places that are looked at side by side."""
+CLOCKS = timedelta(seconds=60)
+"""How far the clocks of the servers of one cluster may differ, and how late they may remove what is too old."""
+LIMITS = ("max_msgs", "max_bytes", "max_age", "max_msgs_per_subject")
+
+
+class Found(NamedTuple):
+    """What a mirror has of a message as its origin has it."""
+
+    sequence: int
+    timestamp_ns: int
+    subject: str
+    data: bytes
+
+
+class Comparison(Struct, frozen=True, kw_only=True):
+    """What a comparison of a mirror and its origin showed."""
+
+    equal: int = 0
+    """Messages that both hold and that are the same."""
+    trouble: str = ""
+    """Why these are two histories; empty where nothing says so."""
+
+
+class _Stream:
+    """A stream wherever it is, and its state when it was asked for."""
+
+    def __init__(self, streams: Management, found: StreamInfo) -> None:
+        self._streams = streams
+        self.name = found.name
+        self.config = found.config
+        assert found.created is not None  # a server always tells
+        self.created = found.created
+        self.asked = found.time
+        self.messages = found.messages
+        self.first = found.first_sequence
+        self.last = found.last_sequence
+
+    async def at(self, sequence: int) -> Found | None:
+        return _found(await self._streams.message(self.name, sequence))
+
+    async def next(self, sequence: int) -> Found | None:
+        """Return the first message of this sequence or a later one."""
+        return _found(await self._streams.message(self.name, sequence, next_by_subject=">"))
+
+    async def last_before(self, time: datetime) -> int:
+        """Return a sequence up to which there are only messages that were stored before that time, and none after."""
+        low, high = self.first - 1, self.last
+        while low < high:
+            middle = (low + high + 1) // 2
+            found = await self.next(middle)
+            if found is not None and _time(found) < time:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+async def compare(admin: Admin, mirror: str, origin: str, *, api: str, timeout_seconds: float) -> Comparison:
+    """Compare a mirror with its origin, which is at another `api` or, where that is empty, in the same account.
+
+    It takes some tens of requests for one message each. Raises `BackendError`.
+    """
+    here = _Stream(admin, await admin.stream_info(mirror))
+    # Asked for later, so that an origin that lives is never behind its mirror.
+    streams = admin.at(api)
+    there = _Stream(streams, await streams.stream_info(origin, timeout_seconds=timeout_seconds))
+    if here.last > there.last:
+        return Comparison(
+            trouble=f"the origin {origin} was made again or restored from a backup: it ends at {there.last}, and its "
+            f"mirror {mirror}, which has what was stored before, at {here.last}"
+        )
+    pairs = await _pairs(here, there)
+    equal = sum(pair == other for pair, other in pairs)
+    for ours, theirs in pairs:
+        if ours != theirs:
+            return Comparison(
+                equal=equal,
+                trouble=f"the origin {origin} was made again or restored from a backup: its message "
+                f"{theirs.sequence} is of {info.rfc3339(theirs.timestamp_ns)}, and that of its mirror {mirror} of "
+                f"{info.rfc3339(ours.timestamp_ns)}",
+            )
+    return Comparison(equal=equal, trouble=await _made_later(here, there, equal))
+
+
+async def _pairs(here: _Stream, there: _Stream) -> list[tuple[Found, Found]]:
+    """Return messages that both hold under the same sequence, by sequence."""
+    first, last = max(here.first, there.first), here.last
+    if not (here.messages and there.messages) or first > last:
+        return []
+    places = {first + (last - first) * step // SPREAD for step in range(SPREAD + 1)}
+    boundary = await here.last_before(there.created)
+    places |= {place for place in range(boundary - BEFORE_CREATION + 1, boundary + 2) if first <= place <= last}
+    found: dict[int, tuple[Found, Found]] = {}
+    failures: list[BackendError] = []
+    limiter = anyio.CapacityLimiter(AT_ONCE)
+
+    async def look(place: int) -> None:
+        async with limiter:
+            try:
+                pair = None if failures else await _pair(here, there, place)
+            except BackendError as error:
+                failures.append(error)
+                return
+            if pair is not None:
+                found[pair[0].sequence] = pair
+
+    async with anyio.create_task_group() as tasks:
+        for place in places:
+            tasks.start_soon(look, place)
+    if failures:
+        raise failures[0]
+    return [found[sequence] for sequence in sorted(found)]
+
+
+async def _pair(here: _Stream, there: _Stream, place: int) -> tuple[Found, Found] | None:
+    """Return the message that both hold at a place or, where one has deleted what is there, soon after it."""
+    for one, other in ((here, there), (there, here)):
+        found = await one.next(place)
+        if found is None or (counterpart := await other.at(found.sequence)) is None:
+            continue
+        return (found, counterpart) if one is here else (counterpart, found)
+    return None
+
+
+async def _made_later(here: _Stream, there: _Stream, equal: int) -> str:
+    """Return why an origin that was created after what its mirror has is another one, though no message differs."""
+    if not equal and here.messages:
+        oldest = await here.next(here.first)
+        if oldest is not None and _time(oldest) + CLOCKS < there.created:
+            return (
+                f"the origin {there.name} was made again: it was created at {there.created:%Y-%m-%d %H:%M:%S}, its "
+                f"mirror {here.name} has older messages, and none that both hold shows that it was restored with these"
+            )
+    if there.created > here.created + CLOCKS and await _holds_more(here, there):
+        return (
+            f"the origin {there.name} was made again: it was created after its mirror {here.name}, and holds messages "
+            f"before {here.first}, the first one of the mirror"
+        )
+    return ""
+
+
+async def _holds_more(here: _Stream, there: _Stream) -> bool:
+    """Return whether an origin has what its mirror lacks at its old end, and no limit of the mirror's explains it."""
+    if any(_limit(here.config, name) < _limit(there.config, name) for name in LIMITS):
+        return False
+    oldest = await there.next(there.first) if there.messages else None
+    if oldest is None or oldest.sequence >= here.first:
+        return False
+    max_age = timedelta(microseconds=_limit(here.config, "max_age") / 1000)
+    return there.asked - _time(oldest) < max_age - CLOCKS  # else both are about to remove it
+
+
+def _found(message: Message | None) -> Found | None:
+    if message is None:
+        return None
+    return Found(message.sequence, message.timestamp_ns, message.subject, message.data)
+
+
+def _limit(config: Mapping[str, Any], name: str) -> int:
+    value = int(config.get(name) or 0)
+    return value if value > 0 else 10**18
+
+
+def _time(found: Found) -> datetime:
+    return datetime.fromtimestamp(found.timestamp_ns // 1000 / 1e6, UTC)

@@ -1,0 +1,197 @@
+"""Mirrors and sources: whether they follow their origins, and streams that are fenced.
+
+Called by the commands `mirror ...`, by `promotion` and by `doctor`. A mirror is judged by when it last heard of its
+origin, because its lag stays at nought when the origin is gone, and by whether both have the same history (see
+`histories`). A stream that is fenced keeps what it has and gives up its subjects, so that it takes no publish any more,
+now or after a restart; for two streams that both take publishes are two histories which nobody can join again. Who
+reconciles streams leaves a fenced one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anyio
+from msgspec import Struct, structs
+
+from aviso_workers.backends import Admin, Management
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream.info import Source, StreamInfo
+from aviso_workers.jetstream.metadata import FENCED
+from aviso_workers.ops import mirror_histories
+
+__all__ = [
+    "COPY_OF",
+    "NOWHERE",
+    "PROMOTED",
+    "STALE_SECONDS",
+    "Fenced",
+    "Link",
+    "Mirrors",
+    "fence",
+    "unfence",
+]
+
+STALE_SECONDS = 30.0
+"""A mirror that has heard nothing for so long is not following: an idle origin is heard of every few seconds."""
+PROMOTED = "aviso-workers-promoted-from"
+"""The metadata of a promoted mirror: the API and the name of its origin, and the last sequence that it mirrored (which
+is missing where an older version promoted it)."""
+COPY_OF = "aviso-workers-copy-of"
+"""The metadata of a copy that is not whole (see `stream_copies`): when the stream was created that it is a copy of."""
+NOWHERE = "aviso_workers.fenced"
+"""The subject that a fenced stream has, followed by its name: a stream cannot be without one."""
+ORIGIN_SECONDS = 2.0
+
+
+class Link(Struct, frozen=True, kw_only=True):
+    """How a stream follows another one."""
+
+    stream: str
+    origin: str
+    relation: str
+    """`mirror`, `source`, or `promoted`: it was a mirror."""
+    api: str
+    """The prefix of the API where the origin is; empty where it is in the same account."""
+    whole: bool = True
+    """Whether a mirror has all of its origin, and as it is there."""
+    lag: int = 0
+    """Messages that are still to come, as far as the stream knows."""
+    active_seconds: float | None = None
+    """Since it last heard of the origin; None: never."""
+    trouble: str = ""
+    """Why it cannot be relied on; empty where it can."""
+    other_history: str = ""
+    """That part of the trouble which says that a mirror and its origin are two histories."""
+    equal: int | None = None
+    """Messages of a mirror that were compared with those of its origin and are the same; None where none could be."""
+
+
+class Fenced(Struct, frozen=True, kw_only=True):
+    """What a fenced stream was."""
+
+    subjects: tuple[str, ...]
+    """What it took."""
+    last_sequence: int
+    """Nothing comes after it."""
+    before: bool
+    """Whether it was fenced already."""
+
+
+class Mirrors:
+    """Works inside of `async with app:`. Every method raises `BackendError`."""
+
+    def __init__(self, admin: Admin) -> None:
+        self._admin = admin
+
+    async def links(self) -> list[Link]:
+        """All streams of the account that follow another one, or did until they were promoted."""
+        links = [link for stream in await self._admin.streams() for link in _links(stream)]
+
+        async def judge(index: int) -> None:
+            try:
+                links[index] = await self._judged(links[index])
+            except BackendError as error:
+                trouble = links[index].trouble or f"{links[index].origin} cannot be looked at: {error}"
+                links[index] = structs.replace(links[index], trouble=trouble)
+
+        async with anyio.create_task_group() as tasks:  # those whose origins do not answer are waited for side by side
+            for index in range(len(links)):
+                tasks.start_soon(judge, index)
+        return links
+
+    async def _judged(self, link: Link) -> Link:
+        """Return the link with what its origin shows, where that answers."""
+        try:
+            if link.relation == "mirror" and link.whole:
+                return await self._compared(link)
+            if link.relation == "promoted":
+                return await self._promoted(link)
+        except UnavailableError:
+            pass  # how long nothing was heard of it says this
+        except NotFoundError:
+            if link.relation == "mirror":
+                return structs.replace(link, trouble=link.trouble or f"{link.origin} does not exist any more")
+        return link
+
+    async def _compared(self, link: Link) -> Link:
+        comparison = await mirror_histories.compare(
+            self._admin, link.stream, link.origin, api=link.api, timeout_seconds=ORIGIN_SECONDS
+        )
+        return structs.replace(
+            link,
+            trouble="; ".join(filter(None, (comparison.trouble, link.trouble))),
+            other_history=comparison.trouble,
+            equal=comparison.equal,
+        )
+
+    async def _promoted(self, link: Link) -> Link:
+        config = (await self._admin.at(link.api).stream_info(link.origin, timeout_seconds=ORIGIN_SECONDS)).config
+        if FENCED in config.metadata or config.mirror:
+            return link
+        fence = f"`aviso-workers mirror fence {link.origin} --api '{link.api}'`"
+        return structs.replace(link, trouble=f"{link.origin} is back and takes publishes: {fence}")
+
+
+async def fence(streams: Management, stream: str) -> Fenced:
+    """Take a stream's subjects away, and note them in its metadata; one that is fenced already stays as it is.
+
+    Raises `BackendError`.
+    """
+    found = await streams.stream_info(stream, timeout_seconds=ORIGIN_SECONDS)
+    metadata, subjects = found.config.metadata, found.config.subjects
+    before = FENCED in metadata
+    if not before:
+        if not subjects:
+            raise RefusedError(f"{stream} has no subjects of its own, so there is nothing to fence")
+        metadata = {**metadata, FENCED: " ".join(subjects)}
+        config = {**found.config, "subjects": [f"{NOWHERE}.{stream}"], "metadata": metadata}
+        found = await streams.update_stream(config)
+    return Fenced(subjects=tuple(metadata[FENCED].split()), last_sequence=found.last_sequence, before=before)
+
+
+async def unfence(streams: Management, stream: str) -> tuple[str, ...]:
+    """Give a fenced stream its subjects back, also a copy that is not whole, and return them.
+
+    Raises `RefusedError` where it is not fenced.
+    """
+    config = (await streams.stream_info(stream)).config
+    metadata = dict(config.metadata)
+    if FENCED not in metadata:
+        raise RefusedError(f"{stream} is not fenced")
+    subjects = metadata.pop(FENCED).split()
+    if metadata.pop(COPY_OF, None):
+        config.pop("subject_transform", None)  # by which it was appended to
+    await streams.update_stream({**config, "subjects": subjects, "metadata": metadata})
+    return tuple(subjects)
+
+
+def _links(stream: StreamInfo) -> Iterator[Link]:
+    if stream.mirror:
+        declared = stream.config.mirror
+        whole = declared is None or not declared.left_out
+        yield structs.replace(_link(stream.name, "mirror", stream.mirror), whole=whole)
+    for source in stream.sources:
+        yield _link(stream.name, "source", source)
+    metadata = stream.config.metadata
+    if (promoted := metadata.get(PROMOTED)) and FENCED not in metadata:  # else another stream has taken its place
+        api, origin, *_ = promoted.split(" ")
+        yield Link(stream=stream.name, origin=origin, relation="promoted", api=api)
+
+
+def _link(stream: str, relation: str, found: Source) -> Link:
+    active_seconds = found.active / 1e9 if found.active >= 0 else None
+    trouble = found.trouble
+    if active_seconds is None:
+        trouble = trouble or "it has never heard of its origin"
+    elif active_seconds > STALE_SECONDS:
+        trouble = trouble or f"it has heard nothing for {active_seconds:.0f} s, whatever its lag says"
+    return Link(
+        stream=stream,
+        origin=found.name,
+        relation=relation,
+        api=found.api,
+        lag=found.lag,
+        active_seconds=active_seconds,
+        trouble=trouble,
+    )

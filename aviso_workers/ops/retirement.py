@@ -1,0 +1,134 @@
+"""An app, or one of its agents, taken off a server for good: its consumers, its buckets, what was to be tried again.
+
+Called by `retire`. It comes in two: a plan that says what there is, and the deed. The notifications themselves and the
+dead letters stay. Workers that still run would make the consumers anew, and begin at the agents' `start`: while there
+are some, nothing is removed.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from msgspec import Struct
+
+from aviso_workers.backends import Admin
+from aviso_workers.engine import attempts, consumer_records, dead_letter_store, table_store, timer_loops
+from aviso_workers.engine.handlers import windowed
+from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream.info import StreamInfo
+from aviso_workers.ops import deployment, inventory
+from aviso_workers.ops.inventory import Listed, T
+
+__all__ = ["Retirement", "plan", "retire"]
+
+
+class Retirement(Struct, frozen=True, kw_only=True):
+    """What would be removed of an app, or of one of its agents."""
+
+    app: str
+    agent: str
+    """Empty: all of them, and what belongs to the app as a whole."""
+    consumers: tuple[tuple[str, str], ...]
+    """Stream and name of each."""
+    records: tuple[tuple[str, str], ...]
+    """Agent and stream of each record of how far a consumer had come."""
+    streams: dict[str, int]
+    """Streams of buckets, such as failure counts, leases, windows and tables, with their entries."""
+    subjects: dict[tuple[str, str], int]
+    """By stream and subject, messages in streams that others share."""
+    dead_letters: int
+    """Those that stay, until somebody drops them."""
+
+    @property
+    def nothing(self) -> bool:
+        return not (self.consumers or self.records or self.streams or self.subjects)
+
+
+async def plan(admin: Admin, owner: str, agent: str = "") -> Retirement:
+    """What there is of the app named `owner`.
+
+    Raises `NotFoundError` where there is nothing, `RefusedError` where a worker of it asks for notifications,
+    `UnavailableError` where no server answers for something that may be the app's.
+    """
+    streams = _all(await inventory.streams(admin))
+    consumers = [
+        consumer
+        for stream in streams
+        if stream.consumers
+        for consumer in _all(await inventory.consumers(admin, stream.name))
+        if _is_of(consumer.name, owner, agent)
+    ]
+    if at_work := sorted({consumer.name for consumer in consumers if consumer.num_waiting}):
+        raise RefusedError(f"workers ask for notifications of {', '.join(at_work)}: stop them first")
+    dead_letters = await deployment.dead_letters(admin)
+    found = Retirement(
+        app=owner,
+        agent=agent,
+        consumers=tuple((consumer.stream, consumer.name) for consumer in consumers),
+        records=tuple(
+            (of, stream)
+            for (by, of, stream) in await consumer_records.stored(admin)
+            if by == owner and agent in ("", of)
+        ),
+        streams={name: messages for name, messages in _sizes(streams).items() if _is_bucket_of(name, owner, agent)},
+        subjects=await _subjects(admin, owner, agent),
+        dead_letters=sum(count for of, count in dead_letters.items() if of[0] == owner and agent in ("", of[1])),
+    )
+    if found.nothing:
+        raise NotFoundError(f"there is nothing of {f'agent {agent} of ' if agent else ''}app {owner} on this server")
+    return found
+
+
+def _all(listed: Listed[T]) -> list[T]:
+    if listed.silent:
+        raise UnavailableError(f"no server answers for {', '.join(listed.silent)}: start the server that has it first")
+    return listed.found
+
+
+async def retire(admin: Admin, plan: Retirement) -> None:
+    """Remove what is planned. What is gone already is passed over. Raises `BackendError`."""
+    for stream, consumer in plan.consumers:
+        with suppress(NotFoundError):
+            await admin.delete_consumer(stream, consumer)
+    for agent, stream in plan.records:
+        await consumer_records.remove(admin, app=plan.app, agent=agent, stream=stream)
+    for stream, subject in plan.subjects:
+        with suppress(NotFoundError):
+            await admin.purge_stream(stream, subject=subject)
+    for stream in plan.streams:
+        with suppress(NotFoundError):
+            await admin.delete_stream(stream)
+
+
+async def _subjects(admin: Admin, owner: str, agent: str) -> dict[tuple[str, str], int]:
+    """What waits to be tried again, the app's counters, and of one agent its failure counts."""
+    wanted = [(dead_letter_store.RETRIES, dead_letter_store.retry_subject(owner, agent or "*"))]
+    if not agent:
+        wanted.append((table_store.COUNTERS, f"{table_store.COUNTERS_SUBJECT}.{owner}.>"))
+    if agent:
+        wanted.append((f"KV_{owner}{attempts.BUCKET_SUFFIX}", f"$KV.{owner}{attempts.BUCKET_SUFFIX}.{agent}.>"))
+    found = {}
+    for stream, subject in wanted:
+        with suppress(NotFoundError):
+            if count := sum((await admin.subject_counts(stream, subject=subject)).values()):
+                found[stream, subject] = count
+    return found
+
+
+def _is_of(consumer: str, owner: str, agent: str) -> bool:
+    of = deployment.agent_of(consumer)
+    return of is not None and of[0] == owner and agent in ("", of[1])
+
+
+def _is_bucket_of(stream: str, owner: str, agent: str) -> bool:
+    bucket = stream.removeprefix("KV_")
+    if bucket == stream:
+        return False
+    if agent:
+        return bucket == windowed.bucket_of(owner, agent)
+    of_app = (f"{owner}{attempts.BUCKET_SUFFIX}", *timer_loops.buckets_of(owner))
+    return bucket in of_app or bucket.startswith((f"{owner}__", windowed.bucket_of(owner, "")))
+
+
+def _sizes(streams: list[StreamInfo]) -> dict[str, int]:
+    return {stream.name: stream.messages for stream in streams}

@@ -1,0 +1,308 @@
+"""All streams of a server copied to another one that is empty, while nobody uses either, and compared.
+
+Called by `key_rotation`. A stream is read from one server and restored on the other at the same time, and what is in it
+touches no disk on the way. It is then read back, and everything in it is compared with what was sent: messages with
+their sequences and times, consumers with their positions and configurations, the stream's own configuration.
+
+Until it is compared a stream keeps its messages without end, so that none is too old on one side only. A mirror is
+copied before its origin, so that nothing comes to it meanwhile. A stream in which time alone changes something
+(messages with a life of their own, schedules) is copied again, a few times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from queue import Queue
+from types import TracebackType
+from typing import Any
+
+import anyio
+import anyio.to_thread
+from msgspec import Struct, structs
+
+from aviso_workers.backends import Admin
+from aviso_workers.errors import BackendError, BackupError, NotFoundError
+from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream.info import Cluster, StreamConfig
+from aviso_workers.ops import consumer_positions
+from aviso_workers.ops.backups import Contents, Drill, archive, read_back
+from aviso_workers.ops.backups.s2 import MalformedError
+from aviso_workers.ops.backups.verification import read_contents
+from aviso_workers.ops.consumer_positions import Place
+
+__all__ = ["Moved", "move_all"]
+
+TRIES = 3
+CHUNKS_AHEAD = 16
+CHUNK_BYTES = 2**19
+LEADERS_SECONDS = 60.0
+ELECTION_SECONDS = 4.0
+CONSUMERS_SECONDS = 10.0
+"""A cluster makes a stream's consumers, and elects their leaders, a moment after the stream."""
+REPLICAS_SECONDS = 600.0
+LOOK_SECONDS = 0.1
+UNTIL_COMPARED = {"max_age": 0, "sealed": False}
+OF_SERVERS = "_nats."
+"""The start of the metadata that servers add."""
+
+
+class Moved(Struct, frozen=True, kw_only=True):
+    stream: str
+    messages: int
+    on_disk: bool
+    """Whether it is stored in files."""
+    consumers: tuple[str, ...]
+    """Those that do not end by themselves."""
+    consumers_on_disk: tuple[str, ...]
+    delivered_again: Mapping[str, int]
+    """By consumer, how many deliveries are not told: a cluster sends the ack floor, and not what was acked above it."""
+
+
+async def move_all(source: Admin, target: Admin, tell: Callable[[str], None]) -> list[Moved]:
+    """Copy every stream of an account, and return what was compared. `tell` is called with a line for each.
+
+    Raises `BackupError` where a copy is not what the stream is, and `BackendError`.
+    """
+    configs = await _configs(source)
+    if unfinished := [name for name, config in configs.items() if metadata.is_unfinished(config)]:
+        raise BackupError(f"{', '.join(unfinished)}: what a restore left that was interrupted; restore it again first")
+    moved = []
+    for name in sorted(configs, key=lambda name: (-_mirrors_above(name, configs), name)):
+        done = await _move(source, target, name)
+        tell(f"{name}: {done.messages} messages and {len(done.consumers)} consumers copied and compared")
+        for consumer, count in done.delivered_again.items():
+            tell(f"{name}: consumer {consumer} goes on at its ack floor: up to {count} messages are delivered again")
+        moved.append(done)
+    return moved
+
+
+async def _configs(admin: Admin) -> dict[str, Mapping[str, Any]]:
+    """The configurations of all streams, once each has elected its leader. Raises `BackupError`."""
+    configs: dict[str, Mapping[str, Any]] = {}
+
+    async def are_all_told() -> bool:
+        configs.update({each.name: each.config for each in await admin.streams()})
+        return configs.keys() >= set(await admin.stream_names())
+
+    if not await _until(are_all_told, seconds=LEADERS_SECONDS):
+        missing = set(await admin.stream_names()) - configs.keys()
+        raise BackupError(f"{', '.join(sorted(missing))}: no server answers for it")
+    return configs
+
+
+def _mirrors_above(name: str, configs: Mapping[str, Mapping[str, Any]]) -> int:
+    """How many origins there are between a stream and one that mirrors nothing here."""
+    above = 0
+    while above < len(configs) and (origin := _origin(configs[name])) in configs:
+        name, above = origin, above + 1
+    return above
+
+
+def _origin(config: Mapping[str, Any]) -> str:
+    mirror = StreamConfig(config).mirror
+    return mirror.name if mirror else ""
+
+
+async def _move(source: Admin, target: Admin, stream: str) -> Moved:
+    for left in reversed(range(TRIES)):
+        try:
+            config, sent = await _transfer(source, target, stream)
+        except BackendError:  # as where a consumer has no leader yet, which no snapshot can be taken of
+            if not left:
+                raise
+            await anyio.sleep(ELECTION_SECONDS)
+            with suppress(NotFoundError):
+                await target.delete_stream(stream)
+            continue
+        differences = await _differences(source, target, stream, sent)
+        if not differences:
+            break
+        await target.delete_stream(stream)
+        if not left:
+            raise BackupError(f"{stream} is not on the new server as it is: {'; '.join(differences)}")
+    wanted = _comparable(config)
+    if _comparable(await _config(target, stream)) != wanted:
+        await target.update_stream(config)
+    if (found := _comparable(await _config(target, stream))) != wanted:
+        changed = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
+        raise BackupError(f"{stream} is configured in another way on the new server: {', '.join(changed)}")
+    await _wait_for_replicas(target, stream)
+    consumers = await _consumers(target, stream)
+    return Moved(
+        stream=stream,
+        messages=sent.messages,
+        on_disk=config.storage == "file",
+        consumers=tuple(consumers),
+        consumers_on_disk=tuple(name for name, each in consumers.items() if not each.get("mem_storage")),
+        delivered_again=await _delivered_again(source, stream, sent),
+    )
+
+
+async def _delivered_again(source: Admin, stream: str, sent: Contents) -> dict[str, int]:
+    delivered = {each.name: each.deliveries for each in await source.consumers(stream)}
+    told = {name: state.deliveries for name, state in sent.consumers.items()}
+    return {name: count - told[name] for name, count in delivered.items() if count > told.get(name, count)}
+
+
+async def _wait_for_replicas(admin: Admin, stream: str) -> None:
+    """Return when every replica of a stream and of its consumers has all of it. Raises `BackupError`."""
+    if not await _until(lambda: _are_current(admin, stream), seconds=REPLICAS_SECONDS):
+        raise BackupError(f"{stream}: a replica on the new servers is not current after {REPLICAS_SECONDS:.0f} s")
+
+
+async def _until(condition: Callable[[], Awaitable[bool]], *, seconds: float) -> bool:
+    """Return whether it was so within this time."""
+    deadline = anyio.current_time() + seconds
+    while not await condition():
+        if anyio.current_time() > deadline:
+            return False
+        await anyio.sleep(LOOK_SECONDS)
+    return True
+
+
+async def _has_consumers(admin: Admin, stream: str, names: Set[str]) -> bool:
+    return names <= (await _consumers(admin, stream)).keys()
+
+
+async def _are_current(admin: Admin, stream: str) -> bool:
+    listed, silent = await consumer_positions.consumers(Place(streams=admin, stream=stream))
+    found = await admin.stream_info(stream)
+    return not silent and all(map(_is_current, (found.cluster, *(each.cluster for each in listed))))
+
+
+def _is_current(group: Cluster) -> bool:
+    """Whether all servers of a stream or a consumer are, as JetStream tells them; of one server, it tells nothing."""
+    return all(replica.current and not replica.lag for replica in group.followers)
+
+
+async def _transfer(source: Admin, target: Admin, stream: str) -> tuple[StreamConfig, Contents]:
+    """Restore a stream on the target while the source sends it; return its configuration, and what was sent."""
+    async with (
+        source.administration().snapshot(stream) as snapshot,
+        aclosing(snapshot.chunks) as chunks,
+        _Reading(in_memory=snapshot.config.storage == "memory") as reading,
+    ):
+        pieces = _Pieces(chunks)
+
+        async def read(size: int) -> bytes:
+            if data := await pieces.read(size):
+                await reading.add(data)
+            return data
+
+        await target.administration().restore(dict(snapshot.config) | UNTIL_COMPARED, snapshot.state, read=read)
+        sent = await reading.contents()
+    may_lose = snapshot.config.max_age or snapshot.config.allow_msg_ttl
+    if sent.missing and not may_lose:
+        raise BackupError(f"{stream} has {snapshot.state.messages} messages, of which {sent.missing} were not sent")
+    return snapshot.config, sent
+
+
+async def _differences(source: Admin, target: Admin, stream: str, sent: Contents) -> list[str]:
+    """What is not on the target as it was sent, in words; consumers that end by themselves may be gone."""
+    lasting = await _consumers(source, stream)
+    await _until(lambda: _has_consumers(target, stream, lasting.keys()), seconds=CONSUMERS_SECONDS)
+    there = await _consumers(target, stream)
+    drill = Drill(
+        backup=_with_consumers(sent, lasting), restored=_with_consumers(await read_back(target, stream), there)
+    )
+    found = drill.differences
+    if sent.state.last_sequence != drill.restored.state.last_sequence:
+        found.append(f"its last sequence is {drill.restored.state.last_sequence}, and was {sent.state.last_sequence}")
+    return found + [
+        f"consumer {name}: not configured as it was" for name in lasting if there.get(name) != lasting[name]
+    ]
+
+
+def _with_consumers(contents: Contents, names: Mapping[str, Any]) -> Contents:
+    kept = {name: state for name, state in contents.consumers.items() if name in names}
+    return structs.replace(contents, consumers=kept)
+
+
+async def _consumers(admin: Admin, stream: str) -> dict[str, Mapping[str, Any]]:
+    """The configurations of the consumers that do not end by themselves. Raises `BackupError` where one is not told."""
+    listed, silent = await consumer_positions.consumers(Place(streams=admin, stream=stream))
+    if silent:
+        raise BackupError(f"{stream}: no server answers for its consumers {', '.join(silent)}")
+    return {each.name: _comparable(each.config) for each in listed if not each.config.inactive_threshold}
+
+
+async def _config(admin: Admin, stream: str) -> Mapping[str, Any]:
+    return (await admin.stream_info(stream)).config
+
+
+def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = {key: value for key, value in StreamConfig(config).metadata.items() if not key.startswith(OF_SERVERS)}
+    return {**config, "metadata": metadata}
+
+
+class _Pieces:
+    """The chunks of a snapshot, read in pieces of whatever size."""
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
+        self._chunks = chunks
+        self._rest = b""
+
+    async def read(self, size: int) -> bytes:
+        """Return at most so many bytes, none at the end."""
+        while not self._rest:
+            try:
+                self._rest = await anext(self._chunks)
+            except StopAsyncIteration:
+                return b""
+        data, self._rest = self._rest[:size], self._rest[size:]
+        return data
+
+
+class _Reading:
+    """What is in an archive, found by a thread while the archive passes."""
+
+    def __init__(self, *, in_memory: bool) -> None:
+        self._in_memory = in_memory
+        self._chunks = Queue[bytes](CHUNKS_AHEAD)
+        self._rest = b""
+        self._is_at_end = False
+        self._thread = ThreadPoolExecutor(1)
+        self._contents = self._thread.submit(self._run)
+
+    async def __aenter__(self) -> _Reading:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._end)
+
+    async def add(self, data: bytes) -> None:
+        """More of the archive."""
+        await anyio.to_thread.run_sync(self._chunks.put, data)
+
+    async def contents(self) -> Contents:
+        """What was in the archive, which is at its end. Raises `BackupError` where it is none."""
+        await self.add(b"")
+        try:
+            return await anyio.to_thread.run_sync(self._contents.result)
+        except MalformedError as error:
+            raise BackupError(f"what the server sent is malformed: {error}") from error
+
+    def read(self, size: int, /) -> bytes:
+        """For the thread: return at most so many bytes, none at the end."""
+        if not self._rest and not self._is_at_end:
+            self._rest = self._chunks.get()
+            self._is_at_end = not self._rest
+        data, self._rest = self._rest[:size], self._rest[size:]
+        return data
+
+    def _run(self) -> Contents:
+        try:
+            return read_contents(archive.entries(self), in_memory=self._in_memory)
+        finally:
+            while self.read(CHUNK_BYTES):  # whoever adds does not wait for us
+                pass
+
+    def _end(self) -> None:
+        if not self._contents.done():
+            self._chunks.put(b"")
+        self._thread.shutdown()

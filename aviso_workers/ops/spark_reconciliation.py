@@ -1,0 +1,158 @@
+"""What was published of Spark applications, held against what Spark itself says of them.
+
+Called by `aviso-workers spark reconcile`. Spark is asked first: what happens in between is then published and not
+missed. Streaming queries and executors are not compared, as Spark's REST API has no list of all that ever were.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
+from contextlib import aclosing
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+import anyio.to_thread
+from msgspec import Struct
+
+from aviso_workers.aviso.notifications import Notification
+from aviso_workers.config import Config
+from aviso_workers.errors import SparkRestError
+from aviso_workers.spark import job_events
+from aviso_workers.spark.job_events import EVENT_TYPE, Application
+from aviso_workers.spark.rest import ENDED, RUNNING, SparkRest, States
+
+__all__ = ["NOT_PUBLISHED", "Comparison", "Difference", "Incomparable", "Published", "compare", "reconcile"]
+
+KINDS = ("application", "job", "stage", "sql")
+LOST = "lost"
+NOT_PUBLISHED = "not published"
+
+
+class Difference(Struct, frozen=True, kw_only=True):
+    id: str
+    spark: str
+    """What Spark says: `running`, `succeeded`, `failed` or `ended`."""
+    published: str
+    """The same, or `lost`, or `not published`."""
+
+
+class Comparison(Struct, frozen=True, kw_only=True):
+    """All of one kind in one application."""
+
+    application: str
+    attempt: str
+    kind: str
+    spark: int
+    """How many Spark knows."""
+    published: int
+    differences: list[Difference]
+    twice: list[str]
+    """Ids of events that the stream holds more than once."""
+    only_published: int
+    """How many Spark knows nothing of, which is no mistake: it forgets the oldest."""
+
+    @property
+    def agrees(self) -> bool:
+        return not self.differences and not self.twice
+
+
+Replay = Callable[..., AsyncGenerator[Notification[Any], None]]
+"""`App.replay`."""
+
+
+class Incomparable(Struct, frozen=True, kw_only=True):
+    """An application of which Spark does not tell what is in it."""
+
+    application: str
+    attempt: str
+    problem: str
+
+
+class Published(Struct, frozen=True):
+    """What the stream says of one application."""
+
+    states: States
+    times: Counter[str]
+    """How often it holds each event, by message id."""
+
+
+async def reconcile(
+    replay: Replay, config: Config, rest: SparkRest, *, only: Collection[str] = (), since: datetime | None = None
+) -> AsyncIterator[Comparison | Incomparable]:
+    """The comparisons of all applications, or of `only` those ids. Raises `SparkRestError`, `BackendError`.
+
+    An application that Spark cannot tell of, as where its event log is damaged, stops no other.
+    """
+    found = await anyio.to_thread.run_sync(lambda: rest.applications(since=since))
+    if unknown := set(only) - {application_id for application_id, _, _ in found}:
+        raise SparkRestError(f"Spark knows no application {', '.join(sorted(unknown))}")
+    for application_id, attempt, ended in found:
+        if only and application_id not in only:
+            continue
+        application = Application.of_run(application_id, attempt)
+        try:
+            spark = await anyio.to_thread.run_sync(partial(rest.states, application_id, attempt, ended=ended))
+        except SparkRestError as error:
+            yield Incomparable(application=application.id, attempt=application.attempt, problem=str(error))
+            continue
+        for comparison in compare(application, spark, await published(replay, config, application)):
+            yield comparison
+
+
+async def published(replay: Replay, config: Config, application: Application) -> Published:
+    """What the stream holds of this attempt of an application."""
+    cluster = job_events.cluster_of(config)
+    ours = application.message_ids(cluster)
+    states: dict[tuple[str, str], str] = {}
+    times: Counter[str] = Counter()
+    where = {"cluster": cluster, "application": application.id}
+    async with aclosing(replay(EVENT_TYPE, where, from_id=1)) as notifications:
+        async for notification in notifications:
+            message_id = notification.headers.get("Nats-Msg-Id", "")
+            if message_id.startswith(ours):
+                times[message_id] += 1
+                _follow(states, notification)
+    return Published(states, times)
+
+
+def _follow(states: dict[tuple[str, str], str], notification: Notification[dict[str, str]]) -> None:
+    kind, event = notification.identifier["kind"], notification.identifier["event"]
+    key = (kind, notification.identifier["id"])
+    match event:
+        case "end":
+            states[key] = notification.payload.get("status", ENDED)
+        case "lost":
+            states[key] = LOST
+        case "resumed":
+            states.update({lost: RUNNING for lost, state in states.items() if state == LOST})
+        case _:
+            states.setdefault(key, RUNNING)
+
+
+def compare(application: Application, spark: States, published: Published) -> Iterable[Comparison]:
+    """Kind by kind."""
+    for kind in KINDS:
+        told = {of: state for (kind_of, of), state in spark.items() if kind_of == kind}
+        ours = {of: state for (kind_of, of), state in published.states.items() if kind_of == kind}
+        twice = [message_id for message_id, times in published.times.items() if times > 1]
+        yield Comparison(
+            application=application.id,
+            attempt=application.attempt,
+            kind=kind,
+            spark=len(told),
+            published=len(ours),
+            differences=[
+                Difference(id=of, spark=state, published=ours.get(of, NOT_PUBLISHED))
+                for of, state in told.items()
+                if not _fits(state, ours.get(of, NOT_PUBLISHED))
+            ],
+            twice=[message_id for message_id in twice if message_id.split(":")[4].startswith(f"{kind}.")],
+            only_published=len(ours.keys() - told.keys()),
+        )
+
+
+def _fits(spark: str, published: str) -> bool:
+    """A history server lags behind, and so what runs by its word may have ended by ours."""
+    return published != NOT_PUBLISHED if spark == RUNNING else published == spark

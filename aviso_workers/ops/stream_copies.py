@@ -1,0 +1,157 @@
+"""A stream copied to another server, cluster or account, and compared with what it was.
+
+Called by the command `streams copy`; `following_copies` goes on where a copy has ended. It is a backup that is restored
+elsewhere: messages keep their sequences and times, consumers their positions. While it is not whole, the copy is fenced
+(see `mirrors`), so that nobody publishes into it: what is stored in it under a sequence of its own could not be
+joined with what the original stores under the same one. It gets the subjects of the original when it was compared, and
+when the original stores no more, or has stored nothing since.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+from msgspec import Struct, structs
+
+from aviso_workers.backends import Admin
+from aviso_workers.errors import BackupError, NotFoundError
+from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream.info import StreamConfig
+from aviso_workers.jetstream.metadata import FENCED
+from aviso_workers.ops import backups
+from aviso_workers.ops.backups import Drill, Progress, Restored
+from aviso_workers.ops.backups.restoration import taken
+from aviso_workers.ops.mirrors import COPY_OF, NOWHERE
+
+__all__ = ["Copied", "copy", "is_fenced", "release", "subjects_of"]
+
+AT_WORK = ("sources", "republish", "subject_transform")
+"""What a copy does not have before it is whole."""
+OFF = {"allow_atomic": False, "allow_batched": False, "deny_delete": False, "deny_purge": False, "sealed": False}
+NO_LIMITS = {"discard": "old", "discard_new_per_subject": False, "max_bytes": -1, "max_msgs": -1, "max_msg_size": -1}
+"""How a copy is configured before it is whole, so that it can be appended to: see `following_copies`. Limits of age and
+of messages per subject stay, as they say what becomes of single messages."""
+OF_THE_COPY = ("storage", "num_replicas", "placement")
+"""What may be otherwise than in the original."""
+
+
+class Copied(Struct, frozen=True, kw_only=True):
+    """What became of a copy."""
+
+    restored: Restored
+    compared: Drill
+    meanwhile: int
+    """Messages that were stored in the original since, and are not in the copy."""
+    subjects: tuple[str, ...]
+    """What the copy takes now; none where it is fenced, or was made under another name."""
+    original_is_fenced: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether the copy has everything that the original had when it was compared."""
+        return not (self.compared.differences or self.meanwhile)
+
+
+async def copy(
+    source: Admin,
+    target: Admin,
+    stream: str,
+    *,
+    name: str | None = None,
+    storage: str | None = None,
+    replicas: int | None = None,
+    keep_fenced: bool = False,
+    progress: Progress,
+) -> Copied:
+    """Copy a stream from where one app is connected to where another one is; see `backups.restore` for the rest.
+
+    With `keep_fenced` it takes publishes only where the original takes none, for `following_copies` to go on. It needs
+    room for the stream in the directory for temporary files. Inside of both apps' `async with`. Raises `BackupError`
+    and `BackendError`; then there is no stream under the final name, or one that takes no publishes.
+    """
+    original = await source.stream_info(stream)
+    is_moved = name in (None, stream)
+    if is_moved:
+        await _require_no_copy(target, stream)
+    with tempfile.TemporaryDirectory(prefix="aviso-workers-copy-") as directory:
+        backup = await backups.create(source, stream, Path(directory), progress=progress)
+        before = await anyio.to_thread.run_sync(backups.verify, backup)
+        if before is None:
+            raise BackupError(f"{stream} is on a nats-server before 2.15, whose archive cannot be read to compare")
+        if is_moved and (found := await taken(target, subjects_of(backup.config), besides=(stream,))):
+            raise BackupError(f"{found} of {stream}: delete that stream first")
+        restored = await backups.restore(
+            target,
+            backup,
+            name=name,
+            config=_held_back(backup.config, created=original.created_text) if is_moved else None,
+            storage=storage,
+            replicas=replicas,
+            progress=progress,
+        )
+    compared = Drill(backup=before, restored=await backups.read_back(target, restored.stream))
+    now = await source.stream_info(stream)
+    if now.created_text != original.created_text:
+        raise BackupError(f"{stream} was deleted and made again while it was copied: the copy is of what it was before")
+    copied = Copied(
+        restored=restored,
+        compared=compared,
+        meanwhile=now.last_sequence - before.state.last_sequence,
+        subjects=(),
+        original_is_fenced=is_fenced(now.config),
+    )
+    if not (is_moved and copied.whole) or (keep_fenced and not copied.original_is_fenced):
+        return copied
+    return structs.replace(copied, subjects=await release(target, stream, now.config))
+
+
+async def release(target: Admin, stream: str, original: Mapping[str, Any]) -> tuple[str, ...]:
+    """Give a copy what its original has in its configuration, and the subjects that this had; returns these.
+
+    Raises `BackendError`.
+    """
+    copy_config = (await target.stream_info(stream)).config
+    subjects = subjects_of(original)
+    config = {key: value for key, value in original.items() if key not in OF_THE_COPY}
+    config |= {key: copy_config[key] for key in OF_THE_COPY if key in copy_config}
+    config["metadata"] = {
+        key: value for key, value in StreamConfig(original).metadata.items() if key not in (FENCED, COPY_OF)
+    }
+    if subjects:
+        config["subjects"] = list(subjects)
+    await target.update_stream(config)
+    return subjects
+
+
+def subjects_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the subjects of a stream, also of one that is fenced."""
+    return tuple(StreamConfig(config).metadata[FENCED].split() if is_fenced(config) else StreamConfig(config).subjects)
+
+
+def is_fenced(config: Mapping[str, Any]) -> bool:
+    return FENCED in StreamConfig(config).metadata
+
+
+def _held_back(config: Mapping[str, Any], *, created: str) -> dict[str, Any]:
+    """Return the configuration of a copy that is not whole, of a stream that was created then."""
+    held = {key: value for key, value in config.items() if key not in AT_WORK}
+    subjects = subjects_of(config)
+    if not subjects:
+        return held
+    metadata = {**StreamConfig(config).metadata, FENCED: " ".join(subjects), COPY_OF: created}
+    held["subject_delete_marker_ttl"] = 0  # else it would store markers of its own
+    return held | OFF | NO_LIMITS | {"subjects": [f"{NOWHERE}.{StreamConfig(config).name}"], "metadata": metadata}
+
+
+async def _require_no_copy(target: Admin, stream: str) -> None:
+    """Raise `BackupError` where there is a copy that is not whole, and not only part of one that was restored."""
+    try:
+        config = (await target.stream_info(stream)).config
+    except NotFoundError:
+        return
+    if COPY_OF in StreamConfig(config).metadata and not metadata.is_unfinished(config):
+        raise BackupError(f"{stream} there is a copy that is not whole: --follow carries on from it, or delete it")

@@ -1,0 +1,612 @@
+"""One nats-server or several in the background, on the loopback, for development and tests.
+
+The commands `server start|stop|reload|status` call here. Every node has a directory of its own below one that the
+commands agree on: its nats-server.conf, its log, and a record of its ports. The node inherits an open file on that
+record with a lock on it, and holds the lock until it ends, however it ends: whether a node runs is asked of the lock,
+and a process id that was given to somebody else meanwhile is never signalled.
+
+Production servers run under the site's own supervisor, with a file that `nats_conf` wrote.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import http.client
+import json
+import math
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import filterfalse, islice
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+from msgspec import Struct, structs
+
+from aviso_workers.config import Config, Server
+from aviso_workers.config.nats_server import LOOPBACK, Cluster
+from aviso_workers.errors import ServerProcessError
+from aviso_workers.server import (
+    die_with_parent,
+    find_binary,
+    last_error,
+    nats_conf,
+    profiles,
+    readiness,
+    store,
+    store_swap,
+)
+from aviso_workers.server.readiness import Tell
+from aviso_workers.server.store import Asset
+
+__all__ = ["Node", "State", "ask", "eventually", "free_ports", "reload", "start", "states", "stop"]
+
+PID_SECONDS = 30.0
+STOP_SECONDS = 10.0
+RACE_SECONDS = 1.0
+LOCK = "lock"
+MOVING = "moving"
+"""Below the directory of servers, those that `server rotate-key` runs for itself."""
+ANSWER_SECONDS = 5.0
+UNRECOVERABLE = "could not be recovered"
+"""What a server says of a stream on its disk that it cannot read, with another key for example."""
+CURE = "Look at its encryption key, its accounts and its log before anybody makes them anew, which destroys them:"
+HEALTH = "Healthcheck failed"
+
+_CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
+"""What was started in this process: a parent has to ask for the end of its children, else they stay as zombies."""
+
+
+class Node(Struct, frozen=True, kw_only=True):
+    """A nats-server by itself, or of a cluster. The ports are on 127.0.0.1."""
+
+    name: str
+    directory: Path
+    port: int
+    monitoring_port: int
+    cluster_port: int
+    leaf_port: int
+
+    @property
+    def url(self) -> str:
+        return f"nats://{LOOPBACK}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """The process id, as the server wrote it down. Raises ValueError or OSError where it has not."""
+        return int((self.directory / "nats-server.pid").read_text())
+
+    @property
+    def log(self) -> str:
+        """What the server has logged since it was started."""
+        file = self.directory / "nats-server.log"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+
+class State(Struct, frozen=True, kw_only=True):
+    """How a node does. `health` is `ok`, or what is wrong."""
+
+    node: Node
+    pid: int | None
+    health: str
+
+
+def start(
+    config: Config,
+    *,
+    directory: Path,
+    nodes: int = 1,
+    detached: bool = True,
+    tell: Tell = readiness.silent,
+    in_stores: Mapping[str, Path] | None = None,
+) -> tuple[Node, ...]:
+    """Start the nodes that do not run, and wait until all of them are healthy and serve all that is in their stores.
+
+    They outlive this process if they are `detached`; else the kernel ends them with it, on Linux. `tell` is called
+    with a line every few seconds for as long as it takes. `in_stores` has each node's store_dir by its name, where that
+    is not what the configuration says.
+
+    Raises ServerProcessError where a store would be converted to another encryption, where one ends, or does not serve
+    what is in its store: those that were started are ended again, without force. It is raised too where one does
+    nothing for two minutes, and that one goes on. Raises ConfigError where nats-server refuses its configuration.
+    """
+    server, choices = profiles.choose(config, profile="development")
+    with alone(directory):
+        _finish_swap(directory, tell)
+        places = in_stores or stores(server, directory=directory, nodes=nodes)
+        return _start(config, server, choices, places, directory=directory, detached=detached, tell=tell)
+
+
+def _start(
+    config: Config,
+    server: Server,
+    choices: tuple[profiles.Choice, ...],
+    places: Mapping[str, Path],
+    *,
+    directory: Path,
+    detached: bool,
+    tell: Tell,
+) -> tuple[Node, ...]:
+    found = recorded(directory)
+    running = [node for node in found if is_running(node)]
+    wanted = list(places)
+    if running and sorted(node.name for node in found) != sorted(wanted):
+        names = ", ".join(node.name for node in running)
+        raise ServerProcessError(f"{names} in {directory}: stop what runs there before you start something else")
+    planned = found if running else _planned(server, wanted, directory)
+    for node in found:
+        if node not in planned:
+            _forget(node)
+    missing = [node for node in planned if node not in running]
+    for node in missing:
+        _require_same_encryption(server, store.within(places[node.name]))
+        _write(config, server, node, peers=planned, choices=choices, place=places[node.name])
+    stored = {node.name: store.on_disk(store.within(places[node.name])) for node in missing}
+    with ExitStack() as undo:
+        for node in missing:
+            _spawn(node, place=places[node.name], detached=detached)
+            undo.callback(_end_in_order, node)
+        is_ready = readiness.wait(
+            lambda: all(tuple(map(_is_healthy, planned))),  # all are asked: one may have ended
+            progress=lambda: tuple(map(_progress, planned)),
+            tell=lambda taken: tell(_waited_for(planned, taken)),
+        )
+        if is_ready:
+            for node in missing:
+                _require_all_served(node, stored[node.name], is_alone=len(planned) == 1)
+        undo.pop_all()
+    if not is_ready:
+        raise ServerProcessError(_stands_still(planned))
+    return tuple(planned)
+
+
+def reload(config: Config, *, directory: Path) -> tuple[Node, ...]:
+    """Have the nodes that run take over the configuration as it is now. Returns them.
+
+    Raises ServerProcessError where none runs, or one says that it cannot take over a change, and ConfigError where
+    nats-server refuses the configuration; then none of them has been told.
+    """
+    server, choices = profiles.choose(config, profile="development")
+    planned = recorded(directory)
+    running = [node for node in planned if is_running(node)]
+    if not running:
+        raise ServerProcessError(f"no nats-server runs in {directory}: start one")
+    if [node.name for node in planned] != _names(server, len(planned)) or not _has_ports(server, planned):
+        raise ServerProcessError("names and ports of what runs do not follow the configuration: stop it, and start it")
+    places = stores(server, directory=directory, nodes=len(planned))
+    for node in running:
+        _write(config, server, node, peers=planned, choices=choices, place=places[node.name])
+    for node in running:
+        _reload(node)
+    return tuple(running)
+
+
+def stop(directory: Path, *, lame_duck: bool = False) -> tuple[Node, ...]:
+    """End the nodes that run, and forget those that do not. Returns those that ran; what they stored stays.
+
+    With `lame_duck`, each hands its streams to the others and tells its clients to leave, one node after the other,
+    as long as the configuration gives them; without, it is done within 10 s, by force if need be.
+    """
+    planned = recorded(directory)
+    running = [node for node in planned if is_running(node)]
+    if lame_duck:
+        for node in running:
+            _end([node], number=signal.SIGUSR2, within=math.inf)
+    else:
+        _end(running, number=signal.SIGTERM, within=STOP_SECONDS)
+    for node in planned:
+        _forget(node)
+    return tuple(running)
+
+
+def states(directory: Path) -> tuple[State, ...]:
+    """Every node that was started there and not stopped, in the order of their names."""
+    return tuple(_state(node) for node in recorded(directory))
+
+
+def stores(server: Server, *, directory: Path, nodes: int) -> dict[str, Path]:
+    """Return the store_dir of each node by its name, as the configuration has it."""
+    names = _names(server, nodes)
+    configured = server.jetstream.store_dir
+    if configured is None:
+        return {name: directory.absolute() / name / "jetstream" for name in names}
+    place = Path(configured).absolute()
+    return {name: place / name for name in names} if nodes > 1 else {names[0]: place}
+
+
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Keep others from starting servers in a directory, and from moving their streams. Raises ServerProcessError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / LOCK).open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ServerProcessError(f"servers in {directory} are being started, or moved, by somebody else") from error
+        moving = [node for side in ("old", "new") for node in recorded(directory / MOVING / side) if is_running(node)]
+        if moving and not eventually(lambda: not any(map(is_running, moving)), STOP_SECONDS):
+            raise ServerProcessError(f"the streams of {directory} are being moved: wait for `server rotate-key`")
+        yield
+
+
+def _finish_swap(directory: Path, tell: Tell) -> None:
+    for each in store_swap.finish(directory):
+        tell(f"{each.place} is the new store, {each.previous} the one before: `server rotate-key` was interrupted")
+
+
+def recorded(directory: Path) -> list[Node]:
+    """The nodes that were started in a directory and not stopped, whether they run or not."""
+    records = map(_decoded, directory.glob("*/node.json"))
+    return sorted((node for node in records if node), key=lambda node: (len(node.name), node.name))  # 10 after 9
+
+
+def is_running(node: Node) -> bool:
+    """Whether the process that was started is there: it holds the lock."""
+    try:
+        with (node.directory / "node.json").open("rb") as record:
+            fcntl.flock(record, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
+def ask(node: Node, path: str) -> dict[str, Any]:
+    """What the node answers on its monitoring port, such as /varz. Raises ServerProcessError where it does not."""
+    try:
+        answer: dict[str, Any] = json.loads(_answer(node, path))
+    except ValueError as error:
+        raise ServerProcessError(f"no JSON from http://{LOOPBACK}:{node.monitoring_port}{path}") from error
+    return answer
+
+
+def unserved(node: Node) -> str:
+    """Return a sentence on what is in the node's store and not served by it, or an empty text.
+
+    Raises ServerProcessError where the node does not answer.
+    """
+    return store.unserved(lambda: _answer(node, store.SERVED))
+
+
+def served(node: Node) -> frozenset[Asset]:
+    """Return the streams and consumers that a node serves. Raises ServerProcessError where it does not answer."""
+    return store.served(_answer(node, store.SERVED)).assets
+
+
+def _answer(node: Node, path: str) -> bytes:
+    connection = http.client.HTTPConnection(LOOPBACK, node.monitoring_port, timeout=ANSWER_SECONDS)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().read()
+    except (OSError, http.client.HTTPException) as error:
+        raise ServerProcessError(f"no answer from http://{LOOPBACK}:{node.monitoring_port}{path}") from error
+    finally:
+        connection.close()
+
+
+def _names(server: Server, nodes: int) -> list[str]:
+    return [server.server_name] if nodes == 1 else [f"{server.server_name}-{i}" for i in range(1, nodes + 1)]
+
+
+def _ports(server: Server) -> tuple[int, int, int, int]:
+    """The first node's, as far as they are configured, in the order of `Node`; those of the next are one higher."""
+    cluster_port = server.cluster.port if server.cluster else 0
+    leaf_port = (server.leafnodes.port if server.leafnodes else None) or 0
+    return server.port, server.monitoring.port, cluster_port, leaf_port
+
+
+def _has_ports(server: Server, nodes: list[Node]) -> bool:
+    return all(
+        configured in (0, found - i)
+        for i, node in enumerate(nodes)
+        for configured, found in zip(_ports(server), _node_ports(node), strict=True)
+    )
+
+
+def _node_ports(node: Node) -> tuple[int, int, int, int]:
+    return node.port, node.monitoring_port, node.cluster_port, node.leaf_port
+
+
+def _planned(server: Server, names: list[str], directory: Path) -> list[Node]:
+    free = iter(free_ports(len(names) * len(_ports(server))))
+    nodes = []
+    for i, name in enumerate(names):
+        configured = [port + i if port else 0 for port in _ports(server)]
+        for port in filterfalse(_is_free, filter(None, configured)):
+            raise ServerProcessError(f"port {port} on {LOOPBACK} is in use: stop what listens there, or choose another")
+        port, monitoring_port, cluster_port, leaf_port = (port or next(free) for port in configured)
+        nodes.append(
+            Node(
+                name=name,
+                directory=directory.absolute() / name,
+                port=port,
+                monitoring_port=monitoring_port,
+                cluster_port=cluster_port,
+                leaf_port=leaf_port,
+            )
+        )
+    return nodes
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports on which nobody listens, outside of the range that the kernel takes from for whoever does not care."""
+    candidates = random.sample(range(15_000, 32_000), 2_000)
+    return list(islice(filter(_is_free, candidates), count))
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server((LOOPBACK, port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def _settings(server: Server, node: Node, *, peers: list[Node], place: Path) -> Server:
+    """The configuration of one node: the configured one, with what has to differ between nodes on one machine."""
+    is_alone = len(peers) == 1
+    unique, tags = server.jetstream.unique_tag, server.server_tags
+    if unique and not is_alone:
+        number = peers.index(node) + 1
+        tags = tuple(f"{unique}{number}" if tag.startswith(unique) else tag for tag in tags)
+    leaf_nodes = server.leafnodes
+    if leaf_nodes and leaf_nodes.port is not None:
+        leaf_nodes = structs.replace(leaf_nodes, host=LOOPBACK, port=node.leaf_port)
+    routes = tuple(f"{LOOPBACK}:{peer.cluster_port}" for peer in peers)
+    cluster = structs.replace(server.cluster or Cluster(), host=LOOPBACK, port=node.cluster_port, routes=routes)
+    return structs.replace(
+        server,
+        server_name=node.name,
+        server_tags=tags,
+        host=LOOPBACK,
+        port=node.port,
+        monitoring=structs.replace(server.monitoring, host=LOOPBACK, port=node.monitoring_port),
+        jetstream=structs.replace(server.jetstream, store_dir=str(place)),
+        cluster=None if is_alone else cluster,
+        gateways=None,  # one cluster alone would wait for the others, because all share one JetStream
+        leafnodes=leaf_nodes,
+    )
+
+
+def _write(
+    config: Config,
+    server: Server,
+    node: Node,
+    *,
+    peers: list[Node],
+    choices: tuple[profiles.Choice, ...],
+    place: Path,
+) -> None:
+    run = {"pid_file": str(node.directory / "nats-server.pid")}
+    settings = _settings(server, node, peers=peers, place=place)
+    rendered = nats_conf.render(settings, origins=config.origins, choices=choices, run=run)
+    nats_conf.write(rendered, node.directory / "nats-server.conf", origins=config.origins)
+
+
+def _spawn(node: Node, *, place: Path, detached: bool) -> None:
+    store_lock = _locked_store(node, place)
+    try:
+        _spawn_with(node, store_lock, detached=detached)
+    finally:
+        os.close(store_lock)
+
+
+def _spawn_with(node: Node, store_lock: int, *, detached: bool) -> None:
+    record = _locked_record(node)
+    (node.directory / "nats-server.pid").unlink(missing_ok=True)  # of one that was killed
+    with record, (node.directory / "nats-server.log").open("wb") as log:
+        process = subprocess.Popen(
+            [find_binary(), "-c", str(node.directory / "nats-server.conf")],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=[record.fileno(), store_lock],  # the locks are the node's from here on
+            preexec_fn=None if detached else die_with_parent(),
+        )
+    _CHILDREN[process.pid] = process
+
+
+def _locked_store(node: Node, place: Path) -> int:
+    """Raise ServerProcessError where another server of ours has the store: nats-server does not look."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return os.open(os.devnull, os.O_RDONLY)  # the server cannot use it either, and says why
+
+    def locked() -> bool:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    if not eventually(locked, RACE_SECONDS):
+        os.close(lock)
+        raise ServerProcessError(
+            f"{node.name}: a server that was started in another directory uses the store {place}: stop it there"
+        )
+    return lock
+
+
+def _locked_record(node: Node) -> IO[bytes]:
+    record = (node.directory / "node.json").open("ab")
+
+    def locked() -> bool:
+        with suppress(BlockingIOError):
+            fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    if not eventually(locked, RACE_SECONDS):  # who asks whether it runs has it for a moment
+        record.close()
+        raise ServerProcessError(f"{node.name} in {node.directory} was started by somebody else just now")
+    record.truncate(0)
+    record.write(msgspec.json.encode(node, enc_hook=str))
+    record.flush()
+    return record
+
+
+def _forget(node: Node) -> None:
+    for name in ("node.json", "nats-server.pid", "nats-server.conf"):
+        (node.directory / name).unlink(missing_ok=True)
+
+
+def _decoded(file: Path) -> Node | None:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Node, dec_hook=lambda type_, text: type_(text))
+    except (OSError, msgspec.MsgspecError):
+        return None  # begun and never started
+
+
+def _require_same_encryption(server: Server, directory: Path) -> None:
+    encryption = server.jetstream.encryption
+    others = sorted(store.ciphers(directory) - {encryption.cipher}) if encryption else []
+    for cipher in others:
+        found = f"encrypted with {cipher}" if cipher else "not encrypted"
+        raise ServerProcessError(
+            f"{directory} is {found}, and nats-server loses consumers and streams when it encrypts a store anew: "
+            "configure it as it is, or move its streams with `aviso-workers server rotate-key`"
+        )
+
+
+def _require_all_served(node: Node, before: frozenset[Asset], *, is_alone: bool) -> None:
+    """Raise ServerProcessError where a node does not serve what is in its store, or was until it started."""
+    told = unserved(node)
+    # A server of a cluster removes what was deleted while it was down.
+    erased = {asset for asset in before - served(node) if not asset.consumer} if is_alone else set[Asset]()
+    if not told and erased:
+        told = store.describe(erased, of=before)
+    if told:
+        raise ServerProcessError(f"nats-server {node.name}: {told}. {CURE} {last_error(node.log)}")
+
+
+def _progress(node: Node) -> tuple[int, int]:
+    """What changes while a node works at getting ready."""
+    lines = sum(HEALTH not in line for line in node.log.splitlines())  # it logs when it is asked
+    with suppress(OSError, ValueError):
+        return lines, readiness.processor_seconds(node.pid)
+    return lines, 0
+
+
+def _waited_for(nodes: list[Node], taken: str) -> str:
+    late = _late(nodes)
+    last = next(reversed(late.log.splitlines()), "it has logged nothing")
+    return f"{late.name} is starting, for {taken} so far: {last}"
+
+
+def _stands_still(nodes: list[Node]) -> str:
+    late = _late(nodes)
+    return (
+        f"nats-server {late.name} is not ready, and has done nothing for {readiness.STANDSTILL_SECONDS:.0f} s: "
+        f"{_health(late)}: {last_error(late.log)}. It goes on: look at {late.directory / 'nats-server.log'} and at "
+        "`aviso-workers server status`, or end it with `aviso-workers server stop`"
+    )
+
+
+def _late(nodes: list[Node]) -> Node:
+    return next((node for node in nodes if _health(node) != "ok"), nodes[0])
+
+
+def _is_healthy(node: Node) -> bool:
+    """Raises ServerProcessError where there is nothing to wait for."""
+    if not is_running(node):
+        raise ServerProcessError(f"nats-server {node.name} ended at once: {last_error(node.log)}")
+    health = _health(node)
+    if UNRECOVERABLE in health:
+        raise ServerProcessError(f"nats-server {node.name}: {health}: {last_error(node.log)}")
+    return health == "ok"
+
+
+def _state(node: Node) -> State:
+    if not is_running(node):
+        return State(node=node, pid=None, health=f"ended by itself: {last_error(node.log)}")
+    try:
+        pid = node.pid
+    except (OSError, ValueError):
+        return State(node=node, pid=None, health="starting")
+    health = _health(node)
+    return State(node=node, pid=pid, health=unserved(node) or health if health == "ok" else health)
+
+
+def _health(node: Node) -> str:
+    try:
+        if ask(node, "/varz").get("server_name") != node.name:
+            return f"port {node.monitoring_port} is another server's"
+        answer = ask(node, "/healthz")
+    except ServerProcessError as error:
+        return str(error)
+    return "ok" if answer.get("status") == "ok" else str(answer.get("error", "unhealthy"))
+
+
+def _reload(node: Node) -> None:
+    def loaded_at() -> Any:
+        return ask(node, "/varz")["config_load_time"]
+
+    before, logged = loaded_at(), len(node.log)
+    os.kill(node.pid, signal.SIGHUP)
+    said = "[ERR] Failed to reload server configuration: "
+
+    def taken() -> bool:
+        if said in (new := node.log[logged:]):
+            raise ServerProcessError(f"{node.name} did not take it over: {new.partition(said)[2].splitlines()[0]}")
+        return bool(loaded_at() != before)
+
+    if not eventually(taken, STOP_SECONDS):
+        raise ServerProcessError(f"{node.name} did not say within {STOP_SECONDS:.0f} s that it took it over")
+
+
+def _end_in_order(node: Node) -> None:
+    """Signal a node that was started, and forget it when it has ended; it is never killed while it reads its store."""
+    _signal(node, signal.SIGTERM)
+    if eventually(lambda: not is_running(node), STOP_SECONDS):
+        _forget(node)
+    _reap()
+
+
+def _end(nodes: Iterable[Node], *, number: signal.Signals, within: float) -> None:
+    """Signal the nodes, and kill those that are still there after `within` seconds."""
+    nodes = list(nodes)
+    for node in nodes:
+        _signal(node, number)
+    if not eventually(lambda: not any(map(is_running, nodes)), within):
+        for node in nodes:
+            _signal(node, signal.SIGKILL)
+        if not eventually(lambda: not any(map(is_running, nodes)), STOP_SECONDS):
+            names = ", ".join(node.name for node in nodes if is_running(node))
+            raise ServerProcessError(f"{names} did not end, although killed")
+    _reap()
+
+
+def _reap() -> None:
+    for pid, child in list(_CHILDREN.items()):
+        if child.poll() is not None:
+            del _CHILDREN[pid]
+
+
+def _signal(node: Node, number: signal.Signals) -> None:
+    def known() -> bool:
+        with suppress(OSError, ValueError):
+            return bool(node.pid)
+        return False
+
+    if is_running(node) and eventually(lambda: known() or not is_running(node), PID_SECONDS) and is_running(node):
+        with suppress(ProcessLookupError):
+            os.kill(node.pid, number)
+
+
+def eventually(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether it holds within this time; it is looked at 50 times a second."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

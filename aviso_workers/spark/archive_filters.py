@@ -1,0 +1,98 @@
+"""What of a stream an archive has, remembered in the archive.
+
+What a run leaves out is behind the checkpoint, and no later run archives it. So an archive takes one event type and one
+filter: `archiving` calls `check` before its query starts, and the command makes the `Selection` of its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from aviso_workers.aviso.schema import Condition, Span, Where
+from aviso_workers.aviso.spatial import Containing, Filter
+from aviso_workers.errors import PipelineError
+from aviso_workers.spark import options, reading
+from aviso_workers.spark.connecting import load_config
+from aviso_workers.spark.files import Files
+
+__all__ = ["Selection", "check", "selection"]
+
+RECORD = "_selection.json"
+
+
+class Selection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An event type and a filter, as canonical values: two that let the same through are equal."""
+
+    event: str
+    where: Mapping[str, Any] = {}
+    """By field: a value, a list of values, or one operator."""
+
+    def __str__(self) -> str:
+        return " ".join([self.event, *(f"{field}={_spelled(wanted)}" for field, wanted in self.where.items())])
+
+
+def selection(given: Mapping[str, Any]) -> Selection:
+    """Return what a read with these options has.
+
+    Raises `InvalidOptionError`, `UnknownEventTypeError` and `InvalidIdentifierError`.
+    """
+    parsed = options.parse_reading({name: str(value) for name, value in given.items()})
+    plan = reading.plan(parsed, load_config(parsed.config))
+    if plan.where is None:
+        raise PipelineError("an archive is of an event type, not of a stream by its name")
+    return Selection(event=str(parsed.event), where=_canonical(plan.where))
+
+
+def check(files: Files, wanted: Selection | None, *, aside: str) -> None:
+    """Write down what an archive has where nothing is written yet, by way of the file `aside`.
+
+    Raises `PipelineError` where the archive has something else, or where nobody says what is to be archived.
+    """
+    if not files.exists(RECORD):
+        if wanted is None:
+            return
+        files.write_new(RECORD, msgspec.json.encode(wanted), aside=aside)
+    known = _read(files)  # also after writing: another run may have been faster
+    if known != wanted:
+        this = f"is of {wanted}" if wanted else "does not say of what"
+        raise PipelineError(
+            f"{files.root} is an archive of {known}, and this run {this}: what one of them leaves out is never "
+            "archived by the other. Archive to another directory"
+        )
+
+
+def _read(files: Files) -> Selection:
+    try:
+        return msgspec.json.decode(files.read(RECORD), type=Selection)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise PipelineError(
+            f"{files.root}/{RECORD} is damaged, so nobody knows what the archive leaves out: {error}. Put a good copy "
+            "of it back, or archive to a new directory"
+        ) from error
+
+
+def _canonical(where: Where) -> dict[str, Any]:
+    known = ("", *where.topic.key_order)
+    found = {known[position]: _wanted(accepted) for position, accepted in where.conditions}
+    return found | (_place(where.place) if where.place else {})
+
+
+def _wanted(accepted: Condition) -> Any:
+    if isinstance(accepted, Span):
+        return {"between": [str(accepted.low), str(accepted.high)]}
+    values = sorted(accepted)
+    return values[0] if len(values) == 1 else values
+
+
+def _place(place: Filter) -> dict[str, Any]:
+    if isinstance(place, Containing):
+        return {"point": [str(number) for number in place.point]}
+    return {"polygon": [str(number) for point in place.area.ring for number in point]}
+
+
+def _spelled(wanted: Any) -> str:
+    return wanted if isinstance(wanted, str) else msgspec.json.encode(wanted).decode()

@@ -1,0 +1,169 @@
+"""How much is written about failures, of which thousands can look alike.
+
+Failures of one kind have the same agent, the same outcome and an exception of the same type that was raised at the same
+place. The first one of a kind is written with its traceback. Those that follow have a line each without it, as long as
+there are few; of the rest it is written every ten seconds how many there were.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import anyio
+import structlog
+
+from aviso_workers.errors import AvisoWorkersError, describe, text_of
+from aviso_workers.events import Settled
+
+__all__ = ["FailureLog"]
+
+log = structlog.get_logger("aviso_workers")
+OURS = f"{Path(__file__).parents[1]}{os.sep}"
+"""What the names of our own files begin with."""
+PERIOD_SECONDS = 10.0
+LINES_PER_PERIOD = 10
+"""Of one kind; more are only counted."""
+MOST_KINDS = 1000
+"""Kinds that are remembered: of the one that was seen first, the next failure has its traceback again."""
+
+
+class _Kind(NamedTuple):
+    """What failures have in common of which only the first is written with its traceback."""
+
+    agent: str
+    outcome: str
+    reason: str
+    error: str
+    file: str
+    line: int
+
+
+class _Seen:
+    """How many of a kind there were since the period began."""
+
+    __slots__ = ("began", "more", "written")
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.written = self.more = 0
+
+
+class FailureLog:
+    """Writes to the log what became of deliveries that failed. Keep `keep_counting` running beside it."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._seen: dict[_Kind, _Seen] = {}
+
+    def observe(self, event: Settled) -> None:
+        """Write a line, or count the event where there are many like it. What was handled is not written."""
+        if event.outcome == "acked" and event.error is None:
+            return
+        if event.outcome == "retried" and event.reason == "dead_letter_failed":
+            return  # `DeadLettersRefused` says so for all of an agent's
+        frames = _frames_of_author(event.error)
+        kind = _kind_of(event, frames)
+        seen = self._seen.get(kind)
+        first = seen is None
+        if seen is None:
+            seen = self._remember(kind)
+        if self._now() - seen.began >= PERIOD_SECONDS:
+            self._begin_period(kind, seen)
+        if seen.written >= LINES_PER_PERIOD:
+            seen.more += 1
+            return
+        seen.written += 1
+        error = event.error
+        if error is not None and first and not isinstance(error, AvisoWorkersError):
+            _write(event, exc_info=(type(error), error, frames))
+        else:
+            _write(event, error=_text(error))
+
+    async def keep_counting(self) -> None:
+        """Write every period how many failures were only counted; cancel this to end it."""
+        try:
+            while True:
+                await anyio.sleep(PERIOD_SECONDS)
+                self.tell_counted()
+        finally:
+            self.tell_counted()
+
+    def tell_counted(self) -> None:
+        """Write how many failures of each kind were only counted, since that was last written."""
+        for kind, seen in self._seen.items():
+            if seen.more:
+                self._begin_period(kind, seen)
+
+    def _remember(self, kind: _Kind) -> _Seen:
+        if len(self._seen) >= MOST_KINDS:
+            oldest = next(iter(self._seen))
+            self._begin_period(oldest, self._seen.pop(oldest))
+        self._seen[kind] = seen = _Seen(self._now())
+        return seen
+
+    def _begin_period(self, kind: _Kind, seen: _Seen) -> None:
+        now = self._now()
+        if seen.more:
+            log.warning(
+                "notification.more_failures",
+                agent=kind.agent,
+                outcome=kind.outcome,
+                reason=kind.reason,
+                more=seen.more,
+                in_seconds=round(now - seen.began, 1),
+                **_raised(kind),
+            )
+        seen.began, seen.written, seen.more = now, 0, 0
+
+
+def _raised(kind: _Kind) -> dict[str, str]:
+    """What was raised, and where: of what has used up its attempts, `reason` does not tell."""
+    what = {"error": kind.error} if kind.error else {}
+    return what | ({"at": f"{kind.file}:{kind.line}"} if kind.file else {})
+
+
+def _kind_of(event: Settled, frames: TracebackType | None) -> _Kind:
+    file, line = "", 0
+    while frames is not None:
+        file, line = frames.tb_frame.f_code.co_filename, frames.tb_lineno
+        frames = frames.tb_next
+    error = type(event.error).__name__ if event.error is not None else ""
+    return _Kind(event.agent, event.outcome, event.reason, error, file, line)
+
+
+def _frames_of_author(error: BaseException | None) -> TracebackType | None:
+    """The traceback without our own frames at its beginning: those of the author are what helps."""
+    frames = error.__traceback__ if error is not None else None
+    while frames and frames.tb_next and frames.tb_frame.f_code.co_filename.startswith(OURS):
+        frames = frames.tb_next
+    return frames
+
+
+def _write(event: Settled, **error: object) -> None:
+    fields: dict[str, object] = {
+        "agent": event.agent,
+        "notification": event.notification,
+        "reason": event.reason,
+        "num_delivered": event.num_delivered,
+        "seconds": round(event.seconds, 3),
+    }
+    if event.attempt:
+        fields |= {"attempt": event.attempt, "attempts": event.attempts}
+    match event.outcome:
+        case "dead_lettered":
+            log.error("notification.dead_lettered", **fields, **error)
+        case "retried":
+            log.warning("notification.retried", **fields, again_in_seconds=round(event.again_in_seconds, 1), **error)
+        case "acked":
+            log.warning("notification.acked", **fields, **error)
+
+
+def _text(error: BaseException | None) -> str:
+    if error is None:
+        return "None"
+    return text_of(error) if isinstance(error, AvisoWorkersError) else describe(error)

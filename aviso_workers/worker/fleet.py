@@ -1,0 +1,292 @@
+"""Several worker processes of one app under a supervisor: started, started again, asked as one, ended together.
+
+Called by the command line. It distributes nothing: every process reads the same durable consumers, and JetStream gives
+each notification to one of them. Processes are started from scratch and share no memory. One that ended in order (it
+was worn, or somebody stopped it) is replaced at once; one that crashed after a wait that doubles, and a process that
+crashes again and again ends the fleet. A process tells where its status port is (`member`); the fleet's own port
+answers for all of them.
+"""
+
+from __future__ import annotations
+
+import http.client
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import anyio
+import structlog
+from anyio.abc import Process, TaskStatus
+from msgspec import Struct
+
+from aviso_workers.app import App
+from aviso_workers.config import Secret
+from aviso_workers.declare.retry import Backoff, Restarts
+from aviso_workers.errors import ConfigError, WorkerProcessError
+from aviso_workers.worker import logs
+from aviso_workers.worker.metrics import FleetMetrics
+from aviso_workers.worker.status import Health, StatusServer
+
+__all__ = ["Fleet", "Plan", "run"]
+
+log = structlog.get_logger("aviso_workers")
+
+RESTARTS = Backoff(first=0.5, factor=2.0, max=30.0, attempts=10, jitter=0.1)
+"""How often a process may crash in a row, and the waits in between: two minutes in all."""
+HEALTHY_SECONDS = 10.0
+"""A process that ran for so long and then crashes begins a new row."""
+ANSWER_SECONDS = 0.8
+"""The longest a process may take to answer. Shorter than a probe waits for us, which is a second in Kubernetes."""
+NOT_STARTED = 127
+"""The exit code of what did not even begin, as in a shell."""
+CONFIG_FILES = (".yaml", ".yml")
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """What a fleet is made of."""
+
+    command: tuple[str, ...]
+    """Runs one worker, with `--member NAME:DESCRIPTOR` behind it."""
+    processes: int
+    reload: bool = False
+    """Whether the processes are replaced when the sources of the app, or its configuration, change."""
+
+
+def run(app: App, plan: Plan, *, status_port: int | None = None) -> None:
+    """Run the fleet until SIGTERM or SIGINT, which all processes then obey, as they do a second one; a third kills.
+
+    Raises `ConfigError` with every mistake before anything is started, `WorkerProcessError` when a process does not
+    stay up; the others have ended in order by then.
+    """
+    if mistakes := app.mistakes():
+        raise ConfigError(mistakes)
+    settings = app.config.workers
+    logs.configure(settings.logging)
+    fleet = Fleet(app, plan)
+    port = settings.status.port if status_port is None else status_port
+    with StatusServer(
+        host=settings.status.host, port=port, health=fleet, metrics=fleet.metrics.render, token=settings.status.token
+    ) as status:
+        log.info("fleet.started", app=app.name, processes=plan.processes, status=status.url)
+        anyio.run(fleet.work)
+    log.info("fleet.stopped", app=app.name)
+
+
+class _Place:
+    """A place in the fleet, and the process that has it now."""
+
+    def __init__(self, name: str, *, token: Secret | None) -> None:
+        self.name = name
+        self._headers = {"Authorization": f"Bearer {token.reveal()}"} if token else {}
+        self.process: Process | None = None
+        self.told_to_stop = False
+        self.status = ""
+        """Host and port of the process' status port, once it has told."""
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.told_to_stop = True
+            with suppress(ProcessLookupError):
+                self.process.terminate()
+
+    def kill(self) -> None:
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                self.process.kill()
+
+    def ask(self, path: str) -> tuple[int, str]:
+        """What the process answers: a status and a body. The status is 0 where there is nobody to ask."""
+        if not self.status:
+            return 0, "is starting" if self.process is not None else "does not run"
+        try:
+            with closing(http.client.HTTPConnection(self.status, timeout=ANSWER_SECONDS)) as connection:
+                connection.request("GET", path, headers=self._headers)
+                answer = connection.getresponse()
+                return answer.status, answer.read().decode()
+        except TimeoutError:
+            return 503, f"has not answered for {ANSWER_SECONDS:g} s"
+        except (OSError, http.client.HTTPException):
+            return 0, "does not run"
+
+
+class _Sources:
+    """The files of an app. Raises `ConfigError` where watchfiles is missing."""
+
+    def __init__(self, sources: Iterable[str]) -> None:
+        try:
+            import watchfiles
+        except ImportError as error:
+            raise ConfigError(["--reload needs watchfiles: pip install 'aviso-workers[reload]'"]) from error
+        self._watch = watchfiles.awatch
+        self._filter = watchfiles.PythonFilter(extra_extensions=CONFIG_FILES)
+        # Sources are files, and variables of the environment.
+        self._paths = [Path.cwd(), *(Path(source) for source in sources if Path(source).is_file())]
+
+    async def changes(self, stop: anyio.Event) -> AsyncIterator[list[str]]:
+        """The files that changed together, again and again until `stop`: its thread cannot be cancelled."""
+        async for changes in self._watch(*self._paths, watch_filter=self._filter, stop_event=stop):
+            yield sorted({file for _, file in changes})
+
+
+class Fleet:
+    """The processes of one app. What probes and Prometheus ask of it is answered on the status port's threads."""
+
+    def __init__(self, app: App, plan: Plan) -> None:
+        self._command = plan.command
+        self._sources = _Sources(app.config.sources) if plan.reload else None
+        token = app.config.workers.status.token
+        self._places = [_Place(str(number), token=token) for number in range(1, plan.processes + 1)]
+        self._health = Health()
+        self._stopping = False
+        self._failure: WorkerProcessError | None = None
+        names = [place.name for place in self._places]
+        self.metrics = FleetMetrics(app.name, names, scrape=self._scrape)
+
+    @property
+    def unready(self) -> list[str]:
+        return [*(["stopping"] if self._stopping else []), *self._problems("/readyz", statuses=(0, 503))]
+
+    def stuck(self) -> list[str]:
+        """A process that starts or has ended is not stuck: it is being taken care of."""
+        return [*self._health.stuck(), *self._problems("/livez", statuses=(503,))]
+
+    async def work(self) -> None:
+        """Keep the processes until a signal. Raises `WorkerProcessError`."""
+        self._woken, done = anyio.Event(), anyio.Event()
+        async with anyio.create_task_group() as watching:
+            await watching.start(self._obey_signals)
+            watching.start_soon(self._health.keep_turning)
+            if self._sources is not None:
+                watching.start_soon(self._follow, self._sources.changes(done))
+            async with anyio.create_task_group() as keeping:
+                for place in self._places:
+                    keeping.start_soon(self._keep, place)
+            done.set()
+            watching.cancel_scope.cancel()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _keep(self, place: _Place) -> None:
+        """Have a process in this place, one after another, until the fleet stops."""
+        restarts = Restarts(RESTARTS, healthy_seconds=HEALTHY_SECONDS)
+        while not self._stopping:
+            restarts.note_start(time.monotonic())
+            code = await self._run(place)
+            if self._stopping:
+                log.info("process.stopped", process=place.name, exit_code=code)
+                return
+            in_order = code == 0 or place.told_to_stop
+            self.metrics.exited(place.name, "in_order" if in_order else "crashed")
+            if in_order:
+                log.info("process.replaced", process=place.name)
+                continue
+            await self._recover(place, code, restarts)
+
+    async def _recover(self, place: _Place, code: int, restarts: Restarts) -> None:
+        """Wait until a crashed process may be started again, or give the fleet up."""
+        delay, crashes = restarts.next_wait(time.monotonic()), restarts.failures
+        how = f"exit code {code}" if code > 0 else f"signal {-code} ({signal.strsignal(-code)})"
+        if self._sources is not None:
+            log.error("process.crashed", process=place.name, ended_with=how, again="after a change")
+            await self._woken.wait()
+        elif crashes < RESTARTS.attempts:
+            log.error("process.crashed", process=place.name, ended_with=how, again_in_seconds=round(delay, 1))
+            with anyio.move_on_after(delay):
+                await self._woken.wait()
+        else:
+            self._failure = WorkerProcessError(
+                f"process {place.name} crashed {crashes} times in a row, each time within {HEALTHY_SECONDS:g} s of its "
+                f"start; the last one ended with {how}, and the log says why"
+            )
+            self._stop()
+
+    async def _run(self, place: _Place) -> int:
+        """Run one process; its exit code, negative for a signal."""
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                try:
+                    process = await self._start(place.name, theirs.fileno())
+                except OSError as error:
+                    log.error("process.not_started", process=place.name, reason=str(error))
+                    return NOT_STARTED
+            place.process, place.told_to_stop = process, False
+            if self._stopping:
+                place.stop()
+            self.metrics.started(place.name)
+            log.info("process.started", process=place.name, pid=process.pid)
+            async with process, anyio.create_task_group() as listening:
+                listening.start_soon(self._listen, place, ours)
+                await process.wait()
+                listening.cancel_scope.cancel()
+        place.process, place.status = None, ""
+        self.metrics.ended(place.name)
+        assert process.returncode is not None
+        return process.returncode
+
+    async def _start(self, name: str, line: int) -> Process:
+        return await anyio.open_process(
+            (*self._command, "--member", f"{name}:{line}"),
+            stdin=subprocess.DEVNULL,
+            stdout=None,
+            stderr=None,
+            pass_fds=(line,),
+            start_new_session=True,  # a terminal's Ctrl-C comes to us alone, and is passed on once
+        )
+
+    async def _listen(self, place: _Place, line: socket.socket) -> None:
+        await anyio.wait_readable(line)
+        place.status = urlsplit(line.recv(256).decode()).netloc
+
+    async def _obey_signals(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            task_status.started()
+            for event in ("fleet.stopping", "fleet.cancelling"):
+                log.info(event, signal=(await anext(signals)).name)
+                self._stop()
+            async for number in signals:
+                log.warning("fleet.killing", signal=number.name)
+                for place in self._places:
+                    place.kill()
+
+    async def _follow(self, changes: AsyncIterator[list[str]]) -> None:
+        """Replace the processes whenever a source changes."""
+        async for files in changes:
+            if self._stopping:
+                return  # a second signal would cancel what drains
+            log.info("fleet.reloading", changed=files)
+            self._stop_processes()
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._stop_processes()
+
+    def _stop_processes(self) -> None:
+        """What still runs, ends in order; what waits to be started again, waits no longer."""
+        for place in self._places:
+            place.stop()
+        self._woken.set()
+        self._woken = anyio.Event()
+
+    def _ask(self, path: str) -> Iterator[tuple[_Place, int, str]]:
+        """All at a time, because one that is stuck takes its time."""
+        with ThreadPoolExecutor(len(self._places)) as pool:
+            for place, answer in zip(self._places, pool.map(lambda place: place.ask(path), self._places), strict=True):
+                yield place, *answer
+
+    def _problems(self, path: str, *, statuses: tuple[int, ...]) -> list[str]:
+        return [
+            f"process {place.name}: {problem}"
+            for place, status, body in self._ask(path)
+            if status in statuses
+            for problem in body.splitlines()
+        ]
+
+    def _scrape(self) -> dict[str, str]:
+        return {place.name: body for place, status, body in self._ask("/metrics") if status == 200}

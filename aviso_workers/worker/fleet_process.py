@@ -1,0 +1,87 @@
+"""What a worker process does because it is one of a fleet (`fleet`): the line to its supervisor, and when it is worn.
+
+The line is a socket that the process was started with. It writes one thing to it, where its status port is, and reads
+nothing: the line's end is the supervisor's end, after which nobody would restart or stop the process, so it ends too.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import socket
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+from msgspec import Struct
+
+from aviso_workers.aviso.literals import Size
+from aviso_workers.errors import ConfigError
+from aviso_workers.events import Settled
+
+__all__ = ["Limits", "Member"]
+
+LOOK_SECONDS = 0.25
+SPREAD = 0.1
+"""Part of `max_notifications` by which it is raised at random, so that processes that began together part ways."""
+STATM = Path("/proc/self/statm")
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """When a worker process is worn and to be replaced; None is never."""
+
+    max_notifications: int | None = None
+    """Deliveries settled: so many at least, and about a tenth more at most."""
+    max_rss: Size | None = None
+    """Memory that is resident."""
+
+
+class Member:
+    """A worker process as one of a fleet. Raises `ConfigError` where a limit can never be kept."""
+
+    def __init__(self, name: str, *, line: int, limits: Limits) -> None:
+        """`line` is the descriptor of the socket to the supervisor."""
+        self.name = name
+        self._line = socket.socket(fileno=line)
+        self._line.set_inheritable(False)
+        self._max_rss = limits.max_rss
+        if self._max_rss is not None and (now := _resident()) > self._max_rss:
+            raise ConfigError([f"--max-rss: {self._max_rss} is less than a worker needs at its start ({now >> 20}Mi)"])
+        self._left = math.inf
+        if limits.max_notifications is not None:
+            self._left = limits.max_notifications * random.uniform(1, 1 + SPREAD)
+        threading.Thread(target=self._outlive_nobody, name="fleet-line", daemon=True).start()
+
+    def announce(self, status_url: str) -> None:
+        """Tell the supervisor where the status port is."""
+        self._line.sendall(status_url.encode())
+
+    def observe(self, event: Settled) -> None:
+        """Count what was done."""
+        self._left -= 1
+
+    async def worn(self) -> str:
+        """Wait until the process is to be replaced, and return why."""
+        while True:
+            await anyio.sleep(LOOK_SECONDS)
+            if self._left <= 0:
+                return "it has handled as many as --max-notifications allows"
+            if self._max_rss is not None and (now := _resident()) > self._max_rss:
+                return f"{now >> 20}Mi are resident, and --max-rss allows {self._max_rss}"
+
+    def _outlive_nobody(self) -> None:
+        with suppress(ConnectionError):
+            self._line.recv(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _resident() -> int:
+    """Bytes. Raises `ConfigError`."""
+    try:
+        pages = int(STATM.read_text().split()[1])
+    except OSError as error:
+        raise ConfigError([f"--max-rss needs {STATM}, which this system does not have"]) from error
+    return pages * os.sysconf("SC_PAGE_SIZE")

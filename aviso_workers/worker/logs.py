@@ -1,0 +1,349 @@
+"""Logs: how they are written, and what the engine's facts look like in them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Iterable, MutableMapping
+from typing import Any, TextIO, get_args
+
+import structlog
+
+from aviso_workers.aviso.literals import printable
+from aviso_workers.config import Logging
+from aviso_workers.events import (
+    AckWaitDiffers,
+    AgentDisturbed,
+    AgentStarted,
+    AgentStopped,
+    ConnectionChanged,
+    ConnectionSlow,
+    ConsumerDiffers,
+    ConsumerNotRecorded,
+    ConsumerResumed,
+    DeadLettersRefused,
+    DeadLettersStored,
+    Event,
+    FailuresNotStored,
+    FiltersDiffer,
+    LeadershipChanged,
+    LeadershipHindered,
+    LeadershipUnhindered,
+    NotReadAgain,
+    NotRemoved,
+    Overdue,
+    PermissionDenied,
+    ReadAgain,
+    Settled,
+    Skipped,
+    StreamGone,
+    StreamMadeAgain,
+    StreamProvisioned,
+    TaskFailed,
+    ThreadsFreed,
+    ThreadsStuck,
+    Ticked,
+    Unreadable,
+    WindowDone,
+)
+
+__all__ = ["OBSERVED", "configure", "observe"]
+
+log = structlog.get_logger("aviso_workers")
+OBSERVED = tuple(kind for kind in get_args(Event) if kind is not Settled)
+"""The facts that `observe` is for. `failure_logs` has the others."""
+
+
+def configure(settings: Logging) -> None:
+    """Write to standard error, as lines for people or as JSON for collectors."""
+    render: list[structlog.typing.Processor]
+    if settings.format == "json":
+        render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    else:
+        console = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_write_traceback)
+        render = [_make_visible, console]
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *render,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, settings.level.upper())),
+        # One write per line, so that the processes of a fleet do not tear each other's.
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+    )
+
+
+def _make_visible(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Spell out what could steer a terminal or begin another line. (JSON has no such characters.)"""
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = printable(value)
+        elif isinstance(value, list):
+            event[name] = [printable(each) if isinstance(each, str) else each for each in value]
+    return event
+
+
+def _write_traceback(target: TextIO, raised: structlog.typing.ExcInfo) -> None:
+    """Write the traceback, indented, so that no line of an exception's text looks like a line of the log.
+
+    Without the values of local variables, which structlog's own choice shows, and which may be secrets.
+    """
+    for line in "".join(traceback.format_exception(*raised)).rstrip("\n").split("\n"):
+        target.write(f"\n    {printable(line)}")
+
+
+def observe(event: Event) -> None:
+    """An observer of the engine's facts that are `OBSERVED`."""
+    match event:
+        case ConsumerDiffers() | FiltersDiffer() | AckWaitDiffers():
+            _observe_consumer(event)
+        case ConsumerResumed() | ConsumerNotRecorded():
+            _observe_record(event)
+        case AgentStarted():
+            log.info("agent.started", agent=event.agent, stream=event.stream, consumer=event.consumer)
+        case AgentDisturbed():
+            log.warning(
+                "agent.disturbed",
+                agent=event.agent,
+                error=str(event.error),
+                again_in_seconds=round(event.again_in_seconds, 1),
+            )
+        case AgentStopped():
+            log.info("agent.stopped", agent=event.agent, finished=event.finished, returned=event.returned)
+        case (
+            DeadLettersRefused()
+            | DeadLettersStored()
+            | FailuresNotStored()
+            | NotReadAgain()
+            | ReadAgain()
+            | ThreadsStuck()
+            | ThreadsFreed()
+            | Overdue()
+            | NotRemoved()
+            | TaskFailed()
+            | Ticked()
+            | WindowDone()
+            | Unreadable()
+        ):
+            _observe_beside(event)
+        case LeadershipChanged() | LeadershipHindered() | LeadershipUnhindered():
+            _observe_leadership(event)
+        case Skipped():
+            log.warning(
+                "notification.skipped",
+                notification=f"{event.event_type}@{event.sequence}",
+                error=str(event.error),
+            )
+        case StreamProvisioned() | StreamGone() | StreamMadeAgain():
+            _observe_stream(event)
+        case ConnectionChanged(connected=True):
+            log.info("connection.up")
+        case ConnectionChanged():
+            log.warning("connection.down", reason=event.reason)
+        case PermissionDenied():
+            log.error(
+                "permission.denied",
+                denied=event.denied,
+                cure="`aviso-workers server render --role` prints what each role needs",
+            )
+        case ConnectionSlow():
+            log.warning("connection.slow", reason=event.reason, cure="install the nats-py that aviso-workers asks for")
+
+
+def _observe_stream(event: StreamProvisioned | StreamGone | StreamMadeAgain) -> None:
+    match event:
+        case StreamGone():
+            log.warning("stream.gone", stream=event.stream)
+        case StreamMadeAgain():
+            log.warning(
+                "stream.made_again",
+                stream=event.stream,
+                next_sequence=event.next_sequence,
+                last_sequence=event.last_sequence,
+            )
+        case StreamProvisioned(refused=""):
+            log.info(f"stream.{event.action}", stream=event.stream, differences=list(event.differences))
+        case StreamProvisioned():
+            log.warning(
+                "stream.update_refused",
+                stream=event.stream,
+                differences=list(event.differences),
+                error=event.refused,
+            )
+
+
+def _observe_consumer(event: ConsumerDiffers | FiltersDiffer | AckWaitDiffers) -> None:
+    if isinstance(event, ConsumerDiffers):
+        log.warning(
+            "consumer.differs",
+            stream=event.stream,
+            consumer=event.consumer,
+            differences=list(event.differences),
+            cure=_cure_of(event),
+        )
+        return
+    if isinstance(event, AckWaitDiffers):
+        differs = event.own_seconds != event.in_effect_seconds
+        (log.warning if differs else log.info)(
+            "consumer.ack_wait_differs" if differs else "consumer.ack_wait_is_own",
+            agent=event.agent,
+            stream=event.stream,
+            consumer=event.consumer,
+            own_seconds=event.own_seconds,
+            in_effect_seconds=event.in_effect_seconds,
+        )
+        return
+    of = {"agent": event.agent, "stream": event.stream, "consumer": event.consumer, "own": " ".join(event.own)}
+    if event.others:
+        log.warning("consumer.filters_differ", **of, others=_spelled(event.others))
+    if event.gone or not event.others:
+        log.warning("consumer.filter_narrowed", **of, gone=_spelled(event.gone))
+
+
+def _observe_record(event: ConsumerResumed | ConsumerNotRecorded) -> None:
+    if isinstance(event, ConsumerResumed):
+        log.warning(
+            "consumer.resumed",
+            agent=event.agent,
+            stream=event.stream,
+            consumer=event.consumer,
+            sequence=event.sequence,
+            cure="find out who deleted the consumer; half a minute of notifications may be handled again, and what was "
+            "settled behind an unfinished one",
+        )
+        return
+    log.warning(
+        "consumer.not_recorded",
+        agent=event.agent,
+        bucket=event.bucket,
+        error=str(event.error),
+        cure="it is tried again; where a right is missing, let the worker's user read and write the bucket: it says "
+        "where an agent goes on whose consumer is lost",
+    )
+
+
+def _spelled(versions: Iterable[tuple[str, ...]]) -> list[str]:
+    return [" ".join(version) or "everything" for version in versions]
+
+
+def _cure_of(event: ConsumerDiffers) -> str:
+    if all(difference.startswith("max_ack_pending: ") for difference in event.differences):
+        return (
+            "the server, the account or the stream allows no more, and while so many wait to be tried again, nothing "
+            "new is handled: raise its max_ack_pending"
+        )
+    if all(difference.startswith("start: ") for difference in event.differences):
+        app, _, agent = event.consumer.partition("__")
+        to = event.differences[0].rpartition(" -> ")[2]
+        return (
+            "an agent that has run goes on where it is; to take it to its new start: "
+            f"aviso-workers reset {agent} --app {app} --to {to}"
+        )
+    return (
+        "these cannot be updated: stop the agent's workers and delete the consumer; it is made anew, "
+        "and `aviso-workers reset` then takes it to where it shall go on"
+    )
+
+
+def _observe_beside(event: Event) -> None:
+    match event:
+        case DeadLettersRefused():
+            log.error(
+                "dead_letters.not_stored",
+                agent=event.agent,
+                error=str(event.error),
+                again_in_seconds=round(event.again_in_seconds, 1),
+            )
+        case DeadLettersStored():
+            log.info("dead_letters.stored", agent=event.agent)
+        case FailuresNotStored():
+            log.warning(
+                "failures.not_stored",
+                agent=event.agent,
+                bucket=event.bucket,
+                error=str(event.error),
+                cure="let the worker's user read and write the bucket; until then each process counts by itself",
+            )
+        case NotReadAgain():
+            log.warning(
+                "notification.not_read_again",
+                agent=event.agent,
+                stream=event.stream,
+                sequence=event.sequence,
+                error=str(event.error),
+                cure="it is tried again every second, and what is behind it waits; where a right is missing, let the "
+                f"worker's user publish to $JS.API.STREAM.MSG.GET.{event.stream}",
+            )
+        case ReadAgain():
+            log.info("notification.read_again", agent=event.agent, stream=event.stream)
+        case ThreadsStuck():
+            log.error(
+                "threads.stuck",
+                agent=event.agent,
+                threads=event.threads,
+                cure="start the worker again, and give what the function waits for a timeout of its own",
+            )
+        case ThreadsFreed():
+            log.info("threads.freed", agent=event.agent)
+        case Overdue():
+            log.warning(
+                "notification.overdue",
+                stream=event.stream,
+                message_id=event.message_id,
+                error=str(event.error),
+                again_in_seconds=round(event.again_in_seconds, 1),
+            )
+        case NotRemoved():
+            log.warning(
+                "notification.not_removed",
+                stream=event.stream,
+                message_id=event.message_id,
+                error=str(event.error),
+                cure=f"it was delivered; allow workers to publish to $JS.API.STREAM.MSG.DELETE.{event.stream}",
+            )
+        case Unreadable():
+            log.warning(
+                "message.unreadable",
+                stream=event.stream,
+                sequence=event.sequence,
+                error=str(event.error),
+                cure="nothing comes of it; find out who writes to the stream beside the workers",
+            )
+        case TaskFailed():
+            log.error(
+                "task.failed",
+                task=event.task,
+                again_in_seconds=round(event.again_in_seconds, 1),
+                exc_info=event.error,
+            )
+        case Ticked(error=BaseException() as error):
+            log.error("timer.failed", timer=event.timer, tick=event.time.isoformat(), exc_info=error)
+        case WindowDone(error=BaseException() as error):
+            becomes: dict[str, object] = {"again_in_seconds": round(event.again_in_seconds, 1)}
+            log.error(
+                "window.dead_lettered" if event.dead_lettered else "window.failed",
+                agent=event.agent,
+                key=event.key,
+                start=event.start.isoformat(),
+                **({"reason": event.dead_lettered} if event.dead_lettered else becomes),
+                exc_info=error,
+            )
+
+
+def _observe_leadership(event: LeadershipChanged | LeadershipHindered | LeadershipUnhindered) -> None:
+    match event:
+        case LeadershipChanged():
+            log.info("leader.began" if event.leads else "leader.ceased", token=event.token)
+        case LeadershipHindered():
+            log.error(
+                "leader.hindered",
+                bucket=event.bucket,
+                error=str(event.error),
+                cure="until it can be used, this worker runs no timer with leader=True and closes no window; where a "
+                "right is missing, let the worker's user read and write it",
+            )
+        case LeadershipUnhindered():
+            log.info("leader.unhindered", bucket=event.bucket)

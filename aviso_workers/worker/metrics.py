@@ -1,0 +1,592 @@
+"""What a worker, or a fleet of them, shows to Prometheus.
+
+An observer of the engine's facts that adds to plain numbers, which are written out when somebody scrapes, from the
+tables below. Labels are names and small sets of words, never a subject. Every series that can be known exists at
+zero from the start. docs/metrics.md lists them all.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import version
+from itertools import accumulate
+from typing import Any
+
+from msgspec import Struct
+
+from aviso_workers.app import App
+from aviso_workers.aviso import schema
+from aviso_workers.backends import ConsumerInfo
+from aviso_workers.declare.windows import Window
+from aviso_workers.engine.buffer import Line
+from aviso_workers.errors import BackendError, NotFoundError
+from aviso_workers.events import (
+    AgentDisturbed,
+    AgentStarted,
+    ConnectionChanged,
+    ConnectionSlow,
+    ConsumerResumed,
+    DeadLettersRefused,
+    DeadLettersStored,
+    Event,
+    LeadershipHindered,
+    LeadershipUnhindered,
+    Measured,
+    NotReadAgain,
+    Passed,
+    Published,
+    ReadAgain,
+    Settled,
+    ThreadsFreed,
+    ThreadsStuck,
+    Ticked,
+    Unreadable,
+    WindowDone,
+)
+from aviso_workers.worker import exposition
+from aviso_workers.worker.exposition import Kind
+
+__all__ = ["FleetMetrics", "Metrics", "render_gauges"]
+
+RUN_OUTCOMES = ("done", "failed")
+"""Of a timer or a window."""
+OUTCOMES = ("acked", "retried", "dead_lettered")
+PUBLISH_OUTCOMES = ("stored", "duplicate", "scheduled", "failed")
+RETRY_REASONS = ("dead_letter_failed", "taken_over")
+"""Those that are no exception of an author's."""
+DEAD_LETTER_REASONS = (
+    *("attempts_exhausted", "invalid_notification", "late", "max_deliveries", "rejected", "undecodable"),
+    "worker_died",
+)
+ENDINGS = ("crashed", "in_order")
+MOST_REASONS = 50
+"""Reasons after these are counted as one, because authors may make up names of exceptions as they go."""
+COUNTER: Kind = "counter"
+GAUGE: Kind = "gauge"
+HISTOGRAM: Kind = "histogram"
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
+"""Seconds: from a cached answer to an hour's backlog."""
+BOUNDS = (*map(str, BUCKETS), "+Inf")
+
+
+class _Seconds:
+    """A histogram's numbers."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS) + 1)
+        self.sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BUCKETS, seconds)] += 1
+        self.sum += seconds
+
+    def values(self) -> list[float]:
+        """How many took at most as long as each bound, how many there were, and their sum."""
+        cumulative = list(accumulate(tuple(self.counts)))
+        return [*cumulative, cumulative[-1], self.sum]
+
+
+class _Counts(dict[str, int]):
+    """Numbers by a word, of which there are never too many."""
+
+    def __init__(self, known: tuple[str, ...] = ()) -> None:
+        super().__init__(dict.fromkeys(known, 0))
+
+    def add(self, word: str, count: int = 1) -> None:
+        known = word if word in self or len(self) < MOST_REASONS else "other"
+        self[known] = self.get(known, 0) + count
+
+
+class _Agent:
+    """The numbers of one agent."""
+
+    def __init__(self, line: Callable[[], Line | None]) -> None:
+        self.line = line
+        self.pending = self.ack_pending = self.missed = math.nan
+        self.outcomes = _Counts(OUTCOMES)
+        self.retries = _Counts(RETRY_REASONS)
+        self.dead_letters = _Counts(DEAD_LETTER_REASONS)
+        self.pull_errors = _Counts()
+        self.dead_letters_refused = False
+        self.not_read_again = False
+        self.threads_stuck = 0
+        self.redelivered = 0
+        self.recreations = 0
+        self.settled_at = 0.0
+        self.handler = _Seconds()
+        self.stored_to_settled = _Seconds()
+        self.waited = _Seconds()
+        self._passed: Passed | None = None
+
+    def started(self, passed: Passed) -> None:
+        """Begin to count what is missed, or go on where the consumer is the one that it was."""
+        if self._passed is not None and passed.deliveries >= self._passed.deliveries:
+            self.came_to(passed)
+            return
+        self._passed = passed
+        self.missed = 0 if math.isnan(self.missed) else self.missed
+
+    def came_to(self, passed: Passed) -> None:
+        """Count the sequences that the consumer has passed without a delivery: each but once, and those beyond doubt.
+
+        A delivery that is a repeat hides a sequence that was missed meanwhile. A consumer that was reset delivers from
+        0 on: what it was taken past was passed over on purpose, and what it comes by again is counted already.
+        """
+        before = self._passed
+        if before is None:
+            return
+        if passed.sequence <= before.sequence:
+            self._passed = Passed(passed.deliveries, before.sequence)
+            return
+        if passed.deliveries >= before.deliveries:
+            self.missed += max(0, passed.sequence - before.sequence - (passed.deliveries - before.deliveries))
+        self._passed = passed
+
+    def settled(self, event: Settled) -> None:
+        self.outcomes[event.outcome] += 1
+        if event.num_delivered > 1:
+            self.redelivered += 1
+        self.settled_at = time.time()
+        self.waited.add(event.waited_seconds)
+        self.handler.add(event.seconds)
+        self.stored_to_settled.add(max(0.0, event.stored_to_settled_seconds))  # two machines, two clocks
+        if event.outcome == "retried":
+            self.retries.add(event.reason)
+        elif event.outcome == "dead_lettered":
+            self.dead_letters.add(event.reason)
+
+    def of_line(self, read: Callable[[Line], float]) -> float:
+        """Something of what the agent holds; nought while it does not run."""
+        line = self.line()
+        return 0 if line is None else read(line)
+
+
+class _Published:
+    """The numbers of what is published to one base."""
+
+    def __init__(self) -> None:
+        self.outcomes = _Counts(PUBLISH_OUTCOMES)
+        self.retries = 0
+
+
+class _Timer:
+    """The numbers of one timer."""
+
+    def __init__(self) -> None:
+        self.outcomes = _Counts(RUN_OUTCOMES)
+        self.last_tick = 0.0
+
+
+class Metric(Struct, frozen=True):
+    """A metric, and how its value is read from the numbers."""
+
+    kind: Kind
+    name: str
+    """What follows `aviso_worker_`, without the `_total` of a counter."""
+    help: str
+    read: Callable[[Any], float | _Counts | _Seconds]
+    by: tuple[str, ...] = ()
+    """The label that the words of a `_Counts` are."""
+
+    @property
+    def full_name(self) -> str:
+        return f"aviso_worker_{self.name}{'_total' if self.kind == COUNTER else ''}"
+
+
+OF_PROCESS = (
+    Metric(
+        GAUGE,
+        "ready",
+        "Whether /readyz says yes: connected, and nothing keeps an agent or a timer from its work.",
+        lambda own: own.ready(),
+    ),
+    Metric(GAUGE, "start_timestamp_seconds", "When the process started.", lambda own: own.started_at),
+    Metric(GAUGE, "connected", "Whether the backend is connected.", lambda own: own.connected),
+    Metric(
+        GAUGE,
+        "connection_slow",
+        "Whether notifications take the long way through nats-py, because its version is not one that was tested.",
+        lambda own: own.slow,
+    ),
+    Metric(
+        GAUGE,
+        "leader_hindered",
+        "Whether this worker cannot use the bucket of leases or that of claims, so that it runs no timer with "
+        "leader=True and closes no window.",
+        lambda own: bool(own.hindered),
+    ),
+    Metric(
+        COUNTER,
+        "unreadable",
+        "Messages of our own streams that are not what we write there, so that nothing comes of them, by stream.",
+        lambda own: own.unreadable,
+        ("stream",),
+    ),
+    Metric(COUNTER, "reconnects", "Connections made after the first.", lambda own: max(0, own.connections - 1)),
+    Metric(
+        GAUGE,
+        "loop_lag_seconds",
+        "How late the event loop came round the last time, or is now if that is more.",
+        lambda own: own.loop_lag_seconds(),
+    ),
+)
+PER_BASE = (
+    Metric(COUNTER, "published", "Notifications published, by outcome.", lambda b: b.outcomes, ("outcome",)),
+    Metric(COUNTER, "publish_retries", "Attempts to publish after the first.", lambda b: b.retries),
+)
+PER_AGENT = (
+    Metric(
+        GAUGE,
+        "pending",
+        "Notifications never delivered yet, over all workers; no series until it is known.",
+        lambda a: a.pending,
+    ),
+    Metric(
+        GAUGE,
+        "ack_pending",
+        "Notifications delivered and not settled, over all workers; no series until it is known.",
+        lambda a: a.ack_pending,
+    ),
+    Metric(
+        GAUGE,
+        "oldest_unfinished_age_seconds",
+        "Age of the oldest notification that this worker holds; 0 where it holds none.",
+        lambda a: a.of_line(lambda line: line.oldest_age_seconds),
+    ),
+    Metric(
+        GAUGE,
+        "in_flight",
+        "Notifications that this worker handles now.",
+        lambda a: a.of_line(lambda line: line.running),
+    ),
+    Metric(
+        GAUGE,
+        "waiting",
+        "Notifications that this worker holds and does not handle now.",
+        lambda a: a.of_line(lambda line: line.waiting),
+    ),
+    Metric(COUNTER, "notifications", "Deliveries settled, by outcome.", lambda a: a.outcomes, ("outcome",)),
+    Metric(COUNTER, "retries", "Deliveries to be tried again, by exception.", lambda a: a.retries, ("reason",)),
+    Metric(
+        COUNTER,
+        "dead_letters",
+        "Notifications that became dead letters, by reason.",
+        lambda a: a.dead_letters,
+        ("reason",),
+    ),
+    Metric(
+        GAUGE,
+        "dead_letters_refused",
+        "Whether dead letters of this agent cannot be stored now, so that their originals wait.",
+        lambda a: a.dead_letters_refused,
+    ),
+    Metric(
+        GAUGE,
+        "not_read_again",
+        "Whether notifications of this agent that wait cannot be read from their stream, so that their keys stand "
+        "still.",
+        lambda a: a.not_read_again,
+    ),
+    Metric(
+        GAUGE,
+        "threads_stuck",
+        "Threads of this agent that run on after their timeout, where these are all it may have; else 0.",
+        lambda a: a.threads_stuck,
+    ),
+    Metric(COUNTER, "redelivered", "Deliveries that were not their notification's first.", lambda a: a.redelivered),
+    Metric(
+        COUNTER,
+        "missed",
+        "Notifications that left the stream before they were delivered, over all workers; no series where a filter "
+        "hides it.",
+        lambda a: a.missed,
+    ),
+    Metric(
+        COUNTER,
+        "pull_errors",
+        "How often reading broke off, by JetStream's error code, or by exception where there is none.",
+        lambda a: a.pull_errors,
+        ("code",),
+    ),
+    Metric(
+        COUNTER,
+        "consumer_recreations",
+        "How often the agent's consumer or stream was gone and made anew.",
+        lambda a: a.recreations,
+    ),
+    Metric(
+        GAUGE,
+        "last_progress_timestamp_seconds",
+        "When this worker last settled a delivery; 0 before the first.",
+        lambda a: a.settled_at,
+    ),
+    Metric(
+        HISTOGRAM,
+        "lane_wait_seconds",
+        "Time that a delivery waited in the worker, for its lane and for a free slot.",
+        lambda a: a.waited,
+    ),
+    Metric(HISTOGRAM, "handler_seconds", "Time that handling a delivery took.", lambda a: a.handler),
+    Metric(
+        HISTOGRAM,
+        "stored_to_settled_seconds",
+        "Time from when a notification was stored to when its delivery was settled.",
+        lambda a: a.stored_to_settled,
+    ),
+)
+PER_TIMER = (
+    Metric(COUNTER, "ticks", "Ticks that this worker ran, by outcome.", lambda t: t.outcomes, ("outcome",)),
+    Metric(
+        GAUGE,
+        "last_tick_timestamp_seconds",
+        "When the last tick was due that this worker ran; 0 before the first.",
+        lambda t: t.last_tick,
+    ),
+)
+PER_WINDOWS = (
+    Metric(COUNTER, "windows", "Times an agent ran for a window that is over, by outcome.", lambda w: w, ("outcome",)),
+)
+METRICS = {
+    ("version",): (Metric(GAUGE, "build_info", "The package that runs.", lambda _: 1),),
+    ("app",): OF_PROCESS,
+    ("app", "base"): PER_BASE,
+    ("app", "agent", "base"): PER_AGENT,
+    ("app", "timer"): PER_TIMER,
+    ("app", "agent"): PER_WINDOWS,
+}
+"""All of a worker process, by the labels that they have in common."""
+OF_FLEET: dict[tuple[str, ...], tuple[Metric, ...]] = {
+    ("app", "process"): (
+        Metric(
+            GAUGE,
+            "process_running",
+            "Whether the process of a fleet runs; its other series are gone while it does not.",
+            lambda process: process.running,
+        ),
+        Metric(
+            COUNTER,
+            "process_exits",
+            "How often a process of a fleet ended that was to go on, by how.",
+            lambda process: process.endings,
+            ("ending",),
+        ),
+    )
+}
+"""What a fleet's supervisor adds to those of its processes."""
+
+
+class Metrics:
+    """The numbers of one worker process. `observe` the app's events, `render` for a scrape, from any thread."""
+
+    def __init__(self, app: App, *, ready: Callable[[], bool], loop_lag_seconds: Callable[[], float]) -> None:
+        bases = {name: schema.topic_of(name, kind).base for name, kind in app.config.notification_schema.items()}
+        self.ready = ready
+        self.loop_lag_seconds = loop_lag_seconds
+        self.started_at = time.time()
+        self.connected = self.slow = False
+        self.connections = 0
+        self.hindered: set[str] = set()
+        """Buckets that keep this worker from leading."""
+        self.unreadable = _Counts()
+        self._published = {name: _Published() for name in bases}
+        self._agents = {agent.name: _Agent(_line_of(app, agent.name)) for agent in app.agents}
+        self._timers = {timer.name: _Timer() for timer in app.timers}
+        self._windows = {agent.name: _Counts(RUN_OUTCOMES) for agent in app.agents if agent.form is Window}
+        self._rows: dict[tuple[str, ...], dict[tuple[str, ...], Any]] = {
+            ("version",): {(version("aviso-workers"),): None},
+            ("app",): {(app.name,): self},
+            ("app", "base"): {(app.name, bases[name]): numbers for name, numbers in self._published.items()},
+            ("app", "agent", "base"): {
+                (app.name, agent.name, bases[agent.event_type]): self._agents[agent.name] for agent in app.agents
+            },
+            ("app", "timer"): {(app.name, name): numbers for name, numbers in self._timers.items()},
+            ("app", "agent"): {(app.name, name): outcomes for name, outcomes in self._windows.items()},
+        }
+        self._measured: dict[str, Measured] = {}
+        self._gone: set[tuple[str, str]] = set()
+        """Agents and streams of which one or the other's consumer was not found."""
+        self._table = _Table()
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case Settled(agent=agent) if agent in self._agents:
+                self._agents[agent].settled(event)
+            case Ticked(timer=timer):
+                self._timers[timer].outcomes.add("failed" if event.error else "done")
+                self._timers[timer].last_tick = event.time.timestamp()
+            case WindowDone(agent=agent):
+                self._windows[agent].add("failed" if event.error else "done")
+                if event.dead_lettered:
+                    self._agents[agent].dead_letters.add(event.dead_lettered)
+            case Published(event_type=event_type, count=count):
+                self._published[event_type].outcomes.add(event.outcome, count)
+                self._published[event_type].retries += (event.attempts - 1) * count
+            case ConnectionChanged(connected=connected):
+                self.connected = connected
+                self.connections += connected
+            case ConnectionSlow():
+                self.slow = True
+            case Unreadable(stream=stream):
+                self.unreadable.add(stream)
+            case (
+                DeadLettersRefused()
+                | DeadLettersStored()
+                | LeadershipHindered()
+                | LeadershipUnhindered()
+                | NotReadAgain()
+                | ReadAgain()
+                | ThreadsStuck()
+                | ThreadsFreed()
+            ):
+                self._observe_hindrance(event)
+            case AgentDisturbed(agent=agent, stream=stream, error=error) if agent in self._agents:
+                self._agents[agent].pull_errors.add(_code(error))
+                if isinstance(error, NotFoundError):
+                    self._gone.add((agent, stream))
+            case AgentStarted() | ConsumerResumed() if event.agent in self._agents:
+                self._started(event)
+            case Measured(name=name):
+                self._measured[name] = event
+
+    def _observe_hindrance(self, event: Event) -> None:
+        """Note what keeps an agent or a timer from its work, and that it is over."""
+        match event:
+            case DeadLettersRefused(agent=agent) | DeadLettersStored(agent=agent):
+                self._agents[agent].dead_letters_refused = isinstance(event, DeadLettersRefused)
+            case NotReadAgain(agent=agent) | ReadAgain(agent=agent):
+                self._agents[agent].not_read_again = isinstance(event, NotReadAgain)
+            case LeadershipHindered() | LeadershipUnhindered():
+                (self.hindered.add if isinstance(event, LeadershipHindered) else self.hindered.discard)(event.bucket)
+            case ThreadsStuck(agent=agent) | ThreadsFreed(agent=agent):
+                self._agents[agent].threads_stuck = event.threads if isinstance(event, ThreadsStuck) else 0
+
+    def lag(self, agent: str, consumer: ConsumerInfo) -> None:
+        """Note what is left to do for an agent, and what it has missed."""
+        self._agents[agent].pending = consumer.num_pending
+        self._agents[agent].ack_pending = consumer.num_ack_pending
+        self._agents[agent].came_to(Passed(consumer.deliveries, consumer.position))
+
+    def _started(self, event: AgentStarted | ConsumerResumed) -> None:
+        if isinstance(event, ConsumerResumed):
+            self._gone.add((event.agent, event.stream))  # also where it was gone before this worker came
+            return
+        if event.passed is not None:
+            self._agents[event.agent].started(event.passed)
+        if (event.agent, event.stream) in self._gone:
+            self._gone.remove((event.agent, event.stream))
+            self._agents[event.agent].recreations += 1
+
+    def render(self) -> bytes:
+        """The numbers in Prometheus' text format."""
+        return self._table.render(METRICS, self._rows) + render_gauges(tuple(self._measured.values()))
+
+
+def render_gauges(measured: Iterable[Measured]) -> bytes:
+    """These and nothing else, in Prometheus' text format."""
+    return "".join(map(_gauge, measured)).encode()
+
+
+class _Process:
+    """The numbers of one place in a fleet."""
+
+    def __init__(self) -> None:
+        self.running = False
+        self.endings = _Counts(ENDINGS)
+
+
+class FleetMetrics:
+    """The numbers of a fleet: those of its supervisor, and those of all its processes with the label `process`.
+
+    They are not summed: a process that is replaced begins at zero, which Prometheus recognises only in a series of
+    its own. `scrape` returns what the processes show, by name.
+    """
+
+    def __init__(self, app: str, processes: Iterable[str], *, scrape: Callable[[], Mapping[str, str]]) -> None:
+        self._processes = {name: _Process() for name in processes}
+        self._rows: dict[tuple[str, ...], _Process] = {(app, name): one for name, one in self._processes.items()}
+        self._scrape = scrape
+        self._table = _Table()
+
+    def started(self, process: str) -> None:
+        self._processes[process].running = True
+
+    def ended(self, process: str) -> None:
+        self._processes[process].running = False
+
+    def exited(self, process: str, ending: str) -> None:
+        """`ending` is one of `ENDINGS`."""
+        self._processes[process].endings.add(ending)
+
+    def render(self) -> bytes:
+        """The numbers in Prometheus' text format."""
+        own = self._table.render(OF_FLEET, dict.fromkeys(OF_FLEET, self._rows))
+        return own + exposition.joined(self._scrape(), label="process").encode()
+
+
+Rows = Mapping[tuple[str, ...], Any]
+"""Numbers by the values of their labels."""
+
+
+class _Table:
+    """Writes out a table of metrics again and again. What stands before a number is made once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ...], list[str]] = {}
+        """What stands before the numbers of a metric, by its name and the values of its labels."""
+
+    def render(
+        self, metrics: Mapping[tuple[str, ...], Iterable[Metric]], rows: Mapping[tuple[str, ...], Rows]
+    ) -> bytes:
+        return "".join(
+            text for labels, those in metrics.items() for metric in those for text in self._family(metric, labels, rows)
+        ).encode()
+
+    def _family(self, metric: Metric, labels: tuple[str, ...], rows: Mapping[tuple[str, ...], Rows]) -> Iterator[str]:
+        yield exposition.heading(metric.full_name, metric.help, metric.kind)
+        for key, numbers in rows[labels].items():
+            match metric.read(numbers):
+                case _Seconds() as seconds:
+                    for before, value in zip(self._of_histogram(metric, labels, key), seconds.values(), strict=True):
+                        yield f"{before}{exposition.number(value)}\n"
+                case _Counts() as counts:
+                    for word, count in dict(counts).items():  # at once: the loop's thread may add to it meanwhile
+                        yield self._line(metric, (*labels, *metric.by), (*key, word), count)
+                case value if not math.isnan(value):  # one that is not known spoils each sum
+                    yield self._line(metric, labels, key, float(value))
+
+    def _line(self, metric: Metric, labels: tuple[str, ...], key: tuple[str, ...], value: float) -> str:
+        known = self._known.get((metric.name, *key))
+        if known is None:
+            before = exposition.labelled(metric.full_name, zip(labels, key, strict=True))
+            known = self._known[metric.name, *key] = [before]
+        return f"{known[0]}{exposition.number(value)}\n"
+
+    def _of_histogram(self, metric: Metric, labels: tuple[str, ...], key: tuple[str, ...]) -> list[str]:
+        known = self._known.get((metric.name, *key))
+        if known is None:
+            of_row = tuple(zip(labels, key, strict=True))
+            name = metric.full_name
+            buckets = [exposition.labelled(f"{name}_bucket", (*of_row, ("le", bound))) for bound in BOUNDS]
+            rest = [exposition.labelled(f"{name}_{part}", of_row) for part in ("count", "sum")]
+            known = self._known[metric.name, *key] = [*buckets, *rest]
+        return known
+
+
+def _gauge(measured: Measured) -> str:
+    lines = [exposition.heading(measured.name, measured.help, GAUGE)]
+    for key, value in measured.values.items():
+        before = exposition.labelled(measured.name, zip(measured.labels, key, strict=True))
+        lines.append(f"{before}{exposition.number(value)}\n")
+    return "".join(lines)
+
+
+def _line_of(app: App, agent: str) -> Callable[[], Line | None]:
+    return lambda: run.line if (run := app.runs.get(agent)) else None
+
+
+def _code(error: Exception) -> str:
+    code = error.code if isinstance(error, BackendError) else None
+    return str(code or type(error).__name__)

@@ -1,0 +1,215 @@
+"""Durations, sizes and numbers: what is read, what is refused and why, and how they are written."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from decimal import Decimal
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aviso_workers.aviso import literals
+from aviso_workers.aviso.literals import Duration, Size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("50s", 50),
+        ("10m", 600),
+        ("1h", 3600),
+        ("2d", 172_800),
+        ("1w", 604_800),
+        (" 10m ", 600),
+        ("2H", 7200),
+        ("007d", 604_800),
+        ("0s", 0),
+        ("9223372036s", 9_223_372_036),
+        ("0" * 5000 + "1s", 1),
+    ],
+)
+def test_a_duration_is_a_number_and_a_unit(text, seconds):
+    assert Duration.parse(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "duration must not be empty"),
+        ("  ", "duration must not be empty"),
+        ("10", "duration must include a unit suffix"),
+        ("abc", "duration value must be an integer"),
+        ("s", "duration value must be an integer"),
+        ("-5s", "duration value must be an integer"),
+        ("+5s", "duration value must be an integer"),
+        ("18446744073709551616s", "duration value must be an integer"),
+        ("9" * 5000 + "s", "duration value must be an integer"),
+        ("٣s", "duration value must be an integer"),
+        ("10x", "duration unit must be one of: s, m, h, d, w"),
+        ("1mo", "duration unit must be one of: s, m, h, d, w"),
+        ("1h30m", "duration unit must be one of: s, m, h, d, w"),
+        ("1.5h", "duration unit must be one of: s, m, h, d, w"),
+        ("10 m", "duration unit must be one of: s, m, h, d, w"),
+        ("18446744073709551615w", "duration overflow"),
+        ("9223372037s", "duration overflow"),
+    ],
+)
+def test_anything_else_is_no_duration(text, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        Duration.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("100K", 100_000),
+        ("100Ki", 102_400),
+        ("2M", 2_000_000),
+        ("2Mi", 2_097_152),
+        ("1G", 1_000_000_000),
+        (" 1Ti ", 1_099_511_627_776),
+    ],
+)
+def test_a_size_is_a_number_and_a_unit(text, count):
+    assert Size.parse(text) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "size must not be empty"),
+        ("10", "size must include a unit suffix"),
+        ("abc", "size value must be an integer"),
+        ("-1G", "size value must be an integer"),
+        ("0Mi", "size value must be greater than zero"),
+        ("10m", "size unit must be one of: K, M, G, T, Ki, Mi, Gi, Ti"),
+        ("10k", "size unit must be one of"),
+        ("10KB", "size unit must be one of"),
+        ("10MiB", "size unit must be one of"),
+        ("1.5G", "size unit must be one of"),
+        ("10 G", "size unit must be one of"),
+        ("9223372036854775807T", "size overflow"),
+        ("8388608Ti", "size overflow"),
+    ],
+)
+def test_anything_else_is_no_size(text, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        Size.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Duration(0), "0s"),
+        (Duration(90), "90s"),
+        (Duration(3600), "1h"),
+        (Duration(604_800), "7d"),
+        (Duration(1_209_600), "2w"),
+        (Size(1000), "1K"),
+        (Size(1_000_000), "1M"),
+        (Size(2**31), "2Gi"),
+        (Size(1_024_000), "1024K"),
+        (Size(1234), "1234"),
+    ],
+)
+def test_a_literal_is_the_shortest_text(value, text):
+    assert value.literal() == text
+    assert f"{value}" == str(value) == text
+
+
+@given(st.integers(min_value=0, max_value=9_223_372_036).map(Duration))
+def test_a_duration_reads_back(duration):
+    assert Duration.parse(duration.literal()) == duration
+
+
+@given(st.integers(min_value=1, max_value=2**20), st.sampled_from(["K", "M", "G", "T", "Ki", "Mi", "Gi", "Ti"]))
+def test_a_size_reads_back_no_longer_than_it_was(number, unit):
+    size = Size.parse(f"{number}{unit}")
+    assert Size.parse(size.literal()) == size
+    assert len(size.literal()) <= len(f"{number}{unit}")
+
+
+@given(st.text())
+def test_text_is_read_or_refused_with_value_error(text):
+    for parse in (Duration.parse, Size.parse, literals.parse_float):
+        with suppress(ValueError):
+            parse(text)
+
+
+class _Policy(msgspec.Struct):
+    keep: Duration | None = None
+    most: Size | None = None
+
+
+def _policy(**values):
+    return msgspec.convert(values, _Policy, dec_hook=literals.decode_hook)
+
+
+def test_msgspec_reads_literals_as_fields():
+    assert _policy(keep="7d", most="2Gi") == _Policy(keep=Duration(604_800), most=Size(2**31))
+    assert _policy(keep=Duration(5), most=None) == _Policy(keep=Duration(5))
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"keep": "soon"}, r"duration value must be an integer .* at `\$\.keep`"),
+        ({"keep": 7}, r"must be text with a unit, such as 7d, not 7 - at `\$\.keep`"),
+        ({"most": True}, r"must be text with a unit, such as 2Gi, not True - at `\$\.most`"),
+        ({"most": "2"}, r"size must include a unit suffix .* at `\$\.most`"),
+    ],
+)
+def test_msgspec_says_where_a_literal_is_wrong(values, complaint):
+    with pytest.raises(msgspec.ValidationError, match=complaint):
+        _policy(**values)
+
+
+def test_the_hook_knows_literals_only():
+    with pytest.raises(NotImplementedError):
+        literals.decode_hook(complex, "1")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (12.5, "12.5"),
+        (5.0, "5"),
+        (0.0, "0"),
+        (-0.0, "-0"),
+        (1e21, "1000000000000000000000"),
+        (1e-7, "0.0000001"),
+        (-1.5e-9, "-0.0000000015"),
+        # As near to two shortest spellings: Rust takes the one that is farther from nought, Python the even one.
+        (982318492793036.25, "982318492793036.3"),
+        (-982318492793036.25, "-982318492793036.3"),
+        (982318492793036.75, "982318492793036.8"),
+        (2.0**-1074 * 2, "0." + "0" * 322 + "1"),
+        (9007199254740993.0, "9007199254740992"),
+    ],
+)
+def test_a_float_is_written_without_exponent(number, text):
+    assert literals.float_text(number) == text
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_float_reads_back_exactly(number):
+    text = literals.float_text(number)
+    assert set(text) <= set("-.0123456789")
+    assert not text.endswith((".0", "."))
+    assert literals.parse_float(text) == number
+    assert len(text) == len(format(Decimal(repr(number)), "f").removesuffix(".0"))
+    assert math.copysign(1, literals.parse_float(text)) == math.copysign(1, number)
+
+
+@pytest.mark.parametrize("text", ["1", "1.", ".5", "+2.5", "-3e2", "1E+3", "1.e-2"])
+def test_floats_are_read_in_rust_syntax(text):
+    assert literals.parse_float(text) == float(text)
+
+
+@pytest.mark.parametrize("text", ["", ".", "e5", "1e", "1_000", " 1", "1 ", "nan", "inf", "-inf", "1e400", "٣"])
+def test_everything_else_is_no_float(text):
+    with pytest.raises(ValueError, match="is not a finite number"):
+        literals.parse_float(text)

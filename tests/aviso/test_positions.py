@@ -1,0 +1,77 @@
+"""Ids and dates as an aviso-server reads them."""
+
+from contextlib import suppress
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aviso_workers.aviso.positions import Position, parse_date, parse_id, position
+from aviso_workers.errors import InvalidPositionError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2025-06-09T13:15:00+02:00", datetime(2025, 6, 9, 11, 15, tzinfo=UTC)),
+        ("2025-06-09T13:15:00Z", datetime(2025, 6, 9, 13, 15, tzinfo=UTC)),
+        ("2025-06-09 13:15:00+00:00", datetime(2025, 6, 9, 13, 15, tzinfo=UTC)),
+        ("2025-06-09 13:15:00", datetime(2025, 6, 9, 13, 15, tzinfo=UTC)),
+        (" 2025-06-09T13:15:00 ", datetime(2025, 6, 9, 13, 15, tzinfo=UTC)),
+        ("2025-06-09 13:15:00.123", datetime(2025, 6, 9, 13, 15, 0, 123000, tzinfo=UTC)),
+        ("2025-06-09T13:15:00.123456789Z", datetime(2025, 6, 9, 13, 15, 0, 123456, tzinfo=UTC)),
+        ("1740509903", datetime(2025, 2, 25, 18, 58, 23, tzinfo=UTC)),
+        ("+1740509903", datetime(2025, 2, 25, 18, 58, 23, tzinfo=UTC)),
+        ("1740509903710", datetime(2025, 2, 25, 18, 58, 23, 710000, tzinfo=UTC)),
+        ("10000000000", datetime(2286, 11, 20, 17, 46, 40, tzinfo=UTC)),
+        ("1000000000000", datetime(2001, 9, 9, 1, 46, 40, tzinfo=UTC)),
+        ("946684800000", datetime(2000, 1, 1, tzinfo=UTC)),
+        ("00000000001740509903", datetime(2025, 2, 25, 18, 58, 23, tzinfo=UTC)),
+    ],
+)
+def test_a_date_is_read_in_every_documented_form(text: str, expected: datetime) -> None:
+    assert parse_date(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("-1", "negative unix timestamps are not supported"),
+        ("2026-02-25", "must be a date with a time"),
+        ("not-a-date", "must be a date with a time"),
+        ("  ", "must be a date with a time"),
+        ("2026-02-30T00:00:00Z", "no such time"),
+        ("9" * 30, "no such time"),
+    ],
+)
+def test_a_date_that_is_none_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(InvalidPositionError, match=complaint):
+        parse_date(text)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("0", 0), ("+7", 7), ("0042", 42), (str(2**64 - 1), 2**64 - 1), (5, 5)])
+def test_an_id_is_a_sequence(text: int | str, expected: int) -> None:
+    assert parse_id(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", " 1", "-1", "1.0", "abc", "१", str(2**64), "9" * 6000])
+def test_an_id_that_is_no_sequence_is_refused(text: str) -> None:
+    with pytest.raises(InvalidPositionError, match="from_id"):
+        parse_id(text)
+
+
+def test_both_an_id_and_a_date_are_refused() -> None:
+    with pytest.raises(InvalidPositionError, match="cannot specify both from_id and from_date"):
+        position("1", "2026-11-20T06:00:00Z")
+
+
+def test_neither_is_no_position() -> None:
+    assert position(None, None) == Position()
+
+
+@given(st.text())
+def test_no_text_raises_anything_but_our_error(text: str) -> None:
+    for parse in (parse_id, parse_date):
+        with suppress(InvalidPositionError):
+            parse(text)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from aviso_workers.cli.targets import ConfigSource, Opened, connected
+from tests.cli.conftest import Ran
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def stored(run: Run, config: Path) -> Path:
+    for step in (1, 2):
+        assert run("notify", "mars", "class=od", f"step={step}", "--payload", '"here"', "-c", config).code == 0
+    return config
+
+
+def test_without_yes_nothing_is_erased(run: Run, stored: Path) -> None:
+    ran = run("erase", "mars", "step=1", "-c", stored)
+    assert (ran.code, ran.err) == (2, "nothing was done; say --yes to erase all of them\n")
+    assert "notifications of mars" in ran.out
+    assert "not looked at: backups: `aviso-workers backup cleanse DIR --erasure RECORD` rewrites them." in ran.lines
+    assert run("erase", "mars", "step=1", "--dry-run", "-c", stored).code == 0
+    assert len(run("replay", "mars", "-c", stored).lines) == 2
+
+
+def test_it_erases_and_leaves_a_record(run: Run, stored: Path, tmp_path: Path) -> None:
+    ran = run("erase", "mars", "step=1", "--yes", "--audit", "erased.json", "-c", stored)
+    assert (ran.code, ran.lines[-3]) == (0, "1 erased, 0 left; the record is erased.json")
+    record = json.loads((tmp_path / "erased.json").read_text())
+    until = datetime.fromisoformat(record["subjects_on_disk_until"])
+    assert timedelta(minutes=2.5) < until - datetime.fromisoformat(record["ended"]) < timedelta(minutes=4)
+    assert f"stay in the index files of the servers until {until:%Y-%m-%dT%H:%M}" in ran.lines[-2]
+    assert "aviso-workers backup cleanse DIR --erasure erased.json" in ran.lines[-1]
+    assert json.loads((tmp_path / "erased.json").read_bytes())["erased"] == {"MARS": 1}
+    [left] = map(json.loads, run("replay", "mars", "-c", stored).lines)
+    assert left["data"]["identifier"]["step"] == "2"
+
+
+def test_what_matches_nothing_is_said(run: Run, stored: Path) -> None:
+    assert run("erase", "mars", "step=9", "-c", stored).code == 0
+    ran = run("erase", "mars", "step=9", "--yes", "--audit", "erased.json", "-c", stored)
+    assert (ran.code, ran.lines[0]) == (0, "nothing matches")
+    assert ran.lines[-1] == "0 erased, 0 left; the record is erased.json"
+
+
+def test_a_record_that_exists_is_not_overwritten(run: Run, stored: Path, tmp_path: Path) -> None:
+    (tmp_path / "erased.json").write_text("of another erasure")
+    ran = run("erase", "mars", "step=1", "--yes", "--audit", "erased.json", "-c", stored)
+    assert (ran.code, "erased.json exists, and no record is overwritten" in ran.err) == (1, True)
+    assert (tmp_path / "erased.json").read_text() == "of another erasure"
+
+
+def test_keys_of_tables_that_may_hold_copies_are_named(run: Run, stored: Path) -> None:
+    async def keep(server: Opened) -> None:
+        bucket = await server.admin.key_value("index__sums")
+        await bucket.put("step=2F1", b"7")
+        await bucket.put("total", b"8")
+
+    connected(ConfigSource(stored), keep)
+    ran = run("erase", "mars", "step=1", "--dry-run", "-c", stored)
+    at = ran.lines.index("may hold copies: table index__sums, 2 keys, of which 1 have a value of what matches:")
+    assert ran.lines[at + 1] == "  --key index__sums/step=2F1"
+
+
+def test_a_filter_is_needed(run: Run, config: Path) -> None:
+    ran = run("erase", "mars", "--yes", "-c", config)
+    assert (ran.code, "say which notifications to erase" in ran.err) == (2, True)

@@ -1,0 +1,83 @@
+"""How long is waited before something is tried again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from aviso_workers.declare.retry import Backoff, Restarts, Tries
+from aviso_workers.errors import DeclarationError
+from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
+
+STEADY = Backoff(first=1.0, factor=3.0, jitter=0.0)
+DOUBLING = Backoff(first=1.0, factor=2.0, max=3.0, jitter=0.0)
+
+
+def test_the_default_policy_ends_within_the_default_duplicate_window() -> None:
+    """Or what a handler publishes before it fails would be stored twice by its last tries."""
+    retry, handler_seconds = Backoff(), 8.0
+    waits = sum(structs.replace(retry, jitter=0.0).delay_seconds(n) for n in range(1, retry.attempts))
+    longest = waits * (1 + retry.jitter) + (retry.attempts - 1) * handler_seconds
+    assert longest <= DEFAULT_DUPLICATE_WINDOW / SECOND
+
+
+def test_the_waits_multiply_up_to_the_longest() -> None:
+    waits = [STEADY.delay_seconds(failures) for failures in (1, 2, 3, 4, 7, 8, 1000)]
+    assert waits == [1.0, 3.0, 9.0, 27.0, 600.0, 600.0, 600.0]
+
+
+@given(
+    st.builds(
+        Backoff,
+        first=st.floats(0, 1e6),
+        factor=st.floats(1, 100),
+        max=st.floats(0, 1e6),
+        jitter=st.floats(0, 1),
+    ),
+    st.integers(1, 10**9),
+)
+def test_a_wait_stays_within_the_jitter_around_the_longest(retry: Backoff, failures: int) -> None:
+    assert 0 <= retry.delay_seconds(failures) <= retry.max * (1 + retry.jitter) * (1 + 1e-9)
+
+
+def test_what_failed_together_does_not_come_back_together() -> None:
+    waits = {Backoff().delay_seconds(1) for _ in range(20)}
+    assert len(waits) > 1
+    assert all(0.9 <= wait <= 1.1 for wait in waits), waits
+
+
+@pytest.mark.parametrize(
+    ("stated", "complaint"),
+    [
+        ({"attempts": 0}, "Backoff: attempts must be from 1 to inf, found 0"),
+        ({"first": -1.0}, "Backoff: first must be from 0 to inf, found -1.0"),
+        ({"max": float("nan")}, "Backoff: max must be from 0 to inf, found nan"),
+        ({"factor": 0.5}, "Backoff: factor must be from 1 to 1000, found 0.5"),
+        ({"jitter": 2.0}, "Backoff: jitter must be from 0 to 1, found 2.0"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(stated: dict[str, float], complaint: str) -> None:
+    with pytest.raises(DeclarationError, match=complaint):
+        Backoff(**stated)  # type: ignore[arg-type]
+
+
+def test_tries_end_where_the_next_one_would_come_too_late() -> None:
+    tries = Tries(DOUBLING, until=10.0)
+    assert [tries.next_wait(now) for now in (0.0, 1.0, 7.0, 7.1)] == [1.0, 2.0, 3.0, None]
+    assert tries.failed == 4
+
+
+def test_so_many_tries_are_made_at_least() -> None:
+    tries = Tries(DOUBLING, until=0.0, least=3)
+    assert [tries.next_wait(9.0) for _ in range(3)] == [1.0, 2.0, None]
+
+
+def test_the_waits_before_a_restart_begin_anew_after_a_healthy_run() -> None:
+    restarts = Restarts(DOUBLING, healthy_seconds=30.0)
+    assert [restarts.next_wait(0.0) for _ in range(3)] == [1.0, 2.0, 3.0], "it did not even start"
+    restarts.note_start(100.0)
+    assert (restarts.next_wait(130.0), restarts.failures) == (3.0, 4)
+    restarts.note_start(200.0)
+    assert (restarts.next_wait(230.1), restarts.failures) == (1.0, 1)

@@ -1,0 +1,209 @@
+"""The one place that decides what becomes of a delivery."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aviso_workers.declare.retry import Backoff
+from aviso_workers.declare.verdicts import (
+    Ack,
+    Again,
+    DeadLetter,
+    Failure,
+    Record,
+    Reject,
+    Retry,
+    Verdict,
+    before_handling,
+    classify,
+    decide,
+    failure_returned,
+)
+from aviso_workers.errors import (
+    DeclarationError,
+    DeliveriesExhaustedError,
+    InvalidNotificationError,
+    LateError,
+    UndecodableError,
+    WorkerDiedError,
+)
+
+STEADY = Backoff(first=1.0, factor=3.0, jitter=0.0)
+
+
+def decided(error: BaseException, *, failures: int = 0, retry: Backoff = STEADY) -> Verdict:
+    """The verdict on what an agent without `on_error` raised."""
+    failure = classify(Failure(error), [])
+    assert isinstance(failure, Failure)
+    return decide(failure, failures=failures, retry=retry)
+
+
+def test_what_fails_is_tried_again_after_a_wait_and_says_why() -> None:
+    assert decided(ConnectionError("no")) == Again(after_seconds=1.0, reason="ConnectionError")
+    assert decided(TimeoutError(), failures=4) == Again(after_seconds=81.0, reason="TimeoutError")
+    assert decided(SystemExit(2)) == Again(after_seconds=1.0, reason="SystemExit")
+
+
+@pytest.mark.parametrize("failures", [5, 6, 1000])
+def test_the_last_attempt_is_followed_by_a_dead_letter(failures: int) -> None:
+    assert decided(ConnectionError(), failures=failures) == DeadLetter(reason="attempts_exhausted")
+    assert decided(Retry(after=1), failures=failures) == DeadLetter(reason="attempts_exhausted")
+
+
+def test_one_attempt_means_no_second_one() -> None:
+    assert decided(ConnectionError(), retry=Backoff(attempts=1)) == DeadLetter(reason="attempts_exhausted")
+
+
+def test_what_our_own_step_found_to_be_final_is_never_tried_again() -> None:
+    failure = Failure(UndecodableError("?"), final="undecodable")
+    assert decide(failure, failures=0, retry=STEADY) == DeadLetter(reason="undecodable")
+
+
+@pytest.mark.parametrize("error", [UndecodableError("?"), InvalidNotificationError("?"), LateError("?")])
+def test_the_type_of_what_a_handler_raises_decides_nothing(error: Exception) -> None:
+    assert decided(error) == Again(after_seconds=1.0, reason=type(error).__name__)
+
+
+def test_a_worker_that_died_is_a_failed_attempt_of_which_no_on_error_function_is_asked() -> None:
+    died = Failure(WorkerDiedError(6), worker_died=True)
+    assert classify(died, [(Exception, lambda _: Ack())]) == died
+    assert decide(died, failures=0, retry=STEADY) == Again(after_seconds=1.0, reason="WorkerDiedError")
+    assert decide(died, failures=5, retry=STEADY) == DeadLetter(reason="worker_died")
+    exhausted = Failure(DeliveriesExhaustedError(30), final="max_deliveries")
+    assert classify(exhausted, [(Exception, lambda _: Ack())]) == exhausted
+    assert decide(exhausted, failures=0, retry=STEADY) == DeadLetter(reason="max_deliveries")
+
+
+def test_who_asks_to_be_tried_again_may_say_when() -> None:
+    assert decided(Retry(after=30)) == Again(after_seconds=30.0, reason="Retry")
+    assert decided(Retry(), failures=1) == Again(after_seconds=3.0, reason="Retry")
+
+
+def test_what_is_rejected_is_never_tried_again() -> None:
+    assert decided(Reject("no such field")) == DeadLetter(reason="rejected")
+
+
+def test_a_reject_without_a_reason_says_how_to_write_one() -> None:
+    with pytest.raises(DeclarationError, match=r'Reject: say why .*: Reject\("no such field"\)'):
+        raise Reject
+
+
+class TestClassify:
+    """What an author says of an exception by `on_error`."""
+
+    def classified(self, error: BaseException, *classifiers: tuple[type[Exception], Any]) -> Failure | Ack:
+        return classify(Failure(error), classifiers)
+
+    def verdict(self, error: BaseException, *classifiers: tuple[type[Exception], Any]) -> Verdict | Ack:
+        found = self.classified(error, *classifiers)
+        return found if isinstance(found, Ack) else decide(found, failures=0, retry=STEADY)
+
+    @pytest.mark.parametrize(
+        ("error", "expected"),
+        [
+            (ConnectionResetError(), Again(after_seconds=60.0, reason="Retry")),
+            (KeyError("step"), DeadLetter(reason="rejected")),
+            (FileExistsError(), Ack()),
+            (ValueError(), Again(after_seconds=1.0, reason="ValueError")),
+        ],
+    )
+    def test_the_first_that_fits_says_what_an_exception_means(self, error: Exception, expected: object) -> None:
+        classifiers = [
+            (ConnectionError, lambda _: Retry(after=60)),
+            (LookupError, lambda found: Reject(str(found))),
+            (FileExistsError, lambda _: Ack()),
+            (OSError, lambda _: Reject("too late to be asked")),
+        ]
+        assert self.verdict(error, *classifiers) == expected
+
+    def test_none_is_no_answer_so_that_the_next_is_asked_and_then_the_policy_decides(self) -> None:
+        nothing = (Exception, lambda _: None)
+        assert self.verdict(OSError(), nothing) == Again(after_seconds=1.0, reason="OSError")
+        assert self.verdict(OSError(), nothing, (OSError, lambda _: Ack())) == Ack()
+
+    def test_what_our_own_step_found_may_be_done_all_the_same(self) -> None:
+        failure = Failure(LateError(), final="late")
+        assert classify(failure, [(LateError, lambda _: Ack())]) == Ack()
+        assert classify(failure, [(LateError, lambda _: None)]) == failure
+
+    @pytest.mark.parametrize("said", [Retry(after=5), Reject("no such field")])
+    def test_what_the_handler_has_said_is_an_answer_already(self, said: Exception) -> None:
+        assert self.verdict(said, (Exception, lambda _: Ack())) == decided(said)
+
+    @pytest.mark.parametrize("raised", [Retry(after=5), Reject("no such field")])
+    def test_an_answer_may_be_raised(self, raised: Exception) -> None:
+        def classifier(error: Exception) -> None:
+            raise raised
+
+        error = OSError()
+        assert self.verdict(error, (OSError, classifier)) == decided(raised)
+        found = self.classified(error, (OSError, classifier))
+        assert isinstance(found, Failure)
+        assert found.error is error, "what is told is what went wrong"
+
+    def test_one_that_raises_the_exception_again_has_no_answer(self) -> None:
+        def classifier(error: Exception) -> None:
+            raise error
+
+        error = OSError()
+        assert self.classified(error, (OSError, classifier)) == Failure(error)
+
+    @pytest.mark.parametrize("broken", [KeyError("step"), SystemExit(2)])
+    def test_one_that_fails_is_a_failure_itself_and_the_exception_is_its_context(self, broken: BaseException) -> None:
+        def classifier(error: Exception) -> None:
+            raise broken
+
+        error = OSError()
+        assert self.classified(error, (OSError, classifier)) == Failure(broken)
+        assert broken.__context__ is error
+
+    @pytest.mark.parametrize("answer", [Retry, Reject, Ack, True, ValueError()])
+    def test_another_answer_is_a_mistake_that_is_told(self, answer: object) -> None:
+        def never_mind(error: Exception) -> object:
+            return answer
+
+        found = self.classified(OSError(), (OSError, never_mind))
+        assert isinstance(found, Failure)
+        assert isinstance(found.error, DeclarationError)
+        assert "on_error: never_mind returned" in str(found.error)
+        assert "return Retry(), Reject(reason), Ack() or None" in str(found.error)
+
+
+@pytest.mark.parametrize(("returned", "call"), [(Retry, r"Retry\(\)"), (Reject, r'Reject\("no such field"\)')])
+def test_a_class_that_is_returned_is_a_failure_that_says_what_to_write(returned: object, call: str) -> None:
+    failure = failure_returned(returned)
+    assert failure is not None
+    with pytest.raises(DeclarationError, match=f"returned the class .*: return {call} instead"):
+        raise failure.error
+
+
+@pytest.mark.parametrize("output", [None, 42, "done", ValueError, Ack()])
+def test_what_else_is_returned_is_no_failure(output: object) -> None:
+    assert failure_returned(output) is None
+
+
+@pytest.mark.parametrize(
+    ("known", "num_delivered", "expected"),
+    [
+        ({}, 2, "run_recorded"),
+        ({}, 1000, "run_recorded"),
+        ({"failures": 1}, 2, "run"),
+        ({"failures": 1}, 3, "run_recorded"),
+        ({"failures": 3}, 4, "run"),
+        ({"began": "beside_others"}, 3, "run_alone"),
+        ({"began": "beside_others", "failures": 2}, 3, "run_alone"),
+        ({"began": "alone"}, 4, "worker_died"),
+        ({"began": "alone", "failures": 5}, 9, "worker_died"),
+        ({"stored": False, "failures": 9}, 10, "run"),
+        ({"stored": False}, 2, "run_recorded"),
+        ({"stored": False}, 3, "run_alone"),
+        ({"stored": False}, 23, "run_alone"),
+        ({"stored": False}, 24, "give_up"),
+    ],
+)
+def test_what_is_delivered_again_is_run_alone_where_it_may_have_ended_its_worker(
+    known: dict[str, Any], num_delivered: int, expected: str
+) -> None:
+    assert before_handling(Record(**known), num_delivered=num_delivered, attempts=3) == expected

@@ -1,0 +1,216 @@
+"""Which windows a time is in, and what becomes of a key's state."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aviso_workers import Notification, Windowing
+from aviso_workers.declare import windows
+from aviso_workers.declare.verdicts import FinalError
+from aviso_workers.declare.windows import PAGE_SEQUENCES, Page, Settled, State
+from aviso_workers.errors import DeclarationError, LateError
+
+
+def add(total: int, notification: Notification[int]) -> int:
+    return total + notification.payload
+
+
+def windowing(**stated: Any) -> Windowing[int, int]:
+    return Windowing(**{"size": "10s", "fold": add, "initial": 0, **stated})
+
+
+def notification(sequence: int, *, payload: int = 1, stored: float | None = None) -> Notification[int]:
+    time = datetime.fromtimestamp(sequence if stored is None else stored, UTC)
+    return Notification(event_type="mars", identifier={}, payload=payload, sequence=sequence, time=time)
+
+
+def counted(state: State[int], *times: float, window: Windowing[int, int]) -> State[int]:
+    """The state after notifications of these times, of sequences that follow those before."""
+    for time in times:
+        state = windows.add(state, notification(max(state.counted, default=0) + 1), window, time=time)
+    return state
+
+
+class TestStarts:
+    @pytest.mark.parametrize(
+        ("stated", "time", "starts"),
+        [
+            ({}, 0, [0]),
+            ({}, 9.999, [0]),
+            ({}, 10, [10]),
+            ({}, -0.5, [-10]),
+            ({"every": "5s"}, 12, [10, 5]),
+            ({"every": "5s"}, 15, [15, 10]),
+            ({"every": "4s"}, 9.5, [8, 4, 0]),
+            ({"every": "4s"}, 10, [8, 4]),
+            ({"size": "1d"}, 86_400 * 3 + 5, [86_400 * 3]),
+        ],
+    )
+    def test_are_those_of_the_windows_that_a_time_is_in(
+        self, stated: dict[str, str], time: float, starts: list[int]
+    ) -> None:
+        assert windowing(**stated).starts(time) == starts
+
+    @given(
+        st.floats(-1e10, 1e10),
+        st.integers(1, 5000).flatmap(lambda size: st.tuples(st.just(size), st.integers(max(1, size // 50), size))),
+    )
+    def test_leave_no_window_out(self, time: float, lengths: tuple[int, int]) -> None:
+        size, every = lengths
+        starts = windowing(size=f"{size}s", every=f"{every}s").starts(time)
+        assert starts, "it is in no window"
+        assert all(start % every == 0 and start <= time < start + size for start in starts)
+        assert not min(starts) - every <= time < min(starts) - every + size
+        assert max(starts) + every > time
+
+
+@pytest.mark.parametrize(
+    ("stated", "complaint"),
+    [
+        ({"size": "an hour"}, "Windowing: size: .*'an hour'"),
+        ({"size": "0s"}, "Windowing: size must be longer than nought"),
+        ({"size": 60}, "Windowing: size: "),
+        ({"every": "11s"}, "Windowing: every must be at most size, or some notifications are in no window, found 11s"),
+        ({"lateness": "-1s"}, "Windowing: lateness: "),
+        ({"idle": "0s"}, "Windowing: idle must be longer than nought"),
+    ],
+)
+def test_windows_that_make_no_sense_are_refused(stated: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(DeclarationError, match=complaint):
+        windowing(**stated)
+
+
+class TestAState:
+    def test_has_a_value_for_each_open_window(self) -> None:
+        state = counted(State(), 1, 2, 11, window=windowing())
+        assert (state.open, state.time) == ({0: 2, 10: 1}, 11)
+
+    def test_counts_what_comes_again_once(self) -> None:
+        one = notification(7)
+        state = windows.add(State(), one, windowing(), time=1)
+        assert windows.add(state, one, windowing(), time=1) is state
+
+    def test_counts_what_has_the_sequence_of_another_stream(self) -> None:
+        state = windows.add(State(), notification(7, stored=7), windowing(), time=1)
+        assert windows.add(state, notification(7, stored=8), windowing(), time=1).open == {0: 2}
+
+    def test_does_not_share_what_it_began_with(self) -> None:
+        gathering: Windowing[list[int], int] = Windowing(
+            size="10s", every="5s", fold=lambda found, one: found.append(one.payload) or found, initial=[]
+        )
+        state: State[list[int]] = windows.add(State(), notification(1), gathering, time=7)
+        assert (state.open, gathering.initial) == ({5: [1], 0: [1]}, [])
+
+    def test_closes_windows_that_are_over(self) -> None:
+        state = counted(State(), 1, 11, 21, window=windowing())
+        closed = windows.close(state, 20.5, windowing())
+        assert (windows.due(closed, windowing()), closed.closed) == ([0, 10], 20)
+        assert windows.close(closed, 20.5, windowing()) is closed
+
+    def test_closes_nothing_where_nothing_is_over(self) -> None:
+        state = counted(State(), 11, window=windowing())
+        assert windows.close(state, 19.9, windowing()) is state
+        assert windows.close(State(), 100, windowing()) == State()
+
+    def test_takes_nothing_for_windows_that_have_closed(self) -> None:
+        state = windows.close(counted(State(), 1, 11, window=windowing()), 10, windowing())
+        with pytest.raises(FinalError) as raised:
+            windows.add(state, notification(9), windowing(), time=2)
+        assert isinstance(raised.value.error, LateError)
+        assert str(raised.value.error) == "all of its windows have closed, the last at 1970-01-01T00:00:10+00:00"
+        gone = windows.without(state, 0)
+        assert gone.open == {10: 1}
+        assert windows.without(gone, 0) is gone
+        with pytest.raises(FinalError):
+            windows.add(gone, notification(9), windowing(), time=2)
+
+    def test_remembers_who_was_late_for_some_of_its_windows(self) -> None:
+        hopping = windowing(every="5s")
+        state = windows.close(counted(State(), 1, window=hopping), 5, hopping)
+        late = notification(9)
+        state = windows.add(state, late, hopping, time=2)
+        assert (state.open, windows.has_missed(state, late)) == ({-5: 1, 0: 2}, True)
+        assert windows.add(state, late, hopping, time=2) is state
+        assert not windows.has_missed(state, notification(9, stored=10))
+
+    def test_leaves_out_what_is_settled(self) -> None:
+        state = counted(State(), 1, 2, 3, window=windowing())
+        pruned = windows.prune(state, Settled(sequence=2, time=9))
+        assert (set(pruned.counted), pruned.left_out) == ({3}, (2, 2.0))
+        assert [windows.is_older(pruned, sequence, sequence) for sequence in (1, 2, 3, 4)] == [True, True, False, False]
+        assert not windows.is_older(pruned, 1, 10), "of a new stream"
+
+    def test_keeps_what_was_stored_after_the_server_said_what_is_settled(self) -> None:
+        state = counted(State(), 1, 2, 3, window=windowing())
+        assert windows.prune(state, Settled(sequence=3, time=0.5)) is state, "those sequences were of another stream"
+
+    def test_leaves_out_the_older_half_where_it_lists_too_many(self) -> None:
+        state = counted(State(), 1, 2, 3, 4, window=windowing())
+        assert windows.oldest(state) == {1: 1.0, 2: 2.0}
+
+    def test_counts_a_dead_letter_that_is_tried_again_once(self) -> None:
+        state = windows.prune(counted(State(), 1, 2, window=windowing()), Settled(sequence=2, time=9))
+        late_letter = notification(1)
+        state = windows.add(state, late_letter, windowing(), time=1, retry="letter")
+        assert state.open == {0: 3}
+        assert windows.add(state, late_letter, windowing(), time=1, retry="letter") is state
+
+    def test_knows_which_notification_is_the_newest(self) -> None:
+        window = windowing()
+        states = [counted(State(), 5, 31, 7, window=window), counted(State(), 30, window=window)]
+        assert windows.newest(states) == (31, 2)
+        assert windows.newest([]) == (windows.NEVER, 0)
+
+
+class TestAPage:
+    @given(st.lists(st.integers(0, PAGE_SEQUENCES - 1)), st.lists(st.integers(0, PAGE_SEQUENCES - 1)))
+    def test_has_what_was_put_on_it(self, sequences: list[int], late: list[int]) -> None:
+        page = Page(created=0.0).plus({PAGE_SEQUENCES + each: 5.0 for each in [*sequences, *late]}, [])
+        page = page.plus({}, [PAGE_SEQUENCES + each for each in late])
+        found = {each for each in range(PAGE_SEQUENCES) if page.has(PAGE_SEQUENCES + each, 5.0)}
+        assert found == {*sequences, *late}
+        assert {each for each in found if page.has_missed(PAGE_SEQUENCES + each)} == set(late)
+
+    def test_has_nothing_of_a_stream_that_was_deleted_or_made_anew(self) -> None:
+        page = Page(created=3.0).plus({7: 5.0}, [])
+        assert [page.has(7, stored) for stored in (2.0, 5.0, 6.0)] == [False, True, False]
+
+    def test_is_small_whatever_it_has(self) -> None:
+        page = Page(created=0.0).plus(dict.fromkeys(range(PAGE_SEQUENCES), 1.0), range(PAGE_SEQUENCES))
+        assert len(msgspec.json.encode(page)) < 6000
+
+    def test_is_settled_when_its_last_sequence_is(self) -> None:
+        page = Page(created=0.0).plus({5: 5.0}, [])
+        last = PAGE_SEQUENCES - 1
+        settled = [Settled(sequence=last, time=5), Settled(sequence=last - 1, time=5), Settled(sequence=last, time=4)]
+        assert [page.is_settled(0, each) for each in settled] == [True, False, False]
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 60)), max_size=60), st.integers(0, 70))
+def test_whatever_comes_again_every_window_has_what_was_counted_in_it(
+    deliveries: list[tuple[int, int]], until: int
+) -> None:
+    """Deliveries in any order, some of them again, some after windows have closed."""
+    window, state = windowing(every="5s"), State[int]()
+    happened = dict(deliveries)
+    expected: dict[int, set[int]] = {}
+    for turn, (sequence, _) in enumerate(deliveries):
+        time = happened[sequence]
+        known = {start for start, members in expected.items() if sequence in members}
+        try:
+            state = windows.add(state, notification(sequence), window, time=time)
+        except FinalError:
+            assert all(start + 10 <= state.closed for start in window.starts(time))
+        else:
+            for start in window.starts(time):
+                if not known and start + 10 > state.closed:
+                    expected.setdefault(start, set()).add(sequence)
+        if turn == len(deliveries) // 2:
+            state = windows.close(state, until, window)
+    assert state.open == {start: len(members) for start, members in expected.items()}

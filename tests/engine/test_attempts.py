@@ -1,0 +1,202 @@
+"""What is kept of failures, and of handlers that began, beyond the worker that stored it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import config
+from aviso_workers.backends import Message, PubAck
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.engine.attempts import Failures
+from aviso_workers.engine.shields import Shield
+from aviso_workers.errors import RefusedError
+from aviso_workers.events import FailuresNotStored, Unreadable
+from tests.engine.conftest import Facts
+
+pytestmark = pytest.mark.anyio
+
+BUCKET = "tests_failures"
+
+
+class Guard(InMemoryBackend):
+    """Stores nothing while `closed`."""
+
+    closed = False
+    asked = 0
+
+    async def last_message(self, stream: str, subject: str) -> Message | None:
+        self.asked += 1
+        return await super().last_message(stream, subject)
+
+    async def publish(self, message: Message, **stated: Any) -> PubAck:
+        if self.closed:
+            raise RefusedError("you may not publish there")
+        return await super().publish(message, **stated)
+
+
+class Redelivered:
+    """A delivery of which a record says that its handler begins."""
+
+    message = Message(subject="mars", data=b"", sequence=1, timestamp_ns=1)
+    num_delivered = 3
+
+
+def delivered(number: int) -> Any:
+    """The notification, when it is delivered for this time."""
+    return SimpleNamespace(message=Redelivered.message, num_delivered=number)
+
+
+@pytest.fixture
+async def backend() -> AsyncGenerator[Guard, None]:
+    async with Guard(config.InMemory()) as backend:
+        yield backend
+
+
+@pytest.fixture
+def worker(backend: Guard, facts: Facts) -> Callable[[], Any]:
+    """`worker()`: what another worker makes of the same failures."""
+    return lambda: Failures(
+        backend, app="tests", agent="index", stream="MARS", shield=Shield(backend.clock), events=facts.events
+    )
+
+
+async def add(failures: Failures, delivery: Any, *, before: int, worker_died: bool = False) -> None:
+    """Return when one more failure is counted."""
+    counted = anyio.Event()
+    await failures.add(delivery, before=before, kept=False, worker_died=worker_died, then=counted.set)
+    await counted.wait()
+
+
+ENDS: dict[str, Callable[[Failures, Any], Awaitable[None]]] = {
+    "it was not run": lambda failures, delivery: failures.clear(delivery),
+    "it was cancelled": lambda failures, delivery: failures.clear_all(),
+    "it failed": lambda failures, delivery: add(failures, delivery, before=0),
+    "it is settled": lambda failures, delivery: failures.forget(delivery),
+}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("end", ENDS)
+async def test_a_handler_that_began_and_did_not_end_its_worker_leaves_no_record_of_that(
+    worker: Callable[[], Any], alone: bool, end: str
+) -> None:
+    here = worker()
+    await here.begin(Redelivered(), alone=alone)
+    assert (await worker().look(Redelivered())).began == ("alone" if alone else "beside_others")
+    await ENDS[end](here, Redelivered())
+    assert (await worker().look(Redelivered())).began is None
+
+
+@pytest.mark.parametrize("end", ["it was not run", "it failed", "it is settled"])
+async def test_the_record_of_a_worker_that_ended_is_removed_by_the_next(worker: Callable[[], Any], end: str) -> None:
+    here = worker()
+    await worker().begin(Redelivered(), alone=False)
+    await here.look(Redelivered())
+    await ENDS[end](here, Redelivered())
+    assert (await worker().look(Redelivered())).began is None
+
+
+async def test_what_ended_its_worker_is_run_alone_the_next_time_as_well(worker: Callable[[], Any]) -> None:
+    here = worker()
+    await worker().begin(Redelivered(), alone=True)
+    await here.look(Redelivered())
+    await add(here, Redelivered(), before=0, worker_died=True)
+    await here.clear_all()
+    record = await worker().look(Redelivered())
+    assert (record.failures, record.began) == (1, "beside_others")
+
+
+async def test_a_failure_that_could_not_be_stored_counts_here_although_fewer_are_stored(
+    backend: Guard, worker: Callable[[], Any]
+) -> None:
+    here = worker()
+    await add(here, Redelivered(), before=0)
+    backend.closed = True
+    await add(here, Redelivered(), before=1)
+    backend.closed = False
+    assert (await here.look(Redelivered())).failures == 2
+    assert (await worker().look(Redelivered())).failures == 1
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xfe", b"", b"x", b"-1", b"9" * 5000, "٣".encode()])
+async def test_what_somebody_else_wrote_as_a_count_counts_as_none(
+    backend: Guard, worker: Callable[[], Any], facts: Facts, garbage: bytes
+) -> None:
+    await add(worker(), Redelivered(), before=0)
+    bucket = await backend.key_value(BUCKET)
+    [key] = await bucket.keys()
+    await bucket.put(key, garbage)
+
+    assert (await worker().look(Redelivered())).failures == 0
+    assert [unreadable.stream for unreadable in facts.of(Unreadable)] == [f"KV_{BUCKET}"]
+
+
+async def test_each_time_that_failures_cannot_be_stored_any_more_is_told(
+    backend: Guard, worker: Callable[[], Any], facts: Facts
+) -> None:
+    here = worker()
+    for closed in (True, True, False, True):
+        backend.closed = closed
+        await add(here, Redelivered(), before=0)
+        assert (await here.look(Redelivered())).stored != closed
+    assert len(facts.of(FailuresNotStored)) == 2
+
+
+async def test_failures_are_stored_again_after_their_bucket_was_deleted(
+    backend: Guard, worker: Callable[[], Any]
+) -> None:
+    here = worker()
+    await add(here, Redelivered(), before=0)
+    await backend.delete_stream(f"KV_{BUCKET}")
+    for before in (1, 2):  # the first of them finds that the bucket is gone
+        await add(here, Redelivered(), before=before)
+    assert (await worker().look(Redelivered())).failures == 3
+
+
+async def test_what_comes_back_to_the_worker_where_it_failed_is_not_asked_for(
+    backend: Guard, worker: Callable[[], Any]
+) -> None:
+    here = worker()
+    await add(here, delivered(1), before=0)
+    assert (await here.look(delivered(2))).failures == 1
+    assert here.count(delivered(2)) == 1
+    assert backend.asked == 0
+
+
+async def test_what_comes_back_after_another_worker_had_it_is_asked_for(worker: Callable[[], Any]) -> None:
+    here, other = worker(), worker()
+    await add(here, delivered(1), before=0)
+    await other.look(delivered(2))
+    await add(other, delivered(2), before=1)
+    assert (await here.look(delivered(3))).failures == 2
+    await other.begin(delivered(3), alone=False)
+    assert (await here.look(delivered(4))).began == "beside_others"
+
+
+async def test_the_failures_of_many_are_stored_with_few_requests(backend: Guard, worker: Callable[[], Any]) -> None:
+    here, requests = worker(), []
+    publish_many = backend.publish_many
+
+    async def counted(outgoing: Any, **stated: Any) -> Any:
+        requests.append(len(outgoing))
+        return await publish_many(outgoing, **stated)
+
+    backend.publish_many = counted  # type: ignore[method-assign]
+    deliveries = [
+        SimpleNamespace(message=Message(subject="mars", data=b"", sequence=number, timestamp_ns=1), num_delivered=1)
+        for number in range(1, 65)
+    ]
+
+    async with anyio.create_task_group() as tasks:
+        for delivery in deliveries:
+            tasks.start_soon(partial(add, here, delivery, before=0))
+
+    assert requests == [64]
+    delivery = SimpleNamespace(message=deliveries[-1].message, num_delivered=2)
+    assert (await worker().look(delivery)).failures == 1

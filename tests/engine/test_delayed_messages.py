@@ -1,0 +1,115 @@
+"""The courier when a stream does not answer: it tries again, under the same message id, for as long as it takes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+import anyio
+import pytest
+from msgspec import structs
+
+from aviso_workers.backends import Message
+from aviso_workers.engine import delayed_delivery, delayed_messages
+from aviso_workers.engine.session import Session
+from aviso_workers.errors import RefusedError
+from aviso_workers.events import NotRemoved, Overdue, Published
+from tests.engine.conftest import Facts, config_with
+from tests.engine.test_publisher import STEP_6, FlakyBackend
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def backend() -> AsyncGenerator[FlakyBackend, None]:
+    """What is due meets its failures."""
+    async with FlakyBackend() as backend:
+        yield backend
+
+
+@pytest.fixture
+async def session(backend: FlakyBackend, facts: Facts) -> AsyncGenerator[Session, None]:
+    """With a courier at work."""
+    session, stop = Session(backend, app="tests", config=config_with(), events=facts.events), anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(session.run_delayed_delivery, stop)
+        yield session
+        stop.set()
+
+
+async def test_one_that_was_stored_without_an_answer_is_stored_once(
+    session: Session, backend: FlakyBackend, facts: Facts, stored
+) -> None:
+    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60, message_id="mine"))
+    backend.failures = ["unanswered"]
+    scheduled, brought = await facts.wait_for(Published, 2)
+    assert (scheduled.outcome, brought.outcome, brought.attempts) == ("scheduled", "duplicate", 2)
+    assert [(late.stream, late.message_id) for late in facts.of(Overdue)] == [("MARS", "mine")]
+    assert [message.headers["Nats-Msg-Id"] for message in await stored("MARS")] == ["mine"]
+
+
+async def test_the_stream_of_what_waits_is_made_anew_where_it_was_deleted(
+    backend: FlakyBackend, facts: Facts, stored
+) -> None:
+    publisher = Session(backend, app="tests", config=config_with(), events=facts.events).publisher
+    await publisher.notify(structs.replace(STEP_6, deliver_after=60))
+    await backend.delete_stream(delayed_messages.STREAM)
+    await publisher.notify(structs.replace(STEP_6, deliver_after=60))
+    assert len(await stored(delayed_messages.STREAM)) == 1
+
+
+async def test_one_whose_stream_is_away_is_tried_again_more_and_more_rarely(
+    session: Session, backend: FlakyBackend, facts: Facts
+) -> None:
+    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60))
+    backend.failures = ["unavailable"] * 9
+    *_, brought = await facts.wait_for(Published, 2)
+    assert (brought.outcome, brought.attempts) == ("stored", 10)
+    waits = [late.again_in_seconds for late in facts.of(Overdue)]
+    assert waits == [pytest.approx(seconds, rel=0.11) for seconds in (1, 2, 4, 8, 16, 32, 60, 60, 60)]
+
+
+DENIED = RefusedError("permissions violation for publish to $JS.API.STREAM.MSG.DELETE.aviso_workers_schedule")
+
+
+async def test_one_that_may_not_be_removed_is_stored_once_and_the_missing_right_is_told(
+    session: Session, backend: FlakyBackend, facts: Facts, stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def deny(stream: str, sequence: int, *, overwrite: bool = True) -> None:
+        raise DENIED
+
+    with monkeypatch.context() as denied:
+        denied.setattr(backend, "delete_message", deny)
+        await session.publisher.notify(structs.replace(STEP_6, deliver_after=60))
+        [kept] = await facts.wait_for(NotRemoved)
+        assert (kept.stream, kept.message_id, kept.error) == (delayed_messages.STREAM, kept.message_id, DENIED)
+        await anyio.sleep(1000)  # some duplicate windows
+        assert len(await stored("MARS")) == 1
+        assert len(facts.of(NotRemoved)) == 1
+        assert await backend.subject_counts(delayed_messages.STREAM) == {f"{delayed_messages.DUE}.MARS": 1}
+    await anyio.sleep(delayed_delivery.REMOVE_SECONDS)
+    assert await backend.subject_counts(delayed_messages.STREAM) == {}, "it may be removed now"
+    assert len(await stored("MARS")) == 1
+
+
+async def test_what_is_not_stored_yet_is_not_removed_with_what_is(
+    session: Session, backend: FlakyBackend, facts: Facts, stored
+) -> None:
+    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60, message_id="first"))
+    await facts.wait_for(Published, 2)
+    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60, message_id="second"))
+    backend.failures = ["unavailable"] * 40
+    began = anyio.current_time()
+    await facts.wait_for(Published, 4)
+    assert anyio.current_time() - began > 2 * delayed_delivery.REMOVE_SECONDS
+    assert [message.headers["Nats-Msg-Id"] for message in await stored("MARS")] == ["first", "second"]
+
+
+async def test_what_somebody_else_has_put_there_is_kept_for_whoever_looks_for_it(
+    session: Session, backend: FlakyBackend, facts: Facts
+) -> None:
+    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60))
+    foreign = Message(subject=f"{delayed_messages.DUE}.MARS", data=b"")
+    await backend.publish(foreign, message_id="1", stream=delayed_messages.STREAM, timeout_seconds=1.0)
+    await facts.wait_for(Published, 2)
+    await anyio.sleep(2 * delayed_delivery.REMOVE_SECONDS)
+    assert await backend.subject_counts(delayed_messages.STREAM) == {f"{delayed_messages.DUE}.MARS": 1}

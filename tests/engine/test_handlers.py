@@ -1,0 +1,761 @@
+"""What becomes of one delivery, and of its dead letter."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from msgspec import Struct, structs
+
+from aviso_workers import Backoff, Notification, Reject, Router, Stream, config
+from aviso_workers.aviso import codec
+from aviso_workers.backends import Message, PubAck, StreamInfo
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.backends.in_memory.connection import Connection
+from aviso_workers.engine import max_deliveries, parts
+from aviso_workers.engine.attempts import Failures
+from aviso_workers.engine.dead_letter_store import LONGEST_ERROR, RETRIES, STREAM, DeadLetter, retry_of
+from aviso_workers.engine.session import Session
+from aviso_workers.engine.shields import Shield
+from aviso_workers.engine.subscription import LONGEST_WAIT_SECONDS
+from aviso_workers.errors import BackendError, OutcomeUnknownError, RefusedError, UnavailableError, UndecodableError
+from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, FailuresNotStored, Settled
+from tests.engine.conftest import Facts
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = Backoff(first=1.0, factor=3.0, attempts=4, jitter=0.0)
+
+
+class Field(Struct):
+    location: str
+
+
+class GraveyardGuard(InMemoryBackend):
+    """Lets no dead letter in while `closed`."""
+
+    def __init__(self) -> None:
+        super().__init__(config.InMemory(max_history_per_topic=1000))
+        self.closed: BackendError | None = None
+        self.slow_seconds = 0.0
+        self.closes_after_first_part = False
+        self.counts_refused = False
+        self.looks = 0
+        self.unreadable = ""
+        """A stream that cannot be read."""
+
+    def read(self, stream: str, **stated: Any) -> AsyncGenerator[Message, None]:
+        if stream == self.unreadable:
+            raise UnavailableError("no answer")
+        return super().read(stream, **stated)
+
+    async def publish(self, message: Message, *, stream: str, **stated: Any) -> PubAck:
+        if self.counts_refused and stream.endswith("_failures"):
+            raise RefusedError("you may not publish there")
+        if self.closed is not None and stream == STREAM:
+            raise self.closed
+        if stream == STREAM:
+            await anyio.sleep(self.slow_seconds)
+        if self.closes_after_first_part and stream == STREAM:
+            self.closed = UnavailableError("no answer")
+        return await super().publish(message, stream=stream, **stated)
+
+    async def stream_info(self, stream: str) -> StreamInfo:
+        self.looks += stream == STREAM
+        return await super().stream_info(stream)
+
+
+@pytest.fixture
+async def backend() -> AsyncGenerator[GraveyardGuard, None]:
+    async with GraveyardGuard() as backend:
+        yield backend
+
+
+async def unsettled(session: Session, agent: Any) -> tuple[int, int]:
+    info = await session.consumer_info(agent)
+    return info.num_pending, info.num_ack_pending
+
+
+async def test_a_notification_is_acked_after_its_success_and_not_before(
+    session: Session, router: Router, notify, working, facts: Facts
+) -> None:
+    began, end = anyio.Event(), anyio.Event()
+
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None:
+        assert (notification.identifier, notification.payload) == ({"class": "od", "step": "6"}, Field("here"))
+        began.set()
+        await end.wait()
+
+    await notify(6, {"location": "here"})
+    async with working(index):
+        await began.wait()
+        assert await unsettled(session, index) == (0, 1)
+        end.set()
+        (settled,) = await facts.wait_for(Settled)
+        assert await unsettled(session, index) == (0, 0)
+    assert (settled.agent, settled.notification, settled.outcome, settled.reason) == ("index", "mars@1", "acked", "")
+    assert (settled.num_delivered, settled.error) == (1, None)
+
+
+async def test_a_failure_comes_back_after_the_wait_of_its_policy(router: Router, notify, working, facts: Facts) -> None:
+    times: list[float] = []
+
+    @router.agent("mars", retry=PROMPT)
+    async def index(notification: Notification[Any]) -> None:
+        times.append(anyio.current_time())
+        if len(times) < 4:
+            raise ConnectionError("not now")
+
+    await notify(6)
+    async with working(index):
+        settled = await facts.wait_for(Settled, 4)
+    assert [round(time - times[0], 3) for time in times] == [0.0, 1.0, 4.0, 13.0]
+    assert [(event.outcome, event.reason, event.num_delivered) for event in settled] == [
+        ("retried", "ConnectionError", 1),
+        ("retried", "ConnectionError", 2),
+        ("retried", "ConnectionError", 3),
+        ("acked", "", 4),
+    ]
+
+
+async def test_one_that_waits_for_its_retry_holds_up_nobody(router: Router, notify, working) -> None:
+    seen: list[str] = []
+    done = anyio.Event()
+
+    @router.agent("mars", retry=PROMPT)
+    async def index(notification: Notification[Any]) -> None:
+        seen.append(notification.identifier["step"])
+        if seen == ["0"]:
+            raise ConnectionError
+        if len(seen) == 4:
+            done.set()
+
+    for step in range(3):
+        await notify(step)
+    async with working(index):
+        await done.wait()
+    assert seen == ["0", "1", "2", "0"]
+
+
+async def test_the_last_failure_leaves_a_dead_letter_that_says_everything(
+    router: Router, store, stored, working, facts: Facts, session: Session
+) -> None:
+    @router.agent("mars", retry=Backoff(attempts=2, jitter=0.0))
+    async def index(notification: Notification[Any]) -> None:
+        raise ValueError("no such\n  table")
+
+    await store("mars.od.6", b'{"location": "here"}', {"traceparent": "00-1-2-01", "Nats-Schedule-Next": "purge"})
+    async with working(index):
+        await facts.wait_for(Settled, 2)
+        assert await unsettled(session, index) == (0, 0)
+    assert [(event.outcome, event.reason) for event in facts.of(Settled)] == [
+        ("retried", "ValueError"),
+        ("dead_lettered", "attempts_exhausted"),
+    ]
+    (letter,) = await stored(STREAM)
+    (original,) = await stored("MARS")
+    assert (letter.subject, letter.data) == ("aviso_workers.dead_letters.tests.index", b'{"location": "here"}')
+    headers = {**letter.headers}
+    del headers["Nats-Msg-Id"], headers["Nats-Expected-Stream"]  # what every publish has
+    time = headers.pop("Aviso-Time")
+    traceback = headers.pop("Aviso-Traceback")
+    assert headers == {
+        "traceparent": "00-1-2-01",
+        "Aviso-Subject": "mars.od.6",
+        "Aviso-Stream": "MARS",
+        "Aviso-Sequence": "1",
+        "Aviso-App": "tests",
+        "Aviso-Agent": "index",
+        "Aviso-Attempts": "2",
+        "Aviso-Timestamp": str(original.timestamp_ns),
+        "Aviso-Reason": "attempts_exhausted",
+        "Aviso-Error": "ValueError: no such table",
+    }
+    assert traceback.rpartition(" ")[2] == "index"
+    assert time.startswith("20")
+    assert time.endswith("+00:00")
+    assert original.headers["Nats-Msg-Id"] != letter.headers["Nats-Msg-Id"]
+
+
+@pytest.mark.parametrize(
+    ("data", "subject"),
+    [(b"\xff{", "mars.od.6"), (b"{}", "mars.od.6"), (b"", "mars.od.6"), (b'{"location":"here"}', "mars.od.6.7")],
+)
+async def test_what_cannot_be_decoded_is_kept_with_its_bytes_and_the_agent_goes_on(
+    router: Router, store, stored, notify, working, facts: Facts, data: bytes, subject: str
+) -> None:
+    seen: list[str] = []
+
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None:
+        seen.append(notification.identifier["step"])
+
+    await store(subject, data)
+    await notify(12, {"location": "here"})
+    async with working(index):
+        bad, good = await facts.wait_for(Settled, 2)
+    assert (bad.outcome, bad.reason, type(bad.error)) == ("dead_lettered", "undecodable", UndecodableError)
+    assert (good.outcome, seen) == ("acked", ["12"])
+    (letter,) = await stored(STREAM)
+    assert (letter.data, letter.headers["Aviso-Subject"]) == (data, subject)
+
+
+async def test_where_failures_cannot_be_stored_a_worker_says_so_once_and_counts_by_itself(
+    backend: GraveyardGuard, router: Router, notify, stored, working, facts: Facts
+) -> None:
+    tries: list[int] = []
+
+    @router.agent("mars", retry=PROMPT)
+    async def index(notification: Notification[Any]) -> None:
+        tries.append(notification.sequence)
+        raise ConnectionError("not now")
+
+    backend.counts_refused = True
+    await notify(6)
+    await notify(12)
+    async with working(index):
+        await facts.wait_for(Settled, 2 * PROMPT.attempts)
+    assert (tries.count(1), tries.count(2)) == (PROMPT.attempts, PROMPT.attempts)
+    assert [letter.headers["Aviso-Reason"] for letter in await stored(STREAM)] == ["attempts_exhausted"] * 2
+    (said,) = facts.of(FailuresNotStored)
+    assert (said.agent, said.bucket) == ("index", "tests_failures")
+
+
+@pytest.mark.parametrize("error", [UnavailableError("no answer"), OutcomeUnknownError("no answer")])
+async def test_a_dead_letter_that_cannot_be_stored_keeps_its_original(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts, error: BackendError
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    await store("mars.od.6", b"not a field")
+    backend.closed = error
+    async with working(index):
+        (first,) = await facts.wait_for(Settled)
+        assert (first.outcome, first.reason) == ("retried", "dead_letter_failed")
+        backend.closed = None
+        began = anyio.current_time()
+        _, second = await facts.wait_for(Settled, 2)
+        assert round(anyio.current_time() - began) == 10
+    assert (second.outcome, second.reason, second.num_delivered) == ("dead_lettered", "undecodable", 2)
+    assert [letter.data for letter in await stored(STREAM)] == [b"not a field"]
+
+
+async def test_an_agent_whose_dead_letters_are_refused_tries_one_at_a_time_and_more_rarely(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+) -> None:
+    @router.agent("mars", concurrency=4)
+    async def index(notification: Notification[Field]) -> None: ...
+
+    for step in range(20):
+        await store(f"mars.od.{step}", b"not a field")
+    backend.closed = RefusedError("the stream is full")
+    async with working(index):
+        refused = await facts.wait_for(DeadLettersRefused, 8)
+        assert [event.again_in_seconds for event in refused] == [10, 20, 40, 80, 160, 300, 300, 300]
+        assert len(facts.of(Settled)) > 100
+        backend.closed = None
+        settled = await facts.wait_for(DeadLettersStored)
+        await facts.wait_for(Settled, len(facts.of(Settled)) + 15)
+        await anyio.sleep(600)
+    assert len(settled) == 1
+    assert len(await stored(STREAM)) == 20
+
+
+async def test_an_agent_says_that_all_is_well_when_nothing_is_refused_any_more(
+    backend: GraveyardGuard, router: Router, notify, working, facts: Facts
+) -> None:
+    broken = True
+
+    @router.agent("mars")
+    async def index(notification: Notification[Any]) -> None:
+        if broken:
+            raise Reject("not today")
+
+    await notify(6)
+    backend.closed = RefusedError("the stream is full")
+    async with working(index):
+        await facts.wait_for(DeadLettersRefused)
+        broken = False
+        await facts.wait_for(DeadLettersStored)
+    assert [event.outcome for event in facts.of(Settled)] == ["retried", "acked"]
+
+
+async def test_a_large_dead_letter_of_which_one_part_is_stored_keeps_its_original(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    data = b"x" * (backend.connection.max_payload - 150)
+    backend.closes_after_first_part = True
+    async with working(index):
+        await store("mars.od.6", data)
+        (first,) = await facts.wait_for(Settled)
+        assert (first.outcome, first.reason) == ("retried", "dead_letter_failed")
+        assert [parts.is_first_part(message) for message in await stored(STREAM)] == [True]
+        backend.closes_after_first_part = False
+        backend.closed = None
+        await facts.wait_for(Settled, 2)
+    letters = [message for message in await stored(STREAM) if not parts.is_first_part(message)]
+    assert [(await parts.whole(backend, STREAM, letter)).data for letter in letters] == [data]
+
+
+async def test_a_dead_letter_that_cannot_be_made_to_fit_keeps_no_other_from_being_stored(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    monkeypatch.setattr(Connection, "max_payload", 2000)
+    async with working(index):
+        await store("mars.od.6", b"?", {"all": "x" * 1500})
+        (refused,) = await facts.wait_for(DeadLettersRefused)
+        assert (refused.again_in_seconds, "does not fit into two messages" in str(refused.error)) == (300, True)
+        await store("mars.od.12", b"?")
+        _, second = await facts.wait_for(Settled, 2)
+    assert (second.outcome, second.sequence) == ("dead_lettered", 2)
+    assert [message.headers["Aviso-Subject"] for message in await stored(STREAM)] == ["mars.od.12"]
+
+
+async def test_a_rest_whose_first_part_is_gone_is_no_dead_letter(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    async with working(index):
+        await store("mars.od.6", b"x" * (backend.connection.max_payload - 150))
+        await facts.wait_for(Settled)
+    first, rest = await stored(STREAM)
+    await backend.delete_message(STREAM, first.sequence)
+    with pytest.raises(UndecodableError, match=f"lacks its first part, which was {first.sequence}"):
+        await parts.whole(backend, STREAM, rest)
+
+
+async def test_a_large_dead_letter_that_is_tried_again_is_one_again_where_its_first_part_is_gone(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    await store("mars.od.6", b"x" * (backend.connection.max_payload - 150))
+    async with working(index):
+        await facts.wait_for(Settled)
+        backend.unreadable = RETRIES
+        await retry_large(backend, stored)
+        await backend.delete_message(RETRIES, 1)
+        backend.unreadable = ""
+        with anyio.fail_after(60):
+            _, again = await facts.wait_for(Settled, 2)
+    assert (again.outcome, again.reason) == ("dead_lettered", "undecodable")
+    assert len([message for message in await stored(STREAM) if not parts.is_first_part(message)]) == 2
+
+
+async def test_a_large_dead_letter_that_is_tried_again_waits_until_its_first_part_can_be_read(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+) -> None:
+    seen: list[str] = []
+    broken = True
+
+    @router.agent("mars")
+    async def index(notification: Notification[str]) -> None:
+        if broken:
+            raise Reject("not today")
+        seen.append(notification.payload)
+
+    text = "x" * (backend.connection.max_payload - 150)
+    await store("mars.od.6", msgspec.json.encode(text))
+    async with working(index):
+        await facts.wait_for(Settled)
+        broken, backend.unreadable = False, RETRIES
+        await retry_large(backend, stored)
+        await anyio.sleep(1)
+        backend.unreadable = ""
+        with anyio.fail_after(LONGEST_WAIT_SECONDS):
+            _, again = await facts.wait_for(Settled, 2)
+    assert (again.outcome, seen) == ("acked", [text])
+
+
+async def retry_large(backend: GraveyardGuard, stored) -> PubAck:
+    """Hand the one dead letter, which is stored in two parts, back to its agent; returns where its rest is."""
+    acks: list[PubAck] = []
+
+    async def publish(part: Message, part_id: str) -> PubAck:
+        acks.append(await backend.publish(part, message_id=part_id, stream=RETRIES, timeout_seconds=1))
+        return acks[-1]
+
+    _, rest = await stored(STREAM)
+    retry, message_id = retry_of(DeadLetter.read(await parts.whole(backend, STREAM, rest)))
+    await parts.store(retry, message_id, publish, max_payload=backend.connection.max_payload)
+    return acks[-1]
+
+
+async def test_a_rest_takes_the_first_part_of_no_other_letter(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+) -> None:
+    """Sequences begin at 1 again where the stream was made anew."""
+
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    async with working(index):
+        await store("mars.od.1", b"?")
+        await facts.wait_for(Settled, 1)
+        for step in (2, 3):
+            await store(f"mars.od.{step}", b"%d" % step * (backend.connection.max_payload - 150))
+            await facts.wait_for(Settled, step)
+    small, first_of_another, _, _, rest = await stored(STREAM)
+    for other in (small, first_of_another, rest):
+        wrong = structs.replace(rest, headers={**rest.headers, parts.FIRST_PART: str(other.sequence)})
+        with pytest.raises(UndecodableError, match="lacks its first part"):
+            await parts.whole(backend, STREAM, wrong)
+    assert (await parts.whole(backend, STREAM, rest)).data == b"3" * (backend.connection.max_payload - 150)
+
+
+@pytest.mark.parametrize("header", parts.HEADERS)
+async def test_a_dead_letter_is_whole_although_its_original_says_that_it_is_a_part(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts, header: str
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    await store("mars.od.6", b"?", {header: "7"})
+    async with working(index):
+        await facts.wait_for(Settled)
+    (letter,) = await stored(STREAM)
+    assert not parts.is_first_part(letter)
+    assert (await parts.whole(backend, STREAM, letter)).data == b"?"
+
+
+async def test_what_hands_a_large_dead_letter_back_names_no_part_of_the_letter(
+    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+) -> None:
+    """It would be taken for a rest without its first part where the server takes larger messages than it did."""
+
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    await store("mars.od.6", b"x" * (backend.connection.max_payload - 150))
+    async with working(index):
+        await facts.wait_for(Settled)
+    _, rest = await stored(STREAM)
+    retry, _ = retry_of(DeadLetter.read(await parts.whole(backend, STREAM, rest)))
+    assert set(parts.HEADERS) & set(retry.headers or {}) == set()
+
+
+async def test_a_graveyard_that_does_not_answer_is_looked_at_again(
+    backend: GraveyardGuard, router: Router, store, working, facts: Facts
+) -> None:
+    """It may have been deleted, and is then made anew."""
+
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    async with working(index):
+        await store("mars.od.1", b"?")
+        await facts.wait_for(Settled)
+        looks = backend.looks
+        backend.closed = UnavailableError("no stream takes this subject")
+        await store("mars.od.2", b"?")
+        await facts.wait_for(Settled, 2)
+        assert backend.looks == looks
+        backend.closed = None
+        await facts.wait_for(Settled, 3)
+        assert backend.looks == looks + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("a\r\nX-Injected: 1\x0b\x1cb", "ValueError: a X-Injected: 1 b"),
+        ("bad name 'caf\udce9'", "ValueError: bad name 'caf?'"),
+        ("grüße", "ValueError: grüße"),
+        ("x" * 10_000, f"ValueError: {'x' * 10_000}"[:LONGEST_ERROR]),
+    ],
+)
+async def test_any_text_of_an_error_fits_into_a_header(
+    router: Router, notify, stored, working, facts: Facts, text: str, kept: str
+) -> None:
+    @router.agent("mars", retry=Backoff(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        raise ValueError(text)
+
+    await notify(6)
+    async with working(index):
+        await facts.wait_for(Settled)
+    (letter,) = await stored(STREAM)
+    assert letter.headers["Aviso-Error"] == kept
+    letter.headers["Aviso-Error"].encode()
+
+
+async def test_what_the_agent_did_not_ask_for_is_settled_without_a_word(
+    session: Session, router: Router, notify, working, facts: Facts
+) -> None:
+    seen: list[str] = []
+    done = anyio.Event()
+
+    @router.agent("mars", where={"step": {"gte": 6}})
+    async def index(notification: Notification[Any]) -> None:
+        seen.append(notification.identifier["step"])
+        if notification.identifier["step"] == "12":
+            done.set()
+
+    for step in (0, 3, 6, 5, 12):
+        await notify(step)
+    async with working(index):
+        await done.wait()
+        await facts.wait_for(Settled, 2)
+        assert await unsettled(session, index) == (0, 0)
+    assert seen == ["6", "12"]
+
+
+async def test_a_cancellation_from_within_is_a_failure_like_any_other(
+    router: Router, notify, working, facts: Facts
+) -> None:
+    """Such as that of a task which the author awaits. Taken for ours, it would end the agent without a word."""
+    calls = 0
+
+    @router.agent("mars", retry=PROMPT, concurrency=2)
+    async def index(notification: Notification[Any]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            task = asyncio.create_task(asyncio.sleep(60))
+            asyncio.get_running_loop().call_soon(task.cancel)
+            await task
+
+    await notify(6)
+    async with working(index):
+        await facts.wait_for(Settled, 2)
+        await notify(12)
+        settled = await facts.wait_for(Settled, 3)
+    assert [(event.outcome, event.reason) for event in settled] == [
+        ("retried", "RuntimeError"),
+        ("acked", ""),
+        ("acked", ""),
+    ]
+    assert str(settled[0].error) == "cancelled from within: something that it awaited was cancelled"
+
+
+async def test_a_time_out_of_the_authors_own_is_a_failure_like_any_other(
+    router: Router, notify, working, facts: Facts
+) -> None:
+    @router.agent("mars", retry=Backoff(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        with anyio.move_on_after(1):
+            await anyio.sleep_forever()
+        async with asyncio.timeout(1):
+            await anyio.sleep_forever()
+
+    await notify(6)
+    async with working(index):
+        (settled,) = await facts.wait_for(Settled)
+    assert (settled.outcome, type(settled.error)) == ("dead_lettered", TimeoutError)
+
+
+async def test_a_dead_letter_that_is_being_stored_is_stored_also_when_the_worker_has_to_end(
+    backend: GraveyardGuard, session: Session, router: Router, notify, stored, working, facts: Facts
+) -> None:
+    failed = anyio.Event()
+
+    @router.agent("mars", retry=Backoff(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        failed.set()
+        raise ValueError
+
+    backend.slow_seconds = 32.0  # longer than the drain timeout, and not by more than it is shielded
+    await notify(6)
+    async with working(index) as stop:
+        await failed.wait()
+        stop.set()
+    assert [(event.outcome, event.reason) for event in facts.of(Settled)] == [("dead_lettered", "attempts_exhausted")]
+    assert len(await stored(STREAM)) == 1
+    assert await unsettled(session, index) == (0, 0)
+
+
+class Failed:
+    """A delivery whose handling has failed."""
+
+    def __init__(self, sequence: int = 1, timestamp_ns: int = 1) -> None:
+        self.message = Message(subject="mars", data=b"", sequence=sequence, timestamp_ns=timestamp_ns)
+        self.num_delivered = 2
+
+
+async def test_what_a_stream_has_no_time_left_for_at_its_rate_comes_in_the_next_list(
+    router: Router, notify, working, facts: Facts
+) -> None:
+    lists: list[tuple[float, list[str]]] = []
+
+    @router.agent("mars", rate_limit=0.5)
+    async def index(stream: Stream[Any]) -> None:
+        async for notifications in stream.take(2, within=0.5):
+            steps = [notification.identifier["step"] for notification in notifications]
+            lists.append((round(anyio.current_time()), steps))
+
+    for step in range(3):
+        await notify(step)
+    async with working(index):
+        with anyio.fail_after(60):
+            await facts.wait_for(Settled, 3)
+    began = lists[0][0]
+    assert [(time - began, steps) for time, steps in lists] == [(0, ["0"]), (2, ["1"]), (4, ["2"])]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_failures_are_those_of_one_notification_and_one_agent(backend: GraveyardGuard, kept: bool) -> None:
+    def counts(**stated: str) -> Failures:
+        names = {"app": "tests", "agent": "index", "stream": "MARS", **stated}
+        return Failures(backend, **names, shield=Shield(backend.clock), events=Events())
+
+    index = counts()
+    for failures in range(2):
+        await index.add(Failed(), before=failures, kept=kept, worker_died=False, then=lambda: None)
+    for anew in (index, counts()):
+        assert (await anew.look(Failed())).failures == 2
+        assert (await anew.look(Failed(sequence=2))).failures == 0, "of another notification"
+        assert (await anew.look(Failed(timestamp_ns=2))).failures == 0, "of a stream that was made anew"
+    for stated in ({"agent": "sum"}, {"stream": "RD"}, {"app": "others"}):
+        assert (await counts(**stated).look(Failed())).failures == 0, stated
+
+
+@pytest.mark.parametrize("order_by", [(), ("class",)])
+async def test_failures_are_forgotten_when_a_notification_is_settled(
+    backend: GraveyardGuard, router: Router, notify, working, facts: Facts, order_by: tuple[str, ...]
+) -> None:
+    tries: list[str] = []
+
+    @router.agent("mars", retry=Backoff(first=1, attempts=2, jitter=0), order_by=order_by)
+    async def index(notification: Notification[Any]) -> None:
+        tries.append(step := notification.identifier["step"])
+        if step == "0" or tries.count(step) == 1:
+            raise ConnectionError
+
+    await notify(0)
+    await notify(6)
+    async with working(index):
+        await facts.wait_for(Settled)
+        assert await (await backend.key_value("tests_failures")).keys() != []
+        await facts.wait_for(Settled, 4)
+    assert sorted(event.outcome for event in facts.of(Settled)) == ["acked", "dead_lettered", "retried", "retried"]
+    assert await (await backend.key_value("tests_failures")).keys() == []
+
+
+async def test_what_failed_for_good_in_its_lane_has_all_attempts_again_when_it_is_tried_again(
+    backend: GraveyardGuard, router: Router, notify, stored, working, facts: Facts
+) -> None:
+    tries: list[str] = []
+
+    @router.agent("mars", retry=Backoff(first=1, attempts=2, jitter=0), order_by=("class",))
+    async def index(notification: Notification[Any]) -> None:
+        tries.append(notification.identifier["step"])
+        if len(tries) < 4:
+            raise ConnectionError
+
+    await notify(0)
+    async with working(index):
+        await facts.wait_for(Settled, 2)
+        (letter,) = await stored(STREAM)
+        retry, message_id = retry_of(DeadLetter.read(letter))
+        await backend.publish(retry, message_id=message_id, stream=RETRIES, timeout_seconds=1)
+        await facts.wait_for(Settled, 4)
+    assert [event.outcome for event in facts.of(Settled)] == ["retried", "dead_lettered", "retried", "acked"]
+
+
+@asynccontextmanager
+async def sweeping_up(session: Session, *agents: Any) -> AsyncIterator[None]:
+    """A worker that has these agents reads in the block what its server gave up."""
+    stop = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(session.run_max_deliveries, agents, stop)
+        await anyio.wait_all_tasks_blocked()
+        yield
+        stop.set()
+
+
+async def advise(backend: GraveyardGuard, advisory: bytes) -> None:
+    """What a server publishes when it gives a message up."""
+    message = Message(subject=f"{max_deliveries.SUBJECT}.any", data=advisory)
+    await backend.publish(message, message_id="1", stream=max_deliveries.STREAM, timeout_seconds=1)
+
+
+async def test_what_its_server_gave_up_is_kept_although_the_dead_letter_cannot_be_stored_at_once(
+    backend: GraveyardGuard, session: Session, router: Router, notify, stored, facts: Facts
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    await notify(6)
+    backend.closed = UnavailableError("no answer")
+    async with sweeping_up(session, index):
+        await advise(backend, b'{"stream": "MARS", "consumer": "tests__index", "stream_seq": 1, "deliveries": 26}')
+        await facts.wait_for(Settled)
+        backend.closed = None
+        await facts.wait_for(Settled, 2)
+    assert [event.reason for event in facts.of(Settled)] == ["dead_letter_failed", "max_deliveries"]
+    assert len(await stored(STREAM)) == 1
+
+
+async def test_one_notification_has_a_dead_letter_of_each_agent_that_gives_it_up_whatever_its_headers_say(
+    router: Router, store, stored, working, facts: Facts
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    @router.agent("mars")
+    async def sums(notification: Notification[Field]) -> None: ...
+
+    await store("mars.od.6", b"?", {"Aviso-Agent": "another", "Aviso-Reason": "none"})
+    async with working(index), working(sums):
+        await facts.wait_for(Settled, 2)
+    letters = [letter.headers for letter in await stored(STREAM)]
+    assert sorted(headers["Aviso-Agent"] for headers in letters) == ["index", "sums"]
+    assert [headers["Aviso-Reason"] for headers in letters] == ["undecodable", "undecodable"]
+
+
+@pytest.mark.parametrize(
+    "advisory",
+    [
+        b"no advisory",
+        b'{"stream": "GONE", "consumer": "tests__index", "stream_seq": 1, "deliveries": 26}',
+        b'{"stream": "MARS", "consumer": "tests__index", "stream_seq": 77, "deliveries": 26}',
+        b'{"stream": "MARS", "consumer": "tests__index", "stream_seq": 2, "deliveries": 26}',  # a marker
+        b'{"stream": "MARS", "consumer": "others__index", "stream_seq": 1, "deliveries": 26}',
+    ],
+)
+async def test_an_advisory_of_nothing_that_could_be_kept_is_read_once(
+    backend: GraveyardGuard, session: Session, notify, store, facts: Facts, advisory: bytes
+) -> None:
+    await notify(6)
+    await store("mars.od.6", b"", {codec.MARKER_HEADER: "MaxAge"})
+    async with sweeping_up(session):
+        await advise(backend, advisory)
+        await anyio.sleep(1)
+        [consumer] = await backend.consumers(max_deliveries.STREAM)
+        assert (consumer.num_pending, consumer.num_ack_pending) == (0, 0)
+    assert facts.of(Settled) == []
+
+
+async def test_a_large_retry_that_its_server_gave_up_is_kept_whole(
+    backend: GraveyardGuard, session: Session, router: Router, store, stored, working, facts: Facts
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    data = b"x" * (backend.connection.max_payload - 150)
+    await store("mars.od.6", data)
+    async with working(index):
+        await facts.wait_for(Settled)
+    rest = await retry_large(backend, stored)
+    async with sweeping_up(session, index):
+        advisory = {"stream": RETRIES, "consumer": "tests__index", "stream_seq": rest.sequence, "deliveries": 26}
+        await advise(backend, msgspec.json.encode(advisory))
+        await facts.wait_for(Settled, 2)
+    letters = [message for message in await stored(STREAM) if not parts.is_first_part(message)]
+    assert [(await parts.whole(backend, STREAM, letter)).data for letter in letters] == [data, data]

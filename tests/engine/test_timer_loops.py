@@ -1,0 +1,541 @@
+"""Timers at work: which ticks are run, by whom, and what becomes of missed ones. Time is virtual."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from aviso_workers import Router, Tick, config
+from aviso_workers.backends import Message, PubAck
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.clocks import VirtualClock
+from aviso_workers.engine.key_value import RetryingKeyValue
+from aviso_workers.engine.timer_loops import (
+    LEADER,
+    LEASE_SECONDS,
+    LOOK_SECONDS,
+    RENEW_SECONDS,
+    Claim,
+    Claims,
+    Hindrance,
+    Lease,
+    run_timers,
+)
+from aviso_workers.errors import ConflictError, OutcomeUnknownError, UnavailableError
+from aviso_workers.events import Event, Events, LeadershipChanged, LeadershipHindered, LeadershipUnhindered, Ticked
+
+pytestmark = pytest.mark.anyio
+
+DRAIN_SECONDS = 30.0
+BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
+TAKEOVER_SECONDS = LEASE_SECONDS + 2 * LOOK_SECONDS
+
+
+class WallClock(VirtualClock):
+    """Virtual time whose time of day can be set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ahead_seconds = 0.0
+
+    def time_ns(self) -> int:
+        return super().time_ns() + round(self.ahead_seconds * 1e9)
+
+
+class Fleet:
+    """Workers of one app, which share a backend and its time."""
+
+    def __init__(self, router: Router, tasks: anyio.abc.TaskGroup, running: AsyncExitStack) -> None:
+        self.router = router
+        self.clock = WallClock()
+        self.facts: list[Event] = []
+        self.backends: list[InMemoryBackend] = []
+        self.stops: list[anyio.Event] = []
+        self.lives: list[anyio.CancelScope] = []
+        self._tasks = tasks
+        self._running = running
+        self.streams = InMemoryBackend(config.InMemory(), clock=self.clock)
+
+    async def start(self) -> int:
+        """Start another worker; returns its number."""
+        backend = await self._running.enter_async_context(self.streams.peer())
+        events, stop, life = Events(), anyio.Event(), anyio.CancelScope()
+        events.listen(self.facts.append)
+        self.backends.append(backend)
+        self.stops.append(stop)
+        self.lives.append(life)
+
+        async def work() -> None:
+            with life:
+                await run_timers(
+                    self.router.timers,
+                    backend=backend,
+                    app="app",
+                    events=events,
+                    stop=stop,
+                    drain_timeout_seconds=DRAIN_SECONDS,
+                )
+
+        self._tasks.start_soon(work)
+        await self.clock.advance(0)
+        return len(self.backends) - 1
+
+    def kill(self, worker: int) -> None:
+        self.backends[worker].disconnect()
+        self.lives[worker].cancel()
+
+    async def after(self, seconds: float) -> None:
+        await self.clock.advance(seconds)
+
+    @property
+    def ticks(self) -> list[float]:
+        """When what was run was due, in seconds since the beginning."""
+        return [seconds_of(fact.time) for fact in self.facts if isinstance(fact, Ticked)]
+
+    @property
+    def leaders(self) -> list[bool]:
+        return [fact.leads for fact in self.facts if isinstance(fact, LeadershipChanged)]
+
+
+def claims_of(timer: str, backend: InMemoryBackend, lease: Lease) -> Claims:
+    bucket = RetryingKeyValue(backend, "app_timers", patience_seconds=1)
+    return Claims(timer, bucket, lease, Hindrance("app_timers", clock=backend.clock, events=Events()), events=Events())
+
+
+def seconds_of(time: datetime) -> float:
+    return (time - BEGINNING).total_seconds()
+
+
+@pytest.fixture
+def router() -> Router:
+    return Router("timers")
+
+
+@pytest.fixture
+async def fleet(router: Router) -> AsyncGenerator[Fleet, None]:
+    async with AsyncExitStack() as running, anyio.create_task_group() as tasks:
+        yield Fleet(router, tasks, running)
+        tasks.cancel_scope.cancel()
+
+
+async def test_every_worker_runs_its_own(router: Router, fleet: Fleet) -> None:
+    seen: list[Tick] = []
+
+    @router.every("10s")
+    async def look(tick: Tick) -> None:
+        seen.append(tick)
+
+    await fleet.start()
+    await fleet.start()
+    await fleet.after(25)
+    assert fleet.ticks == [10, 10, 20, 20]
+    assert {(tick.timer, tick.token) for tick in seen} == {("look", None)}
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\xff\xfe", b'{"x":' + b"[" * 100_000, b"", b"{}", b'{"time":"0001-01-01T00:00:00+23:00"}']
+)
+async def test_a_claim_that_no_worker_has_written_counts_from_when_it_was_stored(fleet: Fleet, garbage: bytes) -> None:
+    backend = fleet.streams.peer()
+    backend.reconnect()
+    await (await backend.key_value("app_timers")).put("lead", garbage)
+    claims = claims_of("lead", backend, Lease(backend, "app", events=Events()))
+
+    assert seconds_of(await claims.last(BEGINNING + timedelta(hours=1))) == 0
+
+
+@pytest.fixture
+def tokens(router: Router) -> list[int | None]:
+    """Of the ticks of a timer that the leader runs every ten seconds."""
+    tokens: list[int | None] = []
+
+    @router.every("10s", leader=True)
+    async def lead(tick: Tick) -> None:
+        tokens.append(tick.token)
+
+    return tokens
+
+
+async def test_one_worker_runs_what_the_leader_runs(fleet: Fleet, tokens: list[int]) -> None:
+    for _ in range(4):
+        await fleet.start()
+    await fleet.after(65)
+    assert fleet.ticks == [10, 20, 30, 40, 50, 60]
+    assert len(set(tokens)) == 1
+    assert fleet.leaders == [True]
+
+
+async def test_a_leader_that_dies_is_followed_within_its_lease(fleet: Fleet, tokens: list[int]) -> None:
+    await fleet.start()
+    await fleet.start()
+    await fleet.after(15)
+    fleet.kill(0)
+    await fleet.after(TAKEOVER_SECONDS)
+    assert fleet.leaders == [True, True]
+    await fleet.after(30)
+    assert fleet.ticks == [10, 20, 30, 40, 50]
+    assert tokens == sorted(tokens)
+    assert len(set(tokens)) == 2
+
+
+async def test_a_leader_that_stops_is_followed_at_once(fleet: Fleet, tokens: list[int]) -> None:
+    await fleet.start()
+    await fleet.start()
+    fleet.stops[0].set()
+    await fleet.after(2 * LOOK_SECONDS)
+    assert fleet.leaders == [True, False, True]
+    await fleet.after(20)
+    assert fleet.ticks == [10, 20]
+
+
+async def test_a_leader_that_lost_its_connection_ceases_before_another_begins(fleet: Fleet, tokens: list[int]) -> None:
+    await fleet.start()
+    await fleet.start()
+    await fleet.after(5)
+    fleet.backends[0].disconnect()
+    await fleet.after(TAKEOVER_SECONDS)
+    assert fleet.leaders == [True, False, True]
+    fleet.backends[0].reconnect()
+    await fleet.after(30)
+    assert fleet.ticks == [10, 20, 30, 40]
+    assert fleet.leaders == [True, False, True]
+
+
+async def test_a_short_interruption_changes_nothing(fleet: Fleet, tokens: list[int]) -> None:
+    await fleet.start()
+    await fleet.after(15)
+    fleet.backends[0].disconnect()
+    await fleet.after(5)
+    fleet.backends[0].reconnect()
+    await fleet.after(20)
+    assert (fleet.ticks, fleet.leaders) == ([10, 20, 30, 40], [True])
+
+
+async def test_what_a_leader_runs_is_cancelled_with_its_lease(router: Router, fleet: Fleet) -> None:
+    ended: list[str] = []
+
+    @router.every("10s", leader=True)
+    async def long() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.append("cancelled")
+
+    await fleet.start()
+    await fleet.after(12)
+    fleet.backends[0].disconnect()
+    await fleet.after(LEASE_SECONDS)
+    assert ended == ["cancelled"]
+
+
+async def test_of_two_that_believe_to_lead_one_may_run_a_tick(fleet: Fleet) -> None:
+    start, tick = datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 1, 6, tzinfo=UTC)
+    claims = []
+    for _ in range(2):
+        backend = fleet.streams.peer()
+        backend.reconnect()
+        lease = Lease(backend, "app", events=Events())
+        await lease.take(anyio.Event())
+        claims.append(claims_of("daily", backend, lease))
+        await lease.give_back()
+        lease._until = math.inf
+        assert await claims[-1].last(start) == start
+
+    await fleet.after(6 * 3600)
+    assert await claims[0].claim(tick)
+    with pytest.raises(ConflictError):
+        await claims[1].claim(tick)
+    assert claims[0].token < claims[1].token
+    assert await claims[1].last(start) == tick
+
+
+async def test_without_its_lease_nobody_claims_a_tick(fleet: Fleet) -> None:
+    tick = BEGINNING + timedelta(hours=6)
+    backend = fleet.streams.peer()
+    backend.reconnect()
+    lease = Lease(backend, "app", events=Events())
+    await lease.take(anyio.Event())
+    claims = claims_of("daily", backend, lease)
+    await claims.last(BEGINNING)
+    await fleet.after(LEASE_SECONDS)
+    assert not await claims.claim(tick)
+    assert await claims.last(BEGINNING) == BEGINNING
+
+
+async def test_a_leader_that_was_overtaken_at_one_tick_goes_on_with_the_next(fleet: Fleet, tokens: list[int]) -> None:
+    worker = await fleet.start()
+    backend = fleet.streams.peer()
+    backend.reconnect()
+    paused = Lease(backend, "app", events=Events())
+    paused._until = math.inf
+    claims = claims_of("lead", backend, paused)
+    await fleet.after(5)
+    await claims.last(BEGINNING)
+    assert await claims.claim(BEGINNING + timedelta(seconds=10))
+    await fleet.after(30)
+    assert fleet.ticks == [20, 30]
+    assert fleet.leaders == [True], f"worker {worker} has led all the time"
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_a_tick_whose_claim_may_not_have_been_stored_is_run_once(
+    router: Router, fleet: Fleet, monkeypatch: pytest.MonkeyPatch, *, stored: bool
+) -> None:
+    """As when the bucket changes its leader while it is claimed."""
+
+    @router.every("10s", leader=True, catch_up=True)
+    async def lead() -> None: ...
+
+    await fleet.start()
+    await fleet.after(15)
+    backend, clock = fleet.backends[0], fleet.clock
+    publish, away_until = backend.publish, clock.monotonic() + 10
+
+    async def publish_while_the_leader_changes(message: Message, **stated: Any) -> PubAck:
+        if "app_timers" not in message.subject or clock.monotonic() >= away_until:
+            return await publish(message, **stated)
+        if stored:
+            with suppress(ConflictError):
+                await publish(message, **stated)
+        raise OutcomeUnknownError("no answer")
+
+    monkeypatch.setattr(backend, "publish", publish_while_the_leader_changes)
+
+    await fleet.after(30)
+
+    assert fleet.ticks == [10, 20, 30, 40]
+
+
+async def test_no_tick_is_missed_where_the_bucket_of_claims_is_deleted(router: Router, fleet: Fleet) -> None:
+    @router.every("10s", leader=True, catch_up=True)
+    async def lead() -> None: ...
+
+    await fleet.start()
+    await fleet.start()
+    for _ in range(3):
+        await fleet.after(19.5)
+        await fleet.backends[0].delete_stream("KV_app_timers")
+    await fleet.after(20)
+
+    assert fleet.ticks == [10, 20, 30, 40, 50, 60, 70]
+
+
+@pytest.mark.parametrize("bucket", ["app_leases", "app_timers"])
+async def test_a_bucket_that_may_not_be_written_is_told_once(
+    fleet: Fleet, tokens: list[int], monkeypatch: pytest.MonkeyPatch, bucket: str
+) -> None:
+    await fleet.start()
+    backend = fleet.backends[0]
+    publish = backend.publish
+
+    async def publish_elsewhere(message: Message, **stated: Any) -> PubAck:
+        if bucket in message.subject:
+            raise UnavailableError("permissions violation")
+        return await publish(message, **stated)
+
+    def told() -> list[str]:
+        return [fact.bucket for fact in fleet.facts if isinstance(fact, LeadershipHindered)]
+
+    def ended() -> list[str]:
+        return [fact.bucket for fact in fleet.facts if isinstance(fact, LeadershipUnhindered)]
+
+    with monkeypatch.context() as denying:
+        denying.setattr(backend, "publish", publish_elsewhere)
+        await fleet.after(100)
+    assert told() == [bucket]
+    assert ended() == []
+
+    ran = len(tokens)
+    await fleet.after(30)
+    assert len(tokens) >= ran + 2
+    assert told() == [bucket]
+    assert ended() == [bucket]
+
+
+async def test_a_short_interruption_of_a_bucket_is_not_told(fleet: Fleet, tokens: list[int]) -> None:
+    await fleet.start()
+    for _ in range(4):
+        fleet.backends[0].disconnect()
+        await fleet.after(7)
+        fleet.backends[0].reconnect()
+        await fleet.after(13)
+
+    assert not [fact for fact in fleet.facts if isinstance(fact, LeadershipHindered)]
+
+
+async def test_who_has_lost_the_lease_without_noticing_gives_back_nobody_elses(fleet: Fleet) -> None:
+    leases = []
+    for _ in range(3):
+        backend = fleet.streams.peer()
+        backend.reconnect()
+        leases.append(Lease(backend, "app", events=Events()))
+    paused, leader, candidate = leases
+    await paused.take(anyio.Event())
+    await fleet.after(LEASE_SECONDS + LOOK_SECONDS)
+    await leader.take(anyio.Event())
+    paused._until = math.inf
+    await paused.give_back()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(candidate.take, anyio.Event())
+        await fleet.after(LEASE_SECONDS / 2)
+        assert (leader.held, candidate.held) == (True, False)
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_lease_that_is_another_workers_is_over_at_the_next_renewal(fleet: Fleet) -> None:
+    backend = fleet.streams.peer()
+    backend.reconnect()
+    lease = Lease(backend, "app", events=Events())
+    assert await lease.take(anyio.Event())
+    await (await backend.key_value("app_leases")).put(LEADER, b"another")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lease.hold, term := anyio.CancelScope())
+        await fleet.after(RENEW_SECONDS)
+        assert (lease.held, term.cancel_called) == (False, True)
+
+
+async def test_a_lease_is_counted_from_when_it_was_asked_for(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server counts from when it stored it, which is before the answer comes."""
+    backend = fleet.streams.peer()
+    backend.reconnect()
+    publish = backend.publish
+
+    async def publish_and_answer_late(message: Message, **stated: Any) -> PubAck:
+        ack = await publish(message, **stated)
+        await fleet.clock.sleep(3)
+        return ack
+
+    monkeypatch.setattr(backend, "publish", publish_and_answer_late)
+    lease = Lease(backend, "app", events=Events())
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lease.take, anyio.Event())
+        await fleet.after(3)
+    assert lease.held
+    await fleet.after(LEASE_SECONDS - 3)
+    assert not lease.held
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+async def test_a_lease_that_the_server_does_not_forget_is_over_when_nobody_renews_it(
+    fleet: Fleet, *, renewed: bool
+) -> None:
+    """It was put while the server's clock was ahead."""
+    backend = fleet.streams.peer()
+    backend.reconnect()
+    bucket = RetryingKeyValue(backend, "app_leases", patience_seconds=1)  # without a ttl
+    lease = Lease(backend, "app", events=Events())
+
+    async def renew() -> None:
+        while True:
+            await bucket.put("leader", b"another worker")
+            await fleet.clock.sleep(2)
+
+    await bucket.put("leader", b"another worker")
+    async with anyio.create_task_group() as tasks:
+        if renewed:
+            tasks.start_soon(renew)
+        tasks.start_soon(lease.take, anyio.Event())
+        await fleet.after(LEASE_SECONDS + 1)
+        assert not lease.held
+        await fleet.after(4)
+        assert lease.held is not renewed
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(("catch_up", "ticks"), [(False, [3600, 10800, 14400]), (True, [3600, 7200, 10800, 14400])])
+async def test_what_was_missed_while_no_worker_was_there(
+    router: Router, fleet: Fleet, catch_up: bool, ticks: list[float]
+) -> None:
+    @router.every("1h", leader=True, catch_up=catch_up)
+    async def hourly() -> None: ...
+
+    await fleet.start()
+    await fleet.after(3601)
+    fleet.kill(0)
+    await fleet.after(2 * 3600)  # 7200 is missed; 10800 was just now
+    await fleet.start()
+    await fleet.after(3600)
+    assert fleet.ticks == ticks
+
+
+async def test_ticks_claimed_by_a_leader_that_was_an_hour_ahead_silence_no_successor(
+    router: Router, fleet: Fleet
+) -> None:
+    @router.every("10m", leader=True)
+    async def look() -> None: ...
+
+    # What that leader left behind: the bucket stored it an hour before the time that it names.
+    backend = fleet.streams.peer()
+    backend.reconnect()
+    claims = RetryingKeyValue(backend, "app_timers", patience_seconds=1)
+    await claims.put("look", msgspec.json.encode(Claim(time=BEGINNING + timedelta(hours=1), token=1)), revision=0)
+    await fleet.start()
+    await fleet.after(1801)
+    assert fleet.ticks == [600, 1200, 1800]
+
+
+async def test_a_timer_of_every_worker_goes_on_when_its_clock_is_set_back(router: Router, fleet: Fleet) -> None:
+    @router.every("10m")
+    async def look() -> None: ...
+
+    fleet.clock.ahead_seconds = 3600.0
+    await fleet.start()
+    await fleet.after(1)
+    fleet.clock.ahead_seconds = 0.0
+    await fleet.after(1801)
+    assert fleet.ticks == [600, 1200, 1800]
+
+
+async def test_a_tick_that_takes_longer_than_the_interval(router: Router, fleet: Fleet) -> None:
+    @router.every("10s")
+    async def slow(tick: Tick) -> None:
+        await fleet.clock.sleep(25 if seconds_of(tick.time) == 10 else 0)
+
+    await fleet.start()
+    await fleet.after(51)
+    assert fleet.ticks == [10, 30, 40, 50]
+    first, late = (fact for fact in fleet.facts[:2] if isinstance(fact, Ticked))
+    assert (first.seconds, first.late_seconds, late.late_seconds) == (25, 0, 5)
+
+
+async def test_one_that_raises_is_told_of_and_runs_at_the_next_tick(router: Router, fleet: Fleet) -> None:
+    @router.every("10s", leader=True)
+    async def broken() -> None:
+        raise ValueError("no")
+
+    await fleet.start()
+    await fleet.after(21)
+    errors = [str(fact.error) for fact in fleet.facts if isinstance(fact, Ticked)]
+    assert (fleet.ticks, errors) == ([10, 20], ["no", "no"])
+
+
+async def test_a_stop_waits_for_what_runs_until_the_drain_timeout(router: Router, fleet: Fleet) -> None:
+    ended: list[str] = []
+
+    def lasting(name: str, seconds: float) -> Callable[[], Any]:
+        async def last() -> None:
+            try:
+                await fleet.clock.sleep(seconds)
+                ended.append(f"{name} is done")
+            except anyio.get_cancelled_exc_class():
+                ended.append(f"{name} is cancelled")
+                raise
+
+        return last
+
+    router.every("10s", name="short")(lasting("short", 5))
+    router.every("10s", name="long", leader=True)(lasting("long", 100))
+    worker = await fleet.start()
+    await fleet.after(12)
+    fleet.stops[worker].set()
+    await fleet.after(DRAIN_SECONDS)
+    assert ended == ["short is done", "long is cancelled"]
+    await fleet.after(100)
+    assert ended == ["short is done", "long is cancelled"]

@@ -1,0 +1,144 @@
+"""Settlements on their way: which are confirmed, and what happens to those that are not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import anyio
+import pytest
+
+from aviso_workers.aviso.codec import Message
+from aviso_workers.backends.jetstream import consumer
+from aviso_workers.backends.jetstream.consumer import Outbox, PinnedDelivery
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def outbox(played) -> Outbox:
+    outbox = Outbox(played)
+    await outbox.open()
+    return outbox
+
+
+async def test_a_settlement_is_sent_and_not_waited_for(played, outbox):
+    outbox.put(b"$JS.ACK.1", b"+ACK")
+    await outbox.flush()
+
+    assert played.sent == [("$JS.ACK.1", b"+ACK", "")]
+
+
+async def test_a_server_that_is_gone_is_not_waited_for_where_all_is_settled(played, outbox):
+    outbox.put(b"$JS.ACK.1", b"+ACK")
+    await outbox.flush()
+    played.flush = anyio.sleep_forever
+
+    with anyio.fail_after(PATIENCE_SECONDS):
+        await outbox.flush()
+    outbox.put(b"$JS.ACK.2", b"+ACK")
+    with anyio.move_on_after(0.01) as waiting:
+        await outbox.flush()
+    assert waiting.cancelled_caught
+
+
+async def test_a_settlement_that_is_to_be_confirmed_is_waited_for(played, outbox):
+    outbox.put(b"$JS.ACK.1", b"+ACK", confirmed=True)
+    outbox.put(b"$JS.ACK.2", b"-NAK", confirmed=True)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(outbox.flush)
+        await anyio.wait_all_tasks_blocked()
+        for _, _, answer in tuple(played.sent):
+            assert tasks.cancel_scope.cancel_called is False
+            played.say(answer)
+
+    assert [sent[:2] for sent in played.sent] == [("$JS.ACK.1", b"+ACK"), ("$JS.ACK.2", b"-NAK")]
+
+
+async def test_what_nobody_confirms_is_sent_again_until_somebody_does(played, outbox, monkeypatch):
+    monkeypatch.setattr(consumer, "CONFIRM_SECONDS", 0.01)
+    outbox.put(b"$JS.ACK.1", b"+ACK", confirmed=True)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(outbox.flush)
+        while len(played.sent) < 3:
+            await anyio.sleep(0.01)
+            played.say(played.sent[0][2], status="503")
+        played.say(played.sent[0][2])
+
+    assert set(played.sent) == {("$JS.ACK.1", b"+ACK", played.sent[0][2])}
+
+
+class TestADeliveryOfAPinnedReader:
+    @pytest.fixture
+    def clock(self) -> SimpleNamespace:
+        return SimpleNamespace(seconds=100.0, pinned=True)
+
+    @pytest.fixture
+    def delivery(self, outbox, clock) -> PinnedDelivery:
+        return PinnedDelivery(
+            Message(subject="mars.od", data=b"{}", sequence=7),
+            b"$JS.ACK.7",
+            1,
+            lambda reply, body, held: outbox.put(reply, body, confirmed=True, held=held),
+            outbox=outbox,
+            now=lambda: clock.seconds,
+            pinned=lambda: clock.pinned,
+            asked_at=95.0,
+            hold_seconds=10.0,
+        )
+
+    async def test_is_held_for_as_long_as_the_request_for_it_is_young(self, delivery, clock):
+        clock.seconds = 104.9
+        assert delivery.held
+        clock.seconds = 105.0
+        assert not delivery.held
+
+    async def test_is_lost_with_the_pin(self, played, delivery, clock):
+        clock.pinned = False
+        delivery.ack()
+        assert not delivery.held
+        assert played.sent == []
+
+    async def test_is_held_for_longer_when_signs_of_life_are_confirmed_in_time(self, played, delivery, clock):
+        for seconds in (104.0, 113.0, 122.0):
+            clock.seconds = seconds
+            delivery.in_progress()
+            assert played.sent[-1][:2] == ("$JS.ACK.7", b"+WPI")
+            played.say(played.sent[-1][2])
+        clock.seconds = 131.0
+        assert delivery.held
+
+    @pytest.mark.parametrize("too_late", [105.0, 300.0])
+    async def test_is_lost_for_good_when_a_confirmation_comes_too_late(self, played, delivery, clock, too_late):
+        clock.seconds = 104.0
+        delivery.in_progress()
+        clock.seconds = too_late
+        played.say(played.sent[-1][2])
+        assert not delivery.held
+
+    async def test_is_not_held_by_signs_that_nobody_confirms(self, played, delivery, clock):
+        clock.seconds = 104.0
+        delivery.in_progress()
+        unheard = played.sent[-1][2]
+        played.say(unheard, status="503")
+        delivery.in_progress()
+        clock.seconds = 104.5
+        played.say(unheard)
+        clock.seconds = 106.0
+        assert not delivery.held
+
+    async def test_cannot_be_settled_any_more_when_it_is_lost(self, played, delivery, clock):
+        delivery.nak(delay_seconds=1)
+        clock.seconds = 105.0
+        for settle in (delivery.ack, delivery.nak, lambda: delivery.term("too late")):
+            settle()
+        assert [body for _, body, _ in played.sent] == [b'-NAK {"delay":1000000000}']
+
+    async def test_sends_its_settlement_again_only_while_it_is_held(self, played, outbox, delivery, clock, monkeypatch):
+        monkeypatch.setattr(consumer, "CONFIRM_SECONDS", 0.0)
+        delivery.ack()
+        outbox.repeat()
+        clock.seconds = 105.0
+        outbox.repeat()
+        await outbox.flush()
+        assert [body for _, body, _ in played.sent] == [b"+ACK", b"+ACK"]

@@ -1,0 +1,199 @@
+"""Pull requests: what they ask for, and what each answer means for the next one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from aviso_workers.backends.jetstream import pull_requests
+from aviso_workers.backends.jetstream.pull_requests import MOST_BYTES, PullSubscription
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+SECOND = 1_000_000_000
+
+
+@pytest.fixture
+async def pulls(played) -> PullSubscription:
+    return PullSubscription(
+        played, stream="MARS", consumer="agent", on_messages=lambda received: None, on_change=lambda: None
+    )
+
+
+def asked(played) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(body) for _, body, _ in played.sent]
+
+
+async def test_a_request_is_for_some_messages_within_half_a_minute_and_not_too_many_bytes(played, pulls):
+    await pulls.open()
+    pulls.ask(10)
+
+    assert asked(played) == [
+        {"batch": 10, "max_bytes": MOST_BYTES, "expires": 30 * SECOND, "idle_heartbeat": 5 * SECOND}
+    ]
+    assert pulls.outstanding == 10
+
+
+async def test_a_request_has_room_for_the_largest_message_that_the_server_takes(played, pulls):
+    played.max_payload = 64 * 1024 * 1024
+    larger = PullSubscription(played, stream="MARS", consumer="agent", on_messages=print, on_change=lambda: None)
+    await larger.open()
+    larger.ask(1)
+
+    assert asked(played)[0]["max_bytes"] > played.max_payload
+
+
+@pytest.mark.covers("002-67")
+async def test_a_request_obeys_the_limits_of_its_consumer(played, pulls):
+    await pulls.open(limits={"max_batch": 5, "max_expires": 3 * SECOND, "max_bytes": 1000})
+    pulls.ask(10)
+
+    assert asked(played) == [{"batch": 5, "max_bytes": 1000, "expires": 3 * SECOND, "idle_heartbeat": SECOND}]
+    assert pulls.outstanding == 5
+
+
+async def test_a_new_consumer_that_is_not_known_everywhere_is_asked_again(played, monkeypatch):
+    monkeypatch.setattr(pull_requests, "ASK_AGAIN_SECONDS", 0.01)
+    known = anyio.Event()
+    pulls = PullSubscription(
+        played, stream="MARS", consumer="new", on_messages=lambda received: None, on_change=known.set
+    )
+    await pulls.open()
+    pulls.ask(10)
+
+    played.say(status="503")
+    assert (pulls.outstanding, known.is_set()) == (0, False)
+    with anyio.fail_after(PATIENCE_SECONDS):
+        await known.wait()
+    assert pulls.error is None
+
+
+@pytest.mark.parametrize(
+    ("status", "description", "left", "outstanding", "error"),
+    [
+        ("100", "Idle Heartbeat", {}, 10, None),
+        ("408", "Request Timeout", {"Nats-Pending-Messages": "4", "Nats-Pending-Bytes": "9"}, 6, None),
+        ("404", "No Messages", {}, 0, None),
+        ("409", "Leadership Change", {"Nats-Pending-Messages": "4", "Nats-Pending-Bytes": "9"}, 6, None),
+        ("409", "Batch Completed", {"Nats-Pending-Messages": "4", "Nats-Pending-Bytes": "9"}, 6, None),
+        ("409", "Server Shutdown", {"Nats-Pending-Messages": "10", "Nats-Pending-Bytes": str(MOST_BYTES)}, 0, None),
+        ("409", "Message Size Exceeds MaxBytes", {"Nats-Pending-Messages": "4", "Nats-Pending-Bytes": "9"}, 6, None),
+        (
+            "409",
+            "Message Size Exceeds MaxBytes",
+            {"Nats-Pending-Messages": "10", "Nats-Pending-Bytes": str(MOST_BYTES)},
+            0,
+            RefusedError,
+        ),
+        ("409", "Consumer Deleted", {}, 0, NotFoundError),
+        ("409", "Exceeded MaxWaiting", {}, 0, UnavailableError),
+        ("409", "Exceeded MaxRequestBatch of 5", {}, 0, UnavailableError),
+        ("409", "Consumer is push based", {}, 0, UnavailableError),
+        ("503", "", {}, 0, UnavailableError),
+        ("400", "Bad Request", {}, 0, RefusedError),
+    ],
+)
+async def test_a_status_ends_the_request_or_the_reading(
+    played,
+    pulls,
+    monkeypatch,
+    status: str,
+    description: str,
+    left: dict[str, str],
+    outstanding: int,
+    error: type[BackendError],
+):
+    monkeypatch.setattr(pull_requests, "UNKNOWN_SECONDS", 0)  # all servers know of the consumer
+    await pulls.open()
+    pulls.ask(10)
+
+    played.say(status=f"{status} {description}", **left)
+
+    assert (pulls.outstanding, type(pulls.error)) == (outstanding, error or type(None))
+
+
+async def test_requests_that_nobody_answers_are_an_error_when_they_are_lost_again(played, pulls):
+    await pulls.open()
+    pulls.ask(10)
+    played.say(status="100")
+    pulls.forget()
+    assert pulls.error is None
+
+    pulls.ask(10)
+    pulls.forget()
+
+    assert "requests for messages are not answered" in str(pulls.error)
+
+
+async def test_after_a_reconnect_nothing_is_outstanding_and_the_consumer_is_to_be_looked_at(played, pulls):
+    await pulls.open()
+    pulls.ask(10)
+    assert not pulls.silent()
+
+    for act in played.on_reconnect:
+        act()
+
+    assert pulls.outstanding == 0
+    assert pulls.silent()
+
+
+PINS = {"priority_policy": "pinned_client", "priority_groups": ["workers"], "priority_timeout": 8 * SECOND}
+
+
+def deliver(played, pin: str) -> None:
+    block = f"NATS/1.0\r\nNats-Pin-Id: {pin}\r\n\r\n".encode()
+    played.heard([(b"mars.od", b"$JS.ACK.MARS.agent.1.1.1.1795256800000000000.0", block, b"{}")])
+
+
+async def test_a_pinned_reader_asks_by_its_id_and_often_enough_until_it_is_another_ones_turn(played):
+    pulls = PullSubscription(
+        played, stream="MARS", consumer="agent", on_messages=lambda *_: None, on_change=lambda: None
+    )
+    await pulls.open(limits=PINS)
+    assert pulls.pin == ""
+    for pin in ("one", "one", ""):
+        pulls.ask(1)
+        deliver(played, pin) if pin else played.say(status="423 Nats-Wrong-Pin-Id")
+    pulls.ask(1)
+
+    assert [request.get("id") for request in asked(played)] == [None, "one", "one", None]
+    assert {request["group"] for request in asked(played)} == {"workers"}
+    assert {request["expires"] for request in asked(played)} == {2 * SECOND}
+    assert (pulls.outstanding, pulls.error) == (1, None)
+
+
+async def test_a_reader_of_a_prioritized_consumer_says_how_near_it_is(played, pulls):
+    await pulls.open(limits={"priority_policy": "prioritized", "priority_groups": ["others"]}, priority=3)
+    pulls.ask(1)
+
+    [request] = asked(played)
+    assert (request["group"], request["priority"], request["expires"]) == ("others", 3, 30 * SECOND)
+
+
+@pytest.mark.parametrize("status", ["423 Nats-Pin-Id mismatch", "409 Leadership Change", "409 Server Shutdown"])
+async def test_a_pin_ends_with_the_leader_that_gave_it(played, status):
+    pulls = PullSubscription(
+        played, stream="MARS", consumer="agent", on_messages=lambda *_: None, on_change=lambda: None
+    )
+    await pulls.open(limits=PINS)
+    deliver(played, "one")
+    assert pulls.pinned_as("one")
+    played.say(status=status)
+    assert (pulls.pinned_as("one"), pulls.error) == (False, None)
+
+
+async def test_a_pin_is_in_doubt_when_nothing_is_heard_for_as_long_as_an_election_takes(played, monkeypatch):
+    pulls = PullSubscription(
+        played, stream="MARS", consumer="agent", on_messages=lambda *_: None, on_change=lambda: None
+    )
+    await pulls.open(limits=PINS)
+    deliver(played, "one")
+    monkeypatch.setattr(pulls, "_now", lambda: pulls._heard_at + 3.6)
+    assert not pulls.pinned_as("one")
+    played.say(status="100 Idle Heartbeat")
+    assert pulls.pin == "one"

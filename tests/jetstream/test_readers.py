@@ -1,0 +1,216 @@
+"""Reading a stream: all that was asked for comes, and the end is believed only where the server proves it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from aviso_workers import config
+from aviso_workers.backends import Message, Outgoing
+from aviso_workers.backends.jetstream import JetStreamBackend, pull_requests, readers, wire
+from aviso_workers.backends.jetstream.wire import Interest
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.server import NatsServer
+from tests.jetstream.conftest import PlayedConnection
+from tests.stories.processes import cluster
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=["the short way", "the long way"])
+async def backend(
+    nats_server: NatsServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncGenerator[JetStreamBackend, None]:
+    if request.param == "the long way":
+        monkeypatch.setattr(wire, "version", lambda package: "2.99.0")
+    async with JetStreamBackend(config.JetStream(nats_url=config.ServerUrls(nats_server.url))) as backend:
+        yield backend
+
+
+async def store(backend: JetStreamBackend, subjects: list[str], *, num_replicas: int = 1) -> None:
+    """Make the stream MARS, and store a message on each of these subjects in it, in this order."""
+    await backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",), num_replicas=num_replicas))
+    outgoing = [
+        Outgoing(Message(subject=subject, data=b"null"), str(number), "MARS") for number, subject in enumerate(subjects)
+    ]
+    for first in range(0, len(subjects), 10_000):
+        for result in await backend.publish_many(outgoing[first : first + 10_000], timeout_seconds=PATIENCE_SECONDS):
+            if isinstance(result, BackendError):
+                raise result
+
+
+async def read(backend: JetStreamBackend, filters: tuple[str, ...], last: int, *, chunks: bool) -> list[int]:
+    """Return the sequences that a reading from the beginning brings."""
+    with anyio.fail_after(PATIENCE_SECONDS):
+        if not chunks:
+            messages = backend.read("MARS", filter_subjects=filters, last_sequence=last)
+            return [message.sequence async for message in messages]
+        found = backend.read_chunks("MARS", filter_subjects=filters, start_sequence=1, last_sequence=last)
+        return [sequence async for chunk in found for sequence in chunk.sequences]
+
+
+@pytest.mark.parametrize("count", [1, 100, 30_000])
+async def test_all_that_filters_of_any_density_take_comes(backend: JetStreamBackend, count: int) -> None:
+    chance = random.Random(count)
+    # The number of a subject is small for most messages, so that its share of the stream is anything.
+    numbers = [min(999, int(chance.paretovariate(0.5))) for _ in range(count)]
+    await store(backend, [f"mars.{number % 2}.{number}" for number in numbers])
+    for _ in range(20):
+        if chance.random() < 0.2:
+            half = chance.choice([0, 1])
+            filters, wanted = (f"mars.{half}.*",), {number for number in range(1000) if number % 2 == half}
+        else:
+            wanted = {
+                chance.choice([chance.choice(numbers), chance.randrange(1000)]) for _ in range(chance.choice([1, 3]))
+            }
+            filters = tuple(f"mars.{number % 2}.{number}" for number in sorted(wanted))
+        last = chance.choice([count, max(1, count - chance.randrange(count))])
+        expected = [sequence for sequence, number in enumerate(numbers[:last], 1) if number in wanted]
+
+        assert await read(backend, filters, last, chunks=chance.random() < 0.5) == expected, filters
+
+
+async def test_what_two_of_three_servers_hold_is_read_at_once_after_the_third_has_died(tmp_path: Path) -> None:
+    with cluster(tmp_path) as nodes:
+        async with JetStreamBackend(config.JetStream(nats_url=config.ServerUrls(nodes[0].url))) as backend:
+            with anyio.fail_after(PATIENCE_SECONDS):
+                while True:
+                    try:
+                        await store(backend, ["mars.0.1", "mars.0.2"], num_replicas=3)
+                        break
+                    except BackendError:  # the servers elect their leader
+                        await anyio.sleep(0.1)
+            leader = (await backend.administration().api("STREAM.INFO.MARS"))["cluster"]["leader"]
+            next(node for node in nodes[1:] if node.name != leader).kill()
+            with anyio.fail_after(PATIENCE_SECONDS):
+                while True:
+                    with suppress(UnavailableError):  # who has died may have led them
+                        await read(backend, (), 2, chunks=False)
+                        break
+            interrupted = 0
+            for _ in range(6):
+                try:
+                    assert await read(backend, (), 2, chunks=False) == [1, 2]
+                except UnavailableError:  # a busy machine; every third one would be the dead server's
+                    interrupted += 1
+            assert interrupted < 2
+            with anyio.fail_after(PATIENCE_SECONDS):  # also those that the dead server was given to keep
+                while (await backend.administration().api("CONSUMER.NAMES.MARS"))["consumers"]:  # noqa: ASYNC110
+                    await anyio.sleep(0.1)
+
+
+async def test_who_may_not_ask_for_the_end_is_told_so(tmp_path: Path) -> None:
+    denied = '{ publish: { deny: "$JS.API.STREAM.MSG.GET.>" } }'
+    users = f"authorization {{ users: [{{ user: reader, password: secret, permissions: {denied} }}] }}\n"
+    with NatsServer.start(store_dir=tmp_path, config=users) as server:
+        url = server.url.replace("//", "//reader:secret@")
+        async with JetStreamBackend(config.JetStream(nats_url=config.ServerUrls(url))) as backend:
+            await store(backend, ["mars.0.1", "mars.0.2"])
+
+            assert await read(backend, ("mars.0.2",), 2, chunks=False) == [2]  # it is the last one: nothing is asked
+            with pytest.raises(RefusedError, match=r"STREAM\.MSG\.GET\.MARS.*permissions violation"):
+                await read(backend, ("mars.0.1",), 2, chunks=False)
+
+
+async def test_what_comes_after_a_request_has_expired_comes_at_once(nats_server, monkeypatch):
+    monkeypatch.setattr(pull_requests, "EXPIRES_SECONDS", 3)
+    settings = config.JetStream(nats_url=config.ServerUrls(nats_server.url))
+    async with JetStreamBackend(settings) as backend:
+        await backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",), storage="memory"))
+        published = 0.0
+
+        async def publish_later() -> None:
+            nonlocal published
+            await anyio.sleep(3.3)
+            published = time.monotonic()
+            await backend.publish(
+                Message(subject="mars.od", data=b""),
+                message_id="1",
+                stream="MARS",
+                timeout_seconds=PATIENCE_SECONDS,
+            )
+
+        async with anyio.create_task_group() as tasks, aclosing(backend.read("MARS", filter_subjects=())) as messages:
+            tasks.start_soon(publish_later)
+            await anext(messages)
+            assert time.monotonic() - published < 2.5
+
+
+class PlayedStream(PlayedConnection):
+    """A server whose stream holds more than it delivers: message `held`, after whatever is asked about."""
+
+    def __init__(self, held: int | None) -> None:
+        super().__init__()
+        self.on_disconnect: set[Callable[[], None]] = set()
+        self.held = held
+        self.asked: list[dict[str, Any]] = []
+
+    async def api(self, subject: str, request: Any = None, **_: object) -> dict[str, Any]:
+        match subject.partition(".MARS")[0]:
+            case "CONSUMER.CREATE":
+                reader = {"stream_name": "MARS", "name": "reader", "ts": "2026-11-20T06:00:00Z", "config": {}}
+                return {**reader, "delivered": {"stream_seq": 0}, "num_pending": 5}
+            case "STREAM.MSG.GET" if self.held is None:
+                raise NotFoundError("no message found", code=10037)
+            case "STREAM.MSG.GET":
+                self.asked.append(request)
+                return {"message": {"subject": "mars.1", "seq": self.held, "time": "2026-11-20T06:00:00Z"}}
+        return {}
+
+    async def leave(self, interest: Interest) -> None:
+        pass
+
+    def deliver(self, sequence: int, number: int, *, pending: int) -> None:
+        """Deliver a message of the stream, the so manieth one of its consumer."""
+        self.heard([(b"mars.od", b"$JS.ACK.MARS.reader.1.%d.%d.1.%d" % (sequence, number, pending), b"", b"{}")])
+
+
+WHOLE = {"filter_subjects": ["mars.>"], "start_sequence": 1, "start_time": None, "last_sequence": 5}
+
+
+async def deliver_later(stream: PlayedStream, *deliveries: tuple[int, int, int]) -> None:
+    """Deliver once the consumer was asked, each in a turn of the loop of its own."""
+    while not stream.sent:
+        await checkpoint()
+    for sequence, number, pending in deliveries:
+        stream.deliver(sequence, number, pending=pending)
+        await anyio.wait_all_tasks_blocked()
+
+
+async def test_a_message_that_got_lost_on_its_way_is_noticed() -> None:
+    stream = PlayedStream(held=None)
+    async with aclosing(readers.read(stream, "MARS", **WHOLE)) as messages, anyio.create_task_group() as tasks:
+        tasks.start_soon(deliver_later, stream, (1, 1, 4), (3, 3, 2))
+        assert (await anext(messages)).sequence == 1
+        with pytest.raises(UnavailableError, match="its message 3 came instead of 2"):
+            await anext(messages)
+
+
+async def test_a_consumer_that_begins_anew_delivers_nothing_twice() -> None:
+    stream = PlayedStream(held=None)
+    async with aclosing(readers.read(stream, "MARS", **WHOLE)) as messages, anyio.create_task_group() as tasks:
+        tasks.start_soon(deliver_later, stream, (1, 1, 4), (2, 2, 3), (1, 1, 4))
+        assert [(await anext(messages)).sequence for _ in range(2)] == [1, 2]
+        with pytest.raises(UnavailableError, match="its message 1 came instead of 3"):
+            await anext(messages)
+
+
+async def test_a_reading_raises_where_its_stream_holds_more_than_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "LOOK_SECONDS", 0.01)
+    stream = PlayedStream(held=4)
+    async with aclosing(readers.read(stream, "MARS", **WHOLE)) as messages, anyio.create_task_group() as tasks:
+        tasks.start_soon(deliver_later, stream, (1, 1, 0))
+        assert (await anext(messages)).sequence == 1
+        with pytest.raises(UnavailableError, match="delivers nothing of MARS after 1"):
+            await anext(messages)
+    assert stream.asked == [{"seq": 2, "next_by_subj": "mars.>"}] * (readers.MOST_LOOKS + 1)

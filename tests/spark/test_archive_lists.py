@@ -1,0 +1,49 @@
+"""The lists of an archive's files, whole and cut at every place."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from aviso_workers.spark import archive_lists
+from aviso_workers.spark.archive_lists import Entry, FileList
+
+
+def entry(number: int) -> Entry:
+    return Entry(path=f"file:/data/%7B/date=2026-11-20/{number}-0.parquet", size=number, modification_time=1)
+
+
+WHOLE = archive_lists.encode([entry(number) for number in range(3)])
+
+
+def test_a_list_says_what_was_written_and_that_nothing_is_missing() -> None:
+    listed = archive_lists.decode(WHOLE, number=7)
+
+    assert listed == FileList(number=7, entries=[entry(number) for number in range(3)], is_proven=True)
+
+
+def test_a_list_that_was_cut_at_any_place_is_refused_or_names_no_file_and_proves_nothing() -> None:
+    for end in range(len(WHOLE)):
+        try:
+            listed = archive_lists.decode(WHOLE[:end], number=7)
+        except ValueError:
+            continue
+        assert listed == FileList(number=7, entries=[], is_proven=False), WHOLE[:end]
+
+
+@pytest.mark.parametrize("changed", [WHOLE.replace(b'"size":2', b'"size":3'), WHOLE + b"\n", WHOLE[1:]])
+def test_a_list_that_was_changed_is_refused(changed: bytes) -> None:
+    with pytest.raises(ValueError, match=r"it is not whole|cannot be read|is of format"):
+        archive_lists.decode(changed, number=7)
+
+
+def test_a_list_of_an_older_version_is_read_and_proves_nothing() -> None:
+    older = re.sub(rb',"digest":"\w+"', b"", WHOLE)
+
+    assert archive_lists.decode(older, number=7).entries == [entry(number) for number in range(3)]
+    assert not archive_lists.decode(older, number=7).is_proven
+
+
+def test_an_empty_list_proves_nothing() -> None:
+    assert archive_lists.decode(archive_lists.encode([]), number=7) == FileList(number=7, entries=[], is_proven=False)

@@ -1,0 +1,105 @@
+"""The supervisor of a fleet, without workers: processes that do not stay up. (Workers are in tests/stories.)"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import pytest
+from structlog.testing import capture_logs
+
+from aviso_workers import App
+from aviso_workers.aviso.literals import Size
+from aviso_workers.declare.retry import Backoff
+from aviso_workers.errors import ConfigError, WorkerProcessError
+from aviso_workers.worker import fleet
+from aviso_workers.worker.fleet import Fleet, Plan
+from aviso_workers.worker.fleet_process import Limits, Member
+from tests.stories.processes import until
+
+pytestmark = pytest.mark.anyio
+
+FIRST_CRASHES = """
+import sys, time
+if sys.argv[-1].startswith("1:"):
+    open("starts", "a").write("again\\n")
+    sys.exit(3)
+time.sleep(60)
+"""
+
+DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open("deaf", "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def app(write_config: Callable[..., Path]) -> App:
+    return App("fleet-tests", config=write_config("nats://127.0.0.1:1"))
+
+
+async def test_a_process_that_crashes_again_and_again_ends_the_fleet_and_says_why(
+    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fleet, "RESTARTS", Backoff(first=0.01, max=0.01, attempts=3))
+    crashing = Fleet(app, Plan(command=(sys.executable, "-c", FIRST_CRASHES), processes=2))
+    with pytest.raises(WorkerProcessError) as raised:
+        await crashing.work()
+    assert str(raised.value) == (
+        "process 1 crashed 3 times in a row, each time within 10 s of its start; "
+        "the last one ended with exit code 3, and the log says why"
+    )
+    assert (tmp_path / "starts").read_text() == "again\n" * 3
+    shown = crashing.metrics.render().decode()
+    assert 'aviso_worker_process_exits_total{app="fleet-tests",ending="crashed",process="1"} 3.0' in shown
+    assert 'aviso_worker_process_running{app="fleet-tests",process="2"} 0.0' in shown
+
+
+async def test_a_third_signal_kills_what_does_not_obey(
+    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stubborn = Fleet(app, Plan(command=(sys.executable, "-c", DEAF), processes=1))
+    with capture_logs() as log:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(stubborn.work)
+            await until((tmp_path / "deaf").exists, what=lambda: log)
+            for event in ("fleet.stopping", "fleet.cancelling", "fleet.killing"):
+                assert "process 1: is starting" in stubborn.unready
+                os.kill(os.getpid(), signal.SIGTERM)
+                await until(lambda event=event: event in [entry["event"] for entry in log], what=lambda: log)
+    assert stubborn.unready == ["stopping", "process 1: does not run"]
+
+
+async def test_a_process_that_cannot_be_started_counts_as_one_that_crashed(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "RESTARTS", Backoff(first=0.01, max=0.01, attempts=2))
+    with pytest.raises(WorkerProcessError, match=r"crashed 2 times in a row.* with exit code 127"):
+        await Fleet(app, Plan(command=("/no/such/python",), processes=1)).work()
+
+
+async def test_a_fleet_is_not_ready_before_its_processes_are(app: App) -> None:
+    starting = Fleet(app, Plan(command=(), processes=2))
+    assert starting.unready == ["process 1: does not run", "process 2: does not run"]
+    assert starting.stuck() == []
+
+
+def test_a_reload_without_watchfiles_says_how_to_get_it(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "watchfiles", None)
+    with pytest.raises(ConfigError, match=r"--reload needs watchfiles: pip install 'aviso-workers\[reload\]'"):
+        Fleet(app, Plan(command=(), processes=1, reload=True))
+
+
+def test_a_limit_that_is_no_room_to_start_in_is_refused() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, pytest.raises(ConfigError, match=r"--max-rss: 1Mi is less than a worker needs at its start \(\d+Mi\)"):
+        Member("1", line=os.dup(theirs.fileno()), limits=Limits(max_rss=Size.parse("1Mi")))
