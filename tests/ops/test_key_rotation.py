@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import nats
+import nats.errors
 import pytest
 from nats.aio.client import Client
 from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig, StreamSource
@@ -29,6 +30,7 @@ from tests.waits import PATIENCE_SECONDS
 DIRECTORY = Path("servers")
 MARKER = b"a-payload-that-nobody-may-read"
 COUNT, FETCHED, ACKED = 200, 60, 40
+ANSWER_SECONDS = 10.0
 ACCOUNTS = """
 accounts:
   A: {users: {alice: {password: hush}}}
@@ -56,7 +58,7 @@ def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Confi
         processes.stop(directory)
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def connected(node: Node, user: str = "") -> AsyncIterator[Client]:
     client = await nats.connect(node.url, **({"user": user, "password": "hush"} if user else {}))
     try:
@@ -98,14 +100,16 @@ async def listed(client: Client, kind: str, named: str = "") -> list[dict[str, A
 
     async def answer(request: str) -> list[Any]:
         subject = f"$JS.API.{kind}.{request}{named}"
-        answer = json.loads((await client.request(subject, timeout=PATIENCE_SECONDS)).data)
+        answer = json.loads((await client.request(subject, timeout=ANSWER_SECONDS)).data)
         return list(answer[f"{kind.lower()}s"] or ())
 
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
-            infos = await answer("LIST")
-            if len(infos) == len(await answer("NAMES")):
-                return infos
+            # Only the leader of the cluster answers, so nobody does while there is none.
+            with contextlib.suppress(nats.errors.TimeoutError):
+                infos = await answer("LIST")
+                if len(infos) == len(await answer("NAMES")):
+                    return infos
             await asyncio.sleep(0.05)
 
 
