@@ -36,8 +36,8 @@ OfApp = Annotated[str | None, typer.Option("--app", metavar="APP", help="Of this
 OfAgent = Annotated[str | None, typer.Option("--agent", metavar="AGENT", help="Of this agent.")]
 Reason = Annotated[str | None, typer.Option("--reason", help="Of this reason, e.g. attempts_exhausted.")]
 OfStream = Annotated[str | None, typer.Option("--stream", help="Whose original is in this stream, e.g. MARS.")]
-Since = Annotated[str | None, typer.Option("--since", help="Buried then or later, e.g. 2026-11-20T06:00:00Z.")]
-Until = Annotated[str | None, typer.Option("--until", help="Buried then or before.")]
+Since = Annotated[str | None, typer.Option("--since", help="Dead-lettered then or later, e.g. 2026-11-20T06:00:00Z.")]
+Until = Annotated[str | None, typer.Option("--until", help="Dead-lettered then or before.")]
 WithError = Annotated[str | None, typer.Option("--error", metavar="TEXT", help="Whose error contains this.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do it for all that are selected.")]
@@ -246,7 +246,7 @@ def _print_letter(letter: DeadLetter) -> None:
     original = letter.original
     rows = {
         "sequence": str(letter.sequence),
-        "buried": letter.time.isoformat(),
+        "dead-lettered": letter.time.isoformat(),
         "app": letter.app,
         "agent": letter.agent,
         "reason": letter.reason,

@@ -54,9 +54,9 @@ class Selection(Struct, frozen=True, kw_only=True):
     stream: str | None = None
     """The stream of the original, in any case."""
     since: datetime | None = None
-    """Buried then or later."""
+    """Dead-lettered at this time or later."""
     until: datetime | None = None
-    """Buried then or before."""
+    """Dead-lettered at this time or before."""
     error: str | None = None
     """What the error contains, in any case."""
 

@@ -227,11 +227,11 @@ class Account(Struct, frozen=True, kw_only=True):
 
     agent: str
     handled: Counter[int]
-    buried: dict[int, str]
+    dead_lettered: dict[int, str]
     """Why each dead letter is one."""
 
     def lost(self, published: dict[int, Deed]) -> list[int]:
-        return [number for number in published if number not in self.handled and number not in self.buried]
+        return [number for number in published if number not in self.handled and number not in self.dead_lettered]
 
     def repeated(self) -> set[int]:
         return {number for number, times in self.handled.items() if times > 1}
@@ -239,14 +239,14 @@ class Account(Struct, frozen=True, kw_only=True):
 
 async def account(client: App, deployment: Deployment) -> list[Account]:
     """Raises `BackendError`."""
-    buried: dict[str, dict[int, str]] = {agent.name: {} for agent in router.agents}
+    dead_lettered: dict[str, dict[int, str]] = {agent.name: {} for agent in router.agents}
     async for letter in DeadLetterOffice(client.session.admin, client.config, events=client.events).letters(
         Selection(app=APP)
     ):
         number = int(letter.original.subject.rpartition(".")[2])
-        buried[letter.agent][number] = letter.reason
+        dead_lettered[letter.agent][number] = letter.reason
     handled = deployment.handled()
-    return [Account(agent=name, handled=handled[name], buried=buried[name]) for name in buried]
+    return [Account(agent=name, handled=handled[name], dead_lettered=dead_lettered[name]) for name in dead_lettered]
 
 
 async def settled(client: App, chaos: Chaos, published: dict[int, Deed]) -> str:
@@ -304,7 +304,7 @@ def report(accounts: list[Account], publisher: Publisher, chaos: Chaos) -> bool:
     published = publisher.stored
     table = Table("agent", "published", "handled", "more than once", "dead letters", "lost")
     for each in accounts:
-        counts = (published, each.handled, each.repeated(), each.buried, each.lost(published))
+        counts = (published, each.handled, each.repeated(), each.dead_lettered, each.lost(published))
         table.add_row(each.agent, *(f"{len(count):,}" for count in counts))
     console.print(table)
 
@@ -313,18 +313,18 @@ def report(accounts: list[Account], publisher: Publisher, chaos: Chaos) -> bool:
     for each in accounts:
         if lost := each.lost(published):
             chaos.note(f"{each.agent} has lost {_numbers(lost)}")
-        if doomed := [number for number in each.buried if number in published and not published[number].fails]:
-            reasons = ", ".join({each.buried[number] for number in doomed})
+        if doomed := [number for number in each.dead_lettered if number in published and not published[number].fails]:
+            reasons = ", ".join({each.dead_lettered[number] for number in doomed})
             chaos.note(f"{each.agent} has given up what does not fail ({reasons}): {_numbers(doomed)}")
     for why, times in publisher.failed.items():
         console.print(f"{times:,} were not acknowledged and are not counted: {why}")
     handled = set(published).intersection(*(each.handled for each in accounts))
     repeated = set[int]().union(*(each.repeated() for each in accounts))
-    buried = set[int]().union(*(each.buried for each in accounts))
+    dead_lettered = set[int]().union(*(each.dead_lettered for each in accounts))
     nothing_lost = not any(each.lost(published) for each in accounts)
     console.print(
         f"{'nothing lost' if nothing_lost else 'lost'}: {len(published):,} published, {len(handled):,} handled, "
-        f"{len(repeated):,} handled more than once, {len(buried):,} dead letters"
+        f"{len(repeated):,} handled more than once, {len(dead_lettered):,} dead letters"
     )
     return not chaos.problems
 

@@ -72,7 +72,7 @@ def deployment(config: Path) -> Deployment:
 
 
 @pytest.fixture
-def buried(deployment: Deployment) -> Deployment:
+def dead_lettered(deployment: Deployment) -> Deployment:
     """Steps 1 to 4 are worked off: index has given up 2 and 4, count 3."""
     deployment.publish(1, 2, 3, 4, payload={"location": "here", "größe": 1.5})
     deployment.work(8)
@@ -102,7 +102,7 @@ def test_where_there_is_none_that_is_said(run: Run, config: Path, command: tuple
     assert ran == Ran(code=0, out="no dead letters\n", err="")
 
 
-def test_they_are_listed(run: Run, config: Path, buried: Deployment) -> None:
+def test_they_are_listed(run: Run, config: Path, dead_lettered: Deployment) -> None:
     ran = run("dead-letters", "ls", "--config", config)
     assert (ran.code, ran.err) == (0, "")
     names, *rows = (line.split(maxsplit=7) for line in ran.lines)
@@ -117,7 +117,7 @@ def test_they_are_listed(run: Run, config: Path, buried: Deployment) -> None:
     assert len({line.index(row[6]) for line, row in zip(ran.lines[1:], rows, strict=True)}) == 1, "one below another"
 
 
-def test_one_is_shown_whole(run: Run, config: Path, buried: Deployment, letters) -> None:
+def test_one_is_shown_whole(run: Run, config: Path, dead_lettered: Deployment, letters) -> None:
     (letter,) = letters("--agent", "count")
     ran = run("dead-letters", "show", str(letter["sequence"]), "--config", config)
     assert (ran.code, ran.err) == (0, "")
@@ -134,7 +134,7 @@ def test_one_is_shown_whole(run: Run, config: Path, buried: Deployment, letters)
     assert base64.b64decode(letter["original"]["data"]) == '{"größe":1.5,"location":"here"}'.encode()
 
 
-def test_one_that_is_not_there_cannot_be_shown(run: Run, config: Path, buried: Deployment) -> None:
+def test_one_that_is_not_there_cannot_be_shown(run: Run, config: Path, dead_lettered: Deployment) -> None:
     ran = run("dead-letters", "show", "99", "--config", config)
     assert (ran.code, ran.out, ran.err) == (1, "", "aviso-workers: no dead letter 99\n")
 
@@ -153,12 +153,12 @@ def test_one_that_is_not_there_cannot_be_shown(run: Run, config: Path, buried: D
         (("--until", "1600000000"), []),
     ],
 )
-def test_they_are_filtered(buried: Deployment, letters, filters: tuple[str, ...], expected: list[Any]) -> None:
+def test_they_are_filtered(dead_lettered: Deployment, letters, filters: tuple[str, ...], expected: list[Any]) -> None:
     assert of(letters(*filters)) == expected
 
 
 @pytest.mark.parametrize("command", ["retry", "drop"])
-def test_nothing_is_done_without_a_yes(run: Run, config: Path, buried: Deployment, letters, command: str) -> None:
+def test_nothing_is_done_without_a_yes(run: Run, config: Path, dead_lettered: Deployment, letters, command: str) -> None:
     asked = run("dead-letters", command, "--agent", "index", "--config", config)
     assert (asked.code, asked.err) == (2, "nothing was done; say --yes, or name the letters by their sequences\n")
     (row,) = (line for line in asked.lines if line.startswith("│"))
@@ -167,17 +167,17 @@ def test_nothing_is_done_without_a_yes(run: Run, config: Path, buried: Deploymen
     assert (dry.code, dry.err, len(letters())) == (0, "", 3)
 
 
-def test_a_retry_hands_them_to_the_agent_that_failed(run: Run, config: Path, buried: Deployment, letters) -> None:
+def test_a_retry_hands_them_to_the_agent_that_failed(run: Run, config: Path, dead_lettered: Deployment, letters) -> None:
     ran = run("dead-letters", "retry", "--agent", "index", "--yes", "--config", config)
     assert (ran.code, ran.lines[-1]) == (0, "2 of 2 handed back"), ran
     assert of(letters()) == [("count", 3)]
 
-    buried.broken = False
-    buried.work(2)
-    assert sorted(buried.handled) == [("index", 2), ("index", 4)]
+    dead_lettered.broken = False
+    dead_lettered.work(2)
+    assert sorted(dead_lettered.handled) == [("index", 2), ("index", 4)]
 
 
-def test_some_are_retried_by_their_sequences(run: Run, config: Path, buried: Deployment, letters) -> None:
+def test_some_are_retried_by_their_sequences(run: Run, config: Path, dead_lettered: Deployment, letters) -> None:
     first, second, third = (letter["sequence"] for letter in letters())
     missing = run("dead-letters", "retry", str(first), "98", "99", "--config", config)
     assert (missing.code, missing.err) == (1, "aviso-workers: no such dead letter: 98, 99; nothing was done\n")
@@ -186,14 +186,14 @@ def test_some_are_retried_by_their_sequences(run: Run, config: Path, buried: Dep
     assert [letter["sequence"] for letter in letters()] == [second]
 
 
-def test_what_is_dropped_is_gone(run: Run, config: Path, buried: Deployment, letters) -> None:
+def test_what_is_dropped_is_gone(run: Run, config: Path, dead_lettered: Deployment, letters) -> None:
     ran = run("dead-letters", "drop", "--reason", "rejected", "--yes", "--config", config)
     assert (ran.code, ran.lines[-1]) == (0, "2 of 2 erased"), ran
     assert of(letters()) == [("count", 3)]
 
 
 def test_a_letter_whose_agent_reads_no_retries_stays_and_the_rest_is_told(
-    run: Run, config: Path, buried: Deployment, letters
+    run: Run, config: Path, dead_lettered: Deployment, letters
 ) -> None:
     async def forget_the_readers() -> None:
         async with App("tests", config=config) as app:
@@ -206,7 +206,7 @@ def test_a_letter_whose_agent_reads_no_retries_stays_and_the_rest_is_told(
     assert len(letters()) == 3
 
 
-def test_what_is_no_dead_letter_is_left_out_and_told(run: Run, config: Path, buried: Deployment) -> None:
+def test_what_is_no_dead_letter_is_left_out_and_told(run: Run, config: Path, dead_lettered: Deployment) -> None:
     async def store() -> None:
         from aviso_workers.aviso.codec import Message
 

@@ -110,9 +110,9 @@ async def test_a_letter_counts_as_fresh_and_what_fails_again_is_another_letter(a
     async with testing() as (t, office):
         await t.notify("mars", mars(), {})
         await t.settle()
-        for buried in (1, 2, 3):
+        for dead_lettered in (1, 2, 3):
             (letter,) = await all_of(office)
-            assert (len(tries), letter.attempts, letter.reason) == (2 * buried, 2, "attempts_exhausted")
+            assert (len(tries), letter.attempts, letter.reason) == (2 * dead_lettered, 2, "attempts_exhausted")
             assert letter.error == "ValueError: boom"
             assert "failing" in letter.traceback
             await office.retry(letter)

@@ -221,7 +221,7 @@ class TestWhatIsTooLargeTogether:
 async def test_what_a_dead_worker_held_comes_in_order_although_it_becomes_due_in_another(
     app: App, url: str | None
 ) -> None:
-    """It becomes due when the last sign of life of each is `ack_wait` old."""
+    """It becomes due when the last `in progress` of each is `ack_wait` old."""
     handled = Handled()
 
     @app.agent("mars", order_by=("expver",), ack_wait=1.0)

@@ -36,7 +36,7 @@ class Field(Struct):
     location: str
 
 
-class GraveyardGuard(InMemoryBackend):
+class DeadLetterGuard(InMemoryBackend):
     """Lets no dead letter in while `closed`."""
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ class GraveyardGuard(InMemoryBackend):
 
 
 @pytest.fixture
-async def backend() -> AsyncGenerator[GraveyardGuard, None]:
-    async with GraveyardGuard() as backend:
+async def backend() -> AsyncGenerator[DeadLetterGuard, None]:
+    async with DeadLetterGuard() as backend:
         yield backend
 
 
@@ -207,7 +207,7 @@ async def test_what_cannot_be_decoded_is_kept_with_its_bytes_and_the_agent_goes_
 
 
 async def test_where_failures_cannot_be_stored_a_worker_says_so_once_and_counts_by_itself(
-    backend: GraveyardGuard, router: Router, notify, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, notify, stored, working, facts: Facts
 ) -> None:
     tries: list[int] = []
 
@@ -229,7 +229,7 @@ async def test_where_failures_cannot_be_stored_a_worker_says_so_once_and_counts_
 
 @pytest.mark.parametrize("error", [UnavailableError("no answer"), OutcomeUnknownError("no answer")])
 async def test_a_dead_letter_that_cannot_be_stored_keeps_its_original(
-    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts, error: BackendError
+    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts, error: BackendError
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
@@ -248,7 +248,7 @@ async def test_a_dead_letter_that_cannot_be_stored_keeps_its_original(
 
 
 async def test_an_agent_whose_dead_letters_are_refused_tries_one_at_a_time_and_more_rarely(
-    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts
 ) -> None:
     @router.agent("mars", concurrency=4)
     async def index(notification: Notification[Field]) -> None: ...
@@ -269,7 +269,7 @@ async def test_an_agent_whose_dead_letters_are_refused_tries_one_at_a_time_and_m
 
 
 async def test_an_agent_says_that_all_is_well_when_nothing_is_refused_any_more(
-    backend: GraveyardGuard, router: Router, notify, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, notify, working, facts: Facts
 ) -> None:
     broken = True
 
@@ -288,7 +288,7 @@ async def test_an_agent_says_that_all_is_well_when_nothing_is_refused_any_more(
 
 
 async def test_a_large_dead_letter_of_which_one_part_is_stored_keeps_its_original(
-    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
@@ -308,7 +308,7 @@ async def test_a_large_dead_letter_of_which_one_part_is_stored_keeps_its_origina
 
 
 async def test_a_dead_letter_that_cannot_be_made_to_fit_keeps_no_other_from_being_stored(
-    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts, monkeypatch: pytest.MonkeyPatch
+    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
@@ -325,7 +325,7 @@ async def test_a_dead_letter_that_cannot_be_made_to_fit_keeps_no_other_from_bein
 
 
 async def test_a_rest_whose_first_part_is_gone_is_no_dead_letter(
-    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
@@ -340,7 +340,7 @@ async def test_a_rest_whose_first_part_is_gone_is_no_dead_letter(
 
 
 async def test_a_large_dead_letter_that_is_tried_again_is_one_again_where_its_first_part_is_gone(
-    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
@@ -359,7 +359,7 @@ async def test_a_large_dead_letter_that_is_tried_again_is_one_again_where_its_fi
 
 
 async def test_a_large_dead_letter_that_is_tried_again_waits_until_its_first_part_can_be_read(
-    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts
 ) -> None:
     seen: list[str] = []
     broken = True
@@ -383,7 +383,7 @@ async def test_a_large_dead_letter_that_is_tried_again_waits_until_its_first_par
     assert (again.outcome, seen) == ("acked", [text])
 
 
-async def retry_large(backend: GraveyardGuard, stored) -> PubAck:
+async def retry_large(backend: DeadLetterGuard, stored) -> PubAck:
     """Hand the one dead letter, which is stored in two parts, back to its agent; returns where its rest is."""
     acks: list[PubAck] = []
 
@@ -398,7 +398,7 @@ async def retry_large(backend: GraveyardGuard, stored) -> PubAck:
 
 
 async def test_a_rest_takes_the_first_part_of_no_other_letter(
-    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts
 ) -> None:
     """Sequences begin at 1 again where the stream was made anew."""
 
@@ -421,7 +421,7 @@ async def test_a_rest_takes_the_first_part_of_no_other_letter(
 
 @pytest.mark.parametrize("header", parts.HEADERS)
 async def test_a_dead_letter_is_whole_although_its_original_says_that_it_is_a_part(
-    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts, header: str
+    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts, header: str
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
@@ -435,7 +435,7 @@ async def test_a_dead_letter_is_whole_although_its_original_says_that_it_is_a_pa
 
 
 async def test_what_hands_a_large_dead_letter_back_names_no_part_of_the_letter(
-    backend: GraveyardGuard, router: Router, store, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts
 ) -> None:
     """It would be taken for a rest without its first part where the server takes larger messages than it did."""
 
@@ -450,8 +450,8 @@ async def test_what_hands_a_large_dead_letter_back_names_no_part_of_the_letter(
     assert set(parts.HEADERS) & set(retry.headers or {}) == set()
 
 
-async def test_a_graveyard_that_does_not_answer_is_looked_at_again(
-    backend: GraveyardGuard, router: Router, store, working, facts: Facts
+async def test_a_stream_of_dead_letters_that_does_not_answer_is_looked_at_again(
+    backend: DeadLetterGuard, router: Router, store, working, facts: Facts
 ) -> None:
     """It may have been deleted, and is then made anew."""
 
@@ -561,7 +561,7 @@ async def test_a_time_out_of_the_authors_own_is_a_failure_like_any_other(
 
 
 async def test_a_dead_letter_that_is_being_stored_is_stored_also_when_the_worker_has_to_end(
-    backend: GraveyardGuard, session: Session, router: Router, notify, stored, working, facts: Facts
+    backend: DeadLetterGuard, session: Session, router: Router, notify, stored, working, facts: Facts
 ) -> None:
     failed = anyio.Event()
 
@@ -609,7 +609,7 @@ async def test_what_a_stream_has_no_time_left_for_at_its_rate_comes_in_the_next_
 
 
 @pytest.mark.parametrize("kept", [True, False])
-async def test_failures_are_those_of_one_notification_and_one_agent(backend: GraveyardGuard, kept: bool) -> None:
+async def test_failures_are_those_of_one_notification_and_one_agent(backend: DeadLetterGuard, kept: bool) -> None:
     def counts(**stated: str) -> Failures:
         names = {"app": "tests", "agent": "index", "stream": "MARS", **stated}
         return Failures(backend, **names, shield=Shield(backend.clock), events=Events())
@@ -627,7 +627,7 @@ async def test_failures_are_those_of_one_notification_and_one_agent(backend: Gra
 
 @pytest.mark.parametrize("order_by", [(), ("class",)])
 async def test_failures_are_forgotten_when_a_notification_is_settled(
-    backend: GraveyardGuard, router: Router, notify, working, facts: Facts, order_by: tuple[str, ...]
+    backend: DeadLetterGuard, router: Router, notify, working, facts: Facts, order_by: tuple[str, ...]
 ) -> None:
     tries: list[str] = []
 
@@ -648,7 +648,7 @@ async def test_failures_are_forgotten_when_a_notification_is_settled(
 
 
 async def test_what_failed_for_good_in_its_lane_has_all_attempts_again_when_it_is_tried_again(
-    backend: GraveyardGuard, router: Router, notify, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, notify, stored, working, facts: Facts
 ) -> None:
     tries: list[str] = []
 
@@ -669,7 +669,7 @@ async def test_what_failed_for_good_in_its_lane_has_all_attempts_again_when_it_i
 
 
 @asynccontextmanager
-async def sweeping_up(session: Session, *agents: Any) -> AsyncIterator[None]:
+async def reading_advisories(session: Session, *agents: Any) -> AsyncIterator[None]:
     """A worker that has these agents reads in the block what its server gave up."""
     stop = anyio.Event()
     async with anyio.create_task_group() as tasks:
@@ -679,21 +679,21 @@ async def sweeping_up(session: Session, *agents: Any) -> AsyncIterator[None]:
         stop.set()
 
 
-async def advise(backend: GraveyardGuard, advisory: bytes) -> None:
+async def advise(backend: DeadLetterGuard, advisory: bytes) -> None:
     """What a server publishes when it gives a message up."""
     message = Message(subject=f"{max_deliveries.SUBJECT}.any", data=advisory)
     await backend.publish(message, message_id="1", stream=max_deliveries.STREAM, timeout_seconds=1)
 
 
 async def test_what_its_server_gave_up_is_kept_although_the_dead_letter_cannot_be_stored_at_once(
-    backend: GraveyardGuard, session: Session, router: Router, notify, stored, facts: Facts
+    backend: DeadLetterGuard, session: Session, router: Router, notify, stored, facts: Facts
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Any]) -> None: ...
 
     await notify(6)
     backend.closed = UnavailableError("no answer")
-    async with sweeping_up(session, index):
+    async with reading_advisories(session, index):
         await advise(backend, b'{"stream": "MARS", "consumer": "tests__index", "stream_seq": 1, "deliveries": 26}')
         await facts.wait_for(Settled)
         backend.closed = None
@@ -730,11 +730,11 @@ async def test_one_notification_has_a_dead_letter_of_each_agent_that_gives_it_up
     ],
 )
 async def test_an_advisory_of_nothing_that_could_be_kept_is_read_once(
-    backend: GraveyardGuard, session: Session, notify, store, facts: Facts, advisory: bytes
+    backend: DeadLetterGuard, session: Session, notify, store, facts: Facts, advisory: bytes
 ) -> None:
     await notify(6)
     await store("mars.od.6", b"", {codec.MARKER_HEADER: "MaxAge"})
-    async with sweeping_up(session):
+    async with reading_advisories(session):
         await advise(backend, advisory)
         await anyio.sleep(1)
         [consumer] = await backend.consumers(max_deliveries.STREAM)
@@ -743,7 +743,7 @@ async def test_an_advisory_of_nothing_that_could_be_kept_is_read_once(
 
 
 async def test_a_large_retry_that_its_server_gave_up_is_kept_whole(
-    backend: GraveyardGuard, session: Session, router: Router, store, stored, working, facts: Facts
+    backend: DeadLetterGuard, session: Session, router: Router, store, stored, working, facts: Facts
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
@@ -753,7 +753,7 @@ async def test_a_large_retry_that_its_server_gave_up_is_kept_whole(
     async with working(index):
         await facts.wait_for(Settled)
     rest = await retry_large(backend, stored)
-    async with sweeping_up(session, index):
+    async with reading_advisories(session, index):
         advisory = {"stream": RETRIES, "consumer": "tests__index", "stream_seq": rest.sequence, "deliveries": 26}
         await advise(backend, msgspec.json.encode(advisory))
         await facts.wait_for(Settled, 2)

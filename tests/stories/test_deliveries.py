@@ -144,7 +144,7 @@ async def test_a_plain_function_that_does_not_end_holds_up_no_worker(run_worker,
     assert await worker.ended() == 0
 
 
-async def test_a_poison_notification_is_tried_as_its_policy_says_and_then_buried_and_its_neighbours_do_not_notice(
+async def test_a_poison_notification_is_tried_as_its_policy_says_and_then_dead_lettered_and_its_neighbours_do_not_notice(
     run_worker, publish, record, server
 ):
     worker = run_worker()
@@ -162,7 +162,7 @@ async def test_a_poison_notification_is_tried_as_its_policy_says_and_then_buried
     (letter,) = await dead_letters(server)
     assert (letter.agent, letter.attempts, letter.reason) == ("work", RETRY.attempts, "attempts_exhausted")
     assert record.numbers("done") == dict.fromkeys(range(1, 201), 1)
-    # 200 of 0.02 s, four at a time: they are long done when the poison is buried.
+    # 200 of 0.02 s, four at a time: they are long done when the poison is dead-lettered.
     assert max(act.time for act in record.of("done")) < tries[-1]
 
 

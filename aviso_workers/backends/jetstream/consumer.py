@@ -10,8 +10,8 @@ settle another message. So such settlements are dropped.
 
 A server takes an acknowledgement from whoever sends it, also from a reader that it has given up. Where readers are
 pinned, one settles only what nobody else can have been given: it came for a request that is younger than `ack_wait`,
-or the server has confirmed a sign of life that is, without a gap; and the reader has been pinned all the time. That is
-judged by this side's clock when it settles, so a process that was paused, or a network that was silent, settles
+or the server has confirmed an `in progress` that is, without a gap; and the reader has been pinned all the time. That
+is judged by this side's clock when it settles, so a process that was paused, or a network that was silent, settles
 nothing late.
 """
 
@@ -63,8 +63,8 @@ class Outbox:
         self._sent = 0
         self._arrived = 0
         """How many of those that were sent the server has for certain."""
-        self._signs: dict[bytes, Callable[[], None]] = {}
-        """What to do when a sign of life is confirmed, by the same."""
+        self._in_progress: dict[bytes, Callable[[], None]] = {}
+        """What to do when an `in progress` is confirmed, by the same."""
         self._numbers = itertools.count(1)
         self._inbox = ""
 
@@ -95,11 +95,11 @@ class Outbox:
             elif settlement.sent_at <= late:
                 self._connection.wire.send(settlement.reply, settlement.body, reply=answer)
 
-    def put_sign(self, reply: bytes, on_confirmed: Callable[[], None], *, before: bytes) -> bytes:
-        """Send a sign of life; returns the subject of its confirmation. That of the one `before` counts no more."""
-        self._signs.pop(before, None)
+    def send_in_progress(self, reply: bytes, on_confirmed: Callable[[], None], *, before: bytes) -> bytes:
+        """Send `in progress`; return the subject of its confirmation. That of the one `before` counts no more."""
+        self._in_progress.pop(before, None)
         answer = self._new_answer()
-        self._signs[answer] = on_confirmed
+        self._in_progress[answer] = on_confirmed
         self._connection.wire.send(reply, IN_PROGRESS, reply=answer)
         return answer
 
@@ -125,7 +125,7 @@ class Outbox:
         for subject, _, headers, _ in arrivals:
             if headers:  # 503: the consumer has no leader just now
                 continue
-            if on_confirmed := self._signs.pop(subject, None):
+            if on_confirmed := self._in_progress.pop(subject, None):
                 on_confirmed()
             self._unconfirmed.pop(subject, None)
         if not self._unconfirmed:
@@ -166,9 +166,9 @@ class JetStreamDelivery:
 
 
 class PinnedDelivery(JetStreamDelivery):
-    """One of a pinned consumer, ours for `hold_seconds` after the last sign of life that was confirmed in time."""
+    """One of a pinned consumer, ours for `hold_seconds` after the last `in progress` that was confirmed in time."""
 
-    __slots__ = ("_hold_seconds", "_last_sign", "_now", "_outbox", "_pinned", "_settle_held", "_until")
+    __slots__ = ("_hold_seconds", "_last_in_progress", "_now", "_outbox", "_pinned", "_settle_held", "_until")
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class PinnedDelivery(JetStreamDelivery):
         self._outbox = outbox
         self._hold_seconds = hold_seconds
         self._until = asked_at + hold_seconds
-        self._last_sign = b""
+        self._last_in_progress = b""
         self._now = now
         self._pinned = pinned
 
@@ -203,7 +203,7 @@ class PinnedDelivery(JetStreamDelivery):
             if self.held:
                 self._until = sent + self._hold_seconds
 
-        self._last_sign = self._outbox.put_sign(self._reply, confirmed, before=self._last_sign)
+        self._last_in_progress = self._outbox.send_in_progress(self._reply, confirmed, before=self._last_in_progress)
 
     def _settle_if_held(self, reply: bytes, body: bytes) -> None:
         if self.held:
@@ -271,8 +271,8 @@ class PullConsumer:
 
     async def _check_settling(self) -> None:
         """Raise `RefusedError` where the server denies us to settle. It says so beside the settlement, and nobody could
-        tell what was handled from what was not: so that is tried before anything is asked for, with a sign of life for
-        no message.
+        tell what was handled from what was not: so that is tried before anything is asked for, with an `in progress`
+        for no message.
         """
         self._opened_at = asyncio.get_running_loop().time()
         subject = f"{self._settlements}0.0.0.0.0"
