@@ -52,7 +52,7 @@ from aviso_workers.declare.agents import Agent, durable_name
 from aviso_workers.declare.batches import Source, Stream
 from aviso_workers.declare.timers import Timer
 from aviso_workers.engine import dead_letter_store, delayed_delivery, delayed_messages, max_deliveries, parts
-from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.dead_letter_store import DeadLetter
 from aviso_workers.engine.handlers import windowed
 from aviso_workers.engine.session import Session, open_session
@@ -356,7 +356,7 @@ class Harness:
         """Whether any agent has something left. In virtual time this is asked after every call that falls due."""
         if self._clock:
             await at_rest()
-        if any(line for agent in self.app.agents for line in self._lines(agent)):
+        if any(buffer for agent in self.app.agents for buffer in self._buffers(agent)):
             return True
         left = await self._left()
         if not left and not self._clock:
@@ -364,19 +364,19 @@ class Harness:
             left = await self._left()
         return bool(left)
 
-    def _lines(self, agent: Agent[Any, Any]) -> list[Line]:
+    def _buffers(self, agent: Agent[Any, Any]) -> list[Buffer]:
         """What each worker holds for the agent."""
-        return [worker.session.runs[agent.name].line for worker in self._workers if worker.session.runs]
+        return [worker.session.runs[agent.name].buffer for worker in self._workers if worker.session.runs]
 
     async def _left(self) -> list[str]:
         left = []
         for agent in self.app.agents:
             durable = agent.durable_name(self.app.name)
-            lines = self._lines(agent)
+            buffers = self._buffers(agent)
             read = (self._streams[agent.event_type], dead_letter_store.RETRIES)
             facts = [await self._left_of(stream, durable) for stream in read]
-            if held := sum(map(len, lines)):
-                facts.append(f"{held} held by workers, {sum(line.running for line in lines)} of them running")
+            if held := sum(map(len, buffers)):
+                facts.append(f"{held} held by workers, {sum(buffer.running for buffer in buffers)} of them running")
             if over := await self._windows_over(agent):
                 facts.append(f"{over} windows over and not done")
             if any(facts):

@@ -119,7 +119,7 @@ class TestVirtualTime:
             def deliver(delivery: Delivery) -> None:
                 counts.append(delivery.num_delivered)
 
-            async with backend.consume("MARS", "agent", deliver=deliver, room=lambda: 1):
+            async with backend.consume("MARS", "agent", deliver=deliver, capacity=lambda: 1):
                 await clock.advance(3600.0)
 
         assert counts == list(range(1, 62))
@@ -141,7 +141,7 @@ class TestRealTime:
                     delivery.ack()
                     arrived.set()
 
-            async with backend.consume("MARS", "agent", deliver=deliver, room=lambda: 1):
+            async with backend.consume("MARS", "agent", deliver=deliver, capacity=lambda: 1):
                 with anyio.fail_after(PATIENCE_SECONDS):
                     await arrived.wait()
 
@@ -277,7 +277,7 @@ class TestALostConnection:
             await backend.create_stream(stream_of("mars"))
             await backend.ensure_consumer("MARS", agent(ack_wait_seconds=10.0))
             await publish(backend, "mars.a")
-            async with backend.consume("MARS", "agent", deliver=deliveries.append, room=lambda: 10) as reader:
+            async with backend.consume("MARS", "agent", deliver=deliveries.append, capacity=lambda: 10) as reader:
                 await clock.advance(1.0)
                 backend.disconnect()
                 deliveries[0].ack()

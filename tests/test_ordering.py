@@ -12,19 +12,19 @@ from anyio.lowlevel import checkpoint
 from aviso_workers.aviso.codec import Message
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.engine import acknowledging
-from aviso_workers.engine.buffer import KEY_PREFETCH, Line
+from aviso_workers.engine.buffer import KEY_PREFETCH, Buffer
 
 pytestmark = pytest.mark.anyio
 
 
 class Held:
-    """A delivery; its subject is its lane."""
+    """A delivery; its subject is its ordering key."""
 
     num_delivered = 1
     given_back = False
 
-    def __init__(self, sequence: int, lane: str) -> None:
-        self.message = Message(subject=lane, data=b"null", sequence=sequence)
+    def __init__(self, sequence: int, key: str) -> None:
+        self.message = Message(subject=key, data=b"null", sequence=sequence)
 
     def nak(self, *, delay_seconds: float = 0.0) -> None:
         self.given_back = True
@@ -36,70 +36,72 @@ def clock() -> VirtualClock:
 
 
 @pytest.fixture
-def line_of(clock: VirtualClock) -> Callable[..., tuple[Line, list[Any]]]:
-    """`line_of("a", "b", ordered=True)`: a line that just got deliveries for these lanes, and them."""
+def buffer_of(clock: VirtualClock) -> Callable[..., tuple[Buffer, list[Any]]]:
+    """`buffer_of("a", "b", ordered=True)`: a buffer that just got deliveries for these keys, and them."""
 
-    def line_of(*lanes: str, ordered: bool) -> tuple[Line, list[Any]]:
-        line = Line(clock, key=str) if ordered else Line(clock)
-        deliveries = [Held(sequence, lane) for sequence, lane in enumerate(lanes, start=1)]
+    def buffer_of(*keys: str, ordered: bool) -> tuple[Buffer, list[Any]]:
+        buffer = Buffer(clock, key=str) if ordered else Buffer(clock)
+        deliveries = [Held(sequence, key) for sequence, key in enumerate(keys, start=1)]
         for delivery in deliveries:
-            line.put(delivery)  # type: ignore[arg-type]
-        return line, deliveries
+            buffer.put(delivery)  # type: ignore[arg-type]
+        return buffer, deliveries
 
-    return line_of
-
-
-async def test_what_is_taken_at_once_has_not_waited(line_of: Callable[..., Any]) -> None:
-    line, (delivery,) = line_of("a", ordered=False)
-    assert await line.take() is delivery
-    assert line.waited_seconds(delivery) == 0
+    return buffer_of
 
 
-async def test_it_waits_for_somebody_who_takes_it(line_of: Callable[..., Any], clock: VirtualClock) -> None:
-    line, (delivery,) = line_of("a", ordered=False)
+async def test_what_is_taken_at_once_has_not_waited(buffer_of: Callable[..., Any]) -> None:
+    buffer, (delivery,) = buffer_of("a", ordered=False)
+    assert await buffer.take() is delivery
+    assert buffer.waited_seconds(delivery) == 0
+
+
+async def test_it_waits_for_somebody_who_takes_it(buffer_of: Callable[..., Any], clock: VirtualClock) -> None:
+    buffer, (delivery,) = buffer_of("a", ordered=False)
     await clock.advance(3)
-    await line.take()
+    await buffer.take()
     await clock.advance(5)
-    assert line.waited_seconds(delivery) == 3
+    assert buffer.waited_seconds(delivery) == 3
 
 
-async def test_it_waits_for_what_is_before_it_in_its_lane(line_of: Callable[..., Any], clock: VirtualClock) -> None:
-    line, (first, behind, other) = line_of("a", "a", "b", ordered=True)
-    assert [await line.take(), await line.take()] == [first, other]
+async def test_it_waits_for_what_is_before_it_in_its_lane(buffer_of: Callable[..., Any], clock: VirtualClock) -> None:
+    buffer, (first, behind, other) = buffer_of("a", "a", "b", ordered=True)
+    assert [await buffer.take(), await buffer.take()] == [first, other]
     await clock.advance(7)
-    line.done(first)
-    assert await line.take() is behind
-    assert [line.waited_seconds(each) for each in (behind, other)] == [7, 0]
+    buffer.done(first)
+    assert await buffer.take() is behind
+    assert [buffer.waited_seconds(each) for each in (behind, other)] == [7, 0]
 
 
-async def test_the_pause_before_another_attempt_is_no_waiting(line_of: Callable[..., Any], clock: VirtualClock) -> None:
-    line, (delivery,) = line_of("a", ordered=True)
-    await line.take()
-    line.again(delivery, after_seconds=10)
+async def test_the_pause_before_another_attempt_is_no_waiting(
+    buffer_of: Callable[..., Any], clock: VirtualClock
+) -> None:
+    buffer, (delivery,) = buffer_of("a", ordered=True)
+    await buffer.take()
+    buffer.again(delivery, after_seconds=10)
     await clock.advance(12)
-    await line.take()
-    assert line.waited_seconds(delivery) == 2
+    await buffer.take()
+    assert buffer.waited_seconds(delivery) == 2
 
 
-async def test_what_is_done_is_forgotten(line_of: Callable[..., Any], clock: VirtualClock) -> None:
-    line, (delivery,) = line_of("a", ordered=False)
+async def test_what_is_done_is_forgotten(buffer_of: Callable[..., Any], clock: VirtualClock) -> None:
+    buffer, (delivery,) = buffer_of("a", ordered=False)
     await clock.advance(3)
-    await line.take()
-    line.done(delivery)
-    assert (line.running, len(line), line.waited_seconds(delivery)) == (0, 0, None)
+    await buffer.take()
+    buffer.done(delivery)
+    assert (buffer.running, len(buffer), buffer.waited_seconds(delivery)) == (0, 0, None)
 
 
 async def test_what_is_delivered_again_while_it_is_held_is_settled_by_the_older_delivery(
-    line_of: Callable[..., Any],
+    buffer_of: Callable[..., Any],
 ) -> None:
-    line, (older,) = line_of("a", ordered=False)
-    line.put(Held(1, "a"))
-    assert (len(line), line.delivery_of(1)) == (1, older)
-    assert await line.take() is older
-    line.put(Held(1, "a"))
-    assert (line.running, line.holds(older)) == (1, True)
-    line.done(older)
-    assert (len(line), line.running) == (0, 0)
+    buffer, (older,) = buffer_of("a", ordered=False)
+    buffer.put(Held(1, "a"))
+    assert (len(buffer), buffer.delivery_of(1)) == (1, older)
+    assert await buffer.take() is older
+    buffer.put(Held(1, "a"))
+    assert (buffer.running, buffer.holds(older)) == (1, True)
+    buffer.done(older)
+    assert (len(buffer), buffer.running) == (0, 0)
 
 
 class TickingClock(VirtualClock):
@@ -111,62 +113,62 @@ class TickingClock(VirtualClock):
 
 
 async def test_who_never_waits_lets_others_have_a_turn() -> None:
-    line = Line(TickingClock())
+    buffer = Buffer(TickingClock())
     for sequence in range(1, 1001):
-        line.put(Held(sequence, "a"))  # type: ignore[arg-type]
+        buffer.put(Held(sequence, "a"))  # type: ignore[arg-type]
     turns_of_another = 0
 
     async def take_turns() -> None:
         nonlocal turns_of_another
-        while len(line):
+        while len(buffer):
             turns_of_another += 1
             await checkpoint()
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(take_turns)
-        while len(line):
-            delivery = await line.take()
+        while len(buffer):
+            delivery = await buffer.take()
             assert delivery is not None
-            line.done(delivery)
+            buffer.done(delivery)
 
     assert turns_of_another > 100
 
 
 async def test_all_who_are_idle_come_where_there_is_work_for_all() -> None:
-    line = Line(VirtualClock())
+    buffer = Buffer(VirtualClock())
     working, most = 0, 0
     release = anyio.Event()
 
     async def work() -> None:
         nonlocal working, most
-        while (delivery := await line.take()) is not None:
+        while (delivery := await buffer.take()) is not None:
             working += 1
             most = max(most, working)
             await release.wait()
             working -= 1
-            line.done(delivery)
+            buffer.done(delivery)
 
     async with anyio.create_task_group() as tasks:
         for _ in range(8):
             tasks.start_soon(work)
         await anyio.wait_all_tasks_blocked()
         for sequence in range(1, 21):
-            line.put(Held(sequence, "a"))  # type: ignore[arg-type]
+            buffer.put(Held(sequence, "a"))  # type: ignore[arg-type]
         await anyio.wait_all_tasks_blocked()
         assert most == 8
         release.set()
         await anyio.wait_all_tasks_blocked()
-        assert len(line) == 0
-        line.close()
+        assert len(buffer) == 0
+        buffer.close()
 
 
 async def test_what_is_there_is_taken_also_where_one_whose_turn_it_was_is_cancelled() -> None:
-    line = Line(VirtualClock())
+    buffer = Buffer(VirtualClock())
     taken: list[Any] = []
 
     async def take(scope: anyio.CancelScope) -> None:
         with scope:
-            taken.append(await line.take())
+            taken.append(await buffer.take())
 
     first, second = anyio.CancelScope(), anyio.CancelScope()
     async with anyio.create_task_group() as tasks:
@@ -174,21 +176,21 @@ async def test_what_is_there_is_taken_also_where_one_whose_turn_it_was_is_cancel
         await anyio.wait_all_tasks_blocked()
         tasks.start_soon(take, second)
         await anyio.wait_all_tasks_blocked()
-        line.put(Held(1, "a"))  # type: ignore[arg-type]
+        buffer.put(Held(1, "a"))  # type: ignore[arg-type]
         first.cancel()
         await anyio.wait_all_tasks_blocked()
-        line.close()
+        buffer.close()
 
     assert [delivery.message.sequence for delivery in taken if delivery] == [1]
 
 
 async def test_what_comes_while_one_that_waits_is_being_cancelled_is_taken_by_another() -> None:
-    line = Line(VirtualClock())
+    buffer = Buffer(VirtualClock())
     taken: list[Any] = []
 
     async def take(scope: anyio.CancelScope) -> None:
         with scope:
-            taken.append(await line.take())
+            taken.append(await buffer.take())
 
     first, second = anyio.CancelScope(), anyio.CancelScope()
     async with anyio.create_task_group() as tasks:
@@ -196,21 +198,21 @@ async def test_what_comes_while_one_that_waits_is_being_cancelled_is_taken_by_an
             tasks.start_soon(take, scope)
             await anyio.wait_all_tasks_blocked()
         first.cancel()
-        line.put(Held(1, "a"))  # it is the turn of the first, which does not come any more
+        buffer.put(Held(1, "a"))  # it is the turn of the first, which does not come any more
         await anyio.wait_all_tasks_blocked()
-        line.close()
+        buffer.close()
 
     assert [delivery.message.sequence for delivery in taken if delivery] == [1]
 
 
-async def taken_from(line: Line, count: int) -> list[int]:
+async def taken_from(buffer: Buffer, count: int) -> list[int]:
     """The sequences of the next deliveries, each of them done before the next is taken."""
     sequences = []
     for _ in range(count):
-        delivery = await line.take()
+        delivery = await buffer.take()
         assert delivery is not None
         sequences.append(delivery.message.sequence)
-        line.done(delivery)
+        buffer.done(delivery)
     return sequences
 
 
@@ -229,62 +231,64 @@ class Fresh(Held):
 
 class TestWhatComesOutOfOrder:
     @pytest.fixture
-    def line(self, clock: VirtualClock) -> Line:
-        return Line(clock, key=str)
+    def buffer(self, clock: VirtualClock) -> Buffer:
+        return Buffer(clock, key=str)
 
-    async def test_takes_its_place_in_its_lane(self, line: Line) -> None:
+    async def test_takes_its_place_in_its_lane(self, buffer: Buffer) -> None:
         for sequence in (1, 5, 9, 3, 7):
-            line.put(Held(sequence, "a"))  # type: ignore[arg-type]
-        assert await taken_from(line, 5) == [1, 3, 5, 7, 9]
+            buffer.put(Held(sequence, "a"))  # type: ignore[arg-type]
+        assert await taken_from(buffer, 5) == [1, 3, 5, 7, 9]
 
-    async def test_goes_before_a_head_that_waits_for_a_worker(self, line: Line) -> None:
-        line.put(Held(5, "a"))  # type: ignore[arg-type]
-        line.put(Held(6, "b"))  # type: ignore[arg-type]
-        line.put(Held(3, "a"))  # type: ignore[arg-type]
-        assert await taken_from(line, 3) == [6, 3, 5]
+    async def test_goes_before_a_head_that_waits_for_a_worker(self, buffer: Buffer) -> None:
+        buffer.put(Held(5, "a"))  # type: ignore[arg-type]
+        buffer.put(Held(6, "b"))  # type: ignore[arg-type]
+        buffer.put(Held(3, "a"))  # type: ignore[arg-type]
+        assert await taken_from(buffer, 3) == [6, 3, 5]
 
-    async def test_goes_after_a_head_that_runs_or_waits_for_its_retry(self, line: Line, clock: VirtualClock) -> None:
-        line.put(Held(5, "a"))  # type: ignore[arg-type]
-        head = await line.take()
+    async def test_goes_after_a_head_that_runs_or_waits_for_its_retry(
+        self, buffer: Buffer, clock: VirtualClock
+    ) -> None:
+        buffer.put(Held(5, "a"))  # type: ignore[arg-type]
+        head = await buffer.take()
         assert head is not None
-        line.put(Held(3, "a"))  # type: ignore[arg-type]
-        line.again(head, after_seconds=1.0)
-        line.put(Held(2, "a"))  # type: ignore[arg-type]
+        buffer.put(Held(3, "a"))  # type: ignore[arg-type]
+        buffer.again(head, after_seconds=1.0)
+        buffer.put(Held(2, "a"))  # type: ignore[arg-type]
         await clock.advance(1.0)
-        assert await taken_from(line, 3) == [5, 2, 3]
+        assert await taken_from(buffer, 3) == [5, 2, 3]
 
 
 class TestWhatIsGathered:
     """What a dead worker held comes in any order, and before anything new."""
 
     @pytest.fixture
-    def line(self, clock: VirtualClock) -> Line:
-        line = Line(clock, key=str)
-        line.gather(3)
-        return line
+    def buffer(self, clock: VirtualClock) -> Buffer:
+        buffer = Buffer(clock, key=str)
+        buffer.gather(3)
+        return buffer
 
-    async def test_is_handed_out_in_order_once_all_of_it_is_here(self, line: Line) -> None:
-        line.put(Again(8, "a"))  # type: ignore[arg-type]
-        line.put(Again(2, "a"))  # type: ignore[arg-type]
-        assert (line.ready, line.gathers) == (0, 1)
-        line.put(Again(5, "a"))  # type: ignore[arg-type]
-        assert line.gathers == 0
-        assert await taken_from(line, 3) == [2, 5, 8]
+    async def test_is_handed_out_in_order_once_all_of_it_is_here(self, buffer: Buffer) -> None:
+        buffer.put(Again(8, "a"))  # type: ignore[arg-type]
+        buffer.put(Again(2, "a"))  # type: ignore[arg-type]
+        assert (buffer.ready, buffer.gathers) == (0, 1)
+        buffer.put(Again(5, "a"))  # type: ignore[arg-type]
+        assert buffer.gathers == 0
+        assert await taken_from(buffer, 3) == [2, 5, 8]
 
-    async def test_is_handed_out_when_something_new_comes(self, line: Line) -> None:
-        line.put(Again(8, "a"))  # type: ignore[arg-type]
-        line.put(Again(2, "a"))  # type: ignore[arg-type]
-        line.put(Fresh(9, "a"))  # type: ignore[arg-type]
-        assert await taken_from(line, 3) == [2, 8, 9]
+    async def test_is_handed_out_when_something_new_comes(self, buffer: Buffer) -> None:
+        buffer.put(Again(8, "a"))  # type: ignore[arg-type]
+        buffer.put(Again(2, "a"))  # type: ignore[arg-type]
+        buffer.put(Fresh(9, "a"))  # type: ignore[arg-type]
+        assert await taken_from(buffer, 3) == [2, 8, 9]
 
-    async def test_does_not_end_with_a_dead_letter_that_was_handed_back(self, line: Line) -> None:
+    async def test_does_not_end_with_a_dead_letter_that_was_handed_back(self, buffer: Buffer) -> None:
         letter = Fresh(1, "a")
         letter.can_be_read_again = False
-        line.put(Again(8, "a"))  # type: ignore[arg-type]
-        line.put(letter)  # type: ignore[arg-type]
-        assert line.ready == 0
-        line.put(Again(2, "a"))  # type: ignore[arg-type]
-        assert await taken_from(line, 3) == [1, 2, 8]
+        buffer.put(Again(8, "a"))  # type: ignore[arg-type]
+        buffer.put(letter)  # type: ignore[arg-type]
+        assert buffer.ready == 0
+        buffer.put(Again(2, "a"))  # type: ignore[arg-type]
+        assert await taken_from(buffer, 3) == [1, 2, 8]
 
 
 class TestTheSurplus:
@@ -293,43 +297,43 @@ class TestTheSurplus:
     COUNT = KEY_PREFETCH + 10
 
     @pytest.fixture
-    def line(self, clock: VirtualClock) -> Line:
-        line = Line(clock, key=str)
+    def buffer(self, clock: VirtualClock) -> Buffer:
+        buffer = Buffer(clock, key=str)
         for sequence in range(1, self.COUNT + 1):
-            line.put(Fresh(sequence, "a"))  # type: ignore[arg-type]
-        return line
+            buffer.put(Fresh(sequence, "a"))  # type: ignore[arg-type]
+        return buffer
 
-    async def test_of_a_key_that_is_handled_is_what_is_more_than_enough(self, line: Line) -> None:
-        assert line.surplus == 10
-        assert await taken_from(line, 4) == [1, 2, 3, 4]
-        assert line.surplus == 6
-        await taken_from(line, self.COUNT - 4)
-        assert (line.surplus, len(line)) == (0, 0)
+    async def test_of_a_key_that_is_handled_is_what_is_more_than_enough(self, buffer: Buffer) -> None:
+        assert buffer.surplus == 10
+        assert await taken_from(buffer, 4) == [1, 2, 3, 4]
+        assert buffer.surplus == 6
+        await taken_from(buffer, self.COUNT - 4)
+        assert (buffer.surplus, len(buffer)) == (0, 0)
 
-    async def test_of_a_key_that_waits_for_its_retry_is_all_of_it(self, line: Line, clock: VirtualClock) -> None:
-        head = await line.take()
+    async def test_of_a_key_that_waits_for_its_retry_is_all_of_it(self, buffer: Buffer, clock: VirtualClock) -> None:
+        head = await buffer.take()
         assert head is not None
-        line.again(head, after_seconds=5.0)
-        assert line.surplus == self.COUNT
+        buffer.again(head, after_seconds=5.0)
+        assert buffer.surplus == self.COUNT
         await clock.advance(5.0)
-        assert line.surplus == 10
-        assert await taken_from(line, 1) == [1]
+        assert buffer.surplus == 10
+        assert await taken_from(buffer, 1) == [1]
 
-    async def test_of_a_key_whose_thread_runs_on_is_all_of_it(self, line: Line) -> None:
-        head = await line.take()
+    async def test_of_a_key_whose_thread_runs_on_is_all_of_it(self, buffer: Buffer) -> None:
+        head = await buffer.take()
         assert head is not None
-        line.block(head)
-        line.done(head)
-        assert line.surplus == self.COUNT - 1
-        line.unblock(head)
-        assert line.surplus == 9
+        buffer.block(head)
+        buffer.done(head)
+        assert buffer.surplus == self.COUNT - 1
+        buffer.unblock(head)
+        assert buffer.surplus == 9
 
-    async def test_is_none_once_all_was_given_back(self, line: Line, clock: VirtualClock) -> None:
-        head = await line.take()
+    async def test_is_none_once_all_was_given_back(self, buffer: Buffer, clock: VirtualClock) -> None:
+        head = await buffer.take()
         assert head is not None
-        line.again(head, after_seconds=5.0)
-        assert acknowledging.give_back(line.withdraw_all()) == self.COUNT
-        line.put(Fresh(100, "a"))  # type: ignore[arg-type]
+        buffer.again(head, after_seconds=5.0)
+        assert acknowledging.give_back(buffer.withdraw_all()) == self.COUNT
+        buffer.put(Fresh(100, "a"))  # type: ignore[arg-type]
         await clock.advance(5.0)
-        assert line.surplus == 0
-        assert await taken_from(line, 1) == [100]
+        assert buffer.surplus == 0
+        assert await taken_from(buffer, 1) == [100]

@@ -247,14 +247,14 @@ class Delivery(Protocol):
 
 
 class Consumer(Protocol):
-    """An open reader of a durable consumer. It asks for as many messages as its `room` says, and for no more."""
+    """An open reader of a durable consumer. It asks for as many messages as its `capacity` says, and for no more."""
 
     @property
     def pinned(self) -> bool:
         """Whether this reader of a pinned consumer is the one that is served, as far as it knows."""
 
     def refill(self) -> None:
-        """Tell the reader that there is room again, so that it asks for more."""
+        """Tell the reader that there is capacity again, so that it asks for more."""
 
     async def lost(self) -> None:
         """Wait until reading cannot go on, then raise the `BackendError` that says why."""
@@ -376,14 +376,14 @@ class Backend(Streams, Protocol):
         consumer: str,
         *,
         deliver: Callable[[Delivery], None],
-        room: Callable[[], int],
+        capacity: Callable[[], int],
         priority: int = 0,
     ) -> AbstractAsyncContextManager[Consumer]:
         """Read a durable consumer while the block runs, and call `deliver` with each delivery.
 
-        `room()` returns how many deliveries could be taken now. With the `priority_policy` `pinned_client`, one of the
-        readers is handed everything, and another one when that has left or has not asked for `priority_timeout`. With
-        `prioritized`, a reader is handed something only while none of a lower `priority` (0 to 9) asks.
+        `capacity()` returns how many deliveries could be taken now. With the `priority_policy` `pinned_client`, one of
+        the readers is handed everything, and another one when that has left or has not asked for `priority_timeout`.
+        With `prioritized`, a reader is handed something only while none of a lower `priority` (0 to 9) asks.
         """
 
     def read(

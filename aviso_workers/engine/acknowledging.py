@@ -25,7 +25,7 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.retry import Backoff
 from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, Nak, Settlement, Term, Verdict
 from aviso_workers.engine.attempts import Failures
-from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shields import Shield
@@ -135,7 +135,7 @@ class Settler:
         agent: Agent[Any, Any],
         *,
         stream: str,
-        line: Line,
+        buffer: Buffer,
         repeats: Repeats,
         failures: Failures,
         dead_letters: DeadLetterStore,
@@ -145,7 +145,7 @@ class Settler:
     ) -> None:
         self._agent = agent
         self._attempts = agent.policy.retry.attempts
-        self._line = line
+        self._buffer = buffer
         self._repeats = repeats
         self._failures = failures
         self._shield = shield
@@ -156,16 +156,16 @@ class Settler:
 
     async def pass_over(self, delivery: Delivery) -> None:
         """The agent did not ask for it: the server's filter is wider than the agent's."""
-        if self._line.holds(delivery):
+        if self._buffer.holds(delivery):
             self._ack(delivery)
             await self._failures.forget(delivery)
         else:
-            self._line.done(delivery)
+            self._buffer.done(delivery)
 
     def give_up(self, delivery: Delivery) -> None:
         """Nak a delivery whose message has left the stream: a server delivers no such message again."""
         delivery.nak()
-        self._line.done(delivery)
+        self._buffer.done(delivery)
 
     async def judge_window(
         self, window: Message, failure: Failure, *, failures: int, stream: str, part: str
@@ -201,13 +201,13 @@ class Settler:
         One that is to be tried again is given back when its failure is counted, which may be after this has returned.
         `started` is when the handling began, on the agent's clock.
         """
-        waited = self._line.waited_seconds(delivery)
+        waited = self._buffer.waited_seconds(delivery)
         if waited is None:
-            self._line.done(delivery)
+            self._buffer.done(delivery)
             return
         seconds = self._clock.monotonic() - started
         if not delivery.held:
-            self._line.done(delivery)
+            self._buffer.done(delivery)
             self._state(delivery, TAKEN_OVER, seconds, waited)
         elif failure is not None:
             await self._settle_failed(delivery, failure, state=lambda end: self._state(delivery, end, seconds, waited))
@@ -245,7 +245,7 @@ class Settler:
             state(end)
 
         await self._failures.add(
-            delivery, before=failures, kept=self._line.ordered, worker_died=failure.worker_died, then=give_back
+            delivery, before=failures, kept=self._buffer.ordered, worker_died=failure.worker_died, then=give_back
         )
 
     def _state(self, delivery: Delivery, end: _End, seconds: float, waited: float) -> None:
@@ -275,14 +275,14 @@ class Settler:
 
     def _end(self, delivery: Delivery) -> None:
         self._repeats.note(delivery)
-        self._line.done(delivery)
+        self._buffer.done(delivery)
 
     def _give_back(self, delivery: Delivery, delay: float) -> None:
-        if self._line.ordered:
-            self._line.again(delivery, after_seconds=delay)
+        if self._buffer.ordered:
+            self._buffer.again(delivery, after_seconds=delay)
         else:
             delivery.nak(delay_seconds=delay)
-            self._line.done(delivery)
+            self._buffer.done(delivery)
 
 
 class _Storing:

@@ -1,4 +1,4 @@
-"""An agent as a subscription: its two consumers, its line, its handler, and what ends its deliveries."""
+"""An agent as a subscription: its two consumers, its buffer, its handler, and what ends its deliveries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aviso_workers.declare.batches import Batch, Stream
 from aviso_workers.engine import consumer_records, dead_letter_store
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.attempts import Failures
-from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.consumer_records import ConsumerRecorder
 from aviso_workers.engine.dead_letter_store import DeadLetterStore, Requeued, retry_subject
 from aviso_workers.engine.feeds import Feed
@@ -43,11 +43,12 @@ from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSp
 
 __all__ = ["AgentSubscriptions"]
 
-LANES_PREFETCH = 1000
-"""What may wait with an ordered agent: more than its concurrency, because what waits in a lane holds a place."""
+ORDERED_PREFETCH = 1000
+"""What may wait with an ordered agent: more than its concurrency, because what waits behind
+another one of its key is held too."""
 STREAM_PREFETCH = 16
 """What may wait for each call of a function of a Stream, which can take many before the first of them is done."""
-SINGLETON_BEAT_SECONDS = 3.0
+SINGLETON_HEARTBEAT_SECONDS = 3.0
 """A singleton that has lost what it handles is ended within a third of this."""
 HANDLERS: dict[type, Callable[[HandlerContext], Handler]] = {Notification: OneByOne, Batch: InBatches, Stream: AsStream}
 
@@ -90,7 +91,7 @@ class AgentSubscriptions:
             # A singleton holds one at a time, and asks for the next one whenever one begins.
             most=1 if policy.singleton else MOST_PREFETCH,
         )
-        line = Line(
+        buffer = Buffer(
             clock,
             key=topics.key_of(where.topic, policy.order_by) if policy.order_by else None,
             isolation=self._isolation,
@@ -106,7 +107,7 @@ class AgentSubscriptions:
         settler = Settler(
             agent,
             stream=stream.name,
-            line=line,
+            buffer=buffer,
             repeats=repeats,
             failures=failures,
             dead_letters=self._dead_letters,
@@ -114,10 +115,10 @@ class AgentSubscriptions:
             clock=clock,
             events=self._events,
         )
-        threads = Threads(agent, line=line, clock=clock, events=self._events)
+        threads = Threads(agent, buffer=buffer, clock=clock, events=self._events)
         context = HandlerContext(
             agent,
-            line=line,
+            buffer=buffer,
             reader=NotificationReader(agent.event_type, event_type, where=where, payload_type=agent.payload_type),
             outputs=Outputs(agent, app=self._app, stream=stream.name, publisher=self._publisher),
             settler=settler,
@@ -128,7 +129,7 @@ class AgentSubscriptions:
         windows = self._windows(context, stream.name)
         run = Run(
             windows or HANDLERS[agent.form](context),
-            line=line,
+            buffer=buffer,
             prefetch=prefetch,
             clock=clock,
             ack_wait_seconds=_reported_within(agent, policy.ack_wait),
@@ -136,7 +137,7 @@ class AgentSubscriptions:
                 backend=self._backend,
                 agent=agent.name,
                 stream=stream.name,
-                line=line,
+                buffer=buffer,
                 failures=failures,
                 settler=settler,
                 isolation=self._isolation,
@@ -212,9 +213,9 @@ class AgentSubscriptions:
                 leaves=leaves,
                 repeats=repeats,
                 provisioner=self._provisioner,
-                in_order=run.line.ordered,
+                in_order=run.buffer.ordered,
                 # Who is busy, or waits for something to come, goes on asking, or would not stay pinned.
-                room=(lambda: 1) if policy.singleton else None,
+                capacity=(lambda: 1) if policy.singleton else None,
                 priority=self._config.workers.priority,
             ),
             Feed(
@@ -224,7 +225,7 @@ class AgentSubscriptions:
                 provisioner=self._own_streams,
                 unwrap=Requeued,
                 leaves=leaves,
-                room=(lambda: int(run.pinned(stream.name))) if policy.singleton else None,
+                capacity=(lambda: int(run.pinned(stream.name))) if policy.singleton else None,
             ),
         ]
 
@@ -242,14 +243,14 @@ class AgentSubscriptions:
 
 def _reported_within(agent: Agent[Any, Any], ack_wait_seconds: float) -> float:
     """Within how many seconds the agent's worker has to report what it holds."""
-    return min(ack_wait_seconds, SINGLETON_BEAT_SECONDS) if agent.policy.singleton else ack_wait_seconds
+    return min(ack_wait_seconds, SINGLETON_HEARTBEAT_SECONDS) if agent.policy.singleton else ack_wait_seconds
 
 
 def _prefetch(agent: Agent[Any, Any]) -> int:
     """As many as can begin at once, so that a worker that becomes free finds work."""
     policy = agent.policy
     if policy.order_by:
-        return max(LANES_PREFETCH, policy.concurrency)
+        return max(ORDERED_PREFETCH, policy.concurrency)
     return policy.concurrency * {Batch: policy.batch.size, Stream: STREAM_PREFETCH}.get(agent.form, 1)
 
 

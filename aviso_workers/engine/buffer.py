@@ -1,18 +1,18 @@
 """The deliveries that a worker process holds for one agent, from arrival to settlement, and which is next.
 
-`subscription` puts arrivals in, a handler takes them out, the settler says when one is done. Next is what came first;
-or, with `order_by`, what came first of each key: a key's lane is strictly in order of sequence, and what follows waits
-until the head is done, also while the head waits to be tried again. That wait is here and not on the server, which
-would hand out what follows meanwhile. A server gives a delivery to somebody else when it hears nothing of it for
-`ack_wait`: `beat` keeps it patient for all that is held.
+`subscription` puts arrivals in, a handler takes them out, and the settler says when one is done. Next is the oldest
+delivery; with `order_by`, the oldest of each ordering key. The deliveries of a key are handled strictly in order of
+sequence: the later ones wait until the first is done, also while the first waits to be tried again. It waits here and
+not on the server, which would deliver the later ones meanwhile. A server delivers a message to another worker when it
+hears nothing of it for `ack_wait`, so `heartbeat` reports every delivery that is held as in progress.
 
-A server delivers in the order of the stream, so a key that fails or is slow brings more and more that has to wait here
-before anything of other keys comes. All of that stays here: `surplus` says how much of what waits belongs to such keys,
-and `prefetch` asks for more in its place. Only the bodies of the surplus are left out where they are too large
-together; `redeliveries` reads them again when their turn comes.
+A server delivers in the order of the stream, so a key that fails or is slow brings more and more deliveries that have
+to wait here before anything of other keys comes. All of them stay here: `surplus` says how many of those that wait
+belong to such keys, and `prefetch` asks for more in their place. Only their bodies are left out where they are too
+large together; `redeliveries` reads them again when their turn comes.
 
-What a dead worker held comes in the order in which its time ran out. So a worker that begins gathers it, and hands out
-nothing before all of it is here.
+The deliveries of a dead worker come in the order in which their `ack_wait` ran out. So a worker that begins gathers
+them, and hands out nothing before all of them are here.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from aviso_workers.backends import Delivery, Message
 from aviso_workers.clocks import Clock
 from aviso_workers.engine.isolation import Isolation
 
-__all__ = ["MOST_WAITING_BYTES", "Line"]
+__all__ = ["MOST_WAITING_BYTES", "Buffer"]
 
 TURN_SECONDS = 0.005
 """Handlers that never wait get so long before others of the loop have a turn."""
-BEATS_AT_ONCE = 1000
+HEARTBEATS_AT_ONCE = 1000
 """Deliveries that are reported in progress before others of the loop have a turn."""
 KEY_PREFETCH = 64
 """Of a key that is being handled, so many deliveries count as prefetched; of one that waits for a retry, none."""
@@ -47,8 +47,8 @@ def _nobody(*_: object) -> None:
     """What is called where nobody wants to know."""
 
 
-class _Place:
-    """A delivery's place in the line."""
+class _Held:
+    """A delivery's place in the buffer."""
 
     __slots__ = ("begin", "bodiless", "delivery", "since", "waited")
 
@@ -64,7 +64,7 @@ class _Place:
         """What is awaited before it is handed out."""
 
 
-class _Lane(deque[Delivery]):
+class _KeyQueue(deque[Delivery]):
     """The deliveries of one key that are held, in order of sequence. Only the head is handed out."""
 
     stopped = False
@@ -73,8 +73,10 @@ class _Lane(deque[Delivery]):
     """How many of them count as surplus."""
 
 
-class Line:
-    """Deliveries that wait or run. With `key` of a subject, those of one key form a lane; without, each is its own."""
+class Buffer:
+    """Deliveries that wait or run. With `key`, which returns the ordering key of a subject, those of one key are handed
+    out one after another; without, each by itself.
+    """
 
     def __init__(
         self,
@@ -82,14 +84,14 @@ class Line:
         *,
         key: Callable[[str], Hashable] | None = None,
         isolation: Isolation | None = None,
-        on_begin: Callable[[Line], None] = _nobody,
+        on_begin: Callable[[Buffer], None] = _nobody,
         on_surplus: Callable[[], None] = _nobody,
         on_lost: Callable[[Delivery], None] | None = None,
     ) -> None:
         """With `isolation`, what was delivered before is given to `take_redelivered` first.
 
         `on_begin` is called when one waits no more, `on_surplus` when what came is surplus, so that more may be asked
-        for in its place, and `on_lost`, at every beat, with what may have been given to somebody else.
+        for in its place, and `on_lost`, at every heartbeat, with what may have been given to somebody else.
         """
         self.ordered = key is not None
         self.closed = False
@@ -101,10 +103,10 @@ class Line:
         self._isolation.join(self)
         self._redelivered: deque[Delivery] = deque()
         self._redelivery = anyio.Event()
-        self._held: dict[int, _Place] = {}
+        self._held: dict[int, _Held] = {}
         """All, by sequence, in order of arrival."""
         self._ready: deque[Delivery] = deque()
-        self._lanes: dict[Hashable, _Lane] = {}
+        self._queues: dict[Hashable, _KeyQueue] = {}
         """Per busy key, its head and what waits behind it."""
         self._blocked: dict[Hashable, Delivery | None] = {}
         """Keys of which nothing is handed out, and the head that would have been."""
@@ -165,13 +167,13 @@ class Line:
         return max(0.0, (self._clock.time_ns() - oldest_ns) / 1e9)
 
     def waited_seconds(self, delivery: Delivery) -> float | None:
-        """How long one that runs waited, for its turn in its lane and for a free worker; None for one not held."""
-        place = self._place(delivery)
+        """How long one that runs waited, for its turn in its key and for a free worker; None for one not held."""
+        place = self._entry(delivery)
         return place.waited or 0.0 if place is not None else None
 
     def holds(self, delivery: Delivery) -> bool:
         """False for one whose stream was deleted and made anew: its sequence is that of another message now."""
-        return self._place(delivery) is not None
+        return self._entry(delivery) is not None
 
     def delivery_of(self, sequence: int) -> Delivery | None:
         place = self._held.get(sequence)
@@ -202,7 +204,7 @@ class Line:
             self._waits(held)
             self._let_go(held)
         self._bytes += len(message.data)
-        self._held[message.sequence] = _Place(delivery, self._clock.monotonic())
+        self._held[message.sequence] = _Held(delivery, self._clock.monotonic())
         if self._gathered is not None:
             self._gather(delivery)
         elif self.ordered:
@@ -211,7 +213,7 @@ class Line:
             self._offer(delivery)
 
     async def take(self) -> Delivery | None:
-        """The next delivery; None when the line is closed."""
+        """The next delivery; None when the buffer is closed."""
         if self._taken_at >= self._turn_ends:  # handlers that never wait must not stop the loop
             await checkpoint()
             self._turn_ends = self._clock.monotonic() + TURN_SECONDS
@@ -247,7 +249,7 @@ class Line:
         """Let it be taken, before all others or after them. `begin` is awaited before it is handed out."""
         if self.closed:
             return
-        if begin is not None and (place := self._place(delivery)):
+        if begin is not None and (place := self._entry(delivery)):
             place.begin = begin
         if first:
             self._ready.appendleft(delivery)
@@ -267,7 +269,7 @@ class Line:
 
     def done(self, delivery: Delivery) -> None:
         """It is settled: it is held no more, and what waits behind it may go."""
-        if place := self._place(delivery):
+        if place := self._entry(delivery):
             self.finished += 1
             self._waits(place)
             del self._held[delivery.message.sequence]
@@ -275,22 +277,22 @@ class Line:
         if self._key is None:
             return
         key = self._key(delivery.message.subject)
-        lane = self._lanes.get(key)
-        if lane is None or lane[0] is not delivery:
+        queue = self._queues.get(key)
+        if queue is None or queue[0] is not delivery:
             return  # it was given back meanwhile
-        lane.popleft()
-        if lane.surplus:
-            lane.stopped = False
-            self._count_surplus(lane)
-        if lane:
-            self._offer(lane[0])
+        queue.popleft()
+        if queue.surplus:
+            queue.stopped = False
+            self._count_surplus(queue)
+        if queue:
+            self._offer(queue[0])
         else:
-            del self._lanes[key]
+            del self._queues[key]
 
     def again(self, delivery: Delivery, *, after_seconds: float) -> None:
-        """It waits, at the head of its lane, and goes once more after the delay."""
+        """It waits, at the head of its key, and goes once more after the delay."""
         due = self._clock.monotonic() + after_seconds
-        if place := self._place(delivery):
+        if place := self._entry(delivery):
             self._waits(place)
             place.since = due
             self._stop(delivery, stopped=True)
@@ -328,26 +330,26 @@ class Line:
         """Hold nothing any more, and return all of it, also what runs, to be given back in this order."""
         return self._withdraw(list(self._held))
 
-    async def beat(self) -> None:
+    async def heartbeat(self) -> None:
         """Tell the server that what is held is being worked on."""
         for number, place in enumerate(tuple(self._held.values()), start=1):
-            if self._place(place.delivery) is None:
+            if self._entry(place.delivery) is None:
                 continue  # it was settled while others had a turn
             if place.delivery.held:
                 place.delivery.in_progress()
             else:
                 self._on_lost(place.delivery)
-            if number % BEATS_AT_ONCE == 0:
+            if number % HEARTBEATS_AT_ONCE == 0:
                 await checkpoint()
 
     def is_bodiless(self, delivery: Delivery) -> bool:
         """Whether the body of its message was left out, to be read again when its turn has come."""
-        place = self._place(delivery)
+        place = self._entry(delivery)
         return place is not None and place.bodiless
 
     def restore_body(self, delivery: Delivery, message: Message) -> None:
         """Its message was read again."""
-        place = self._place(delivery)
+        place = self._entry(delivery)
         if place is not None and place.bodiless:
             delivery.message = structs.replace(delivery.message, data=message.data, headers=message.headers)
             place.bodiless = False
@@ -371,31 +373,31 @@ class Line:
         """Hand it out when it is next, of all or of its key."""
         if self._key is not None:
             key = self._key(delivery.message.subject)
-            lane = self._lanes.get(key)
-            if lane is not None:
-                self._join(lane, delivery)
+            queue = self._queues.get(key)
+            if queue is not None:
+                self._join(queue, delivery)
                 return
-            self._lanes[key] = _Lane((delivery,))
+            self._queues[key] = _KeyQueue((delivery,))
         self._offer(delivery)
 
-    def _join(self, lane: _Lane, delivery: Delivery) -> None:
-        if delivery.message.sequence > lane[-1].message.sequence:
-            lane.append(delivery)
-        elif self._overtakes(lane, delivery):
+    def _join(self, queue: _KeyQueue, delivery: Delivery) -> None:
+        if delivery.message.sequence > queue[-1].message.sequence:
+            queue.append(delivery)
+        elif self._overtakes(queue, delivery):
             return
-        if lane.stopped or len(lane) > KEY_PREFETCH:
-            self._count_surplus(lane)
+        if queue.stopped or len(queue) > KEY_PREFETCH:
+            self._count_surplus(queue)
             self._leave_out_body(delivery)
             self._on_surplus()
 
-    def _overtakes(self, lane: _Lane, delivery: Delivery) -> bool:
-        """Insert one that comes late where its sequence belongs; whether it has become the head of its lane."""
-        sequence, head = delivery.message.sequence, lane[0]
+    def _overtakes(self, queue: _KeyQueue, delivery: Delivery) -> bool:
+        """Insert one that comes late where its sequence belongs; whether it has become the head of its key."""
+        sequence, head = delivery.message.sequence, queue[0]
         if sequence > head.message.sequence or not self._recall(head):
-            lane.insert(bisect(lane, sequence, lo=1, key=_sequence), delivery)
+            queue.insert(bisect(queue, sequence, lo=1, key=_sequence), delivery)
             return False
-        lane.appendleft(delivery)
-        self._count_surplus(lane)
+        queue.appendleft(delivery)
+        self._count_surplus(queue)
         self._offer(delivery)
         return True
 
@@ -406,11 +408,11 @@ class Line:
         self._ready.remove(head)
         return True
 
-    def _place(self, delivery: Delivery) -> _Place | None:
+    def _entry(self, delivery: Delivery) -> _Held | None:
         place = self._held.get(delivery.message.sequence)
         return place if place is not None and place.delivery is delivery else None
 
-    def _waits(self, place: _Place) -> None:
+    def _waits(self, place: _Held) -> None:
         """It does not run, or not any more."""
         if place.waited is not None:
             self.running -= 1
@@ -419,12 +421,12 @@ class Line:
         if self._isolation.alone is not None:
             self._isolation.note_end(place.delivery)
 
-    def _next(self) -> _Place | None:
+    def _next(self) -> _Held | None:
         if self._isolation.closed and not (self._ready and self.alone(self._ready[0])):
             return None
         while self._ready:
             delivery = self._ready.popleft()
-            if place := self._place(delivery):
+            if place := self._entry(delivery):
                 return place
             self.done(delivery)
         return None
@@ -458,24 +460,24 @@ class Line:
             self.admit(delivery)
 
     def _resume(self, delivery: Delivery) -> None:
-        """The head of a lane that was stopped may begin."""
+        """The head of a key that was stopped may begin."""
         if self.holds(delivery):
             self._stop(delivery, stopped=False)
         self._offer(delivery)
 
     def _stop(self, delivery: Delivery, *, stopped: bool) -> None:
-        """Note whether the head of a lane cannot begin."""
+        """Note whether the head of a key cannot begin."""
         if self._key is None:
             return
-        lane = self._lanes.get(self._key(delivery.message.subject))
-        if lane is not None and lane.stopped is not stopped:
-            lane.stopped = stopped
-            self._count_surplus(lane)
+        queue = self._queues.get(self._key(delivery.message.subject))
+        if queue is not None and queue.stopped is not stopped:
+            queue.stopped = stopped
+            self._count_surplus(queue)
 
-    def _count_surplus(self, lane: _Lane) -> None:
-        surplus = len(lane) if lane.stopped else max(0, len(lane) - KEY_PREFETCH)
-        self.surplus += surplus - lane.surplus
-        lane.surplus = surplus
+    def _count_surplus(self, queue: _KeyQueue) -> None:
+        surplus = len(queue) if queue.stopped else max(0, len(queue) - KEY_PREFETCH)
+        self.surplus += surplus - queue.surplus
+        queue.surplus = surplus
 
     def _leave_out_body(self, delivery: Delivery) -> None:
         """Keep it without its body where too much waits: it has come and cannot begin."""
@@ -499,16 +501,16 @@ class Line:
             self._waits(place)
             self._let_go(place)
             withdrawn.append(place.delivery)
-        for key, lane in tuple(self._lanes.items()):
-            kept = [delivery for delivery in lane if self.holds(delivery)]
-            lane.clear()
-            lane.extend(kept)
-            self._count_surplus(lane)
-            if not lane:
-                del self._lanes[key]
+        for key, queue in tuple(self._queues.items()):
+            kept = [delivery for delivery in queue if self.holds(delivery)]
+            queue.clear()
+            queue.extend(kept)
+            self._count_surplus(queue)
+            if not queue:
+                del self._queues[key]
         return withdrawn
 
-    def _let_go(self, place: _Place) -> None:
+    def _let_go(self, place: _Held) -> None:
         self._bytes -= len(place.delivery.message.data)
         self._bodiless -= place.bodiless
 

@@ -1,7 +1,7 @@
-"""What a subscription reads, and what a delivery goes through between its consumer and the line.
+"""What a subscription reads, and what a delivery goes through between its consumer and the buffer.
 
-Most go straight into the line. Settled here is what never gets there: what another version of the agent wants, what was
-settled before and comes again, and a dead letter that is tried again whose sequence is taken.
+Most go straight into the buffer. Settled here is what never gets there: what another version of the agent wants, what
+was settled before and comes again, and a dead letter that is tried again whose sequence is taken.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.declare.verdicts import Nak, Settlement
 from aviso_workers.engine import acknowledging, parts
-from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.errors import BackendError, UndecodableError
@@ -39,7 +39,7 @@ class Feed(Struct, frozen=True, kw_only=True):
     """Makes of what comes, and its whole message, what the agent is to see."""
     in_order: bool = False
     """Deliveries must come in order: what a dead worker held is waited for before anything new is asked for."""
-    room: Callable[[], int] | None = None
+    capacity: Callable[[], int] | None = None
     """How many deliveries could be taken now; None where that is the agent's to say."""
     priority: int = 0
     """See `Backend.consume`."""
@@ -51,13 +51,13 @@ class Feed(Struct, frozen=True, kw_only=True):
     """What was settled lately of the stream; None where what comes again is always handled again."""
 
 
-def delivering(feed: Feed, line: Line, *, backend: Backend, joining: TaskGroup) -> Callable[[Delivery], None]:
-    """Return what a backend is to call with each delivery of the feed: it puts those into the line that belong there.
+def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGroup) -> Callable[[Delivery], None]:
+    """Return what a backend is to call with each delivery of the feed: it puts those into the buffer that belong there.
 
     What cannot be done at once is done by a task of `joining`.
     """
     unwrap, leaves = feed.unwrap, feed.leaves
-    put = line.put if feed.repeats is None else _passing_over(feed.repeats, line.put, joining)
+    put = buffer.put if feed.repeats is None else _passing_over(feed.repeats, buffer.put, joining)
 
     def take(delivery: Delivery) -> None:
         if leaves is None or (settlement := leaves(delivery)) is None:
@@ -66,10 +66,10 @@ def delivering(feed: Feed, line: Line, *, backend: Backend, joining: TaskGroup) 
             acknowledging.settle(delivery, settlement)
 
     def take_unwrapped(delivery: Delivery) -> None:
-        """The line holds one of each sequence. Another one of this sequence is of the agent's own stream, and settling
-        one of them does not settle the other.
+        """The buffer holds one of each sequence. Another one of this sequence is of the agent's own stream, and
+        settling one of them does not settle the other.
         """
-        held = line.delivery_of(delivery.message.sequence)
+        held = buffer.delivery_of(delivery.message.sequence)
         if held is None or held.message == delivery.message:
             take(delivery)
         else:

@@ -9,7 +9,7 @@ from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.declare.verdicts import Settlement, Term
 from aviso_workers.engine import acknowledging
-from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.prefetch import Prefetch
 from aviso_workers.engine.subscription import Run, Subscription
@@ -37,9 +37,11 @@ def subscription(
     What it cannot decode is terminated with `unreadable_reason`, and stated. `beside` is run for as long as it runs.
     """
     ahead = Prefetch(clock, workers=workers, least=prefetch)
-    line = Line(clock, on_begin=ahead.note_begin, on_surplus=ahead.ask)
-    handler = _Internal(handle, line=line, stream=feed.stream.name, unreadable_reason=unreadable_reason, events=events)
-    run = Run(handler, line=line, prefetch=ahead, clock=clock, ack_wait_seconds=feed.consumer.ack_wait / SECOND)
+    buffer = Buffer(clock, on_begin=ahead.note_begin, on_surplus=ahead.ask)
+    handler = _Internal(
+        handle, buffer=buffer, stream=feed.stream.name, unreadable_reason=unreadable_reason, events=events
+    )
+    run = Run(handler, buffer=buffer, prefetch=ahead, clock=clock, ack_wait_seconds=feed.consumer.ack_wait / SECOND)
     return Subscription(name=name, feeds=[feed], run=run, beside=beside)
 
 
@@ -50,23 +52,23 @@ class _Internal:
         self,
         handle: Callable[[Delivery], Awaitable[Settlement]],
         *,
-        line: Line,
+        buffer: Buffer,
         stream: str,
         unreadable_reason: str,
         events: Events,
     ) -> None:
         """`stream` is where what cannot be decoded came from."""
         self._handle = handle
-        self._line = line
+        self._buffer = buffer
         self._stream = stream
         self._unreadable_reason = unreadable_reason
         self._events = events
 
     async def work(self) -> None:
         """See `subscription.Handler`."""
-        while (delivery := await self._line.take()) is not None:
+        while (delivery := await self._buffer.take()) is not None:
             acknowledging.settle(delivery, await self._settlement(delivery))
-            self._line.done(delivery)
+            self._buffer.done(delivery)
 
     async def _settlement(self, delivery: Delivery) -> Settlement:
         try:

@@ -1,7 +1,7 @@
 """At most one notification of a worker process at a time runs alone: while it does, no other handler begins.
 
 `redeliveries` asks for it where a notification may end its process, so that nobody else's notification is taken along,
-and so that it is known which one did it. All agents of a process share one `Isolation`; their lines obey it.
+and so that it is known which one did it. All agents of a process share one `Isolation`; their buffers obey it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALONE_SECONDS = 10.0
 that takes an hour must not stop its whole process. It is still the only one that runs under suspicion."""
 
 
-class _Line(Protocol):
+class _Buffer(Protocol):
     @property
     def running(self) -> int: ...
     def wake(self) -> None: ...
@@ -37,14 +37,14 @@ class Isolation:
         self.alone: Delivery | None = None
         """The notification that waits for the others to end, or runs."""
         self._clock = clock
-        self._lines: list[_Line] = []
+        self._buffers: list[_Buffer] = []
         self._turn = anyio.Lock()
         self._free = anyio.Event()
         self._ended = anyio.Event()
 
-    def join(self, line: _Line) -> None:
-        """Count what runs in this line, and wake it when handlers may begin again."""
-        self._lines.append(line)
+    def join(self, buffer: _Buffer) -> None:
+        """Count what runs in this buffer, and wake it when handlers may begin again."""
+        self._buffers.append(buffer)
 
     @asynccontextmanager
     async def of(self, delivery: Delivery) -> AsyncIterator[None]:
@@ -68,17 +68,17 @@ class Isolation:
         await self._ended.wait()
 
     def note_end(self, delivery: Delivery) -> None:
-        """A delivery of one of the lines runs no more."""
+        """A delivery of one of the buffers runs no more."""
         if delivery is self.alone:
             self._ended.set()
         elif not self._busy():
             self._free.set()
 
     def _busy(self) -> bool:
-        return any(line.running for line in self._lines)
+        return any(buffer.running for buffer in self._buffers)
 
     def _reopen(self) -> None:
         self.closed = False
         self._free.set()
-        for line in self._lines:
-            line.wake()
+        for buffer in self._buffers:
+            buffer.wake()

@@ -1,13 +1,13 @@
 """How many deliveries an agent asks for ahead of what its workers handle: the backpressure towards the server.
 
-`subscription` asks here for the capacity of its consumers; the line says here whenever a handler begins.
+`subscription` asks here for the capacity of its consumers; the buffer says here whenever a handler begins.
 """
 
 from __future__ import annotations
 
 from aviso_workers.backends import Consumer
 from aviso_workers.clocks import Clock
-from aviso_workers.engine.buffer import MOST_WAITING_BYTES, Line
+from aviso_workers.engine.buffer import MOST_WAITING_BYTES, Buffer
 
 __all__ = ["MOST_PREFETCH", "PREFETCH_SECONDS", "Prefetch"]
 
@@ -63,23 +63,23 @@ class Prefetch:
         consumer = self._consumers.get(stream)
         return consumer is not None and consumer.pinned
 
-    def capacity(self, line: Line) -> int:
-        """Return how many deliveries the line could be given now."""
-        if line.gathers:
-            return min(line.gathers, self._prefetch)
-        capacity = self._prefetch - line.waiting
-        if line.surplus and line.ready < self.workers:
-            capacity += line.surplus
-        if not line.waiting_bytes:
+    def capacity(self, buffer: Buffer) -> int:
+        """Return how many deliveries the buffer could be given now."""
+        if buffer.gathers:
+            return min(buffer.gathers, self._prefetch)
+        capacity = self._prefetch - buffer.waiting
+        if buffer.surplus and buffer.ready < self.workers:
+            capacity += buffer.surplus
+        if not buffer.waiting_bytes:
             return capacity
-        fitting = int((MOST_WAITING_BYTES - line.waiting_bytes) / line.mean_bytes)
-        self._fills_budget = fitting < capacity and not line.starved
+        fitting = int((MOST_WAITING_BYTES - buffer.waiting_bytes) / buffer.mean_bytes)
+        self._fills_budget = fitting < capacity and not buffer.starved
         return fitting if self._fills_budget else capacity
 
-    def note_begin(self, line: Line) -> None:
-        """One that the line held begins to be handled: ask for another, and learn at which pace they begin."""
+    def note_begin(self, buffer: Buffer) -> None:
+        """One that the buffer held begins to be handled: ask for another, and learn at which pace they begin."""
         self._begun += 1
-        if self._begun % self._check_after and not self._fills_budget and not line.surplus:
+        if self._begun % self._check_after and not self._fills_budget and not buffer.surplus:
             return
         seconds = self._clock.monotonic() - self._begun_since
         if seconds >= PREFETCH_SECONDS:

@@ -185,7 +185,7 @@ class Publisher:
         """Some at a time; how many notifications there were."""
         count = 0
         failure: Exception | None = None
-        room = anyio.Semaphore(CHUNKS_UNDER_WAY)
+        capacity = anyio.Semaphore(CHUNKS_UNDER_WAY)
 
         async def store(chunk: C) -> None:
             nonlocal count, failure
@@ -195,12 +195,12 @@ class Publisher:
             except Exception as error:
                 failure = failure or error  # raised below, outside of the group, so that it arrives as itself
                 sending.cancel_scope.cancel()
-            room.release()
+            capacity.release()
 
         async with anyio.create_task_group() as sending:
             try:
                 for chunk in chunks:
-                    await room.acquire()
+                    await capacity.acquire()
                     sending.start_soon(store, chunk)
             except Exception as error:  # one that is not valid, or whatever the iterable raises
                 failure = error

@@ -22,7 +22,7 @@ from aviso_workers.declare import verdicts
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.attempts import Failures
-from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.shields import Shield
 from aviso_workers.errors import BackendError, DeliveriesExhaustedError, NotFoundError, WorkerDiedError
@@ -48,7 +48,7 @@ class Redeliveries:
         backend: Backend,
         agent: str,
         stream: str,
-        line: Line,
+        buffer: Buffer,
         failures: Failures,
         settler: Settler,
         isolation: Isolation,
@@ -61,7 +61,7 @@ class Redeliveries:
         self._agent = agent
         self._stream = stream
         self._reads = anyio.CapacityLimiter(READS_AT_ONCE)
-        self._line = line
+        self._buffer = buffer
         self._failures = failures
         self._settler = settler
         self._isolation = isolation
@@ -75,9 +75,9 @@ class Redeliveries:
         """When a message could not be read the last time."""
 
     async def work(self) -> None:
-        """Take from the line what was delivered again or has no body, until the line is closed."""
+        """Take from the buffer what was delivered again or has no body, until the buffer is closed."""
         async with anyio.create_task_group() as tasks:
-            while (delivery := await self._line.take_redelivered()) is not None:
+            while (delivery := await self._buffer.take_redelivered()) is not None:
                 if not self._admit_known(delivery):
                     tasks.start_soon(self._decide, delivery)
 
@@ -87,26 +87,26 @@ class Redeliveries:
 
     def _admit_known(self, delivery: Delivery) -> bool:
         """Let it run where that can be said at once, as of most that have failed: a task for each would cost more."""
-        if self._line.is_bodiless(delivery) or (record := self._failures.recall(delivery)) is None:
+        if self._buffer.is_bodiless(delivery) or (record := self._failures.recall(delivery)) is None:
             return False
         known = verdicts.before_handling(record, num_delivered=delivery.num_delivered, attempts=self._attempts)
         if known != "run":
             return False
-        self._line.admit(delivery)
+        self._buffer.admit(delivery)
         return True
 
     async def _decide(self, delivery: Delivery) -> None:
-        if self._line.is_bodiless(delivery) and not await self._read(delivery):
+        if self._buffer.is_bodiless(delivery) and not await self._read(delivery):
             return
         if delivery.num_delivered == 1:
-            self._line.admit(delivery)
+            self._buffer.admit(delivery)
             return
         record = await self._failures.look(delivery)
         match verdicts.before_handling(record, num_delivered=delivery.num_delivered, attempts=self._attempts):
             case "run":
-                self._line.admit(delivery)
+                self._buffer.admit(delivery)
             case "run_recorded":
-                self._line.admit(delivery, begin=partial(self._begin, delivery, alone=False))
+                self._buffer.admit(delivery, begin=partial(self._begin, delivery, alone=False))
             case "run_alone":
                 await self._run_alone(delivery)
             case "worker_died":
@@ -124,13 +124,13 @@ class Redeliveries:
             message = None
         except BackendError as error:
             self._note_unread(delivery, error)
-            self._line.again(delivery, after_seconds=READ_AGAIN_SECONDS)
+            self._buffer.again(delivery, after_seconds=READ_AGAIN_SECONDS)
             return False
         self._note_readable()
         if message is None or abs(message.timestamp_ns - delivery.message.timestamp_ns) > SAME_TIME_NS:
             self._settler.give_up(delivery)
             return False
-        self._line.restore_body(delivery, message)
+        self._buffer.restore_body(delivery, message)
         return True
 
     def _note_unread(self, delivery: Delivery, error: BackendError) -> None:
@@ -155,9 +155,9 @@ class Redeliveries:
 
     async def _run_alone(self, delivery: Delivery) -> None:
         async with self._isolation.of(delivery):
-            if self._line.closed or not self._line.holds(delivery):
+            if self._buffer.closed or not self._buffer.holds(delivery):
                 return
-            self._line.admit(delivery, first=True, begin=partial(self._begin, delivery, alone=True))
+            self._buffer.admit(delivery, first=True, begin=partial(self._begin, delivery, alone=True))
             try:
                 await self._isolation.ended()
             finally:

@@ -17,7 +17,7 @@ import anyio
 from aviso_workers.backends import Delivery
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import calls
-from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.buffer import Buffer
 from aviso_workers.errors import TakenOverError
 
 __all__ = ["WhileHeld", "check"]
@@ -33,10 +33,10 @@ class WhileHeld:
         self._scope = anyio.CancelScope()
 
     async def call(
-        self, function: Callable[[Any], Awaitable[Failure | None]], line: Line, notification: Any
+        self, function: Callable[[Any], Awaitable[Failure | None]], buffer: Buffer, notification: Any
     ) -> Failure | None:
         """Return what the function returns. Raises `TakenOverError` where another worker may have the notification."""
-        self._handled = line.delivery_of(notification.sequence)
+        self._handled = buffer.delivery_of(notification.sequence)
         token = _HANDLED.set(self._handled)
         try:
             check()

@@ -1,8 +1,8 @@
 """A subscription at work: its consumers opened, watched and opened again after a wait, its workers drained in order.
 
 `session` hands in a `Subscription`: an agent (`agent_subscriptions`), what exceeds its deliveries (`max_deliveries`),
-or what is delivered later (`delayed_delivery`). A delivery goes from its consumer into the line (`feeds`), from which a
-handler takes it.
+or what is delivered later (`delayed_delivery`). A delivery goes from its consumer into the buffer (`feeds`), from
+which a handler takes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aviso_workers.declare.agents import Task
 from aviso_workers.declare.retry import Backoff, Restarts
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import acknowledging, calls, feeds
-from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.prefetch import Prefetch
 from aviso_workers.engine.redeliveries import Redeliveries
@@ -43,7 +43,7 @@ handles nothing new while so many wait. More would not be better: a nats-server 
 for each one that it delivers again. Where 100,000 were due at one moment, nats-server 2.15 delivered 15,000 a second
 and the new ones beside them; of 300,000 it delivered 700 a second, and nothing new for minutes.
 """
-BEATS = 3
+HEARTBEATS = 3
 """How often what is held is reported in progress while one `ack_wait` passes."""
 LONGEST_WAIT_SECONDS = 10.0
 REOPENED = Backoff(first=0.1, factor=2.0, max=LONGEST_WAIT_SECONDS, jitter=0.0)
@@ -58,10 +58,10 @@ QUIET_SECONDS = 1.0
 
 
 class Handler(Protocol):
-    """What takes deliveries from a line and settles them: a call form of authors' functions, or `internal`."""
+    """What takes deliveries from a buffer and settles them: a call form of authors' functions, or `internal`."""
 
     async def work(self) -> None:
-        """Take from the line and settle, until the line is closed."""
+        """Take from the buffer and settle, until the buffer is closed."""
 
 
 class Run:
@@ -71,7 +71,7 @@ class Run:
         self,
         handler: Handler,
         *,
-        line: Line,
+        buffer: Buffer,
         prefetch: Prefetch,
         clock: Clock,
         ack_wait_seconds: float,
@@ -79,8 +79,8 @@ class Run:
         threads: Threads | None = None,
         shield: Shield | None = None,
     ) -> None:
-        """`line` was made with `prefetch`: it tells it what begins."""
-        self.line = line
+        """`buffer` was made with `prefetch`: it tells it what begins."""
+        self.buffer = buffer
         self.returned = 0
         """Deliveries that were given back because the worker stops."""
         self._handler = handler
@@ -89,15 +89,15 @@ class Run:
         self._threads = threads
         self._shield = shield or Shield(clock)
         self._clock = clock
-        self._beat_seconds = ack_wait_seconds / BEATS
+        self._heartbeat_seconds = ack_wait_seconds / HEARTBEATS
         self._beat_again = anyio.Event()
         self._stopping = False
 
-    def room(self) -> int:
+    def capacity(self) -> int:
         """How many deliveries could be taken now."""
         if self._stopping or self._is_stuck:
             return 0
-        return self._prefetch.capacity(self.line)
+        return self._prefetch.capacity(self.buffer)
 
     def pinned(self, stream: str) -> bool:
         """Whether this worker is the one that is given everything of the stream; see `Consumer.pinned`."""
@@ -105,18 +105,18 @@ class Run:
 
     def keep_within(self, ack_wait_seconds: float) -> None:
         """Let no such time pass from now on without a report that what is held here is in progress."""
-        self._beat_seconds = ack_wait_seconds / BEATS
+        self._heartbeat_seconds = ack_wait_seconds / HEARTBEATS
         self._beat_again.set()
 
     def attach(self, stream: str, consumer: Consumer) -> None:
-        """A consumer that is read now; it is told when there is room."""
+        """A consumer that is read now; it is told when there is capacity."""
         self._prefetch.attach(stream, consumer)
 
     def detach(self, stream: str) -> None:
         """A consumer that is not read any more. When none is because the agent is stuck, others get what waits."""
         self._prefetch.detach(stream)
         if self._is_stuck and not self._prefetch.consumers and not self._stopping:
-            acknowledging.give_back(self.line.withdraw())
+            acknowledging.give_back(self.buffer.withdraw())
 
     async def until_stuck(self) -> None:
         """Wait until nothing can be handled, however long."""
@@ -135,7 +135,7 @@ class Run:
         What still runs after the drain timeout is cancelled and given back too.
         """
         async with anyio.create_task_group() as beating:
-            beating.start_soon(self._beat)
+            beating.start_soon(self._heartbeat)
             beating.start_soon(self._shield.watch)
             try:
                 with anyio.CancelScope() as draining:
@@ -148,18 +148,18 @@ class Run:
                         drained_by = self._clock.monotonic() + drain_timeout_seconds
                         timer = self._clock.call_at(drained_by, partial(self._end_draining, draining))
                         self._stopping = True
-                        self.line.close()
+                        self.buffer.close()
                         if self._threads is not None:
                             self._threads.close()
                         await self._stop_reading()
-                        if not self.line.ordered:  # else all of it at the end, or a lane would overtake its head
-                            self.returned += acknowledging.give_back(self.line.withdraw())
+                        if not self.buffer.ordered:  # else all of it at the end, or a key would overtake its head
+                            self.returned += acknowledging.give_back(self.buffer.withdraw())
                     timer.cancel()
             finally:  # also where all of this is cancelled
                 try:
                     await self._end_redeliveries()
                 finally:
-                    self.returned += acknowledging.give_back(self.line.withdraw_all())
+                    self.returned += acknowledging.give_back(self.buffer.withdraw_all())
             beating.cancel_scope.cancel()
 
     def _end_draining(self, draining: anyio.CancelScope) -> None:
@@ -176,12 +176,12 @@ class Run:
             async with self._shield.hold():
                 await self._redeliveries.end()
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         while True:
-            with clocks.move_on_after(self._clock, self._beat_seconds):
+            with clocks.move_on_after(self._clock, self._heartbeat_seconds):
                 await self._beat_again.wait()
             self._beat_again = anyio.Event()
-            await self.line.beat()
+            await self.buffer.heartbeat()
 
     async def _stop_reading(self) -> None:
         """Before anything is given back: it would come here again."""
@@ -240,7 +240,7 @@ async def keep_running(
                     reading.start_soon(reader.keep_reading)
                 await run.work(stop=stop, drain_timeout_seconds=drain_timeout_seconds)
                 drained.set()
-            events.emit(AgentStopped(agent=subscription.name, finished=run.line.finished, returned=run.returned))
+            events.emit(AgentStopped(agent=subscription.name, finished=run.buffer.finished, returned=run.returned))
         beside.cancel_scope.cancel()
     if subscription.at_end is not None:
         await subscription.at_end()
@@ -295,22 +295,22 @@ class _Reader:
         await feed.provisioner.ensure(feed.stream)
         info = await (feed.ensure() if feed.ensure else feed.provisioner.ensure_consumer(self._stream, feed.consumer))
         passed = await _passed(self._backend, feed.stream, info)
-        gathers = feed.in_order and info.num_ack_pending > 0 and not len(run.line)
+        gathers = feed.in_order and info.num_ack_pending > 0 and not len(run.buffer)
         if gathers:
             await clocks.sleep_until(self._clock, info.config.ack_wait / SECOND + EXPIRY_SECONDS, self._stop)
-            run.line.gather(info.num_ack_pending)
+            run.buffer.gather(info.num_ack_pending)
 
         if feed.repeats is not None:
             feed.repeats.opened(info)
-        deliver = feeds.delivering(feed, run.line, backend=self._backend, joining=joining)
+        deliver = feeds.delivering(feed, run.buffer, backend=self._backend, joining=joining)
         async with self._backend.consume(
-            self._stream, consumer, deliver=deliver, room=feed.room or run.room, priority=feed.priority
+            self._stream, consumer, deliver=deliver, capacity=feed.capacity or run.capacity, priority=feed.priority
         ) as opened:
             run.attach(self._stream, opened)
             self._events.emit(AgentStarted(agent=self._name, stream=self._stream, consumer=consumer, passed=passed))
             self._restarts.note_start(self._clock.monotonic())
             if gathers:
-                joining.start_soon(_release_when_quiet, run.line, self._clock)
+                joining.start_soon(_release_when_quiet, run.buffer, self._clock)
             try:
                 await self._read_on(opened)
             finally:
@@ -326,14 +326,14 @@ class _Reader:
             await opened.settled()
 
 
-async def _release_when_quiet(line: Line, clock: Clock) -> None:
-    """Let the line hand out what it gathers once nothing more comes: the rest is held by workers that live."""
+async def _release_when_quiet(buffer: Buffer, clock: Clock) -> None:
+    """Let the buffer hand out what it gathers once nothing more comes: the rest is held by workers that live."""
     missing = 0
-    while line.gathers and line.gathers != missing:
-        missing = line.gathers
+    while buffer.gathers and buffer.gathers != missing:
+        missing = buffer.gathers
         await clock.sleep(QUIET_SECONDS)
-    if line.gathers:
-        line.release()
+    if buffer.gathers:
+        buffer.release()
 
 
 async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> Passed | None:

@@ -3,7 +3,7 @@
 Python cannot end a thread. When a call is given up, at its `timeout` or because a singleton's notification was lost,
 its thread runs on for as long as it likes. So it goes on counting: an agent has at most `concurrency` threads, and
 the workers of a call form wait for their turn before they take the next notification. With `order_by`, the key that
-such a thread works on is blocked in the line until it ends.
+such a thread works on is blocked in the buffer until it ends.
 
 When all threads of an agent have run on for a while, the agent is stuck: `subscription` gives back what waits, and
 reads nothing until one of them ends.
@@ -27,7 +27,7 @@ from aviso_workers.clocks import Clock, Timer
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.batches import Batch
 from aviso_workers.declare.verdicts import Failure
-from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.buffer import Buffer
 from aviso_workers.events import Events, ThreadsFreed, ThreadsStuck
 
 __all__ = ["Threads", "in_thread"]
@@ -39,14 +39,14 @@ STUCK_SECONDS = 5.0
 class Threads:
     """The threads of one agent that run on after their call was given up."""
 
-    def __init__(self, agent: Agent[Any, Any], *, line: Line, clock: Clock, events: Events) -> None:
+    def __init__(self, agent: Agent[Any, Any], *, buffer: Buffer, clock: Clock, events: Events) -> None:
         self.left_behind = 0
         """How many run on."""
         self.stuck = False
         """Whether all of them have run on for a while, so that nothing can be handled."""
         self._agent = agent.name
         self._most = agent.policy.concurrency
-        self._line = line
+        self._buffer = buffer
         self._clock = clock
         self._events = events
         self._waiting = 0
@@ -88,12 +88,14 @@ class Threads:
     def give_up(self, call: _Call, argument: object) -> None:
         """The call was cancelled; when it runs on in its thread, count that thread until it has ended."""
         deliveries = [
-            delivery for sequence in _sequences(argument) if (delivery := self._line.delivery_of(sequence)) is not None
+            delivery
+            for sequence in _sequences(argument)
+            if (delivery := self._buffer.delivery_of(sequence)) is not None
         ]
         if not call.give_up(when_ended=partial(self._note_end, deliveries)):
             return
         for delivery in deliveries:
-            self._line.block(delivery)
+            self._buffer.block(delivery)
         self.left_behind += 1
         if self.left_behind >= self._most and not self._closed and self._timer is None:
             self._timer = self._clock.call_at(self._clock.monotonic() + STUCK_SECONDS, self._note_stuck)
@@ -106,7 +108,7 @@ class Threads:
     def _note_end(self, deliveries: Sequence[Delivery]) -> None:
         self.left_behind -= 1
         for delivery in deliveries:
-            self._line.unblock(delivery)
+            self._buffer.unblock(delivery)
         self._cancel_timer()
         was_stuck, self.stuck = self.stuck, False
         self._change()

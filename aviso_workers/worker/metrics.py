@@ -21,7 +21,7 @@ from aviso_workers.app import App
 from aviso_workers.aviso import schema
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.declare.windows import Window
-from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.buffer import Buffer
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.events import (
     AgentDisturbed,
@@ -103,8 +103,8 @@ class _Counts(dict[str, int]):
 class _Agent:
     """The numbers of one agent."""
 
-    def __init__(self, line: Callable[[], Line | None]) -> None:
-        self.line = line
+    def __init__(self, buffer: Callable[[], Buffer | None]) -> None:
+        self.buffer = buffer
         self.pending = self.ack_pending = self.missed = math.nan
         self.outcomes = _Counts(OUTCOMES)
         self.retries = _Counts(RETRY_REASONS)
@@ -158,10 +158,10 @@ class _Agent:
         elif event.outcome == "dead_lettered":
             self.dead_letters.add(event.reason)
 
-    def of_line(self, read: Callable[[Line], float]) -> float:
-        """Something of what the agent holds; nought while it does not run."""
-        line = self.line()
-        return 0 if line is None else read(line)
+    def of_buffer(self, read: Callable[[Buffer], float]) -> float:
+        """Something of what the agent holds; 0 while it does not run."""
+        buffer = self.buffer()
+        return 0 if buffer is None else read(buffer)
 
 
 class _Published:
@@ -254,19 +254,19 @@ PER_AGENT = (
         GAUGE,
         "oldest_unfinished_age_seconds",
         "Age of the oldest notification that this worker holds; 0 where it holds none.",
-        lambda a: a.of_line(lambda line: line.oldest_age_seconds),
+        lambda a: a.of_buffer(lambda line: line.oldest_age_seconds),
     ),
     Metric(
         GAUGE,
         "in_flight",
         "Notifications that this worker handles now.",
-        lambda a: a.of_line(lambda line: line.running),
+        lambda a: a.of_buffer(lambda line: line.running),
     ),
     Metric(
         GAUGE,
         "waiting",
         "Notifications that this worker holds and does not handle now.",
-        lambda a: a.of_line(lambda line: line.waiting),
+        lambda a: a.of_buffer(lambda line: line.waiting),
     ),
     Metric(COUNTER, "notifications", "Deliveries settled, by outcome.", lambda a: a.outcomes, ("outcome",)),
     Metric(COUNTER, "retries", "Deliveries to be tried again, by exception.", lambda a: a.retries, ("reason",)),
@@ -326,7 +326,7 @@ PER_AGENT = (
     Metric(
         HISTOGRAM,
         "lane_wait_seconds",
-        "Time that a delivery waited in the worker, for its lane and for a free slot.",
+        "Time that a delivery waited in the worker, for its turn in its key and for a free slot.",
         lambda a: a.waited,
     ),
     Metric(HISTOGRAM, "handler_seconds", "Time that handling a delivery took.", lambda a: a.handler),
@@ -392,7 +392,7 @@ class Metrics:
         """Buckets that keep this worker from leading."""
         self.unreadable = _Counts()
         self._published = {name: _Published() for name in bases}
-        self._agents = {agent.name: _Agent(_line_of(app, agent.name)) for agent in app.agents}
+        self._agents = {agent.name: _Agent(_buffer_of(app, agent.name)) for agent in app.agents}
         self._timers = {timer.name: _Timer() for timer in app.timers}
         self._windows = {agent.name: _Counts(RUN_OUTCOMES) for agent in app.agents if agent.form is Window}
         self._rows: dict[tuple[str, ...], dict[tuple[str, ...], Any]] = {
@@ -583,8 +583,8 @@ def _gauge(measured: Measured) -> str:
     return "".join(lines)
 
 
-def _line_of(app: App, agent: str) -> Callable[[], Line | None]:
-    return lambda: run.line if (run := app.runs.get(agent)) else None
+def _buffer_of(app: App, agent: str) -> Callable[[], Buffer | None]:
+    return lambda: run.buffer if (run := app.runs.get(agent)) else None
 
 
 def _code(error: Exception) -> str:

@@ -37,7 +37,7 @@ async def loop() -> None:
             tally.add()
             consumer.refill()
 
-        async with backend.consume(STREAM, spec.durable_name, deliver=deliver, room=lambda: ROOM) as consumer:
+        async with backend.consume(STREAM, spec.durable_name, deliver=deliver, capacity=lambda: ROOM) as consumer:
             await consumer.lost()
 
 

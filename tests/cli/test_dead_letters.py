@@ -158,7 +158,9 @@ def test_they_are_filtered(dead_lettered: Deployment, letters, filters: tuple[st
 
 
 @pytest.mark.parametrize("command", ["retry", "drop"])
-def test_nothing_is_done_without_a_yes(run: Run, config: Path, dead_lettered: Deployment, letters, command: str) -> None:
+def test_nothing_is_done_without_a_yes(
+    run: Run, config: Path, dead_lettered: Deployment, letters, command: str
+) -> None:
     asked = run("dead-letters", command, "--agent", "index", "--config", config)
     assert (asked.code, asked.err) == (2, "nothing was done; say --yes, or name the letters by their sequences\n")
     (row,) = (line for line in asked.lines if line.startswith("│"))
@@ -167,7 +169,9 @@ def test_nothing_is_done_without_a_yes(run: Run, config: Path, dead_lettered: De
     assert (dry.code, dry.err, len(letters())) == (0, "", 3)
 
 
-def test_a_retry_hands_them_to_the_agent_that_failed(run: Run, config: Path, dead_lettered: Deployment, letters) -> None:
+def test_a_retry_hands_them_to_the_agent_that_failed(
+    run: Run, config: Path, dead_lettered: Deployment, letters
+) -> None:
     ran = run("dead-letters", "retry", "--agent", "index", "--yes", "--config", config)
     assert (ran.code, ran.lines[-1]) == (0, "2 of 2 handed back"), ran
     assert of(letters()) == [("count", 3)]

@@ -281,7 +281,7 @@ class Inbox:
         self.waiting.append(delivery)
         self._arrived.set()
 
-    def room(self) -> int:
+    def capacity(self) -> int:
         return self.capacity - len(self.waiting)
 
     async def next(self, timeout_seconds: float = PATIENCE_SECONDS) -> Delivery:

@@ -24,7 +24,7 @@ def open_reader(backend: Backend):
     """`async with open_reader(inbox) as reader`: one reader of the consumer `agent` of MARS, or another."""
 
     def open_reader(inbox, consumer: str = "agent"):
-        return backend.consume("MARS", consumer, deliver=inbox.deliver, room=inbox.room)
+        return backend.consume("MARS", consumer, deliver=inbox.deliver, capacity=inbox.capacity)
 
     return open_reader
 
@@ -152,7 +152,7 @@ class TestWhatIsDelivered:
             threads.append(threading.get_ident())
             inbox.deliver(delivery)
 
-        async with backend.consume("MARS", "agent", deliver=deliver, room=inbox.room):
+        async with backend.consume("MARS", "agent", deliver=deliver, capacity=inbox.capacity):
             await inbox.next()
 
         assert threads == [threading.get_ident()]

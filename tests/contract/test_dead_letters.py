@@ -371,7 +371,7 @@ async def give_up(t: Harness, consumer: str, *, count: int = 1) -> None:
     await backend.ensure_consumer("MARS", spec)
     app, _, agent = consumer.partition("__")
     with anyio.fail_after(PATIENCE_SECONDS):
-        async with backend.consume("MARS", consumer, deliver=taken.append, room=lambda: 100):
+        async with backend.consume("MARS", consumer, deliver=taken.append, capacity=lambda: 100):
             while (await deployment.given_up(t.app.session.admin)).get((app, agent, "MARS"), 0) < count:
                 await t.advance(0.05)
 

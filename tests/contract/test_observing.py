@@ -65,7 +65,7 @@ async def test_a_consumer_tells_how_often_it_has_delivered_and_how_far_it_has_co
     for subject in ("mars.a", "mars.a", "mars.a", "mars.b"):
         await publish(subject)
 
-    async with backend.consume("MARS", "agent", deliver=inbox.deliver, room=inbox.room) as consumer:
+    async with backend.consume("MARS", "agent", deliver=inbox.deliver, capacity=inbox.capacity) as consumer:
         before, replaced_twice, repeated = await inbox.take(3)
         before.ack()
         replaced_twice.ack()
@@ -91,7 +91,7 @@ async def test_a_consumer_knows_when_it_last_delivered_and_when_something_was_la
     for number in range(3):
         await publish(f"mars.{number}")
 
-    async with backend.consume("MARS", "agent", deliver=inbox.deliver, room=inbox.room) as consumer:
+    async with backend.consume("MARS", "agent", deliver=inbox.deliver, capacity=inbox.capacity) as consumer:
         first, second, third = await inbox.take(3)
         second.ack()
         await consumer.settled()
@@ -197,7 +197,7 @@ async def test_what_the_server_gave_up_is_counted_by_agent_and_stream(app: App, 
         await app.notify("mars", mars(step=step), {})
     await backend.ensure_consumer("MARS", durable("contract__index", ack_wait_seconds=0.1, max_deliver=1))
 
-    async with backend.consume("MARS", "contract__index", deliver=inbox.deliver, room=inbox.room):
+    async with backend.consume("MARS", "contract__index", deliver=inbox.deliver, capacity=inbox.capacity):
         await inbox.take(2)  # and never say what became of them
         found: dict[tuple[str, ...], int] = {}
         with anyio.move_on_after(PATIENCE_SECONDS):

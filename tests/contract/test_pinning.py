@@ -37,7 +37,7 @@ def reading(backend: Backend) -> Callable[..., Any]:
     """`async with reading(inbox) as reader`: of the consumer `agent`."""
 
     def reading(inbox: Inbox, **stated: Any) -> Any:
-        return backend.consume("MARS", "agent", deliver=inbox.deliver, room=inbox.room, **stated)
+        return backend.consume("MARS", "agent", deliver=inbox.deliver, capacity=inbox.capacity, **stated)
 
     return reading
 

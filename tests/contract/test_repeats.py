@@ -176,7 +176,10 @@ class TestAReset:
             await backend.reset_consumer("MARS", durable, sequence=1)
             taken: list[int] = []
             async with backend.consume(
-                "MARS", durable, deliver=lambda each: taken.append(each.message.sequence), room=lambda: 33 - len(taken)
+                "MARS",
+                durable,
+                deliver=lambda each: taken.append(each.message.sequence),
+                capacity=lambda: 33 - len(taken),
             ):
                 await wait_until(t, lambda: len(taken) == 33)
             assert taken == list(range(1, 34)), "another worker takes them, and dies"

@@ -99,7 +99,7 @@ async def test_it_begins_anew_when_the_floor_rises(place: Place, clock: VirtualC
     before = await place.record()
     await clock.advance(100)
     delivered = []
-    async with place.backend.consume("MARS", "field__index", deliver=delivered.append, room=lambda: 1):
+    async with place.backend.consume("MARS", "field__index", deliver=delivered.append, capacity=lambda: 1):
         await clock.advance(1)
         delivered[0].ack()
         await clock.advance(1)
@@ -113,7 +113,9 @@ async def test_it_begins_anew_when_the_floor_rises(place: Place, clock: VirtualC
 async def test_what_is_handled_again_after_a_reset_is_recorded_again(place: Place, clock: VirtualClock) -> None:
     """Else the record would stay at the place to which the consumer was taken."""
     await place.publish(1)
-    async with place.backend.consume("MARS", "field__index", deliver=lambda delivery: delivery.ack(), room=lambda: 1):
+    async with place.backend.consume(
+        "MARS", "field__index", deliver=lambda delivery: delivery.ack(), capacity=lambda: 1
+    ):
         await clock.advance(1)
         assert (await place.record()).ack_floor == 1
         await place.backend.reset_consumer("MARS", "field__index", sequence=1)
@@ -137,7 +139,9 @@ async def test_a_record_beyond_the_end_of_its_stream_passes_nothing_over(
     """As where a server lost the end of the stream with its power, and the consumer with it."""
     for number in range(5):
         await place.publish(number)
-    async with place.backend.consume("MARS", "field__index", deliver=lambda delivery: delivery.ack(), room=lambda: 5):
+    async with place.backend.consume(
+        "MARS", "field__index", deliver=lambda delivery: delivery.ack(), capacity=lambda: 5
+    ):
         await clock.advance(1)
         assert (await place.record()).ack_floor == 5
     await place.backend.delete_consumer("MARS", "field__index")

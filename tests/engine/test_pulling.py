@@ -16,7 +16,7 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import Clock, LoopClock, VirtualClock
 from aviso_workers.config import Config
 from aviso_workers.engine import prefetch
-from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.prefetch import MOST_PREFETCH, PREFETCH_SECONDS, Prefetch
 from aviso_workers.engine.session import Session
 from aviso_workers.engine.subscription import Run
@@ -46,14 +46,14 @@ async def test_it_runs_as_many_at_once_as_it_may_and_holds_twice_as_many(
         running += 1
         await anyio.sleep(int(notification.identifier["step"]) % 3)
         most_running = max(most_running, running)
-        most_held = max(most_held, len(session.runs["index"].line))
+        most_held = max(most_held, len(session.runs["index"].buffer))
         running -= 1
 
     for step in range(50):
         await notify(step)
     async with working(index):
         await facts.wait_for(Settled, 50)
-        assert len(session.runs["index"].line) == 0
+        assert len(session.runs["index"].buffer) == 0
     assert (most_running, most_held) == (concurrency, 2 * concurrency)
     assert len({event.notification for event in facts.of(Settled)}) == 50
 
@@ -106,32 +106,32 @@ class Delivery:
 class Discarding:
     """A call form that is done with everything at once."""
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
 
     async def work(self) -> None:
-        while (delivery := await self._line.take()) is not None:
-            self._line.done(delivery)
+        while (delivery := await self._buffer.take()) is not None:
+            self._buffer.done(delivery)
 
 
-def run_of(form: Callable[[Line], Any]) -> Run:
+def run_of(form: Callable[[Buffer], Any]) -> Run:
     clock = LoopClock()
     return run_with(form, clock=clock, prefetch=Prefetch(clock, workers=1, least=2))
 
 
-def run_with(form: Callable[[Line], Any], *, clock: Clock, prefetch: Prefetch, **line_with: Any) -> Run:
-    line = Line(clock, on_begin=prefetch.note_begin, on_surplus=prefetch.ask, **line_with)
-    return Run(form(line), line=line, prefetch=prefetch, clock=clock, ack_wait_seconds=20.0)
+def run_with(form: Callable[[Buffer], Any], *, clock: Clock, prefetch: Prefetch, **buffer_with: Any) -> Run:
+    buffer = Buffer(clock, on_begin=prefetch.note_begin, on_surplus=prefetch.ask, **buffer_with)
+    return Run(form(buffer), buffer=buffer, prefetch=prefetch, clock=clock, ack_wait_seconds=20.0)
 
 
 async def test_its_consumer_is_told_when_there_is_room_again() -> None:
-    room_when_told: list[int] = []
+    capacity_when_told: list[int] = []
     handled = anyio.Event()
 
     class Consumer:
         def refill(self) -> None:
-            room_when_told.append(run.room())
-            if run.room() == 2:
+            capacity_when_told.append(run.capacity())
+            if run.capacity() == 2:
                 handled.set()
 
         async def stop(self) -> None: ...
@@ -139,14 +139,14 @@ async def test_its_consumer_is_told_when_there_is_room_again() -> None:
     run = run_of(Discarding)
     run.attach("MARS", Consumer())  # type: ignore[arg-type]
     stop = anyio.Event()
-    run.line.put(Delivery(1))  # type: ignore[arg-type]
-    run.line.put(Delivery(2))  # type: ignore[arg-type]
-    assert run.room() == 0
+    run.buffer.put(Delivery(1))  # type: ignore[arg-type]
+    run.buffer.put(Delivery(2))  # type: ignore[arg-type]
+    assert run.capacity() == 0
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=1.0))
         await handled.wait()
         stop.set()
-    assert room_when_told[-1] == 2
+    assert capacity_when_told[-1] == 2
 
 
 async def test_consumer_of_an_agent_that_holds_one_at_a_time_is_asked_again_whenever_one_begins() -> None:
@@ -162,9 +162,9 @@ async def test_consumer_of_an_agent_that_holds_one_at_a_time_is_asked_again_when
 
     class Counting(Discarding):
         async def work(self) -> None:
-            while (delivery := await self._line.take()) is not None:
+            while (delivery := await self._buffer.take()) is not None:
                 began.append(delivery.message.sequence)
-                self._line.done(delivery)
+                self._buffer.done(delivery)
 
     clock = LoopClock()
     run = run_with(Counting, clock=clock, prefetch=Prefetch(clock, workers=1, least=1, most=1))
@@ -173,7 +173,7 @@ async def test_consumer_of_an_agent_that_holds_one_at_a_time_is_asked_again_when
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=1.0))
         for sequence in range(1, 401):
-            run.line.put(Delivery(sequence))  # type: ignore[arg-type]
+            run.buffer.put(Delivery(sequence))  # type: ignore[arg-type]
             await anyio.sleep(PREFETCH_SECONDS / 50)
         stop.set()
     assert refilled_after == list(range(400)), "a refill before each of them is counted"
@@ -196,10 +196,10 @@ class TestStopping:
             await notify(step)
         async with working(index) as stop:
             await began.wait()
-            assert len(session.runs["index"].line) == 2
+            assert len(session.runs["index"].buffer) == 2
             stop.set()
             await anyio.sleep(DRAIN_SECONDS / 2)
-            assert len(session.runs["index"].line) == 1
+            assert len(session.runs["index"].buffer) == 1
             end.set()
         assert facts.of(AgentStopped) == [AgentStopped(agent="index", finished=1, returned=1)]
         assert finished == ["0"]
@@ -254,7 +254,7 @@ class TestStopping:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(session.run_agent, index, anyio.Event())
             await began.wait()
-            assert len(session.runs["index"].line) == 2
+            assert len(session.runs["index"].buffer) == 2
             tasks.cancel_scope.cancel()
         began_again = anyio.current_time()
         async with working(index):
@@ -297,20 +297,20 @@ class TestStopping:
 
         class Refusing(Discarding):
             async def work(self) -> None:
-                assert await self._line.take() is None, "handled after the stop"
+                assert await self._buffer.take() is None, "handled after the stop"
 
         delivery = Delivery()
 
         class Consumer:
             async def stop(self) -> None:
-                run.line.put(delivery)  # type: ignore[arg-type]
+                run.buffer.put(delivery)  # type: ignore[arg-type]
 
         run = run_of(Refusing)
         run.attach("MARS", Consumer())  # type: ignore[arg-type]
         stop = anyio.Event()
         stop.set()
         await run.work(stop=stop, drain_timeout_seconds=1.0)
-        assert (delivery.given_back, run.returned, len(run.line), run.room()) == (1, 1, 0, 0)
+        assert (delivery.given_back, run.returned, len(run.buffer), run.capacity()) == (1, 1, 0, 0)
 
 
 async def test_a_lane_does_not_overtake_a_head_that_the_drain_timeout_cuts_off(
@@ -339,24 +339,24 @@ async def test_a_lane_does_not_overtake_a_head_that_the_drain_timeout_cuts_off(
 async def test_what_it_asks_for_follows_the_pace_at_which_handling_begins() -> None:
     clock = VirtualClock()
     run = run_with(Discarding, clock=clock, prefetch=Prefetch(clock, workers=1, least=2))
-    line = run.line
+    buffer = run.buffer
     numbers = itertools.count(1)
 
     async def begin(count: int, *, every_seconds: float) -> None:
         for _ in range(count):
             await clock.advance(every_seconds)
-            line.put(Delivery(next(numbers)))  # type: ignore[arg-type]
-            delivery = await line.take()
+            buffer.put(Delivery(next(numbers)))  # type: ignore[arg-type]
+            delivery = await buffer.take()
             assert delivery is not None
-            line.done(delivery)
+            buffer.done(delivery)
 
-    assert run.room() == 2
+    assert run.capacity() == 2
     await begin(1000, every_seconds=0.001)
-    assert 90 <= run.room() <= 110  # a tenth of a second's worth
+    assert 90 <= run.capacity() <= 110  # a tenth of a second's worth
     await begin(4000, every_seconds=0.00005)
-    assert run.room() == MOST_PREFETCH
+    assert run.capacity() == MOST_PREFETCH
     await begin(200, every_seconds=1.0)
-    assert run.room() == 2
+    assert run.capacity() == 2
 
 
 class TestBytes:
@@ -374,38 +374,38 @@ class TestBytes:
 
     async def test_as_many_are_asked_for_as_fit(self) -> None:
         run = self.run_with_room_for(100)
-        assert run.room() == 100, "of unknown size"
-        run.line.put(Delivery(1, size=200))  # type: ignore[arg-type]
-        run.line.put(Delivery(2, size=100))  # type: ignore[arg-type]
-        assert run.room() == 4, "700 bytes are left, and those that wait have 150 each"
-        await run.line.take()
-        assert run.room() == 9, "what runs does not count"
+        assert run.capacity() == 100, "of unknown size"
+        run.buffer.put(Delivery(1, size=200))  # type: ignore[arg-type]
+        run.buffer.put(Delivery(2, size=100))  # type: ignore[arg-type]
+        assert run.capacity() == 4, "700 bytes are left, and those that wait have 150 each"
+        await run.buffer.take()
+        assert run.capacity() == 9, "what runs does not count"
 
     async def test_one_that_is_larger_than_all_that_may_wait_is_handled(self) -> None:
         run = self.run_with_room_for(100)
         large = Delivery(1, size=5000)
-        run.line.put(large)  # type: ignore[arg-type]
-        assert run.room() <= 0
-        assert await run.line.take() is large
-        assert run.room() == 100
+        run.buffer.put(large)  # type: ignore[arg-type]
+        assert run.capacity() <= 0
+        assert await run.buffer.take() is large
+        assert run.capacity() == 100
 
     async def test_small_ones_are_limited_by_their_number(self) -> None:
         run = self.run_with_room_for(100)
-        run.line.put(Delivery(1, size=1))  # type: ignore[arg-type]
-        assert run.room() == 99
+        run.buffer.put(Delivery(1, size=1))  # type: ignore[arg-type]
+        assert run.capacity() == 99
 
     async def test_a_worker_is_not_kept_idle_by_what_waits_for_its_retry(self) -> None:
         run = self.run_with_room_for(100)
         head = Delivery(1, size=600)
-        run.line.put(head)  # type: ignore[arg-type]
-        run.line.put(Delivery(2, size=600))  # type: ignore[arg-type]
-        assert await run.line.take() is head
-        run.line.again(head, after_seconds=60.0)  # type: ignore[arg-type]
-        assert run.room() <= 0
+        run.buffer.put(head)  # type: ignore[arg-type]
+        run.buffer.put(Delivery(2, size=600))  # type: ignore[arg-type]
+        assert await run.buffer.take() is head
+        run.buffer.again(head, after_seconds=60.0)  # type: ignore[arg-type]
+        assert run.capacity() <= 0
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(run.line.take)
+            tasks.start_soon(run.buffer.take)
             await anyio.wait_all_tasks_blocked()
-            assert run.room() == 100, "and none of its key can begin before it"
+            assert run.capacity() == 100, "and none of its key can begin before it"
             tasks.cancel_scope.cancel()
 
     async def test_no_more_wait_than_fit(self, session: Session, router: Router, notify, working) -> None:
@@ -420,5 +420,5 @@ class TestBytes:
             await notify(step, "x" * 200)
         async with working(index):
             await began.wait()
-            assert 800 < session.runs["index"].line.waiting_bytes <= 1000
+            assert 800 < session.runs["index"].buffer.waiting_bytes <= 1000
             end.set()

@@ -16,7 +16,7 @@ from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import acknowledging
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.attempts import Failures
-from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.isolation import ALONE_SECONDS, Isolation
 from aviso_workers.engine.provisioning import Provisioner
@@ -75,7 +75,7 @@ class Delivered:
 
 
 class Worker:
-    """What a worker process has for one agent, without the call form: the test takes deliveries from the line."""
+    """What a worker process has for one agent, without the call form: the test takes deliveries from the buffer."""
 
     def __init__(self, backend: InMemoryBackend, facts: Facts, *, ordered: bool = False) -> None:
         @Router("tests").agent("mars")
@@ -83,7 +83,7 @@ class Worker:
 
         clock = backend.clock
         self.isolation = Isolation(clock)
-        self.line = Line(clock, key=str if ordered else None, isolation=self.isolation)
+        self.buffer = Buffer(clock, key=str if ordered else None, isolation=self.isolation)
         self.failures = self.failures_of_another(backend, facts)
         shield = Shield(clock)
         settings = config_with()
@@ -91,7 +91,7 @@ class Worker:
         self.settler = Settler(
             index,
             stream="MARS",
-            line=self.line,
+            buffer=self.buffer,
             repeats=Repeats(backend, stream="MARS", consumer="index"),
             failures=self.failures,
             dead_letters=DeadLetterStore(backend, app="tests", config=settings, provisioner=provisioner),
@@ -103,7 +103,7 @@ class Worker:
             backend=backend,
             agent="index",
             stream="MARS",
-            line=self.line,
+            buffer=self.buffer,
             failures=self.failures,
             settler=self.settler,
             isolation=self.isolation,
@@ -121,7 +121,7 @@ class Worker:
 
     @asynccontextmanager
     async def deciding(self) -> AsyncIterator[None]:
-        """What is delivered again is decided upon in the block, and until the line is closed."""
+        """What is delivered again is decided upon in the block, and until the buffer is closed."""
         with anyio.fail_after(PATIENCE_SECONDS):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self.redeliveries.work)
@@ -154,13 +154,13 @@ async def test_one_that_waits_for_others_to_end_does_not_keep_its_worker_from_st
     worker: Callable[..., Worker], suspect: Callable[[int], Any]
 ) -> None:
     here, running = worker(ordered=True), Delivered(1, num_delivered=1)
-    here.line.put(running)
+    here.buffer.put(running)
     async with here.deciding():
-        assert await here.line.take() is running
-        here.line.put(await suspect(2))
+        assert await here.buffer.take() is running
+        here.buffer.put(await suspect(2))
         await anyio.wait_all_tasks_blocked()
-        here.line.close()
-        here.line.done(running)
+        here.buffer.close()
+        here.buffer.done(running)
     assert here.isolation.alone is None
 
 
@@ -169,10 +169,10 @@ async def test_one_that_nobody_has_taken_yet_does_not_keep_its_worker_from_stopp
 ) -> None:
     here, delivery = worker(ordered=True), await suspect(1)
     async with here.deciding():
-        here.line.put(delivery)
+        here.buffer.put(delivery)
         await anyio.wait_all_tasks_blocked()
         assert here.isolation.alone is delivery
-        here.line.close()
+        here.buffer.close()
     assert await began(here, backend, facts, delivery) is None, "it did not begin, and would count as a failure"
 
 
@@ -182,16 +182,16 @@ async def test_one_that_was_given_back_while_another_ran_alone_does_not_keep_oth
     here = worker()
     first, second, third = [await suspect(sequence) for sequence in (1, 2, 3)]
     async with here.deciding():
-        here.line.put(first)
-        assert await here.line.take() is first
-        here.line.put(second)
+        here.buffer.put(first)
+        assert await here.buffer.take() is first
+        here.buffer.put(second)
         await anyio.wait_all_tasks_blocked()
-        acknowledging.give_back(here.line.withdraw())
-        here.line.put(third)
-        here.line.done(first)
-        assert await here.line.take() is third
-        here.line.done(third)
-        here.line.close()
+        acknowledging.give_back(here.buffer.withdraw())
+        here.buffer.put(third)
+        here.buffer.done(first)
+        assert await here.buffer.take() is third
+        here.buffer.done(third)
+        here.buffer.close()
     assert second.settled == ["nak"]
 
 
@@ -201,14 +201,14 @@ async def test_others_begin_again_after_seconds_while_one_runs_alone(
     here, other = worker(), Delivered(2, num_delivered=1)
     alone = await suspect(1)
     async with here.deciding():
-        here.line.put(alone)
-        assert await here.line.take() is alone
-        here.line.put(other)
+        here.buffer.put(alone)
+        assert await here.buffer.take() is alone
+        here.buffer.put(other)
         since = anyio.current_time()
-        assert await here.line.take() is other
+        assert await here.buffer.take() is other
         assert anyio.current_time() - since == pytest.approx(ALONE_SECONDS)
-        here.line.done(alone)
-        here.line.close()
+        here.buffer.done(alone)
+        here.buffer.close()
 
 
 async def test_one_that_waits_for_others_begins_after_seconds_although_they_run(
@@ -216,13 +216,13 @@ async def test_one_that_waits_for_others_begins_after_seconds_although_they_run(
 ) -> None:
     here, running = worker(), Delivered(1, num_delivered=1)
     alone = await suspect(2)
-    here.line.put(running)
+    here.buffer.put(running)
     async with here.deciding():
-        assert await here.line.take() is running
-        here.line.put(alone)
-        assert await here.line.take() is alone
-        here.line.done(alone)
-        here.line.close()
+        assert await here.buffer.take() is running
+        here.buffer.put(alone)
+        assert await here.buffer.take() is alone
+        here.buffer.done(alone)
+        here.buffer.close()
 
 
 async def test_a_taker_that_is_cancelled_while_the_beginning_is_recorded_has_what_it_takes(
@@ -232,13 +232,13 @@ async def test_a_taker_that_is_cancelled_while_the_beginning_is_recorded_has_wha
     here, delivery = worker(), Delivered(1)
     taken: Any = None
     async with here.deciding():
-        here.line.put(delivery)
+        here.buffer.put(delivery)
         await anyio.wait_all_tasks_blocked()
         backend.seconds = SLOW_SECONDS
         with anyio.move_on_after(SLOW_SECONDS / 2):
-            taken = await here.line.take()
+            taken = await here.buffer.take()
         assert taken is delivery
-        here.line.close()
+        here.buffer.close()
 
 
 async def test_what_was_given_back_while_it_was_looked_up_is_not_settled_as_well(
@@ -248,10 +248,10 @@ async def test_what_was_given_back_while_it_was_looked_up_is_not_settled_as_well
     await here.failures_of_another(backend, facts).begin(delivery, alone=True)
     backend.seconds = SLOW_SECONDS
     async with here.deciding():
-        here.line.put(delivery)
+        here.buffer.put(delivery)
         await anyio.sleep(SLOW_SECONDS / 2)
-        here.line.close()
-        acknowledging.give_back(here.line.withdraw())
+        here.buffer.close()
+        acknowledging.give_back(here.buffer.withdraw())
     assert delivery.settled == ["nak"]
     assert facts.of(Settled) == []
     assert await began(here, backend, facts, delivery) == "alone"
@@ -259,9 +259,9 @@ async def test_what_was_given_back_while_it_was_looked_up_is_not_settled_as_well
 
 async def test_what_is_offered_after_the_line_was_closed_is_not_decided_upon(worker: Callable[..., Worker]) -> None:
     here, delivery = worker(), Delivered(1)
-    here.line.close()
-    here.line.put(delivery)
-    assert await here.line.take_redelivered() is None
+    here.buffer.close()
+    here.buffer.put(delivery)
+    assert await here.buffer.take_redelivered() is None
 
 
 @pytest.mark.parametrize("settle", ["acked", "failed", "passed over"])
@@ -269,9 +269,9 @@ async def test_what_was_given_back_while_it_ran_is_not_settled_as_well(
     facts: Facts, worker: Callable[..., Worker], settle: str
 ) -> None:
     here, delivery = worker(), Delivered(1, num_delivered=1)
-    here.line.put(delivery)
-    await here.line.take()
-    acknowledging.give_back(here.line.withdraw_all())
+    here.buffer.put(delivery)
+    await here.buffer.take()
+    acknowledging.give_back(here.buffer.withdraw_all())
     if settle == "passed over":
         await here.settler.pass_over(delivery)
     else:

@@ -273,7 +273,7 @@ class TestAnAgent:
         durable, died = index.durable_name("tests"), anyio.Event()
         await backend.reset_consumer("MARS", durable, sequence=1)
         async with InMemoryBackend.consume(
-            backend, "MARS", durable, deliver=lambda delivery: died.set(), room=lambda: int(not died.is_set())
+            backend, "MARS", durable, deliver=lambda delivery: died.set(), capacity=lambda: int(not died.is_set())
         ):
             await died.wait()  # it took the first, and dies with it
         seen.clear()

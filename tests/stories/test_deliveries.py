@@ -144,7 +144,7 @@ async def test_a_plain_function_that_does_not_end_holds_up_no_worker(run_worker,
     assert await worker.ended() == 0
 
 
-async def test_a_poison_notification_is_tried_as_its_policy_says_and_then_dead_lettered_and_its_neighbours_do_not_notice(
+async def test_a_poison_notification_is_tried_as_its_policy_says_then_dead_lettered_and_its_neighbours_do_not_notice(
     run_worker, publish, record, server
 ):
     worker = run_worker()

@@ -19,7 +19,7 @@ from aviso_workers import App, Notification, Window, Windowing
 from aviso_workers.aviso.codec import Message
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.config import load
-from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.buffer import Buffer
 from aviso_workers.errors import DeclarationError, NotFoundError, UnavailableError
 from aviso_workers.events import (
     AgentDisturbed,
@@ -54,8 +54,8 @@ notification_schema:
 class Run:
     """What `App.runs` has for an agent at work."""
 
-    def __init__(self, line: Line) -> None:
-        self.line = line
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
 
 
 class Held:
@@ -379,12 +379,12 @@ def test_what_is_no_agent_of_the_apps_is_left_out(metrics: Metrics) -> None:
 @pytest.mark.anyio
 async def test_what_a_worker_holds_is_read_at_the_scrape(metrics: Metrics, runs: dict[str, Any]) -> None:
     clock = VirtualClock()
-    line = Line(clock)
-    runs["index"] = Run(line)
+    buffer = Buffer(clock)
+    runs["index"] = Run(buffer)
     now = clock.time_ns()
     for sequence, age_seconds in ((1, 60), (2, 90)):
-        line.put(Held(sequence, timestamp_ns=now - age_seconds * 1_000_000_000))  # type: ignore[arg-type]
-    await line.take()
+        buffer.put(Held(sequence, timestamp_ns=now - age_seconds * 1_000_000_000))  # type: ignore[arg-type]
+    await buffer.take()
 
     held = {name: sample(metrics, name, **OF_INDEX) for name in ("in_flight", "waiting")}
     assert held == {"in_flight": 1, "waiting": 1}
@@ -398,7 +398,7 @@ def test_the_process_says_how_it_is(metrics: Metrics, process: dict[str, float])
 
 
 def measured(metrics: Metrics) -> list[str]:
-    return [line for line in metrics.render().decode().splitlines() if "aviso_test" in line]
+    return [buffer for buffer in metrics.render().decode().splitlines() if "aviso_test" in buffer]
 
 
 def test_what_an_app_measures_takes_the_place_of_what_it_measured_before(app: App, metrics: Metrics) -> None:
@@ -439,7 +439,7 @@ def test_a_fleet_shows_the_series_of_all_processes_under_one_heading(metrics: Me
         "aviso_worker_process_exits_total",
     }
     assert 'aviso_worker_process_running{app="stories",process="2"} 0.0' in shown
-    headings = [line for line in shown.splitlines() if line.startswith("# TYPE")]
+    headings = [buffer for buffer in shown.splitlines() if buffer.startswith("# TYPE")]
     assert len(headings) == len(set(headings))
 
 

@@ -211,12 +211,12 @@ class InMemoryBackend:
         consumer: str,
         *,
         deliver: Callable[[Delivery], None],
-        room: Callable[[], int],
+        capacity: Callable[[], int],
         priority: int = 0,
     ) -> AsyncIterator[InMemoryConsumer]:
         await self.connection.reach()
         dispatcher = self._dispatcher(stream, consumer)
-        reader = dispatcher.join(self.connection, deliver=deliver, room=room, priority=priority)
+        reader = dispatcher.join(self.connection, deliver=deliver, capacity=capacity, priority=priority)
         try:
             yield reader
         finally:

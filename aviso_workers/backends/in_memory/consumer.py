@@ -1,8 +1,8 @@
 """Handing the messages of a durable consumer to its open readers, and taking their settlements.
 
 One `Dispatcher` per durable consumer. Whatever may make a delivery possible wakes it: a new message, a
-settlement, a reader with room again, a deadline. It then works on the event loop, in one go, until no
-reader has room or no message is left to deliver. There is no task, and so none to supervise.
+settlement, a reader with capacity again, a deadline. It then works on the event loop, in one go, until no
+reader has capacity or no message is left to deliver. There is no task, and so none to supervise.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class InMemoryConsumer:
         connection: Connection,
         *,
         deliver: Callable[[Delivery], None],
-        room: Callable[[], int],
+        capacity: Callable[[], int],
         priority: int,
     ) -> None:
         self.connection = connection
         self.deliver = deliver
-        self.room = room
+        self.capacity = capacity
         self.priority = priority
         self.gone = anyio.Event()
         self.settlements_lost = 0
@@ -58,7 +58,7 @@ class InMemoryConsumer:
     @property
     def ready(self) -> bool:
         """Whether it would take a delivery now."""
-        return self.connection.ready and self.room() > 0
+        return self.connection.ready and self.capacity() > 0
 
     def refill(self) -> None:
         self._dispatcher.wake()
@@ -122,7 +122,7 @@ class InMemoryDelivery:
 
 
 class Dispatcher:
-    """The readers of one durable consumer. They take turns, as far as they have room and its policy lets them."""
+    """The readers of one durable consumer. They take turns, as far as they have capacity and its policy lets them."""
 
     def __init__(
         self,
@@ -163,10 +163,10 @@ class Dispatcher:
         connection: Connection,
         *,
         deliver: Callable[[Delivery], None],
-        room: Callable[[], int],
+        capacity: Callable[[], int],
         priority: int,
     ) -> InMemoryConsumer:
-        reader = InMemoryConsumer(self, connection, deliver=deliver, room=room, priority=priority)
+        reader = InMemoryConsumer(self, connection, deliver=deliver, capacity=capacity, priority=priority)
         self._readers.append(reader)
         self._stream.watchers.add(self.wake)
         connection.watchers.add(self.wake)

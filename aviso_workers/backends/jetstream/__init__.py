@@ -139,7 +139,7 @@ class JetStreamBackend(Management):
         consumer: str,
         *,
         deliver: Callable[[Delivery], None],
-        room: Callable[[], int],
+        capacity: Callable[[], int],
         priority: int = 0,
     ) -> AsyncIterator[PullConsumer]:
         reader = PullConsumer(
@@ -149,7 +149,7 @@ class JetStreamBackend(Management):
             consumer=consumer,
             made=self._made,
             deliver=deliver,
-            room=room,
+            capacity=capacity,
             priority=priority,
         )
         scope = anyio.CancelScope()

@@ -1,6 +1,6 @@
 """Reading a durable consumer and settling what it delivers.
 
-One task per consumer keeps it asked for as much as there is room for: a new request goes out when it would ask for
+One task per consumer keeps it asked for as much as there is capacity for: a new request goes out when it would ask for
 at least as much as is still outstanding, so that there is always one on the server and never a request per message.
 When it hears nothing for two heartbeats, or after a reconnect, it looks whether the consumer is still the one that it
 opened. Settlements leave through one outbox per connection, in the order in which they were made.
@@ -225,7 +225,7 @@ class PullConsumer:
         consumer: str,
         made: dict[tuple[str, str], str],
         deliver: Callable[[Delivery], None],
-        room: Callable[[], int],
+        capacity: Callable[[], int],
         priority: int,
     ) -> None:
         self._connection = connection
@@ -238,7 +238,7 @@ class PullConsumer:
         self._made = made
         self._made_at = ""
         self._deliver = deliver
-        self._room = room
+        self._capacity = capacity
         self._priority = priority
         self._hold_seconds: float | None = None
         """For how long a delivery is ours alone; None where readers are not pinned."""
@@ -331,10 +331,10 @@ class PullConsumer:
                 await self._connection.api(f"CONSUMER.UNPIN.{stream}.{consumer}", {"group": GROUP})
 
     def _ask(self) -> None:
-        """Ask for what there is room for, unless that would only be a small request."""
+        """Ask for what there is capacity for, unless that would only be a small request."""
         while not self._stopped and self._connection.ready:
             outstanding = self._pulls.outstanding
-            wanted = self._room() - outstanding
+            wanted = self._capacity() - outstanding
             if wanted <= 0 or wanted < outstanding:
                 return
             if outstanding and self._hold_seconds is not None:

@@ -25,15 +25,15 @@ class InBatches:
 
     async def work(self) -> None:
         """See `subscription.Handler`."""
-        context, line, batching = self._context, self._context.line, self._context.agent.policy.batch
+        context, buffer, batching = self._context, self._context.buffer, self._context.agent.policy.batch
         with context.outputs.keys() as keys:
-            while first := await line.take():
+            while first := await buffer.take():
                 deliveries = [first]
                 apart: Delivery | None = None
-                if not line.alone(first):
+                if not buffer.alone(first):
                     with clocks.move_on_after(context.clock, batching.within):
-                        while len(deliveries) < batching.size and (delivery := await line.take()):
-                            if line.alone(delivery):
+                        while len(deliveries) < batching.size and (delivery := await buffer.take()):
+                            if buffer.alone(delivery):
                                 apart = delivery
                                 break
                             deliveries.append(delivery)

@@ -1,8 +1,8 @@
 """One notification at a time per worker: read, handled within its time, settled.
 
 The plainest of the call forms; `batch`, `stream` and `windowed` are the others. All take their deliveries from
-the agent's line, take the steps of a `HandlerContext`, and hand what came of them to the settler: None for success, or
-the `Failure` of the one step that failed.
+the agent's buffer, take the steps of a `HandlerContext`, and hand what came of them to the settler: None for success,
+or the `Failure` of the one step that failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import calls
 from aviso_workers.engine.acknowledging import Settler
-from aviso_workers.engine.buffer import Line
+from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.handlers.outputs import Outputs
 from aviso_workers.engine.idempotency import IdempotencyKeys
 from aviso_workers.engine.rate_limit import Pace
@@ -44,7 +44,7 @@ class HandlerContext:
         self,
         agent: Agent[Any, Any],
         *,
-        line: Line,
+        buffer: Buffer,
         reader: NotificationReader,
         outputs: Outputs,
         settler: Settler,
@@ -54,7 +54,7 @@ class HandlerContext:
     ) -> None:
         """`while_held` is a singleton's."""
         self.agent = agent
-        self.line = line
+        self.buffer = buffer
         self.reader = reader
         self.outputs = outputs
         self.settler = settler
@@ -65,7 +65,7 @@ class HandlerContext:
         self.step: Step = self._call_and_publish
         """Calls the author's function and publishes what it returns. None when both succeeded."""
         if while_held is not None:
-            self.step = partial(while_held.call, self._call_and_publish, line)
+            self.step = partial(while_held.call, self._call_and_publish, buffer)
 
     def read(self, delivery: Delivery) -> Notification[Any] | Failure | None:
         """Return the notification, or why it cannot be read; None where the agent did not ask for it."""
@@ -106,7 +106,7 @@ class OneByOne:
         context = self._context
         run = calls.runner(self._step)
         with context.outputs.keys() as keys:
-            while (delivery := await context.line.take()) is not None:
+            while (delivery := await context.buffer.take()) is not None:
                 if context.pace.limited:
                     await context.pace.wait()
                 await self._handle(delivery, keys, run)

@@ -32,25 +32,25 @@ class AsStream:
         """See `subscription.Handler`. The function is run again and again, each time when there is something for it."""
         context = self._context
         with context.outputs.keys() as keys:
-            delivery = await context.line.take()
+            delivery = await context.buffer.take()
             while delivery is not None:
                 source = _Source(delivery, context=context, keys=keys)
                 failure = await calls.attempt(context.step, Stream(source))
-                delivery = await source.end(failure) or await context.line.take()
+                delivery = await source.end(failure) or await context.buffer.take()
 
 
 class _Source:
-    """What one run of the function takes from the line, beginning with a delivery that was taken already."""
+    """What one run of the function takes from the buffer, beginning with a delivery that was taken already."""
 
     def __init__(self, first: Delivery, *, context: HandlerContext, keys: IdempotencyKeys) -> None:
         self._next_up: Delivery | None = first
-        """Taken from the line, and not handed out yet."""
+        """Taken from the buffer, and not handed out yet."""
         self._context = context
         self._keys = keys
         self._handed_out: list[tuple[Delivery, float]] = []
 
     async def next(self, *, within_seconds: float | None = None) -> Notification[Any] | None:
-        """The next notification; None when the line is closed, or nothing came in time.
+        """The next notification; None when the buffer is closed, or nothing came in time.
 
         The time counts from when the first was handed out of those that are not settled.
         """
@@ -70,7 +70,7 @@ class _Source:
     async def end(self, failure: Failure | None) -> Delivery | None:
         """The function has ended: that concerns what it was given, or the first if it took nothing.
 
-        Returns what was taken from the line to be handled by itself, and was not handed out.
+        Returns what was taken from the buffer to be handled by itself, and was not handed out.
         """
         gave = bool(self._handed_out)
         await self._settle(failure)
@@ -88,12 +88,12 @@ class _Source:
             await self._context.settler.settle(delivery, failure, started=started)
 
     async def _next(self) -> Notification[Any] | None:
-        line = self._context.line
-        if any(line.alone(delivery) for delivery, _ in self._handed_out):
+        buffer = self._context.buffer
+        if any(buffer.alone(delivery) for delivery, _ in self._handed_out):
             return None
-        while (delivery := self._next_up or await line.take()) is not None:
+        while (delivery := self._next_up or await buffer.take()) is not None:
             self._next_up = delivery
-            if self._handed_out and line.alone(delivery):
+            if self._handed_out and buffer.alone(delivery):
                 return None  # what was handed out comes first
             notification = self._context.read(delivery)
             if not isinstance(notification, Notification):
