@@ -10,6 +10,8 @@ from __future__ import annotations
 __all__ = ["CONFLICT", "NOT_FOUND", "OF_SETTING", "TRANSIENT"]
 
 PEERS_REBUILDING = 10004
+NO_SUITABLE_PEERS = 10005
+"""Also while servers are down, and until those of a cluster that has just started have heard of each other."""
 NO_CLUSTER_MEMBER = 10007
 TEMPORARILY_UNAVAILABLE = 10008
 NO_LEADER = 10009
@@ -68,6 +70,7 @@ CONFLICT = frozenset({WRONG_LAST_SEQUENCE, OTHER_LAST_SEQUENCE})
 TRANSIENT = frozenset(
     {
         PEERS_REBUILDING,
+        NO_SUITABLE_PEERS,
         NO_CLUSTER_MEMBER,
         TEMPORARILY_UNAVAILABLE,
         NO_LEADER,

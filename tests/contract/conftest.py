@@ -270,10 +270,10 @@ def eventually(backend: Backend) -> Callable[..., Awaitable[None]]:
 
 
 class Inbox:
-    """A reader's end: takes as many deliveries as it has room for and hands them to the test one by one."""
+    """A reader's end: takes as many deliveries as its size allows and hands them to the test one by one."""
 
-    def __init__(self, capacity: int = 100) -> None:
-        self.capacity = capacity
+    def __init__(self, size: int = 100) -> None:
+        self.size = size
         self.waiting: deque[Delivery] = deque()
         self._arrived = anyio.Event()
 
@@ -282,7 +282,7 @@ class Inbox:
         self._arrived.set()
 
     def capacity(self) -> int:
-        return self.capacity - len(self.waiting)
+        return self.size - len(self.waiting)
 
     async def next(self, timeout_seconds: float = PATIENCE_SECONDS) -> Delivery:
         with anyio.move_on_after(timeout_seconds):

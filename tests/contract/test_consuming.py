@@ -221,7 +221,7 @@ class TestWhatIsDelivered:
             await elapse(0.2)
             assert inbox.subjects == ["mars.0", "mars.1"]
 
-            inbox.capacity = 4
+            inbox.size = 4
             reader.refill()
             await elapse(0.2)
             assert inbox.subjects == ["mars.0", "mars.1", "mars.2", "mars.3"]
@@ -235,7 +235,7 @@ class TestWhatIsDelivered:
             await elapse(0.2)
             assert inbox.subjects == []
 
-            inbox.capacity = 1
+            inbox.size = 1
             reader.refill()
             assert (await inbox.next()).message.sequence == 1
 
@@ -459,11 +459,11 @@ class TestSettling:
         inbox = inbox_of(1)
         async with open_reader(inbox) as reader:
             delivery = await inbox.next()
-            inbox.capacity = 0  # nothing new is asked for meanwhile
+            inbox.size = 0  # nothing new is asked for meanwhile
             delivery.nak()
             await reader.settled()
             await elapse(0.1)
-            inbox.capacity = 1
+            inbox.size = 1
             reader.refill()
 
             assert (await inbox.next()).message.subject == "mars.0"

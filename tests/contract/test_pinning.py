@@ -149,7 +149,7 @@ class TestAReaderThatIsNotHeardAnyMore:
             await publish("mars.1")
             await publish("mars.2")
             (_, inbox), (follower, next_inbox) = await chosen((reader, one), (other_reader, other))
-            inbox.capacity = 0
+            inbox.size = 0
             late = await inbox.next()
             await elapse(ACK_WAIT_SECONDS * 1.2)
             taken_over = await next_inbox.next()

@@ -12,10 +12,11 @@ from aviso_workers import config
 from aviso_workers.backends import Administration
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
+from aviso_workers.backends.jetstream import admin as module
 from aviso_workers.backends.jetstream.management import Management
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.server import NatsServer
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, PROMPT_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -45,6 +46,17 @@ async def test_a_listing_is_read_to_its_last_page(backend: JetStreamBackend) -> 
     for name in names:
         await backend.add_stream({"name": name, "storage": "memory"})
     assert {stream.name for stream in await backend.streams()} == set(await backend.stream_names()) == names
+
+
+async def test_nobody_listens_without_end_to_a_server_that_has_gone(
+    administration: Administration, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "API_TIMEOUT_SECONDS", 0.1)
+    nats_server.kill()
+
+    with anyio.fail_after(PROMPT_SECONDS), pytest.raises(UnavailableError, match=r"listen to \$JS\.EVENT"):
+        async with administration.listen("$JS.EVENT.>"):
+            pass
 
 
 @pytest.mark.covers("003-06")

@@ -83,7 +83,9 @@ class Administration:
 
         interest = await self._connection.listen(subject, listener)
         try:
-            await self._connection.flush()  # the server knows of it before anything is asked for
+            # The server knows of it before anything is asked for. Where it is away, this would wait for it without end.
+            with faults.translated(f"listen to {subject}"), anyio.fail_after(API_TIMEOUT_SECONDS):
+                await self._connection.flush()
             yield hearing
         finally:
             with anyio.CancelScope(shield=True):
