@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -114,10 +115,38 @@ def test_what_is_read_of_a_configuration_has_the_zero_value_of_the_table(
     assert {name: getattr(config(), name) for name in read} == {name: table[name].zero for name in read}
 
 
+MANAGEMENT = "aviso_workers/backends/jetstream/management.py"
+"""Where JetStream's API is asked about streams and consumers."""
+ASKED_ELSEWHERE = {
+    "aviso_workers/backends/jetstream/pull_requests.py": {"CONSUMER.MSG.NEXT"},
+    "aviso_workers/backends/jetstream/snapshots.py": {"STREAM.RESTORE", "STREAM.SNAPSHOT"},
+    "aviso_workers/ops/inventory.py": {"DIRECT.GET"},
+    "aviso_workers/ops/maintenance.py": {"LEADER.STEPDOWN", "STREAM.PEER.REMOVE"},
+}
+"""The requests that are made in another module, each in that one alone."""
+NOT_ASKED = {
+    "aviso_workers/ops/doctor/checks/consumers.py",  # counts the requests of others
+    "aviso_workers/ops/permissions.py",  # says who may ask
+}
+REQUEST = re.compile(r"[.]?((?:STREAM|CONSUMER|DIRECT|LEADER|META|SERVER|ACCOUNT)(?:[.][A-Z]+)+)[.]?")
+
+
+def test_one_module_makes_each_request() -> None:
+    made: defaultdict[str, set[str]] = defaultdict(set)
+    for file, node in expressions():
+        text = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(text, str) and file not in NOT_ASKED and (request := REQUEST.fullmatch(text)):
+            made[file].add(request[1])
+
+    managed = made.pop(MANAGEMENT)
+    assert made == ASKED_ELSEWHERE
+    assert managed & set.union(*ASKED_ELSEWHERE.values()) == set()
+
+
 ASKED_ONCE = {
     "aviso_workers/ops/doctor/facts.py": 1,  # $SYS.REQ.USER.INFO: which server answers
     "aviso_workers/ops/inventory.py": 1,  # DIRECT.GET, which any copy of a stream answers
-    "aviso_workers/ops/maintenance.py": 3,  # CONSUMER.UNPIN, LEADER.STEPDOWN and STREAM.PEER.REMOVE
+    "aviso_workers/ops/maintenance.py": 2,  # LEADER.STEPDOWN and STREAM.PEER.REMOVE
 }
 """The requests that no method of `Admin` makes: each is made in one place. There may be fewer, and not more."""
 

@@ -524,6 +524,9 @@ class Management(Streams, Protocol):
     async def delete_consumer(self, stream: str, consumer: str) -> None:
         """Delete a consumer and its position in the stream, for good."""
 
+    async def unpin_consumer(self, stream: str, consumer: str, *, group: str) -> None:
+        """Let the server pin another reader of a consumer's priority group. Raises `RefusedError` without a server."""
+
     async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> None:
         """Let a consumer deliver nothing to anybody before `until`; None: let it deliver again at once.
 

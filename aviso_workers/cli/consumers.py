@@ -71,7 +71,7 @@ def unpin(
     """Let the server pin another reader of a priority group."""
 
     async def run(server: Opened) -> None:
-        await maintenance.unpin(server.admin, stream, consumer, group)
+        await server.admin.unpin_consumer(stream, consumer, group=group)
         typer.echo(f"{group} of {consumer}: unpinned")
 
     connected(config, run)

@@ -1,6 +1,6 @@
 """What operators do to streams and consumers by hand: empty, seal, remove, hand over, give up a copy.
 
-Called by `streams purge|seal|rm|step-down|remove-peer` and `consumers rm|unpin`. What cannot be taken back comes in
+Called by `streams purge|seal|rm|step-down|remove-peer` and `consumers rm`. What cannot be taken back comes in
 two: a plan that says what would be done, and refuses where the stream does, and the deed.
 """
 
@@ -27,7 +27,6 @@ __all__ = [
     "remove_stream",
     "seal",
     "step_down",
-    "unpin",
 ]
 
 ELECTION_SECONDS = 10.0
@@ -97,11 +96,6 @@ async def remove_consumer(admin: Admin, stream: str, consumer: str) -> None:
     if of_agent is not None:
         owner, agent = of_agent
         await consumer_records.mark_removed(admin, app=owner, agent=agent, stream=stream, consumer=found)
-
-
-async def unpin(admin: Admin, stream: str, consumer: str, group: str) -> None:
-    """Let the server pin another reader of a priority group. Raises `NotFoundError`, `RefusedError`."""
-    await admin.administration().api(f"CONSUMER.UNPIN.{stream}.{consumer}", {"group": group})
 
 
 async def step_down(admin: Admin, stream: str, *, consumer: str = "", prefer: str = "") -> str:

@@ -102,6 +102,11 @@ async def test_there_is_nothing_to_administer_in_memory() -> None:
         InMemoryBackend(config.InMemory()).administration()
 
 
+async def test_nobody_unpins_a_reader_in_memory() -> None:
+    with pytest.raises(RefusedError, match="in-memory backend has no server"):
+        await InMemoryBackend(config.InMemory()).unpin_consumer("MARS", "index", group="workers")
+
+
 class ListingConnection:
     """A connection to a server whose answers to a listing are these, one after another."""
 

@@ -190,6 +190,9 @@ class InMemoryBackend:
     ) -> ConsumerInfo:
         raise RefusedError(NO_SERVER)
 
+    async def unpin_consumer(self, stream: str, consumer: str, *, group: str) -> None:
+        raise RefusedError(NO_SERVER)
+
     async def consumers(self, stream: str) -> list[ConsumerInfo]:
         await self.connection.reach()
         now_ns = self._account.now_ns

@@ -98,7 +98,9 @@ class JetStreamBackend(Management):
         return self._administration
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:
-        return self._stream(await creation.create(self._connection, spec))
+        found = await creation.create(self._connection, spec)
+        self._ingester.learn(found.config)
+        return found
 
     async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
         name = spec.durable_name

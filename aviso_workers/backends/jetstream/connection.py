@@ -198,9 +198,9 @@ class Connection:
         except nats.errors.TimeoutError:
             return await self.nc.request(subject, body, timeout=timeout_seconds - LOOK_AGAIN_SECONDS)
 
-    def post(self, subject: str, body: bytes, *, reply: str) -> None:
+    def post(self, subject: str, body: bytes, *, reply: str, prefix: str = "") -> None:
         """Send a request of JetStream's API whose answers come to the inbox `reply`, as pulls do."""
-        self.wire.send(f"{self.api_prefix}.{subject}".encode(), body, reply=reply.encode())
+        self.wire.send(f"{prefix or self.api_prefix}.{subject}".encode(), body, reply=reply.encode())
 
     async def listen(self, subject: str, listener: wire.Listener) -> wire.Interest:
         """Call the listener with what comes for the subject, also after a reconnect. Raises `UnavailableError`."""

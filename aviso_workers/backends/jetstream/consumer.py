@@ -28,10 +28,11 @@ import anyio
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Delivery
 from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.management import Management
 from aviso_workers.backends.jetstream.pull_requests import HEARTBEAT_SECONDS, PullSubscription, decode
 from aviso_workers.backends.jetstream.wire import Arrival
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
-from aviso_workers.jetstream import info, metadata
+from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.specs import GROUP, PINNED
 
 __all__ = ["Outbox", "PullConsumer"]
@@ -229,6 +230,7 @@ class PullConsumer:
         priority: int,
     ) -> None:
         self._connection = connection
+        self._management = Management(connection)
         self._outbox = outbox
         self._consumer = (stream, consumer)
         self._name = f"consumer {consumer} of stream {stream}"
@@ -258,8 +260,7 @@ class PullConsumer:
 
     async def open(self) -> None:
         """Raises `BackendError`, also where messages cannot be asked for."""
-        stream, consumer = self._consumer
-        found = info.consumer(await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}"))
+        found = await self._management.consumer_info(*self._consumer)
         self._made_at = self._made[self._consumer] = found.created_text
         if found.config.priority_policy == PINNED:
             # The ack_wait may become as short as that while this is open, when the workers of other versions are gone.
@@ -326,9 +327,8 @@ class PullConsumer:
         await self._pulls.close()
         if self.pinned:
             self._pulls.pin = ""
-            stream, consumer = self._consumer
             with suppress(BackendError):  # else it notices after a while that nobody asks
-                await self._connection.api(f"CONSUMER.UNPIN.{stream}.{consumer}", {"group": GROUP})
+                await self._management.unpin_consumer(*self._consumer, group=GROUP)
 
     def _ask(self) -> None:
         """Ask for what there is capacity for, unless that would only be a small request."""
@@ -343,8 +343,7 @@ class PullConsumer:
 
     async def _look(self) -> None:
         """Make sure that it is there and the one that was opened, then ask anew."""
-        stream, consumer = self._consumer
-        found = info.consumer(await self._connection.api(f"CONSUMER.INFO.{stream}.{consumer}"))
+        found = await self._management.consumer_info(*self._consumer)
         if found.created_text != self._made_at:
             raise NotFoundError(f"{self._name} was deleted and made anew")
         if self._pulls.silent():  # a loop that was stuck finds by now what had come

@@ -18,9 +18,11 @@ from typing import Any
 
 from aviso_workers.backends.jetstream import server_versions
 from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.management import Management
 from aviso_workers.backends.jetstream.server_versions import Version
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError, UnreadableStreamError
-from aviso_workers.jetstream import error_codes, fields, info, specs
+from aviso_workers.jetstream import error_codes, fields, specs
+from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.jetstream.specs import UNREADABLE, StreamSpec
 
 __all__ = ["create", "mark"]
@@ -38,8 +40,8 @@ CURE = (
 BATCHES = ("allow_atomic", "allow_batched")
 
 
-async def create(connection: Connection, spec: StreamSpec) -> dict[str, Any]:
-    """Create the stream, and return the server's answer.
+async def create(connection: Connection, spec: StreamSpec) -> StreamInfo:
+    """Create the stream, and return its configuration and state.
 
     Raises `UnreadableStreamError` where the server cannot read a stream that it has, this one or another one;
     `RefusedError` where the server is too old for what is stated, and `UnavailableError` where another one of its
@@ -53,7 +55,7 @@ async def create(connection: Connection, spec: StreamSpec) -> dict[str, Any]:
     _require_known(config, oldest=oldest, connected=Version(*connection.server_version))
     await _require_no_mark(connection, name)
     try:
-        return await connection.api(f"STREAM.CREATE.{name}", config)
+        return await Management(connection).add_stream(config)
     except RefusedError as error:
         if error.code != error_codes.STREAM_NOT_CREATED or ABOUT_ITS_FILES not in str(error):
             raise
@@ -81,13 +83,12 @@ def _require_known(config: Mapping[str, Any], *, oldest: Version, connected: Ver
 
 async def _require_no_mark(connection: Connection, name: str) -> None:
     try:
-        found = await connection.api(f"STREAM.INFO.{UNREADABLE}", timeout_seconds=ASK_SECONDS)
+        found = await Management(connection).stream_info(UNREADABLE, timeout_seconds=ASK_SECONDS)
     except RefusedError:
         return  # there is none, or we may not ask
-    marked = info.stream(found).config.description
     raise UnreadableStreamError(
         f"stream {name} is not created, because the server cannot read one that it has "
-        f"({marked or ''}) and could erase others: {CURE}. Where everything is there, remove "
+        f"({found.config.description or ''}) and could erase others: {CURE}. Where everything is there, remove "
         f"the mark: aviso-workers streams rm {UNREADABLE}",
         code=error_codes.STREAM_NOT_CREATED,
     )
@@ -95,13 +96,12 @@ async def _require_no_mark(connection: Connection, name: str) -> None:
 
 async def mark(connection: Connection, name: str) -> None:
     """Leave the mark, because the server cannot read the stream `name`. Raises `BackendError`."""
-    await connection.api(
-        f"STREAM.CREATE.{UNREADABLE}",
+    await Management(connection).add_stream(
         {
             "name": UNREADABLE,
             "subjects": [MARK_SUBJECT],
             "storage": "memory",
             "max_msgs": 1,
             "description": f"the server could not read stream {name}",
-        },
+        }
     )

@@ -2,8 +2,9 @@
 
 `JetStreamBackend` is one at the prefix of its own settings, and `at` makes one for another domain or account. Requests
 are raw JSON because nats-py's classes drop the fields that they do not know; `jetstream.info` reads what is answered.
-What is asked for here is what operators ask for, and what the engine needs of it; how streams are created without the
-danger of erasing one is in `creation`, and what only a server is asked for in `admin`.
+What is asked for here is what operators ask for, what the engine needs of it, and what the other modules of this
+package ask about streams and consumers. How streams are created without the danger of erasing one is in `creation`,
+and what only a server is asked for in `admin`.
 """
 
 from __future__ import annotations
@@ -130,8 +131,23 @@ class Management:
         request = {"stream_name": stream, "config": config, "action": action}
         return info.consumer(await self._api(subject, request))
 
+    async def add_unnamed_consumer(
+        self, stream: str, config: Mapping[str, Any], *, timeout_seconds: float
+    ) -> ConsumerInfo:
+        """Create a consumer whose name is in its configuration alone, so that one right is enough for any name."""
+        request = {"stream_name": stream, "config": config}
+        return info.consumer(await self._api(f"CONSUMER.CREATE.{stream}", request, timeout_seconds=timeout_seconds))
+
     async def delete_consumer(self, stream: str, consumer: str) -> None:
         await self._api(f"CONSUMER.DELETE.{stream}.{consumer}")
+
+    def delete_consumer_soon(self, stream: str, consumer: str) -> None:
+        """Ask for a consumer to be deleted, and wait for no answer."""
+        inbox = self._connection.nc.new_inbox()
+        self._connection.post(f"CONSUMER.DELETE.{stream}.{consumer}", b"", reply=inbox, prefix=self._prefix)
+
+    async def unpin_consumer(self, stream: str, consumer: str, *, group: str) -> None:
+        await self._api(f"CONSUMER.UNPIN.{stream}.{consumer}", {"group": group})
 
     async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> None:
         self._connection.require_server(2, 11, to="pause a consumer")

@@ -34,7 +34,6 @@ from aviso_workers.backends.jetstream.pull_requests import (
 )
 from aviso_workers.backends.jetstream.wire import Arrival
 from aviso_workers.errors import BackendError, UnavailableError
-from aviso_workers.jetstream import info
 from aviso_workers.jetstream.info import ConsumerInfo
 
 __all__ = ["count", "read", "read_chunks"]
@@ -136,7 +135,7 @@ async def _create_consumer(
     for _ in range(CREATE_TRIES):
         with suppress(UnavailableError):
             return await create(replicas=1, timeout_seconds=CREATE_SECONDS)
-    found = info.stream(await connection.api(f"STREAM.INFO.{stream}"))
+    found = await Management(connection).stream_info(stream)
     return await create(replicas=found.config.num_replicas, timeout_seconds=ELECTION_SECONDS)
 
 
@@ -161,20 +160,19 @@ async def _create_replicated(
         "mem_storage": True,
         "num_replicas": replicas,
     }
-    request = {"stream_name": stream, "config": config}
+    management = Management(connection)
     try:
-        answer = await connection.api(f"CONSUMER.CREATE.{stream}", request, timeout_seconds=timeout_seconds)
-        return info.consumer(answer)
+        return await management.add_unnamed_consumer(stream, config, timeout_seconds=timeout_seconds)
     except UnavailableError:
         # A dead server removes nothing, and a stream with a consumer of which nobody knows the state cannot be backed
         # up. The others remove it, and nobody answers, because that is up to the server that had it.
-        connection.post(f"CONSUMER.DELETE.{stream}.{name}", b"", reply=connection.nc.new_inbox())
+        management.delete_consumer_soon(stream, name)
         raise
 
 
 async def _delete_consumer(connection: Connection, stream: str, name: str) -> None:
     with suppress(BackendError):  # the server removes it when it was inactive for long enough
-        await connection.api(f"CONSUMER.DELETE.{stream}.{name}")
+        await Management(connection).delete_consumer(stream, name)
 
 
 @asynccontextmanager
