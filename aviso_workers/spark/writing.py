@@ -286,7 +286,7 @@ def _told(writing: Writing, tasks: Sequence[Written]) -> str:
 def _made_again(event: str, created: str) -> DataLossError:
     return DataLossError(
         f"{event}: its stream was deleted and created again at {created}, while rows were written: those that were "
-        "stored before are gone. Write all of them again"
+        "stored before are gone. Write all of them again; a streaming query does so with a new checkpoint"
     )
 
 

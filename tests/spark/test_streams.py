@@ -174,6 +174,21 @@ def test_a_stream_that_was_created_again_is_another_one(place: Place, copying: C
     assert sorted(copying.copied) == [0, 1, 2, 10, 11, 12, 13, 14]
 
 
+def test_a_target_that_is_created_again_has_earlier_batches_only_after_a_new_checkpoint(place: Place, copying: Copying):
+    place.publish(*range(3))
+    copying.run()
+    place.do("delete_stream", "COPY")
+    place.publish(3, 4)
+
+    assert copying.run() == [2]
+    assert sorted(copying.copied) == [3, 4]
+
+    place.do("purge_stream", "COPY")
+    copying.checkpoint = place.directory / "new checkpoint"
+    assert copying.run() == [5]
+    assert sorted(copying.copied) == list(range(5))
+
+
 def test_a_checkpoint_is_of_one_stream(place: Place, copying: Copying):
     place.publish(1)
     place.publish(1, event="other")
