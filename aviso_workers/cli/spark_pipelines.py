@@ -42,14 +42,14 @@ def archive(
 ) -> None:
     """Keep notifications as Parquet by day, each once: what came since the last run."""
     installed.require()
-    from aviso_workers.spark import archive_filters, archiving, sessions
+    from aviso_workers.spark import archive_filters, archives, sessions
 
     options = _source(event, where, config) | {"startingOffsets": "earliest", "maxMessagesPerTrigger": MOST_PER_BATCH}
     selection = archive_filters.selection(options)
     seconds = float(parse_duration(every, name="--every")) if every is not None else None
     with sessions.session(f"aviso-workers: archive {event}") as spark:
         notifications = spark.readStream.format("aviso").options(**options).load()
-        archiving.archive(notifications, to, selection=selection, every_seconds=seconds).awaitTermination()
+        archives.archive(notifications, to, selection=selection, every_seconds=seconds).awaitTermination()
 
 
 @spark.command()
@@ -69,17 +69,17 @@ def backfill(
 ) -> None:
     """Publish kept notifications again, each once; a rerun adds nothing."""
     installed.require()
-    from aviso_workers.spark import archiving, backfilling, sessions
+    from aviso_workers.spark import archives, backfill, sessions
 
     path = str(config.path) if config else None
     options = _source(event, where, config)
     position, wanted = _position(start), parse_where(where or [])
     with sessions.session(f"aviso-workers: backfill {event} to {to}") as spark:
         if position is None:
-            rows = backfilling.matching(archiving.read(spark, start), event, wanted, config=path)
+            rows = backfill.matching(archives.read(spark, start), event, wanted, config=path)
         else:
             rows = spark.read.format("aviso").options(**options, **position).load()
-        done = backfilling.backfill(rows, to, dead_letters=dead_letters, config=path)
+        done = backfill.backfill(rows, to, dead_letters=dead_letters, config=path)
     typer.echo(f"{done.published} published, {done.present} there before, {done.refused} refused")
 
 
@@ -101,7 +101,7 @@ def report(
 ) -> None:
     """Compare notifications with a schedule, and tell of cycles that are complete and of those that are late."""
     installed.require()
-    from aviso_workers.spark import archiving, backfilling, completeness, sessions
+    from aviso_workers.spark import archives, backfill, completeness, sessions
 
     path = str(config.path) if config else None
     days = {"first": _day(first, "--first", days_ago=1), "last": _day(last, "--last", days_ago=0)}
@@ -115,7 +115,7 @@ def report(
             expected = completeness.expected_table(spark, schedule)
         if position is None:
             assert start is not None
-            rows = backfilling.matching(archiving.read(spark, start), event, wanted, config=path)
+            rows = backfill.matching(archives.read(spark, start), event, wanted, config=path)
         else:
             rows = spark.read.format("aviso").options(**options, **position).load()
         done = completeness.report(rows, expected, event, to=to, config=path)

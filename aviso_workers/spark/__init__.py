@@ -13,7 +13,7 @@ from aviso_workers.config import Config
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from aviso_workers.spark.listening import Listening
+    from aviso_workers.spark.listeners import Listening
 
 __all__ = ["listen", "register"]
 
@@ -39,6 +39,6 @@ def listen(spark: SparkSession, *, config: Config | str | Path | None = None) ->
     `config` is a path, a loaded `Config`, or None for the file that the environment names. Needs no NATS server to be
     there: events wait for one, for a minute at most. Raises `ConfigError` and `UnknownEventTypeError`.
     """
-    from aviso_workers.spark import listening
+    from aviso_workers.spark import listeners
 
-    return listening.listen(spark, config=config)
+    return listeners.listen(spark, config=config)

@@ -1,7 +1,7 @@
 """What of a stream an archive has, remembered in the archive.
 
 What a run leaves out is behind the checkpoint, and no later run archives it. So an archive takes one event type and one
-filter: `archiving` calls `check` before its query starts, and the command makes the `Selection` of its arguments.
+filter: `archives` calls `check` before its query starts, and the command makes the `Selection` of its arguments.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from msgspec import Struct
 from aviso_workers.aviso.schema import Condition, Span, Where
 from aviso_workers.aviso.spatial import Containing, Filter
 from aviso_workers.errors import PipelineError
-from aviso_workers.spark import options, reading
-from aviso_workers.spark.connecting import load_config
+from aviso_workers.spark import options, readers
+from aviso_workers.spark.connections import load_config
 from aviso_workers.spark.files import Files
 
 __all__ = ["Selection", "check", "selection"]
@@ -41,7 +41,7 @@ def selection(given: Mapping[str, Any]) -> Selection:
     Raises `InvalidOptionError`, `UnknownEventTypeError` and `InvalidIdentifierError`.
     """
     parsed = options.parse_reading({name: str(value) for name, value in given.items()})
-    plan = reading.plan(parsed, load_config(parsed.config))
+    plan = readers.plan(parsed, load_config(parsed.config))
     if plan.where is None:
         raise PipelineError("an archive is of an event type, not of a stream by its name")
     return Selection(event=str(parsed.event), where=_canonical(plan.where))

@@ -1,4 +1,4 @@
-"""The list of the files that belong to an archive, as `archiving` writes one for each batch and reads the newest.
+"""The list of the files that belong to an archive, as `archives` writes one for each batch and reads the newest.
 
 The form is that of the log of Spark's own file sink: a line with the version, and a JSON document for each file. So
 `spark.read.parquet` reads it, of any Spark. The first document has one field more, which Spark passes over: a digest

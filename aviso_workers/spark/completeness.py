@@ -16,15 +16,15 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from aviso_workers.errors import PipelineError, UnknownEventTypeError
-from aviso_workers.spark import announcing, pages, schedules
-from aviso_workers.spark.connecting import load_config
+from aviso_workers.spark import announcements, pages, schedules
+from aviso_workers.spark.connections import load_config
 from aviso_workers.spark.files import Files
 
 __all__ = ["Reported", "compare", "cycles", "expected", "expected_table", "per_hour", "report"]
 
 ABOUT = ("cycle", "start", "due")
 """Columns of what is expected that are no identifier fields."""
-COMPLETE, LATE = announcing.KINDS
+COMPLETE, LATE = announcements.KINDS
 SHARES = (0.5, 0.95, 0.99)
 MOST_ON_PAGE = 500
 """Absent notifications on the page; all are in the table."""
@@ -161,7 +161,7 @@ def report(
             latency=(overall and overall["latency"]) or [],
         )
         files.write("report.html", pages.page(content))
-        published = announcing.announce(rows, event, load_config(config))
+        published = announcements.announce(rows, event, load_config(config))
         complete, late = (sum(row[kind] for row in rows) for kind in (COMPLETE, LATE))
         return Reported(cycles=len(rows), complete=complete, late=late, published=published)
     finally:

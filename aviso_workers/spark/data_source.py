@@ -14,8 +14,8 @@ from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
 from aviso_workers.errors import InvalidOptionError, UnknownEventTypeError
-from aviso_workers.spark import executors, options, reading, rows, writing
-from aviso_workers.spark.connecting import load_config
+from aviso_workers.spark import executors, options, readers, rows, writers
+from aviso_workers.spark.connections import load_config
 from aviso_workers.spark.schema import ddl
 
 __all__ = ["AvisoDataSource", "register"]
@@ -32,25 +32,25 @@ class AvisoDataSource(DataSource):
         wanted = self._plan(None)
         return ddl(wanted.reading, wanted.layout)
 
-    def reader(self, schema: StructType) -> reading.BatchReader:
-        return reading.BatchReader(self._plan(False), schema)
+    def reader(self, schema: StructType) -> readers.BatchReader:
+        return readers.BatchReader(self._plan(False), schema)
 
-    def streamReader(self, schema: StructType) -> reading.StreamReader:  # noqa: N802
-        return reading.StreamReader(self._plan(True), schema)
+    def streamReader(self, schema: StructType) -> readers.StreamReader:  # noqa: N802
+        return readers.StreamReader(self._plan(True), schema)
 
-    def writer(self, schema: StructType, overwrite: bool) -> writing.BatchWriter:
+    def writer(self, schema: StructType, overwrite: bool) -> writers.BatchWriter:
         if overwrite:
             raise InvalidOptionError('a stream cannot be overwritten: write with mode("append")')
-        return writing.BatchWriter(self._writing(schema, streaming=False))
+        return writers.BatchWriter(self._writing(schema, streaming=False))
 
-    def streamWriter(self, schema: StructType, overwrite: bool) -> writing.StreamWriter:  # noqa: N802
+    def streamWriter(self, schema: StructType, overwrite: bool) -> writers.StreamWriter:  # noqa: N802
         if overwrite:
             raise InvalidOptionError('a stream cannot be overwritten: write with outputMode("append")')
-        return writing.StreamWriter(self._writing(schema, streaming=True))
+        return writers.StreamWriter(self._writing(schema, streaming=True))
 
     def _plan(self, streaming: bool | None) -> Any:
         wanted = options.parse_reading(self.options, streaming=streaming)
-        return reading.plan(wanted, load_config(wanted.config))
+        return readers.plan(wanted, load_config(wanted.config))
 
     def _writing(self, schema: StructType, *, streaming: bool) -> options.Writing:
         wanted = options.parse_writing(self.options, streaming=streaming)

@@ -1,6 +1,6 @@
 """Rows that are no notifications: found one by one, named, and kept with their reasons in a directory of Parquet.
 
-`writing` uses it in a task. What is wrong shows for a batch of rows at a time, so a batch that is refused is divided
+`writers` uses it in a task. What is wrong shows for a batch of rows at a time, so a batch that is refused is divided
 until each row of it that is wrong stands alone. The directory goes through Arrow's file systems, because a task has no
 JVM: a path that driver and executors share, or a URL of HDFS, S3 or Google's storage.
 """

@@ -1,6 +1,6 @@
 """For how long the stream of job events knows an event by its id, whoever publishes it a second time.
 
-Asked by the agent that tails event logs (`agents.spark_events`) and by the listeners inside of a driver (`listening`),
+Asked by the agent that tails event logs (`agents.spark_events`) and by the listeners inside of a driver (`listeners`),
 which both publish each event. Within half of the window each relies on the server; beyond it the agent asks the stream
 which events it holds, and the listener leaves an event to the agent. The other half is for what happens in between.
 """

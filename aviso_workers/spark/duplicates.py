@@ -1,6 +1,6 @@
 """Rows that a stream discarded, because it knows their message ids: held against the messages that have the ids.
 
-`writing` calls `check` with the rows of a chunk that were acknowledged as duplicates. A stream discards by the id alone
+`writers` calls `check` with the rows of a chunk that were acknowledged as duplicates. A stream discards by the id alone
 and does not compare, so without this an id that two rows share would cost one of them.
 """
 

@@ -1,7 +1,7 @@
 """What a Spark listener event says, as a notification of event type `spark_job`.
 
 Called by whoever hears of events as JSON: the agent that tails event logs (`aviso_agents.spark_events`) and the
-listeners inside of a driver (`listening`). It is the same JSON and makes the same ids, so that a stream that heard both
+listeners inside of a driver (`listeners`). It is the same JSON and makes the same ids, so that a stream that heard both
 ways holds each event once.
 
 Pure. Each event is projected by one function below: a few fields that people ask for, under names of ours, times in

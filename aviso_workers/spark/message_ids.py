@@ -1,7 +1,7 @@
 """The message ids of rows, of which a stream stores each once within its duplicate window.
 
 A stream discards a message whose id it knows and says nothing against it, so an id must never be that of another row.
-`writing` makes one of the two for a task, and `rows` asks it for the ids of each chunk of messages, in their order.
+`writers` makes one of the two for a task, and `rows` asks it for the ids of each chunk of messages, in their order.
 """
 
 from __future__ import annotations

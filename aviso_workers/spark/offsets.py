@@ -1,6 +1,6 @@
 """Where a query is in a stream, how far its next step goes, and how a step is divided among tasks.
 
-Pure: `reading` asks servers. An offset is the sequence up to which everything was taken, together with the time at
+Pure: `readers` asks servers. An offset is the sequence up to which everything was taken, together with the time at
 which the stream was created: after it was deleted and created again, equal sequences mean other messages.
 """
 

@@ -1,6 +1,6 @@
 """Rows published once, however often and however late the same is done again.
 
-`backfilling` and `completeness` use it. Each row has an id of its own, which becomes the message id: what two runs at
+`backfill` and `completeness` use it. Each row has an id of its own, which becomes the message id: what two runs at
 about the same time both send, the server stores once. What it has forgotten since, its duplicate window being over,
 is found in the stream: a row is left out where a message there has its id, or is the very message that it came from.
 """
@@ -13,8 +13,8 @@ from pyspark.sql import functions as F  # noqa: N812
 from aviso_workers.config import Config, streams
 from aviso_workers.errors import NotFoundError, UnknownEventTypeError
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.spark import writing
-from aviso_workers.spark.connecting import connected, load_config
+from aviso_workers.spark import writers
+from aviso_workers.spark.connections import connected, load_config
 from aviso_workers.spark.options import Writing
 
 __all__ = ["identity", "publish", "without_stored"]
@@ -64,7 +64,7 @@ def publish(rows: DataFrame, event: str, *, config: str | None = None) -> int:
     only_new_topics = _keeps_one(_stream_of(event, load_config(config)))
     ordered = rows.repartition("topic").sortWithinPartitions(IN_ORDER).select("id", "identifier", "payload")
     wanted = Writing(event=event, config=config, id_column="id", only_new_topics=only_new_topics)
-    tasks = writing.write_counted(ordered, wanted)
+    tasks = writers.write_counted(ordered, wanted)
     return sum(task.rows - task.duplicates - task.present for task in tasks)
 
 

@@ -1,6 +1,6 @@
 """Rows as the messages of notifications: checked against their schema, a column at a time.
 
-`writing` makes a `Rows` in a task and hands it record batches. Values repeat in a column, so a field is checked and
+`writers` makes a `Rows` in a task and hands it record batches. Values repeat in a column, so a field is checked and
 spelled once for each of its values, and Arrow joins what comes out to subjects. An event type with a place is encoded
 row by row, because its headers are made of its coordinates.
 """

@@ -1,6 +1,6 @@
 """The columns of the data source, and stored messages as Arrow record batches of them.
 
-`data_source` asks for the columns when a query is planned, `reading` makes a `Columns` of what Spark then wants and
+`data_source` asks for the columns when a query is planned, `readers` makes a `Columns` of what Spark then wants and
 turns messages into batches inside of a task. Where an event type is given, its identifier is a struct with a typed
 field for each of its own; a struct and not columns beside the others, because an event type may have a field `time`.
 

@@ -34,7 +34,7 @@ from _demo.children import ShortfallError
 from aviso_workers import App, Notify
 from aviso_workers.config import streams
 from aviso_workers.server import NatsServer
-from aviso_workers.spark import archiving, register
+from aviso_workers.spark import archives, register
 
 __all__ = ["transfer"]
 
@@ -167,7 +167,7 @@ class _Wing:
         loading.load().write.format("noop").mode("overwrite").save()
 
     def archive(self, event: str) -> None:
-        archiving.archive(self._stream(event, "earliest"), str(self._directory / f"archive-{event}")).awaitTermination()
+        archives.archive(self._stream(event, "earliest"), str(self._directory / f"archive-{event}")).awaitTermination()
 
     def copy(self, event: str, to: str) -> None:
         self._copying(event, to, availableNow=True).awaitTermination()

@@ -18,7 +18,7 @@ from msgspec import Struct, structs
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from aviso_workers.spark import archiving, backfilling, register
+from aviso_workers.spark import archives, backfill, register
 
 __all__ = ["CLUSTER", "JOBS", "LOCAL", "Answer", "Job", "command", "environment"]
 
@@ -32,8 +32,8 @@ BATCHES = 8
 DAEMON = """
 import aviso_workers.backends.jetstream
 import aviso_workers.spark.data_source
-import aviso_workers.spark.reading
-import aviso_workers.spark.writing
+import aviso_workers.spark.readers
+import aviso_workers.spark.writers
 import pyspark.worker
 from pyspark.daemon import manager
 
@@ -114,15 +114,15 @@ def _stream_write(spark: SparkSession, job: Job) -> None:
 
 
 def _archive(spark: SparkSession, job: Job) -> None:
-    archiving.archive(_source(spark, job), f"{job.directory}/archive").awaitTermination()
+    archives.archive(_source(spark, job), f"{job.directory}/archive").awaitTermination()
 
 
 def _backfill(spark: SparkSession, job: Job) -> None:
-    backfilling.backfill(archiving.read(spark, job.kept), job.target, config=job.config)
+    backfill.backfill(archives.read(spark, job.kept), job.target, config=job.config)
 
 
 def _read_archive(spark: SparkSession, job: Job) -> Answer:
-    rows = archiving.read(spark, f"{job.directory}/archive").select("identifier.number", "payload")
+    rows = archives.read(spark, f"{job.directory}/archive").select("identifier.number", "payload")
     intact = rows.where(F.col("payload") == _payload(F.col("number")))
     return Answer(numbers=[row["number"] for row in intact.select("number").collect()])
 

@@ -17,7 +17,7 @@ from aviso_workers import App
 from aviso_workers.config import load
 from aviso_workers.spark import job_events
 from aviso_workers.spark.job_events import EVENT_TYPE, Application, JobEvent
-from aviso_workers.spark.listening import Listening
+from aviso_workers.spark.listeners import Listening
 from tests.agents.test_spark_events import app_of, config_file, job_start
 from tests.stories.processes import Server
 from tests.waits import PATIENCE_SECONDS

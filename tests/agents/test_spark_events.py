@@ -990,7 +990,7 @@ class NoPySpark:
 
 
 sys.meta_path.insert(0, NoPySpark())
-import aviso_agents.spark_events, aviso_workers.cli.spark, aviso_workers.spark.listening
+import aviso_agents.spark_events, aviso_workers.cli.spark, aviso_workers.spark.listeners
 from aviso_workers.spark import log_directories
 from aviso_workers.spark.event_log import EventLogReader, Position
 

@@ -26,8 +26,8 @@ KEYS = ("cluster", "application", "kind", "event", "id")
 DAEMON = """
 import aviso_workers.backends.jetstream
 import aviso_workers.spark.data_source
-import aviso_workers.spark.reading
-import aviso_workers.spark.writing
+import aviso_workers.spark.readers
+import aviso_workers.spark.writers
 import pyspark.worker
 from pyspark.daemon import manager
 

@@ -14,7 +14,7 @@ from aviso_workers.errors import InvalidNotificationError, PipelineError
 from aviso_workers.spark import dead_letters
 from aviso_workers.spark.dead_letters import DeadLetters
 from aviso_workers.spark.options import Writing
-from aviso_workers.spark.writing import BatchWriter, Written
+from aviso_workers.spark.writers import BatchWriter, Written
 
 
 def batch_of(*steps: int) -> pa.RecordBatch:

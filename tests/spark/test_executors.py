@@ -47,7 +47,7 @@ def test_importing_the_wing_loads_neither_metrics_nor_the_status_port_nor_pyspar
     forbidden = ("prometheus_client", "aviso_workers.worker.status", "aviso_workers.worker.metrics", "typer")
     script = f"import sys, {modules}; print([name for name in {(*forbidden, 'pyspark')} if name in sys.modules])"
     in_a_task = (
-        "import sys, aviso_workers.spark.reading, aviso_workers.spark.writing, aviso_workers.backends.jetstream; "
+        "import sys, aviso_workers.spark.readers, aviso_workers.spark.writers, aviso_workers.backends.jetstream; "
         f"print([name for name in {forbidden} if name in sys.modules])"
     )
 

@@ -21,7 +21,7 @@ from _chaos.bridge_kills import LATER_SECONDS, Growing, shorten_duplicate_window
 from aviso_workers import App
 from tests.commands import Command
 from tests.spark.logs import ids_in, logs_in
-from tests.spark.test_listening import work
+from tests.spark.test_listeners import work
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio

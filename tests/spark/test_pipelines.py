@@ -24,8 +24,8 @@ from aviso_workers import cli
 from aviso_workers.aviso.codec import MARKER_HEADER
 from aviso_workers.errors import PipelineError
 from aviso_workers.server import NatsServer
-from aviso_workers.spark import archive_filters, archiving, backfilling, completeness, once, sessions
-from aviso_workers.spark.backfilling import Backfilled
+from aviso_workers.spark import archive_filters, archives, backfill, completeness, once, sessions
+from aviso_workers.spark.backfill import Backfilled
 from aviso_workers.spark.completeness import Reported
 from aviso_workers.spark.files import Files
 from tests.spark.place import Place, run_to_its_end
@@ -94,14 +94,14 @@ CONTINUOUS = """
 import sys
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
-from aviso_workers.spark import archiving, register
-from aviso_workers.spark.backfilling import Backfilled
+from aviso_workers.spark import archives, register
+from aviso_workers.spark.backfill import Backfilled
 from aviso_workers.spark.completeness import Reported
 spark = SparkSession.builder.master("local[2]").getOrCreate()
 register(spark)
 options = {"config": sys.argv[1], "event": "mars", "startingOffsets": "earliest", "maxMessagesPerTrigger": "40"}
 notifications = spark.readStream.format("aviso").options(**options).load()
-query = archiving.archive(notifications, sys.argv[2], every_seconds=0.1)
+query = archives.archive(notifications, sys.argv[2], every_seconds=0.1)
 while len(query.recentProgress) < 3:
     query.awaitTermination(0.1)
 print(query.lastProgress["batchId"], flush=True)
@@ -113,7 +113,7 @@ class TestArchive:
     def archive(self, place: Pipelines, **options: Any) -> None:
         """Archive what is there."""
         notifications = place.read_stream(startingOffsets="earliest", **options)
-        run_to_its_end(lambda: archiving.archive(notifications, self.path(place)))
+        run_to_its_end(lambda: archives.archive(notifications, self.path(place)))
 
     def path(self, place: Pipelines) -> str:
         return f"{place.directory}/an archive"
@@ -138,7 +138,7 @@ class TestArchive:
     def two_days(self, place: Pipelines) -> None:
         """An archive of two files, of one day each."""
         rows = self.batch(place, 1, 2).withColumn("date", F.expr("date_add(date, CAST(sequence AS INT))"))
-        archiving._Archive(Files(place.spark, self.path(place))).add(rows, 0)
+        archives._Archive(Files(place.spark, self.path(place))).add(rows, 0)
         plan = Path(self.path(place), "_checkpoint", "offsets", "0")
         plan.parent.mkdir(parents=True)
         plan.touch()
@@ -163,11 +163,11 @@ class TestArchive:
         midnight = datetime(2026, 11, 21, tzinfo=UTC)
         rows = [(1, midnight - timedelta(microseconds=1)), (2, midnight), (3, midnight + timedelta(hours=23))]
         stored = place.spark.createDataFrame(rows, "sequence BIGINT, time TIMESTAMP")
-        known = archiving._Archive(Files(place.spark, self.path(place)))
+        known = archives._Archive(Files(place.spark, self.path(place)))
 
-        known.add(stored.withColumn("date", F.expr(archiving.DAY)), 0)
+        known.add(stored.withColumn("date", F.expr(archives.DAY)), 0)
 
-        kept = archiving.read(place.spark, self.path(place)).orderBy("sequence").select("sequence", "date").collect()
+        kept = archives.read(place.spark, self.path(place)).orderBy("sequence").select("sequence", "date").collect()
         assert [(row.sequence, row.date.isoformat()) for row in kept] == [
             (1, "2026-11-20"),
             (2, "2026-11-21"),
@@ -184,7 +184,7 @@ class TestArchive:
 
         assert self.archived(place) == [1, 2, 3]
 
-    @pytest.mark.parametrize(("owner", "deed"), [(archiving._Archive, "_take_in"), (Files, "write_new")])
+    @pytest.mark.parametrize(("owner", "deed"), [(archives._Archive, "_take_in"), (Files, "write_new")])
     def test_a_crash_before_and_after_a_batch_is_told_of_loses_and_doubles_nothing(
         self, place: Pipelines, crash_after: Callable[..., None], owner: type, deed: str
     ):
@@ -213,7 +213,7 @@ class TestArchive:
     def test_small_files_are_merged_and_readers_see_every_row_once(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
     ):
-        monkeypatch.setattr(archiving, "MANY", 3)
+        monkeypatch.setattr(archives, "MANY", 3)
         for step in range(3):
             place.publish(step)
             self.archive(place)
@@ -227,7 +227,7 @@ class TestArchive:
         with pytest.raises(Py4JJavaError, match="FileNotFoundException"):
             reader.count()
 
-    @pytest.mark.parametrize(("owner", "deed"), [(archiving._Archive, "_take_in"), (Files, "write_new")])
+    @pytest.mark.parametrize(("owner", "deed"), [(archives._Archive, "_take_in"), (Files, "write_new")])
     def test_what_a_run_left_that_was_killed_is_removed_by_the_next(
         self,
         place: Pipelines,
@@ -236,7 +236,7 @@ class TestArchive:
         owner: type,
         deed: str,
     ):
-        monkeypatch.setattr(archiving, "MANY", 3)
+        monkeypatch.setattr(archives, "MANY", 3)
         for step in range(3):
             place.publish(step)
             self.archive(place)
@@ -266,9 +266,9 @@ class TestArchive:
         deed = getattr(Files, name)
 
         def begin_another(files: Files, *arguments: str, **options: str) -> None:
-            archiving._Archive(files).prepare()
+            archives._Archive(files).prepare()
             deed(files, *arguments, **options)
-            archiving._Archive(files).prepare()
+            archives._Archive(files).prepare()
 
         monkeypatch.setattr(Files, name, begin_another)
         self.archive(place)
@@ -280,45 +280,45 @@ class TestArchive:
     def test_a_run_that_slept_while_another_archived_its_batch_changes_nothing(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
     ):
-        monkeypatch.setattr(archiving, "MANY", 2)
-        slow, quick = (archiving._Archive(Files(place.spark, self.path(place))) for _ in range(2))
+        monkeypatch.setattr(archives, "MANY", 2)
+        slow, quick = (archives._Archive(Files(place.spark, self.path(place))) for _ in range(2))
         slow.add(self.batch(place, 0), 0)
         slow.add(self.batch(place, 1), 1)
-        take_in = archiving._Archive._take_in
+        take_in = archives._Archive._take_in
 
-        def sleep_then(run: archiving._Archive, number: int) -> list[archiving.Entry]:
+        def sleep_then(run: archives._Archive, number: int) -> list[archives.Entry]:
             taken = take_in(run, number)
             if run is slow:
                 quick.add(self.batch(place, 2), 2)
                 quick.add(self.batch(place, 3), 3)
             return taken
 
-        monkeypatch.setattr(archiving._Archive, "_take_in", sleep_then)
+        monkeypatch.setattr(archives._Archive, "_take_in", sleep_then)
         slow.add(self.batch(place, 2), 2)
 
-        kept = archiving.read(place.spark, self.path(place))
+        kept = archives.read(place.spark, self.path(place))
         assert sorted(row["sequence"] for row in kept.collect()) == [0, 1, 2, 3]
         assert dataset(self.path(place), format="parquet", partitioning="hive").to_table().num_rows == 4
 
     def test_two_runs_that_add_one_batch_keep_all_of_it(self, place: Pipelines, monkeypatch: pytest.MonkeyPatch):
         batch = self.batch(place, *range(9))
-        first, second = (archiving._Archive(Files(place.spark, self.path(place))) for _ in range(2))
-        take_in = archiving._Archive._take_in
+        first, second = (archives._Archive(Files(place.spark, self.path(place))) for _ in range(2))
+        take_in = archives._Archive._take_in
 
-        def be_overtaken(run: archiving._Archive, number: int) -> list[archiving.Entry]:
+        def be_overtaken(run: archives._Archive, number: int) -> list[archives.Entry]:
             if run is first:
                 second.add(batch, number)
             return take_in(run, number)
 
-        monkeypatch.setattr(archiving._Archive, "_take_in", be_overtaken)
+        monkeypatch.setattr(archives._Archive, "_take_in", be_overtaken)
         first.add(batch, 0)
 
-        assert archiving.read(place.spark, self.path(place)).count() == 9
+        assert archives.read(place.spark, self.path(place)).count() == 9
 
     def test_days_with_files_that_are_newer_than_an_older_copy_lose_these(self, place: Pipelines):
         """As where list and checkpoint were restored together, and what is in the days was left as it was."""
         directory = Path(self.path(place))
-        run, again = (archiving._Archive(Files(place.spark, self.path(place))) for _ in range(2))
+        run, again = (archives._Archive(Files(place.spark, self.path(place))) for _ in range(2))
         for number in range(3):
             run.add(self.batch(place, number), number)
         for number in (1, 2):
@@ -337,10 +337,10 @@ class TestArchive:
         self.archive(place)
         first = Path(self.path(place))
         moved = first.rename(f"{first} elsewhere")
-        assert archiving.read(place.spark, str(moved)).select("identifier.step").collect() == [(0,)]
+        assert archives.read(place.spark, str(moved)).select("identifier.step").collect() == [(0,)]
 
         place.publish(1)
-        archiving.archive(place.read_stream(startingOffsets="earliest"), str(moved)).awaitTermination()
+        archives.archive(place.read_stream(startingOffsets="earliest"), str(moved)).awaitTermination()
         assert place.spark.read.parquet(str(moved)).count() == 2, "every reader of Spark finds it now"
         assert not first.exists()
 
@@ -389,12 +389,12 @@ class TestArchive:
         self.two_days(place)
         cut = self.newest_list(place)
         cut.write_text("\n".join(cut.read_text().splitlines()[:lines]) + ending)
-        run = archiving._Archive(Files(place.spark, self.path(place)))
+        run = archives._Archive(Files(place.spark, self.path(place)))
 
         with pytest.raises(PipelineError, match=r"_spark_metadata/0\.compact .*Put a good copy of it back"):
             run.prepare()
         with pytest.raises(PipelineError, match=r"_spark_metadata/0\.compact"):
-            archiving.read(place.spark, self.path(place))
+            archives.read(place.spark, self.path(place))
         assert self.files(place) == ["0-0", "0-1"]
 
     def test_a_list_that_is_no_text_is_refused_by_its_name(self, place: Pipelines):
@@ -402,22 +402,22 @@ class TestArchive:
         self.newest_list(place).write_bytes(b"v1\n\xff\xfe{")
 
         with pytest.raises(PipelineError, match=r"/_spark_metadata/0\.compact"):
-            archiving.read(place.spark, self.path(place))
+            archives.read(place.spark, self.path(place))
 
     def test_a_list_that_an_older_version_wrote_is_taken_and_no_file_is_removed_by_it(self, place: Pipelines):
         self.two_days(place)
         newest = self.newest_list(place)
         newest.write_text(re.sub(r',"digest":"\w+"', "", newest.read_text()))
-        run = archiving._Archive(Files(place.spark, self.path(place)))
+        run = archives._Archive(Files(place.spark, self.path(place)))
 
         run.prepare()
         run.add(self.batch(place, 3), 1)
 
-        assert archiving.read(place.spark, self.path(place)).count() == 3
+        assert archives.read(place.spark, self.path(place)).count() == 3
         self.newest_list(place).unlink()
         newest.write_text("\n".join(newest.read_text().splitlines()[:-1]))
         with pytest.raises(PipelineError, match="cannot prove that it is whole"):
-            archiving._Archive(Files(place.spark, self.path(place))).prepare()
+            archives._Archive(Files(place.spark, self.path(place))).prepare()
         assert self.files(place) == ["0-0", "0-1", "1-0"]
 
     def test_what_a_list_names_is_on_the_disk_before_the_list_is(
@@ -431,7 +431,7 @@ class TestArchive:
             sync(handle)
 
         monkeypatch.setattr(os, "fsync", note)
-        archiving._Archive(Files(place.spark, self.path(place))).add(self.batch(place, 1), 0)
+        archives._Archive(Files(place.spark, self.path(place))).add(self.batch(place, 1), 0)
 
         deeds = [deed for path in synced for deed in DEEDS if re.fullmatch(DEEDS[deed], path)]
         assert list(dict.fromkeys(deeds)) == list(DEEDS)
@@ -443,7 +443,7 @@ class TestArchive:
             options = place.options(startingOffsets="earliest", **{f"where.{name}": filters[name] for name in filters})
             stream = place.spark.readStream.format("aviso").options(**options).load()
             selected = archive_filters.selection(options)
-            run_to_its_end(lambda: archiving.archive(stream, self.path(place), selection=selected))
+            run_to_its_end(lambda: archives.archive(stream, self.path(place), selection=selected))
 
         self.archive(place, **{"where.step": "1"})  # as an older version, which wrote nothing of it down
         archive(step="1")
@@ -459,30 +459,30 @@ class TestArchive:
     def test_fields_and_headers_that_come_later_are_read_also_after_files_were_merged(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
     ):
-        monkeypatch.setattr(archiving, "MANY", 2)
+        monkeypatch.setattr(archives, "MANY", 2)
         common = "event_type STRING, sequence BIGINT, time TIMESTAMP, payload STRING, date DATE"
         fields = "class: STRING, date: DATE, time: STRING"
         old = f"{common}, identifier STRUCT<{fields}>"
         new = f"{common}, identifier STRUCT<{fields}, step: BIGINT>, headers MAP<STRING, STRING>"
         day, of_day = date(2026, 11, 20), ("od", date(2026, 11, 20), "0600")
         written = [(old, (of_day,)), (new, ((*of_day, 5), {"place": "here"})), (old, (of_day,))]
-        known = archiving._Archive(Files(place.spark, self.path(place)))
+        known = archives._Archive(Files(place.spark, self.path(place)))
 
         for number, (columns, values) in enumerate(written):
             row = ("mars", number, datetime(2026, 11, 20, tzinfo=UTC), "null", day, *values)
             known.add(place.spark.createDataFrame([row], columns), number)
 
-        kept = archiving.read(place.spark, self.path(place)).orderBy("sequence")
+        kept = archives.read(place.spark, self.path(place)).orderBy("sequence")
         found = kept.select("sequence", "identifier.step", "headers.place").collect()
         assert [tuple(row) for row in found] == [(0, None, None), (1, 5, "here"), (2, None, None)]
-        done = backfilling.backfill(kept, "copy", dead_letters=f"{place.directory}/bad", config=str(place.config))
+        done = backfill.backfill(kept, "copy", dead_letters=f"{place.directory}/bad", config=str(place.config))
         assert done == Backfilled(published=1, present=0, refused=2), "two have no step"
         assert place.steps("copy") == [5]
 
     def test_a_damaged_file_is_not_merged_and_removed_where_spark_is_told_to_pass_over_it(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
     ):
-        monkeypatch.setattr(archiving, "MANY", 2)
+        monkeypatch.setattr(archives, "MANY", 2)
         for step in range(2):
             place.publish(step)
             self.archive(place)
@@ -495,7 +495,7 @@ class TestArchive:
         place.publish(2)
         place.spark.conf.set("spark.sql.files.ignoreCorruptFiles", "true")
         try:
-            for deed in (self.archive, lambda place: archiving.read(place.spark, self.path(place)).collect()):
+            for deed in (self.archive, lambda place: archives.read(place.spark, self.path(place)).collect()):
                 with pytest.raises(PipelineError, match=told), sessions.translated():
                     deed(place)
         finally:
@@ -527,7 +527,7 @@ class TestArchive:
         (log / name).touch()
 
         with pytest.raises(PipelineError, match=said):
-            archiving.archive(place.read_stream(startingOffsets="earliest"), self.path(place))
+            archives.archive(place.read_stream(startingOffsets="earliest"), self.path(place))
 
 
 class TestFiles:
@@ -574,9 +574,9 @@ class TestBackfill:
     def test_kept_notifications_are_published_once_however_often_it_is_run(self, place: Pipelines):
         place.publish(*range(4), payload={"location": "/a"})
 
-        first = backfilling.backfill(place.read(), "copy", config=str(place.config))
+        first = backfill.backfill(place.read(), "copy", config=str(place.config))
         place.publish(4)
-        second = backfilling.backfill(place.read(), "copy", config=str(place.config))
+        second = backfill.backfill(place.read(), "copy", config=str(place.config))
 
         assert first == Backfilled(published=4, present=0, refused=0)
         assert second == Backfilled(published=1, present=4, refused=0)
@@ -589,7 +589,7 @@ class TestBackfill:
             "identifier", F.col("identifier").withField("domain", F.lit(None).cast("string"))
         )
 
-        done = backfilling.backfill(rows, "copy", config=str(place.config))
+        done = backfill.backfill(rows, "copy", config=str(place.config))
 
         assert done == Backfilled(published=1, present=0, refused=0)
 
@@ -605,22 +605,20 @@ class TestBackfill:
         half = place.read().where("sequence % 2 = 0").withColumn("id", once.identity())
         once.publish(half, "copy", config=str(place.config))
 
-        done = backfilling.backfill(place.read(), "copy", config=str(place.config))
+        done = backfill.backfill(place.read(), "copy", config=str(place.config))
 
         assert (done.published, done.present) == (3, 3)
         assert sorted(place.steps("copy")) == list(range(6))
 
     def test_what_a_stream_lost_is_restored_from_its_archive(self, place: Pipelines):
         place.publish(*range(4))
-        archiving.archive(
-            place.read_stream(startingOffsets="earliest"), f"{place.directory}/archive"
-        ).awaitTermination()
+        archives.archive(place.read_stream(startingOffsets="earliest"), f"{place.directory}/archive").awaitTermination()
         place.do("delete_message", "MARS", 2)
         kept = place.spark.read.parquet(f"{place.directory}/archive")
-        wanted = backfilling.matching(kept, "mars", {"step": {"lt": 3}}, config=str(place.config))
+        wanted = backfill.matching(kept, "mars", {"step": {"lt": 3}}, config=str(place.config))
 
-        done = backfilling.backfill(wanted, "mars", config=str(place.config))
-        again = backfilling.backfill(kept, "mars", config=str(place.config))
+        done = backfill.backfill(wanted, "mars", config=str(place.config))
+        again = backfill.backfill(kept, "mars", config=str(place.config))
 
         assert (done.published, done.present) == (1, 2)
         assert (again.published, again.present) == (0, 4)
@@ -631,7 +629,7 @@ class TestBackfill:
         place.publish(2, payload="newer")
         place.publish(1, event="newest", payload="newest")
 
-        done = backfilling.backfill(place.read(), "newest", config=str(place.config))
+        done = backfill.backfill(place.read(), "newest", config=str(place.config))
 
         assert (done.published, done.present) == (1, 2)
         assert {one.identifier["step"]: one.payload for one in place.stored("newest")} == {"1": "newest", "2": "newer"}
@@ -653,7 +651,7 @@ class TestBackfill:
             return publish(looked, event, **options)
 
         monkeypatch.setattr(once, "publish", be_overtaken)
-        done = backfilling.backfill(place.read(), "newest", config=str(place.config))
+        done = backfill.backfill(place.read(), "newest", config=str(place.config))
 
         held = {one.identifier["step"]: one.payload for one in place.stored("newest")}
         assert held == {"9": None, "1": "newer", "2": "old", "3": "old"}
@@ -667,8 +665,8 @@ class TestBackfill:
         table = f"{place.directory}/dead"
 
         with pytest.raises(PipelineError, match=r"2 rows are no notifications of copy, and nothing was published"):
-            backfilling.backfill(rows, "copy", config=str(place.config))
-        done = [backfilling.backfill(rows, "copy", dead_letters=table, config=str(place.config)) for _ in range(2)]
+            backfill.backfill(rows, "copy", config=str(place.config))
+        done = [backfill.backfill(rows, "copy", dead_letters=table, config=str(place.config)) for _ in range(2)]
 
         assert [(each.published, each.present, each.refused) for each in done] == [(1, 0, 2), (0, 1, 2)]
         out_of_range, not_json = place.spark.read.parquet(table).orderBy("sequence").collect()
@@ -687,11 +685,11 @@ class TestBackfill:
 
         def be_overtaken(files: Files, source: str, target: str) -> None:
             monkeypatch.setattr(Files, "move", moved)
-            backfilling._bury(second, table)
+            backfill._bury(second, table)
             moved(files, source, target)
 
         monkeypatch.setattr(Files, "move", be_overtaken)
-        backfilling._bury(first, table)
+        backfill._bury(first, table)
 
         assert sorted(row["id"] for row in place.spark.read.parquet(table).collect()) == ["0", "1", "2", "3"]
         assert not list(Path(table).glob("_*"))
@@ -705,7 +703,7 @@ class TestBackfill:
         begun.parent.mkdir(parents=True)
         begun.write_bytes(b"PAR1")
 
-        done = backfilling.backfill(rows, "copy", dead_letters=str(table), config=str(place.config))
+        done = backfill.backfill(rows, "copy", dead_letters=str(table), config=str(place.config))
 
         assert done == Backfilled(published=1, present=0, refused=1)
         assert place.spark.read.parquet(str(table)).count() == 1

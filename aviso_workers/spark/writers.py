@@ -39,7 +39,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import Events
 from aviso_workers.spark import dead_letters, duplicates, new_topics, offsets
-from aviso_workers.spark.connecting import Connection, connected, load_config, tries
+from aviso_workers.spark.connections import Connection, connected, load_config, tries
 from aviso_workers.spark.dead_letters import DeadLetters
 from aviso_workers.spark.message_ids import ColumnIds, ContentIds
 from aviso_workers.spark.options import Writing

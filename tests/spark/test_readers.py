@@ -14,7 +14,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from aviso_workers.backends.jetstream import readers as wire_reading
 from aviso_workers.declare.retry import Backoff
 from aviso_workers.errors import DataLossError, InvalidOptionError, UnavailableError
-from aviso_workers.spark import connecting, reading
+from aviso_workers.spark import connections, readers
 from aviso_workers.spark.data_source import AvisoDataSource
 from aviso_workers.spark.offsets import Offset, Range
 from tests.spark.place import Place
@@ -28,21 +28,21 @@ COUNT = 100
 @pytest.fixture
 def place(spark: SparkSession, nats_server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setattr(wire_reading, "CHUNK", CHUNK)
-    monkeypatch.setattr(connecting, "AGAIN", Backoff(first=0.05, factor=1.0, jitter=0.0))
+    monkeypatch.setattr(connections, "AGAIN", Backoff(first=0.05, factor=1.0, jitter=0.0))
     return Place(spark, nats_server, tmp_path)
 
 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for no server, from now on."""
-    monkeypatch.setattr(reading, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(readers, "PATIENCE_SECONDS", 0.0)
 
 
-def batch_reader(place: Place, **options: Any) -> reading.BatchReader:
+def batch_reader(place: Place, **options: Any) -> readers.BatchReader:
     columns = place.read(**options).schema
     return AvisoDataSource(place.options(**options)).reader(columns)
 
 
-def stream_reader(place: Place, **options: Any) -> reading.StreamReader:
+def stream_reader(place: Place, **options: Any) -> readers.StreamReader:
     columns = place.read_stream(**options).schema
     return AvisoDataSource(place.options(**options)).streamReader(columns)
 
@@ -143,7 +143,7 @@ class TestPlanning:
             def now(cls, tz: tzinfo | None = None) -> Behind:
                 return super().now(tz) - timedelta(hours=1)
 
-        monkeypatch.setattr(reading, "datetime", Behind, raising=False)
+        monkeypatch.setattr(readers, "datetime", Behind, raising=False)
         place.publish_numbered(COUNT)
         before = datetime.now(UTC) - timedelta(minutes=30)
 

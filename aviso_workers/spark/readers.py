@@ -39,7 +39,7 @@ from aviso_workers.errors import (
     UnknownEventTypeError,
 )
 from aviso_workers.spark import offsets
-from aviso_workers.spark.connecting import Connection, connected, load_config, tries
+from aviso_workers.spark.connections import Connection, connected, load_config, tries
 from aviso_workers.spark.offsets import Offset, Range
 from aviso_workers.spark.options import Reading, where_of
 from aviso_workers.spark.schema import Columns, Layout, check_wanted, layout

@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from aviso_workers.errors import DataLossError
-from aviso_workers.spark import writing
+from aviso_workers.spark import writers
 from aviso_workers.spark.data_source import AvisoDataSource
 from tests.spark.place import Place
 from tests.waits import PATIENCE_SECONDS
@@ -92,12 +92,12 @@ class TestAStreamThatIsMadeAgain:
     """Whoever publishes makes a stream that is missing, so the rows that come after a deletion find a new one."""
 
     @pytest.fixture
-    def writer(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> writing.BatchWriter:
+    def writer(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> writers.BatchWriter:
         task = SimpleNamespace(partitionId=lambda: 0)
-        monkeypatch.setattr(writing, "TaskContext", SimpleNamespace(get=lambda: task))
+        monkeypatch.setattr(writers, "TaskContext", SimpleNamespace(get=lambda: task))
         return AvisoDataSource(place.options("copy")).writer(place.rows(0).schema, False)
 
-    def test_while_a_task_writes_fails_the_task(self, place: Place, writer: writing.BatchWriter):
+    def test_while_a_task_writes_fails_the_task(self, place: Place, writer: writers.BatchWriter):
         def deleting() -> Iterator[pa.RecordBatch]:
             first, second = place.rows(6).toArrow().to_batches(max_chunksize=3)
             yield first
@@ -107,7 +107,7 @@ class TestAStreamThatIsMadeAgain:
         with pytest.raises(DataLossError, match=r"copy: its stream was deleted and created again at .*, while"):
             writer.write(deleting())
 
-    def test_between_tasks_fails_the_write(self, place: Place, writer: writing.BatchWriter):
+    def test_between_tasks_fails_the_write(self, place: Place, writer: writers.BatchWriter):
         first = writer.write(iter(place.rows(3).toArrow().to_batches()))
         place.do("delete_stream", "COPY")
         second = writer.write(iter(place.rows(3, first=3).toArrow().to_batches()))

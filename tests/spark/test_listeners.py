@@ -19,9 +19,9 @@ from aviso_workers import App
 from aviso_workers.config import load
 from aviso_workers.errors import UnknownEventTypeError
 from aviso_workers.server import NatsServer
-from aviso_workers.spark import listen, listening
+from aviso_workers.spark import listen, listeners
 from aviso_workers.spark.job_events import Application
-from aviso_workers.spark.listening import Listening
+from aviso_workers.spark.listeners import Listening
 from tests.spark.logs import ids_in, logs_in
 from tests.waits import LONG_SECONDS, PATIENCE_SECONDS
 
@@ -118,7 +118,7 @@ async def test_without_a_server_spark_works_on_and_what_is_dropped_is_counted(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(listening, "MOST_WAITING", 5)
+    monkeypatch.setattr(listeners, "MOST_WAITING", 5)
     server.stop()
     spark = await anyio.to_thread.run_sync(start_spark, tmp_path / "logs", {})
     try:

@@ -13,8 +13,8 @@ from aviso_workers import Notify
 from aviso_workers.config import Config
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.server import NatsServer
-from aviso_workers.spark import writing
-from aviso_workers.spark.connecting import Connection, connected, load_config
+from aviso_workers.spark import writers
+from aviso_workers.spark.connections import Connection, connected, load_config
 from tests.waits import PATIENCE_SECONDS
 
 DEFAULT_ATTEMPTS, DEFAULT_ATTEMPTS_AT_START = 5, 3
@@ -45,7 +45,7 @@ def config(server: NatsServer, tmp_path: Path) -> str:
 def publisher_of(connection: Connection, settings: Config) -> Publisher:
     """What a task that writes publishes with."""
     backend = connection.backend
-    return writing._publisher(backend, settings, writing._provisioner(backend, settings))
+    return writers._publisher(backend, settings, writers._provisioner(backend, settings))
 
 
 def test_a_task_writes_on_when_its_server_was_away_for_more_than_the_default_attempts(server: NatsServer, config: str):

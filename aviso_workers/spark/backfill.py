@@ -25,7 +25,7 @@ from aviso_workers.aviso.codec import Message, NotificationReader, NotificationW
 from aviso_workers.aviso.schema import EventType
 from aviso_workers.errors import InvalidNotificationError, PipelineError, UnknownEventTypeError
 from aviso_workers.spark import once
-from aviso_workers.spark.connecting import load_config
+from aviso_workers.spark.connections import load_config
 from aviso_workers.spark.files import Files
 
 __all__ = ["Backfilled", "backfill", "check", "matching"]
