@@ -335,14 +335,14 @@ class Streams(Protocol):
         Without `overwrite` its bytes stay on disk for a while, and a server deletes thirty times as many a second.
         """
 
-    async def message(self, stream: str, sequence: int, *, next_by_subject: str = "") -> Message | None:
+    async def message(
+        self, stream: str, sequence: int = 0, *, next_by_subject: str = "", last_by_subject: str = ""
+    ) -> Message | None:
         """Return the message of that sequence as the stream's leader holds it; None where there is none.
 
         With a filter, `next_by_subject`, it is the first message from that sequence on whose subject the filter takes.
+        With a subject, `last_by_subject`, it is the newest message of that subject, whatever the sequence.
         """
-
-    async def last_message(self, stream: str, subject: str) -> Message | None:
-        """Return the newest message of a subject as the stream's leader holds it; None where there is none."""
 
     async def consumer_info(self, stream: str, consumer: str, *, timeout_seconds: float = 5.0) -> ConsumerInfo:
         """Return a consumer's configuration and state."""

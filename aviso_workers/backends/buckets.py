@@ -153,7 +153,7 @@ class Bucket:
                 yield self._entry(message)
 
     async def _newest(self, key: str) -> Entry | None:
-        message = await self._backend.last_message(self._stream, self._subject(key))
+        message = await self._backend.message(self._stream, last_by_subject=self._subject(key))
         return self._entry(message) if message else None
 
     async def _store(

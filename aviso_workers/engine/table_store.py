@@ -130,7 +130,8 @@ class Counters:
         return await self.get(key) if ack.total is None else ack.total
 
     async def get(self, key: str) -> int:
-        message = await self._do(lambda: self._backend.last_message(self._spec.name, f"{self._prefix}{key}"))
+        subject = f"{self._prefix}{key}"
+        message = await self._do(lambda: self._backend.message(self._spec.name, last_by_subject=subject))
         return _total(message) if message else 0
 
     async def all(self) -> dict[str, int]:

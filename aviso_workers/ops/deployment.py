@@ -117,7 +117,7 @@ async def run_alone(admin: Admin, among: Collection[str]) -> list[RunAlone]:
     for stream in sorted(among):
         if owner := attempts.app_of(stream):
             for subject in await _subject_counts(admin, stream, attempts.BEGAN_SUBJECT):
-                began = await admin.last_message(stream, subject)
+                began = await admin.message(stream, last_by_subject=subject)
                 if began is not None and began.data == attempts.ALONE:
                     try:
                         agent, of_stream, sequence = attempts.parse_began(subject)

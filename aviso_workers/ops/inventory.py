@@ -114,7 +114,7 @@ async def message(
     admin: Admin, stream: str, *, sequence: int | None = None, subject: str | None = None
 ) -> StoredMessage:
     """The message of a sequence, or the last one of a subject, from the stream's leader. Raises `NotFoundError`."""
-    found = await (admin.message(stream, sequence or 0) if subject is None else admin.last_message(stream, subject))
+    found = await admin.message(stream, sequence or 0, last_by_subject=subject or "")
     if found is None:
         raise NotFoundError(f"stream {stream} has no message {subject or sequence}", code=error_codes.NO_MESSAGE)
     return StoredMessage(

@@ -186,7 +186,7 @@ class _Publishing:
         if newest and (recovered is None or recovered > message.sequence):
             self.superseded += 1
             return
-        found = await self._admin.last_message(self._stream, message.subject)
+        found = await self._admin.message(self._stream, last_by_subject=message.subject)
         last = found.sequence if found else 0
         if last > max(newest, self._mirrored):
             self.superseded += 1

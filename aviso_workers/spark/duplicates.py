@@ -75,7 +75,7 @@ async def _check_replaced(backend: Backend, stream: str, chunk: OutgoingChunk, *
     """Raise `DuplicateIdError` unless the stream keeps few messages of a topic, and has a newer one of the row's."""
     info = await backend.stream_info(stream)
     if info.config.max_msgs_per_subject > 0:
-        newest = await backend.last_message(stream, chunk.subjects[place])
+        newest = await backend.message(stream, last_by_subject=chunk.subjects[place])
         if newest is not None and newest.sequence > sequence:
             return
     raise DuplicateIdError(

@@ -24,7 +24,7 @@ async def store(
 ) -> list[PubAck | None]:
     """Return what became of each message: its acknowledgement, or None where the stream holds another one of its topic.
 
-    Raises as `Publisher.store_answered` and `Backend.last_message` do.
+    Raises as `Publisher.store_answered` and `Backend.message` do.
     """
     answers: list[PubAck | None] = [None] * len(chunk)
     expected = dict.fromkeys(range(len(chunk)), 0)
@@ -35,7 +35,7 @@ async def store(
             if isinstance(answer, PubAck):
                 answers[place] = answer
                 continue
-            newest = await backend.last_message(stream, chunk.subjects[place])
+            newest = await backend.message(stream, last_by_subject=chunk.subjects[place])
             if newest is None:  # it was deleted just now
                 expected[place] = 0
             elif is_marker(newest):  # the server counts what it says of the last message's end as the last message

@@ -303,16 +303,16 @@ async def test_a_counter_adds_up(backend, publish):
     first = await add("+1", "counts.b", message_id="once")
     again = await add("+1", "counts.b", message_id="once")
     assert ((first.total, first.duplicate), (again.total, again.duplicate)) == ((1, False), (None, True))
-    newest = await backend.last_message("COUNTS", "counts.b")
+    newest = await backend.message("COUNTS", last_by_subject="counts.b")
     assert (newest.data, newest.sequence) == (b'{"val":"1"}', first.sequence)
-    assert await backend.last_message("COUNTS", "counts.c") is None
+    assert await backend.message("COUNTS", last_by_subject="counts.c") is None
     with pytest.raises(RefusedError, match="increment is missing"):
         await publish("counts.a", b"", stream="COUNTS")
 
 
 async def test_a_last_message_needs_its_stream(backend):
     with pytest.raises(NotFoundError):
-        await backend.last_message("NONE", "counts.c")
+        await backend.message("NONE", last_by_subject="counts.c")
 
 
 async def test_a_message_is_read_by_its_sequence(backend, publish):

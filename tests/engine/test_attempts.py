@@ -30,9 +30,9 @@ class Guard(InMemoryBackend):
     closed = False
     asked = 0
 
-    async def last_message(self, stream: str, subject: str) -> Message | None:
+    async def message(self, stream: str, sequence: int = 0, **which: str) -> Message | None:
         self.asked += 1
-        return await super().last_message(stream, subject)
+        return await super().message(stream, sequence, **which)
 
     async def publish(self, message: Message, **stated: Any) -> PubAck:
         if self.closed:

@@ -142,7 +142,7 @@ async def test_a_cache_answers_without_the_server(
 ) -> None:
     await other.put("od", b"1")
     await at_rest()
-    monkeypatch.setattr(backend, "last_message", None)
+    monkeypatch.setattr(backend, "message", None)
     assert await value(cached) == b"1"
     assert await value(cached, "rd") is None
 

@@ -43,9 +43,10 @@ class SlowBackend(InMemoryBackend):
             await anyio.sleep(self.seconds)
         return await super().publish(message, stream=stream, **stated)
 
-    async def last_message(self, stream: str, subject: str) -> Message | None:
-        await anyio.sleep(self.seconds)
-        return await super().last_message(stream, subject)
+    async def message(self, stream: str, sequence: int = 0, **which: str) -> Message | None:
+        if "last_by_subject" in which:
+            await anyio.sleep(self.seconds)
+        return await super().message(stream, sequence, **which)
 
 
 @pytest.fixture

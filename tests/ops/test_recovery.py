@@ -160,7 +160,7 @@ async def test_nothing_takes_the_place_of_a_newer_one_of_its_subject(pair: Pair)
     await take_the_same_subjects(pair)
     await pair.server.request("mars.od.1", b'"newer"')
     assert await publish(pair) == Recovered(published=2, present=0, superseded=1, undecided=0)
-    found = await pair.app.session.backend.last_message("COPY", "mars.od.1")
+    found = await pair.app.session.backend.message("COPY", last_by_subject="mars.od.1")
     assert found is not None
     assert found.data == b'"newer"'
     again = await publish(pair)

@@ -57,7 +57,7 @@ async def test_a_row_whose_topic_the_stream_has_is_left_out() -> None:
         assert present is None
         assert stored is not None
         assert not stored.duplicate
-        newest = await backend.last_message("MARS", "mars.od.1")
+        newest = await backend.message("MARS", last_by_subject="mars.od.1")
         assert newest is not None
         assert newest.data == b'"newer"'
 

@@ -150,18 +150,18 @@ class InMemoryBackend:
     async def streams(self) -> list[StreamInfo]:
         raise RefusedError(NO_SERVER)
 
-    async def message(self, stream: str, sequence: int, *, next_by_subject: str = "") -> Message | None:
+    async def message(
+        self, stream: str, sequence: int = 0, *, next_by_subject: str = "", last_by_subject: str = ""
+    ) -> Message | None:
         await self.connection.reach()
-        messages = self._account.stream(stream).messages
+        held = self._account.stream(stream)
+        if last_by_subject:
+            return held.newest(last_by_subject)
         if not next_by_subject:
-            return messages.get(sequence)
+            return held.messages.get(sequence)
         wanted = pattern([next_by_subject])
-        following = (each for each in messages.values() if each.sequence >= sequence)
+        following = (each for each in held.messages.values() if each.sequence >= sequence)
         return next((each for each in following if wanted.fullmatch(each.subject)), None)
-
-    async def last_message(self, stream: str, subject: str) -> Message | None:
-        await self.connection.reach()
-        return self._account.stream(stream).newest(subject)
 
     async def subject_counts(self, stream: str, *, subject: str = ">") -> dict[str, int]:
         await self.connection.reach()

@@ -72,14 +72,12 @@ class Management:
             raise UnavailableError(f"{stream}: {len(counts)} of its {pages[0]['total']} subjects were listed")
         return counts
 
-    async def message(self, stream: str, sequence: int, *, next_by_subject: str = "") -> Message | None:
-        request: dict[str, Any] = {"seq": sequence}
-        return await self._message(stream, request | ({"next_by_subj": next_by_subject} if next_by_subject else {}))
-
-    async def last_message(self, stream: str, subject: str) -> Message | None:
-        return await self._message(stream, {"last_by_subj": subject})
-
-    async def _message(self, stream: str, request: Mapping[str, Any]) -> Message | None:
+    async def message(
+        self, stream: str, sequence: int = 0, *, next_by_subject: str = "", last_by_subject: str = ""
+    ) -> Message | None:
+        request: dict[str, Any] = {"last_by_subj": last_by_subject} if last_by_subject else {"seq": sequence}
+        if next_by_subject:
+            request["next_by_subj"] = next_by_subject
         try:
             found = info.message(await self._api(f"STREAM.MSG.GET.{stream}", request))
         except NotFoundError as error:
