@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from aviso_workers import config
+from aviso_workers.config import display
 from aviso_workers.config.documents import Place, parse
 from aviso_workers.errors import ConfigError
 
@@ -239,14 +240,14 @@ def test_secrets_are_seen_by_whoever_asks_and_by_nobody_else() -> None:
     assert urls.reveal() == (f"nats://{SECRET}:{SECRET}@a:4222", f"{SECRET}@b", "nats://c")
     assert found.notification_backend.jetstream.masked_servers == ("nats://***@a:4222", "***@b", "nats://c")
     assert SECRET not in repr(found.notification_backend)
-    assert SECRET not in str(config.effective(found))
+    assert SECRET not in str(display.effective(found))
     by_token = loaded("notification_backend: {kind: jetstream}", NATS_TOKEN=SECRET)
     token = by_token.notification_backend.jetstream.token
     assert token is not None
     assert token.reveal() == SECRET
     assert (str(token), f"{token}", repr(token)) == ("***", "***", "***")
     assert SECRET not in repr(by_token)
-    assert SECRET not in str(config.effective(by_token))
+    assert SECRET not in str(display.effective(by_token))
     assert pickle.loads(pickle.dumps(token)) == token
 
 
@@ -280,7 +281,7 @@ def test_the_token_of_the_environment_is_not_sent_to_servers_of_a_file_that_nobo
 )
 def test_texts_in_the_section_of_an_agent_are_not_shown_unless_it_declares_them(setting: str) -> None:
     found = loaded(f"notification_backend: {{kind: jetstream}}\nworkers: {{agents: {{mail: {{{setting}}}}}}}\n")
-    assert SECRET not in str(config.effective(found))
+    assert SECRET not in str(display.effective(found))
 
 
 def test_of_the_section_of_an_agent_numbers_and_declared_texts_are_shown_but_no_declared_secret() -> None:
@@ -291,7 +292,7 @@ def test_of_the_section_of_an_agent_numbers_and_declared_texts_are_shown_but_no_
         "notification_backend: {kind: jetstream}\n"
         f"workers: {{agents: {{mail: {{to: me, every: 2, debug: true, {secrets}}}}}}}\n"
     )
-    shown = {path: value for path, value, _ in config.effective(found, agents={"mail": mail})}
+    shown = {path: value for path, value, _ in display.effective(found, agents={"mail": mail})}
     section = {path.removeprefix("workers.agents.mail."): shown[path] for path in shown if "agents.mail" in path}
     assert section == {"to": "me", "every": 2, "debug": True, **dict.fromkeys(names, "***")}
 
@@ -306,7 +307,7 @@ def test_of_the_section_of_an_agent_numbers_and_declared_texts_are_shown_but_no_
     ],
 )
 def test_who_a_url_names_is_not_shown(section: str) -> None:
-    shown = str(config.effective(loaded(f"notification_backend: {{kind: jetstream}}\n{section}\n")))
+    shown = str(display.effective(loaded(f"notification_backend: {{kind: jetstream}}\n{section}\n")))
     assert SECRET not in shown
     assert "***@host" in shown
 
@@ -347,7 +348,7 @@ def test_effective_values_come_with_their_origin() -> None:
         "workers: {agents: {mail: {to: {name: me}}}}\n",
         AVISO_WORKERS_WORKERS__DEAD_LETTERS__MAX_BYTES="1Gi",
     )
-    shown = {path: (value, origin) for path, value, origin in config.effective(found)}
+    shown = {path: (value, origin) for path, value, origin in display.effective(found)}
     assert shown["notification_backend.kind"] == ("in_memory", "dev.yaml:1")
     assert shown["notification_backend.jetstream.nats_url"] == ("nats://localhost:4222", "default")
     assert shown["notification_schema.mars.identifier.step.type"] == ("IntHandler", "dev.yaml:5")
@@ -359,7 +360,7 @@ def test_effective_values_come_with_their_origin() -> None:
 
 
 def test_the_json_schema_describes_every_field_of_the_settings() -> None:
-    schema = config.json_schema()
+    schema = display.json_schema()
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     definitions = schema["$defs"]
     assert schema["$ref"] == "#/$defs/Document"
@@ -485,7 +486,7 @@ NEVER_ANYTHING_ELSE = settings(
 def load_or_refuse(text: str | bytes, **environ: str) -> None:
     Path("dev.yaml").write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
     with contextlib.suppress(ConfigError):
-        config.effective(config.load("dev.yaml", environ=environ))
+        display.effective(config.load("dev.yaml", environ=environ))
 
 
 @NEVER_ANYTHING_ELSE

@@ -14,6 +14,7 @@ import pytest
 
 from aviso_workers import config
 from aviso_workers.app import App
+from aviso_workers.config import display
 from aviso_workers.errors import ConfigError, DeclarationError
 
 CONFIGURED = """\
@@ -213,7 +214,7 @@ def test_a_context_has_one_way_to_authenticate_and_to_reach_jetstream(save: Call
 def test_no_secret_of_a_context_is_shown(save: Callable[..., Path]) -> None:
     save("right", url="nats://me:s3cret@host:4222")
     found = loaded(context="right")
-    shown = f"{found!r} {config.effective(found)}"
+    shown = f"{found!r} {display.effective(found)}"
     save("wrong", token="s3cret", password="env://s3cret", nsc="s3cret", user_seed="s3cret", url="s3cret://me:s3cret@")
     told = " ".join(mistakes(context="wrong"))
     broken = save("broken")

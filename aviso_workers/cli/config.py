@@ -6,9 +6,9 @@ import json
 
 import typer
 
-from aviso_workers import config as configuration
 from aviso_workers.cli.output import Columns, echo
 from aviso_workers.cli.targets import ConfigOption, load, settings_of_installed
+from aviso_workers.config import display
 
 __all__ = ["config"]
 
@@ -18,7 +18,7 @@ config = typer.Typer(help="The configuration: its schema, and what is in effect.
 @config.command()
 def schema() -> None:
     """Print the JSON Schema of configuration files, for editors."""
-    typer.echo(json.dumps(configuration.json_schema(), indent=2))
+    typer.echo(json.dumps(display.json_schema(), indent=2))
 
 
 @config.command()
@@ -27,7 +27,7 @@ def show(config: ConfigOption = None) -> None:
     loaded = load(config)
     columns = Columns("key", "value", "from")
     settings = settings_of_installed(loaded.workers.agents)
-    shown = configuration.effective(loaded, agents=settings)
+    shown = display.effective(loaded, agents=settings)
     columns.print([(path, json.dumps(value), origin) for path, value, origin in shown])
     for warning in loaded.warnings:
         echo(f"warning: {warning}", err=True)

@@ -4,10 +4,9 @@ Whoever starts a process calls `load`; the engine and the backends are handed th
 are those of aviso-server, whose own file loads unchanged, and the sections `workers`, `streams` and `server` of ours;
 `settings.py`, `jetstream/fields.py` and `nats_server.py` explain each of them. The way of a value is `documents` (YAML
 with lines), `environment` (variables over files), `conversion` (types), `loading` (sources and what types cannot say,
-with `streams`); `display` prints it.
+with `streams`). `display` is for the commands that print a configuration, and imported by them alone.
 """
 
-from aviso_workers.config.display import effective, json_schema
 from aviso_workers.config.loading import Examined, examine, load, places
 from aviso_workers.config.nats_server import Server
 from aviso_workers.config.secrets import Secret, ServerUrls
@@ -42,9 +41,7 @@ __all__ = [
     "Status",
     "Tls",
     "Workers",
-    "effective",
     "examine",
-    "json_schema",
     "load",
     "places",
 ]

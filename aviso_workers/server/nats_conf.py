@@ -21,7 +21,7 @@ from urllib.parse import quote
 from msgspec import Struct
 
 from aviso_workers.aviso.literals import Duration
-from aviso_workers.config import Secret, Server, nats_server
+from aviso_workers.config import Secret, Server
 from aviso_workers.config.nats_server import (
     Account,
     AccountJetStream,
@@ -39,7 +39,7 @@ from aviso_workers.config.nats_server import (
 )
 from aviso_workers.config.secrets import HIDDEN
 from aviso_workers.errors import ConfigError
-from aviso_workers.server import find_binary
+from aviso_workers.server import find_binary, mistakes
 from aviso_workers.server.profiles import Choice
 
 __all__ = ["Rendered", "render", "write"]
@@ -89,7 +89,7 @@ def render(
     for key, value in (run or {}).items():
         conf.put(key, value, "server")
     if conf.mistakes:
-        raise ConfigError(nats_server.located(path, problem, origins=origins) for path, problem in conf.mistakes)
+        raise ConfigError(mistakes.located(path, problem, origins=origins) for path, problem in conf.mistakes)
     return Rendered(lines=tuple(conf.lines), secrets=tuple(conf.secrets))
 
 
@@ -125,7 +125,7 @@ def _refusals(rendered: Rendered, said: str, *, file: str, origins: Mapping[str,
         number, problem = (int(found[1]), found[2]) if found else (NO_POSITION, line)
         path = rendered.lines[number - 1][1] if number != NO_POSITION else _named_in(problem, origins)
         refused = f"is refused by nats-server: {rendered.without_secrets(problem)}"
-        yield nats_server.located(path, refused, origins=origins)
+        yield mistakes.located(path, refused, origins=origins)
 
 
 def _named_in(problem: str, paths: Mapping[str, str]) -> str:

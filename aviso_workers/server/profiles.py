@@ -17,9 +17,10 @@ from typing import Literal
 from msgspec import Struct, structs
 
 from aviso_workers.aviso.literals import Duration, Size
-from aviso_workers.config import Config, Server, nats_server
+from aviso_workers.config import Config, Server
 from aviso_workers.config.nats_server import Cluster, Gateways, LeafNodes, ServerJetStream
 from aviso_workers.errors import ConfigError
+from aviso_workers.server import mistakes
 
 __all__ = ["Choice", "Profile", "choose"]
 
@@ -45,11 +46,11 @@ def choose(config: Config, *, profile: Profile) -> tuple[Server, tuple[Choice, .
     Raises ConfigError with all mistakes in the section, and where production needs to be told more.
     """
     server = config.server
-    if found := list(nats_server.mistakes(server, config.origins)):
-        raise ConfigError(nats_server.located(path, problem, origins=config.origins) for path, problem in found)
+    if found := list(mistakes.find(server, config.origins)):
+        raise ConfigError(mistakes.located(path, problem, origins=config.origins) for path, problem in found)
     if profile == "production":
         if found := list(_open(config)):
-            raise ConfigError(nats_server.located(path, problem, origins=config.origins) for path, problem in found)
+            raise ConfigError(mistakes.located(path, problem, origins=config.origins) for path, problem in found)
         chosen = _synced(server.jetstream, alone=server.cluster is None)
     else:
         chosen = structs.replace(
