@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import aviso_workers
+from aviso_workers.backends import Backend
 
 ENGINE = Path(aviso_workers.__file__).parent / "engine"
 SETTLEMENTS = {"ack", "nak", "term", "dead_letter"}
@@ -19,6 +20,20 @@ def calls(path: Path) -> Iterator[tuple[str, int, str]]:
             for node in ast.walk(function):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                     yield function.name, node.lineno, node.func.attr
+
+
+def test_what_a_backend_must_have_is_what_the_engine_and_spark_ask_it_for() -> None:
+    """What operators alone ask for belongs to `Management` or `Administration`."""
+    asked = {
+        node.attr
+        for package in (ENGINE, ENGINE.parent / "spark")
+        for path in sorted(package.glob("**/*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("backend")
+    }
+    members = {name for kind in Backend.__mro__ for name in vars(kind) if kind.__module__ == Backend.__module__}
+    promised = {name for name in members if not name.startswith("_")}
+    assert promised - asked == set()
 
 
 def test_one_module_of_the_engine_acks_naks_terminates_and_dead_letters() -> None:

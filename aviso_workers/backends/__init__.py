@@ -351,6 +351,9 @@ class Streams(Protocol):
 class Backend(Streams, Protocol):
     """What the engine needs of the place where notifications are stored: publish, consume, read, and ensure that a
     stream or a consumer exists. Opened by `open_backend`, closed by leaving it.
+
+    Four methods publish, because their answers differ: the acknowledgement of one message, of each of many, how many of
+    a chunk are stored, and the acknowledgement of all or none. Two read, message by message and in columns.
     """
 
     @property
