@@ -163,6 +163,13 @@ def test_what_is_declared_is_locked_with_its_hashes(requirement: Requirement) ->
     assert all(map(requirement.specifier.contains, locked)), (str(requirement), locked)
 
 
+def test_every_package_is_installed() -> None:
+    declared = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    files = (PROJECT / "aviso_workers").rglob("__init__.py")
+    packages = {".".join(file.relative_to(PROJECT).parent.parts) for file in files}
+    assert packages - {*declared} == set()
+
+
 def test_clone_that_was_moved_gets_a_virtual_environment_that_knows_its_place(ready_clone: Clone) -> None:
     ready_clone.set_up()
     ready_clone.directory = ready_clone.directory.rename(ready_clone.directory.with_name("moved"))
