@@ -44,12 +44,12 @@ class Member:
 
     def __init__(self, name: str, *, line: int, limits: Limits) -> None:
         """`line` is the descriptor of the socket to the supervisor."""
+        if limits.max_rss is not None and (now := _resident()) > limits.max_rss:
+            raise ConfigError([f"--max-rss: {limits.max_rss} is less than a worker needs at its start ({now >> 20}Mi)"])
         self.name = name
         self._line = socket.socket(fileno=line)
         self._line.set_inheritable(False)
         self._max_rss = limits.max_rss
-        if self._max_rss is not None and (now := _resident()) > self._max_rss:
-            raise ConfigError([f"--max-rss: {self._max_rss} is less than a worker needs at its start ({now >> 20}Mi)"])
         self._left = math.inf
         if limits.max_notifications is not None:
             self._left = limits.max_notifications * random.uniform(1, 1 + SPREAD)

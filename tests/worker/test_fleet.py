@@ -101,5 +101,6 @@ def test_a_reload_without_watchfiles_says_how_to_get_it(app: App, monkeypatch: p
 
 def test_a_limit_that_is_no_room_to_start_in_is_refused() -> None:
     ours, theirs = socket.socketpair()
-    with ours, pytest.raises(ConfigError, match=r"--max-rss: 1Mi is less than a worker needs at its start \(\d+Mi\)"):
-        Member("1", line=os.dup(theirs.fileno()), limits=Limits(max_rss=Size.parse("1Mi")))
+    refused = pytest.raises(ConfigError, match=r"--max-rss: 1Mi is less than a worker needs at its start \(\d+Mi\)")
+    with ours, theirs, refused:
+        Member("1", line=theirs.fileno(), limits=Limits(max_rss=Size.parse("1Mi")))
