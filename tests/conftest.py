@@ -33,7 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """How `pytest -n 6` spreads the tests: each goes where there is room. Those of a module that share servers keep
-    together, and those of Spark, which share a JVM: in two halves that are begun at once, because they take longest.
+    together, and those of Spark, which share a JVM: in two parts that are begun at once, because they take longest, and
+    of which one, that of the pipelines, takes about as long as the other.
     (`--dist loadgroup` is for that, and does nothing with pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
@@ -44,7 +45,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return nodeid.partition("::")[0]
             if not nodeid.startswith("tests/spark/"):
                 return nodeid
-            return "spark, one half" if nodeid < "tests/spark/test_p" else "spark, the other half"
+            return "spark, the pipelines" if nodeid.startswith("tests/spark/test_pipelines.py") else "spark, the rest"
 
     return Scheduling(config, log)
 

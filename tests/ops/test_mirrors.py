@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,15 @@ class Site:
     def lose(self) -> None:
         os.kill(self.node.pid, signal.SIGKILL)
         assert processes.eventually(lambda: not processes.is_running(self.node), PATIENCE_SECONDS)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stopped in the block as a process, so that nothing reaches it."""
+        os.kill(self.node.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.node.pid, signal.SIGCONT)
 
     def stop(self) -> None:
         processes.stop(self._directory)
@@ -231,11 +240,12 @@ async def test_what_a_lost_origin_has_when_it_is_back_is_published_at_the_second
     sites.hub.lose()
     await promotion.promote(sites.app.session.admin, "MARS", origin_is_lost=True, subjects=("mars.>",))
     await sites.app.notify("mars", {"class": "od", "step": 11})
-    sites.hub.start()
-    async with sites.hub.app() as at_hub:
-        for step in range(3):
-            await at_hub.notify("mars", {"class": "rd", "step": step})
-        await mirrors.fence(at_hub.session.admin, "MARS")
+    with sites.other.paused():  # once they are joined again, both have what is published
+        sites.hub.start()
+        async with sites.hub.app() as at_hub:
+            for step in range(3):
+                await at_hub.notify("mars", {"class": "rd", "step": step})
+            await mirrors.fence(at_hub.session.admin, "MARS")
     with anyio.fail_after(PATIENCE_SECONDS):
         while not await sites.reaches_the_hub():  # noqa: ASYNC110
             await anyio.sleep(0.05)
