@@ -7,11 +7,13 @@ proven to be whole.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
+import re
 import sys
 import threading
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -46,39 +48,34 @@ REFUSED = (
 ANYIO_THREAD = "AnyIO worker thread"
 IDLE_SECONDS = 0.2
 
-COMMANDS = {
-    "worker": ("worker",),
-    "dev": ("worker",),
-    "notify": ("notify",),
-    "watch": ("watch",),
-    "replay": ("watch",),
-    "check": ("check",),
-    "doctor": ("doctor",),
-    "delete": ("delete",),
-    "erase": ("erase",),
-    "agents": ("agents",),
-    "lag": ("agents",),
-    "top": ("report",),
-    "pause": ("agents_control",),
-    "resume": ("agents_control",),
-    "reset": ("agents_control",),
-    "retire": ("agents_control",),
-    "dead-letters": ("dead_letters",),
-    "spark": ("spark", "spark_pipelines"),
-    "streams": ("streams", "streams_policy", "streams_maintenance", "streams_copy"),
-    "backup": ("backup",),
-    "report": ("report",),
-    "mirror": ("mirror",),
-    "drill": ("mirror",),
-    "consumers": ("consumers",),
-    "account": ("account",),
-    "server": ("server",),
-    "config": ("config",),
+PANELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "Run": {"worker": ("worker",), "dev": ("worker",), "check": ("check",)},
+    "Use": {"notify": ("notify",), "watch": ("watch",), "replay": ("watch",)},
+    "Agents": {
+        "agents": ("agents",),
+        "lag": ("agents",),
+        "pause": ("agents_control",),
+        "resume": ("agents_control",),
+        "reset": ("agents_control",),
+        "retire": ("agents_control",),
+        "dead-letters": ("dead_letters",),
+    },
+    "Observe": {"doctor": ("doctor",), "top": ("report",), "report": ("report",)},
+    "Data": {
+        "streams": ("streams", "streams_policy", "streams_maintenance", "streams_copy"),
+        "consumers": ("consumers",),
+        "delete": ("delete",),
+        "erase": ("erase",),
+        "backup": ("backup",),
+        "mirror": ("mirror",),
+        "drill": ("mirror",),
+    },
+    "Server": {"server": ("server",), "config": ("config",), "account": ("account",)},
+    "Spark": {"spark": ("spark", "spark_pipelines")},
 }
-"""Each command or group of commands, and the modules of this package that declare it: the first has it under its name,
-the others add commands to the group."""
-
-
+"""The sections of the help, with each command or group of commands and the modules of this package that declare it: the
+first has it under its name, the others add commands to the group."""
+COMMANDS = {name: modules for panel in PANELS.values() for name, modules in panel.items()}
 WITHOUT_CONTEXT = frozenset({"dev", "server", "spark"})
 """They start a server of our own, or hand the configuration on to Spark's executors as a file."""
 
@@ -93,14 +90,35 @@ class _Commands(UserDict[str, Any]):
 
 
 class _Group(TyperGroup):
+    """A group of commands whose help has the first sentence of each, however long; click cuts it."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for title, names in self._sections():
+            with formatter.section(title):
+                formatter.write_dl([(name, _summary(self.commands[name])) for name in names])
+
+    def _sections(self) -> Iterable[tuple[str, Iterable[str]]]:
+        return [("Commands", self.commands)]
+
+
+class _AllCommands(_Group):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands = _Commands(COMMANDS)
 
+    def _sections(self) -> Iterable[tuple[str, Iterable[str]]]:
+        return PANELS.items()
+
+
+def _summary(command: Any) -> str:
+    """Return the first sentence of a command's help, as far as its first semicolon."""
+    paragraph = " ".join(inspect.cleandoc(command.help or "").partition("\n\n")[0].split())
+    return re.split(r"[;.](?= |$)", paragraph, maxsplit=1)[0] + "."
+
 
 command = typer.Typer(
     name="aviso-workers",
-    cls=_Group,
+    cls=_AllCommands,
     help="Workers that react to data notifications on NATS JetStream.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -121,7 +139,7 @@ def _load(name: str) -> Any:
     declared = getattr(first, name.replace("-", "_"))
     whole = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
     if isinstance(declared, typer.Typer):
-        whole.add_typer(declared, name=name)
+        whole.add_typer(declared, name=name, cls=_Group)
     else:
         whole.command(name)(declared)
     built = typer.main.get_group(whole).commands[name]

@@ -10,7 +10,7 @@ from aviso_workers.ops import inventory
 
 __all__ = ["account"]
 
-account = typer.Typer(help="The account's limits and what it uses.", no_args_is_help=True)
+account = typer.Typer(help="Show the account's limits, and what it uses.", no_args_is_help=True)
 
 
 @account.command("info")

@@ -27,7 +27,9 @@ from aviso_workers.worker import logs
 
 __all__ = ["Storage", "backup", "bar"]
 
-backup = typer.Typer(help="Backups of streams, with their consumers, as the nats CLI has them.", no_args_is_help=True)
+backup = typer.Typer(
+    help="Back up streams with their consumers, in the layout of the nats CLI, and restore them.", no_args_is_help=True
+)
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A backup, e.g. backups/MARS/20261120T060000.000Z.")]
 EncryptTo = Annotated[

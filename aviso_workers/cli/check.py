@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from aviso_workers.cli.output import echo
-from aviso_workers.cli.targets import ConfigOption, find_app
+from aviso_workers.cli.targets import AgentOption, ConfigOption, Target, find_app
 from aviso_workers.errors import ConfigError
 
 __all__ = ["check"]
 
 
 def check(
-    target: Annotated[str | None, typer.Argument(metavar="MODULE:APP")] = None,
-    agent: Annotated[str | None, typer.Option("--agent", metavar="NAME")] = None,
+    target: Target = None,
+    agent: AgentOption = None,
     config: ConfigOption = None,
 ) -> None:
     """List every mistake in an app and its configuration; exit 2 if there is one."""

@@ -12,7 +12,7 @@ from aviso_workers.config import display
 
 __all__ = ["config"]
 
-config = typer.Typer(help="The configuration: its schema, and what is in effect.", no_args_is_help=True)
+config = typer.Typer(help="Show the configuration in effect, and its JSON Schema.", no_args_is_help=True)
 
 
 @config.command()

@@ -16,7 +16,7 @@ from aviso_workers.ops.inventory import Listed
 
 __all__ = ["consumers"]
 
-consumers = typer.Typer(help="The consumers of any stream.", no_args_is_help=True)
+consumers = typer.Typer(help="Show and remove the consumers of any stream.", no_args_is_help=True)
 
 Consumer = Annotated[str, typer.Argument(metavar="CONSUMER", help="Its name.")]
 

@@ -24,7 +24,9 @@ from aviso_workers.ops.dead_letters import DeadLetter, DeadLetterOffice, Selecti
 
 __all__ = ["dead_letters"]
 
-dead_letters = typer.Typer(help="Notifications that could not be handled.", no_args_is_help=True)
+dead_letters = typer.Typer(
+    help="List dead letters, and hand them back to the agents that failed.", no_args_is_help=True
+)
 
 SHORT = 60
 

@@ -21,8 +21,8 @@ from aviso_workers.ops.recovery import Recovered
 
 __all__ = ["drill", "mirror"]
 
-mirror = typer.Typer(help="Streams that follow others, and what to do when those are lost.", no_args_is_help=True)
-drill = typer.Typer(help="Rehearsals on streams of their own.", no_args_is_help=True)
+mirror = typer.Typer(help="Watch mirrors of streams, and promote one whose origin is lost.", no_args_is_help=True)
+drill = typer.Typer(help="Rehearse a failover on streams of its own.", no_args_is_help=True)
 
 MOST_LISTED = 20
 """Messages that are listed one by one."""

@@ -24,7 +24,7 @@ from aviso_workers.ops.reports import ConsumerRow, Look, ServerRow, StreamRow
 
 __all__ = ["report", "top"]
 
-report = typer.Typer(help="How streams, consumers, agents and mirrors do.", no_args_is_help=True)
+report = typer.Typer(help="Report on streams, consumers, agents and mirrors.", no_args_is_help=True)
 report.command("mirrors")(mirrors)
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -77,7 +77,7 @@ def agents(seconds: Seconds = 2.0, as_json: AsJson = False, config: ConfigOption
 
 
 def top(seconds: Seconds = 2.0, config: ConfigOption = None) -> None:
-    """Streams and consumers as they change, until Ctrl-C."""
+    """Show streams and consumers as they change, until Ctrl-C."""
     connected(config, lambda server: _top(server, seconds))
 
 

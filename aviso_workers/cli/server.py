@@ -18,7 +18,10 @@ from aviso_workers.server import nats_conf, processes, profiles
 
 __all__ = ["server"]
 
-server = typer.Typer(help="A nats-server of our own, from the section `server`.", no_args_is_help=True)
+server = typer.Typer(
+    help="Run a nats-server for development, and render the configuration of one, from the section `server`.",
+    no_args_is_help=True,
+)
 
 Directory = Annotated[Path, typer.Option("--directory", "-d", help="Where the servers and their logs are.")]
 DIRECTORY = Path(".aviso-workers/server")

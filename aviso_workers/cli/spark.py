@@ -16,7 +16,9 @@ from aviso_workers.spark.rest import SparkRest
 
 __all__ = ["spark"]
 
-spark = typer.Typer(help="Spark's jobs as notifications.", no_args_is_help=True)
+spark = typer.Typer(
+    help="Archive, backfill and report with Spark, and compare its jobs with their notifications.", no_args_is_help=True
+)
 
 MOST_LINES = 20
 

@@ -17,7 +17,7 @@ from aviso_workers.ops.inventory import Listed, StoredMessage
 
 __all__ = ["Stream", "streams"]
 
-streams = typer.Typer(help="Streams: those of event types, declared ones and all others.", no_args_is_help=True)
+streams = typer.Typer(help="Show, plan, change and remove streams.", no_args_is_help=True)
 
 Stream = Annotated[str, typer.Argument(metavar="STREAM", help="Its name, e.g. MARS.")]
 

@@ -1,0 +1,25 @@
+"""What `--help` says, kept in tests/data/help.txt, which `python -m tests.cli.command_line` prints anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aviso_workers import cli
+from tests.cli import command_line
+
+KEPT = Path(__file__).parents[1] / "data" / "help.txt"
+
+
+def test_the_help_of_every_command_is_the_one_that_was_read_and_kept() -> None:
+    assert command_line.helps().splitlines() == KEPT.read_text().splitlines()
+
+
+def test_no_line_of_it_is_wider_than_a_terminal() -> None:
+    assert [line for line in command_line.helps().splitlines() if len(line) > command_line.WIDTH] == []
+
+
+def test_every_command_is_in_one_section_with_a_summary_that_is_whole() -> None:
+    first, *_ = command_line.helps().split("\n\nUsage: ")
+    listed = [line.split()[0] for line in first.splitlines() if line.startswith("  ") and line[2] not in " -W"]
+    assert sorted(listed) == sorted(cli.COMMANDS)
+    assert "..." not in first.partition("Options:")[2]
