@@ -15,7 +15,10 @@ account = typer.Typer(help="Show the account's limits, and what it uses.", no_ar
 
 @account.command("info")
 def account_info(config: ConfigOption = None) -> None:
-    """Show what the account uses of JetStream, and of how much."""
+    """Show what the account uses of JetStream, and of how much.
+
+    Example: aviso-workers account info
+    """
 
     async def run(server: Opened) -> None:
         print_table(

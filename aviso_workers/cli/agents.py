@@ -31,6 +31,8 @@ def agents(target: Target = None, agent: AgentOption = None, config: ConfigOptio
     """Show the policy of every agent of an app, what of it differs on the server, and how far each has come.
 
     Where the server does not tell how far they have come, the policy is shown all the same; exit 1.
+
+    Example: aviso-workers agents mine.agents:app
     """
     app = find_app(target, agent=agent, config=config)
     if mistakes := app.mistakes():
@@ -45,7 +47,10 @@ def lag(
     watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Show what agents have not finished, over all their workers; exit 1 where one is stuck or its consumer is gone."""
+    """Show what agents have not finished, over all their workers; exit 1 where one is stuck or its consumer is gone.
+
+    Example: aviso-workers lag mine.agents:app --watch
+    """
     if everyone and (target or agent):
         raise DeclarationError("say either --all, or which app: MODULE:APP, or --agent NAME")
     app = None if everyone else find_app(target, agent=agent, config=config)

@@ -31,7 +31,10 @@ def pause(
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Give an agent nothing for a while, in all its workers; what it has begun it finishes."""
+    """Give an agent nothing for a while, in all its workers; what it has begun it finishes.
+
+    Example: aviso-workers pause index_field --app field-index --for 2h
+    """
     until = datetime.now(UTC) + timedelta(seconds=parse_duration(for_, name="--for")) if for_ else UNTIL_RESUMED
 
     async def run(server: Opened, steered: Steered) -> None:
@@ -42,7 +45,10 @@ def pause(
 
 
 def resume(agent: Agent, app: Owner, config: ConfigOption = None) -> None:
-    """Let a paused agent go on."""
+    """Let a paused agent go on.
+
+    Example: aviso-workers resume index_field --app field-index
+    """
 
     async def run(server: Opened, steered: Steered) -> None:
         await agent_control.resume(server.admin, steered)
@@ -65,7 +71,10 @@ def reset(
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Let an agent go on at another notification, back to handle some again or forward to pass over some."""
+    """Let an agent go on at another notification, back to handle some again or forward to pass over some.
+
+    Example: aviso-workers reset index_field --app field-index --to 2026-11-20
+    """
     position = _position(to)
 
     async def run(server: Opened, steered: Steered) -> None:
@@ -86,7 +95,10 @@ def retire(
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Remove an app that nobody runs any more, or one agent, with its consumers, buckets and tables; for good."""
+    """Remove an app that nobody runs any more, or one agent, with its consumers, buckets and tables; for good.
+
+    Example: aviso-workers retire field-index
+    """
 
     async def run(server: Opened) -> None:
         plan = await retirement.plan(server.admin, app, agent)

@@ -76,7 +76,10 @@ def create(
     identity: IdentityOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Back up streams, which stay in use; then remove old backups, if asked to."""
+    """Back up streams, which stay in use; then remove old backups, if asked to.
+
+    Example: aviso-workers backup create mars --to /backups --since last --keep 14
+    """
     if bool(names) == everything:
         raise DeclarationError("say what to back up: event types or streams, or --all")
     make = _maker(to, since, full_every, encrypt_to, identity)
@@ -121,7 +124,10 @@ def create(
 
 @backup.command()
 def ls(directory: Below) -> None:
-    """List the backups in a directory, the oldest first; exit 1 where one cannot be read, or needs one that is gone."""
+    """List the backups in a directory, the oldest first; exit 1 where one cannot be read, or needs one that is gone.
+
+    Example: aviso-workers backup ls /backups
+    """
     found: list[backups.Backup] = []
 
     def add(place: Path) -> None:
@@ -154,7 +160,10 @@ def ls(directory: Below) -> None:
 
 @backup.command()
 def verify(directory: Below, *, identity: IdentityOption = None) -> None:
-    """Read all of a backup, or of all backups in a directory, and count what is in it; exit 1 if one is damaged."""
+    """Read all of a backup, or of all backups in a directory, and count what is in it; exit 1 if one is damaged.
+
+    Example: aviso-workers backup verify /backups
+    """
     identities = identities_of(identity)
     sets = backups.sets_in(directory)
     failures = _each(
@@ -181,7 +190,10 @@ def restore(
     identity: IdentityOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Make a stream again from a backup, with its sequences and consumers; or all streams of a set. None may exist."""
+    """Make a stream again from a backup, with its sequences and consumers; or all streams of a set. None may exist.
+
+    Example: aviso-workers backup restore /backups/MARS/20261120T060000.000Z
+    """
     if everything and name:
         raise DeclarationError("a set is restored under its own names: say --all or --as")
     identities = identities_of(identity)
@@ -220,7 +232,10 @@ def restore(
 
 @backup.command()
 def drill(directory: Directory, *, identity: IdentityOption = None, config: ConfigOption = None) -> None:
-    """Restore a backup into a scratch stream, compare every message and consumer, and delete that again."""
+    """Restore a backup into a scratch stream, compare every message and consumer, and delete that again.
+
+    Example: aviso-workers backup drill /backups/MARS/20261120T060000.000Z
+    """
     found, identities = backups.load(directory), identities_of(identity)
 
     async def run(server: Opened) -> None:
@@ -247,7 +262,10 @@ def merge(
     encrypt_to: EncryptTo = None,
     identity: IdentityOption = None,
 ) -> None:
-    """Make a full backup of an increment and those before it, or one that is not encrypted of one that is."""
+    """Make a full backup of an increment and those before it, or one that is not encrypted of one that is.
+
+    Example: aviso-workers backup merge /backups/MARS/20261120T060000.000Z --to /merged
+    """
     found, identities = backups.load(directory), identities_of(identity)
     with bar(found.stream, backups.size(found)) as progress:
         made = backups.merge(

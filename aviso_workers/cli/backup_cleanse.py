@@ -49,6 +49,8 @@ def cleanse(
     """Remove messages from backups for good, as a person's data; the rest restores with its sequences.
 
     Of a full backup with increments, the messages are removed from all of them, whichever is named.
+
+    Example: aviso-workers backup cleanse /backups class=od date=20261120 --yes
     """
     if bool(subject) == bool(where or erasure or key):
         raise DeclarationError("say which messages: KEY=VALUE, --erasure and --key together or alone, or --subject")

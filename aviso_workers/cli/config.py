@@ -17,13 +17,19 @@ config = typer.Typer(help="Show the configuration in effect, and its JSON Schema
 
 @config.command()
 def schema() -> None:
-    """Print the JSON Schema of configuration files, for editors."""
+    """Print the JSON Schema of configuration files, for editors.
+
+    Example: aviso-workers config schema > aviso-workers.schema.json
+    """
     typer.echo(json.dumps(display.json_schema(), indent=2))
 
 
 @config.command()
 def show(config: ConfigOption = None) -> None:
-    """Print every value in effect and where it comes from; secrets are masked."""
+    """Print every value in effect and where it comes from; secrets are masked.
+
+    Example: aviso-workers config show --config config.yaml
+    """
     loaded = load(config)
     columns = Columns("key", "value", "from")
     settings = settings_of_installed(loaded.workers.agents)

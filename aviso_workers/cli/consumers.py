@@ -23,7 +23,10 @@ Consumer = Annotated[str, typer.Argument(metavar="CONSUMER", help="Its name.")]
 
 @consumers.command("ls")
 def list_consumers(stream: Stream, config: ConfigOption = None) -> None:
-    """List a stream's consumers, agents' included, and how far they have come; exit 1 where one does not answer."""
+    """List a stream's consumers, agents' included, and how far they have come; exit 1 where one does not answer.
+
+    Example: aviso-workers consumers ls MARS
+    """
 
     async def run(server: Opened) -> Listed[ConsumerInfo]:
         listed = await inventory.consumers(server.admin, stream)
@@ -38,7 +41,10 @@ def list_consumers(stream: Stream, config: ConfigOption = None) -> None:
 
 @consumers.command()
 def show(stream: Stream, consumer: Consumer, config: ConfigOption = None) -> None:
-    """Print a consumer's configuration and state as JSON, as the server tells them."""
+    """Print a consumer's configuration and state as JSON, as the server tells them.
+
+    Example: aviso-workers consumers show MARS field-index__index_field
+    """
 
     async def run(server: Opened) -> None:
         print_json((await server.admin.consumer_info(stream, consumer)).answer)
@@ -48,7 +54,10 @@ def show(stream: Stream, consumer: Consumer, config: ConfigOption = None) -> Non
 
 @consumers.command("rm")
 def remove_consumer(stream: Stream, consumer: Consumer, yes: Yes = False, config: ConfigOption = None) -> None:
-    """Remove a consumer: how far it has come is forgotten."""
+    """Remove a consumer: how far it has come is forgotten.
+
+    Example: aviso-workers consumers rm MARS field-index__index_field --yes
+    """
 
     async def run(server: Opened) -> None:
         found = await server.admin.consumer_info(stream, consumer)
@@ -68,7 +77,10 @@ def unpin(
     group: Annotated[str, typer.Argument(metavar="GROUP", help="One of its priority_groups.")],
     config: ConfigOption = None,
 ) -> None:
-    """Let the server pin another reader of a priority group."""
+    """Let the server pin another reader of a priority group.
+
+    Example: aviso-workers consumers unpin MARS field-index__index_field aviso-workers
+    """
 
     async def run(server: Opened) -> None:
         await server.admin.unpin_consumer(stream, consumer, group=group)

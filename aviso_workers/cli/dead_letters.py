@@ -59,7 +59,10 @@ def ls(
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
-    """List the dead letters, the oldest first."""
+    """List the dead letters, the oldest first.
+
+    Example: aviso-workers dead-letters ls --agent index_field --since 2026-11-20
+    """
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
 
     async def run(office: DeadLetterOffice) -> None:
@@ -85,7 +88,10 @@ def show(
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
-    """Show all of one dead letter: why it is there, its headers and its body."""
+    """Show all of one dead letter: why it is there, its headers and its body.
+
+    Example: aviso-workers dead-letters show 17
+    """
 
     async def run(office: DeadLetterOffice) -> None:
         letter = await office.letter(sequence)
@@ -111,7 +117,10 @@ def retry(
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Hand dead letters back, each to the agent that failed and to no other, as if they were new."""
+    """Hand dead letters back, each to the agent that failed and to no other, as if they were new.
+
+    Example: aviso-workers dead-letters retry --agent index_field --yes
+    """
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
     _act(config, wanted, DeadLetterOffice.retry, "handed back", dry_run=dry_run, yes=yes)
 
@@ -130,7 +139,10 @@ def drop(
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Erase dead letters for good."""
+    """Erase dead letters for good.
+
+    Example: aviso-workers dead-letters drop 17 --yes
+    """
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
     _act(config, wanted, DeadLetterOffice.drop, "erased", dry_run=dry_run, yes=yes)
 

@@ -20,7 +20,10 @@ def delete(
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Delete one notification, after showing which one it is; `erase` also finds its copies."""
+    """Delete one notification, after showing which one it is; `erase` also finds its copies.
+
+    Example: aviso-workers delete mars@4711
+    """
 
     async def run(server: Opened) -> None:
         found = await aviso_admin.find(server.admin, server.config, notification)

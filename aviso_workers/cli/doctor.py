@@ -44,6 +44,8 @@ def doctor(
     """Say what is wrong, or will be, and what to do about it; changes nothing.
 
     Exit code: 1 where a check fails, else 0. With --format nagios 0, 1, 2 and 3, as its plugins have them.
+
+    Example: aviso-workers doctor --app mine.agents:app --production
     """
     for url in monitor or ():
         if not url.startswith(("http://", "https://")):

@@ -37,7 +37,10 @@ def erase(
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Erase notifications for good, wherever this account keeps them: bytes, copies and dead letters."""
+    """Erase notifications for good, wherever this account keeps them: bytes, copies and dead letters.
+
+    Example: aviso-workers erase mars class=od date=20261120 --audit record.jsonl --yes
+    """
     wanted = parse_where(where or [])
 
     async def run(server: Opened) -> bool:

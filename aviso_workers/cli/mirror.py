@@ -32,7 +32,10 @@ Api = Annotated[str, typer.Option("--api", metavar="PREFIX", help="Where it is, 
 
 @mirror.command()
 def status(config: ConfigOption = None) -> None:
-    """Show which streams follow which, and whether they do; exit 1 where one does not."""
+    """Show which streams follow which, and whether they do; exit 1 where one does not.
+
+    Example: aviso-workers mirror status
+    """
 
     async def run(server: Opened) -> list[Link]:
         return await Mirrors(server.admin).links()
@@ -62,7 +65,10 @@ def promote(
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Put a mirror in its origin's place, which is fenced before; exit 3 where it is not known to have everything."""
+    """Put a mirror in its origin's place, which is fenced before; exit 3 where it is not known to have everything.
+
+    Example: aviso-workers mirror promote MARS --yes
+    """
     confirm(yes, to=f"fence the origin of {stream}, and let {stream} take publishes in its place")
 
     async def run(server: Opened) -> Promotion:
@@ -90,7 +96,10 @@ def recover(
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Publish to a promoted mirror what only its origin has; without --yes, list it."""
+    """Publish to a promoted mirror what only its origin has; without --yes, list it.
+
+    Example: aviso-workers mirror recover MARS --yes
+    """
     origin = load(ConfigSource(origin_config)) if origin_config else None
 
     async def list_missing(server: Opened) -> tuple[int, int]:
@@ -140,7 +149,10 @@ def _print_undecided(count: int) -> None:
 
 @mirror.command()
 def fence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: ConfigOption = None) -> None:
-    """Let a stream take no publish any more; it keeps what it has, and whoever reconciles leaves it alone."""
+    """Let a stream take no publish any more; it keeps what it has, and whoever reconciles leaves it alone.
+
+    Example: aviso-workers mirror fence MARS --yes
+    """
     confirm(yes, to=f"take its subjects from {stream}")
 
     async def run(server: Opened) -> tuple[str, ...]:
@@ -152,7 +164,10 @@ def fence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: Confi
 
 @mirror.command()
 def unfence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: ConfigOption = None) -> None:
-    """Give a fenced stream its subjects back. Be sure that no other stream takes them."""
+    """Give a fenced stream its subjects back. Be sure that no other stream takes them.
+
+    Example: aviso-workers mirror unfence MARS --yes
+    """
     confirm(yes, to=f"give {stream} its subjects back")
 
     async def run(server: Opened) -> tuple[str, ...]:
@@ -170,7 +185,10 @@ def failover(
     messages: Annotated[int, typer.Option(min=2, help="How many to publish meanwhile.")] = 1000,
     config: ConfigOption = None,
 ) -> None:
-    """Rehearse a failover on a scratch stream and its mirror; exit 1 where a message was lost or doubled."""
+    """Rehearse a failover on a scratch stream and its mirror; exit 1 where a message was lost or doubled.
+
+    Example: aviso-workers drill failover --messages 10000
+    """
 
     async def run(server: Opened) -> Drill:
         return await failover_drill.rehearse(server.admin, origin_api=origin_api, messages=messages)

@@ -37,7 +37,10 @@ def notify(
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Publish a notification, or all those in a file, and wait until they are stored, or kept for later."""
+    """Publish a notification, or all those in a file, and wait until they are stored, or kept for later.
+
+    Example: aviso-workers notify mars class=od step=12 --payload '{"location": "/data/12"}'
+    """
     if (event is None) == (file is None) or (file is not None and (payload, at, after) != (None, None, None)):
         raise InvalidNotificationError("say what to publish: EVENT key=value... [--payload ...], or --file FILE")
     if file is not None:

@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from rich.live import Live
 from rich.text import Text
 
-from aviso_workers.cli.mirror import status as mirrors
+from aviso_workers.cli import mirror
 from aviso_workers.cli.output import end_where_silent, print_json, print_table, printable, table, terminal
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
 from aviso_workers.errors import BackendError
@@ -25,7 +25,6 @@ from aviso_workers.ops.reports import ConsumerRow, Look, ServerRow, StreamRow
 __all__ = ["report", "top"]
 
 report = typer.Typer(help="Report on streams, consumers, agents and mirrors.", no_args_is_help=True)
-report.command("mirrors")(mirrors)
 
 BARS = "▁▂▃▄▅▆▇█"
 REMEMBERED = 30
@@ -35,6 +34,15 @@ SHOWN = 20
 
 Seconds = Annotated[float, typer.Option(min=0.1, help="Time between two looks, from which rates are told.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document a row.")]
+
+
+@report.command()
+def mirrors(config: ConfigOption = None) -> None:
+    """Show which streams follow which, and whether they do; exit 1 where one does not.
+
+    Example: aviso-workers report mirrors
+    """
+    mirror.status(config)
 
 
 @report.command()
@@ -49,7 +57,10 @@ def streams(
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
-    """Sizes against limits, rates and replicas of all streams, and the servers' disks; exit 1 on trouble."""
+    """Sizes against limits, rates and replicas of all streams, and the servers' disks; exit 1 on trouble.
+
+    Example: aviso-workers report streams --json
+    """
     now, before = _looks(config, seconds)
     rows = reports.streams(now, before)
     _print(STREAMS, map(_stream_row, rows), rows, as_json=as_json)
@@ -63,21 +74,30 @@ def streams(
 
 @report.command()
 def consumers(seconds: Seconds = 2.0, as_json: AsJson = False, config: ConfigOption = None) -> None:
-    """Lag of all consumers, its rate and when it is gone; exit 1 where one is stuck."""
+    """Lag of all consumers, its rate and when it is gone; exit 1 where one is stuck.
+
+    Example: aviso-workers report consumers
+    """
     now, before = _looks(config, seconds)
     _print_consumers(reports.consumers(now, before), now, as_json=as_json)
 
 
 @report.command()
 def agents(seconds: Seconds = 2.0, as_json: AsJson = False, config: ConfigOption = None) -> None:
-    """As `consumers`, of agents only, of whatever app."""
+    """As `consumers`, of agents only, of whatever app.
+
+    Example: aviso-workers report agents
+    """
     now, before = _looks(config, seconds)
     rows = [row for row in reports.consumers(now, before) if deployment.agent_of(row.consumer)]
     _print_consumers(rows, now, as_json=as_json)
 
 
 def top(seconds: Seconds = 2.0, config: ConfigOption = None) -> None:
-    """Show streams and consumers as they change, until Ctrl-C."""
+    """Show streams and consumers as they change, until Ctrl-C.
+
+    Example: aviso-workers top
+    """
     connected(config, lambda server: _top(server, seconds))
 
 

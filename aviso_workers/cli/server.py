@@ -42,7 +42,10 @@ def render(
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Write nats-server.conf, once nats-server has checked it, and say what the server stands."""
+    """Write nats-server.conf, once nats-server has checked it, and say what the server stands.
+
+    Example: aviso-workers server render --output /etc/nats/nats-server.conf
+    """
     if role is not None:
         granted = _permissions(role, app, config)
         typer.echo(_as_yaml(granted))
@@ -63,7 +66,10 @@ def start(
     directory: Directory = DIRECTORY,
     config: ConfigOption = None,
 ) -> None:
-    """Run it in the background on 127.0.0.1, for development and tests; of a cluster, what does not run."""
+    """Run it in the background on 127.0.0.1, for development and tests; of a cluster, what does not run.
+
+    Example: aviso-workers server start --nodes 3
+    """
     processes.start(load(config), directory=directory, nodes=nodes, tell=partial(typer.echo, err=True))
     _print_states(processes.states(directory))
 
@@ -88,6 +94,8 @@ def rotate_key(
 
     Every stream is copied to an empty store and compared before that takes the place of the old one, which stays on the
     disk. Exit 1 where anything differs; then the old stores are in place.
+
+    Example: aviso-workers server rotate-key --nodes 3
     """
     rotated = key_rotation.rotate(
         load(config),
@@ -108,7 +116,10 @@ def stop(
     ] = False,
     directory: Directory = DIRECTORY,
 ) -> None:
-    """End what `start` has started; what it stored stays."""
+    """End what `start` has started; what it stored stays.
+
+    Example: aviso-workers server stop
+    """
     ended = processes.stop(directory, lame_duck=lame_duck)
     for node in ended:
         typer.echo(f"{node.name}: ended")
@@ -118,14 +129,20 @@ def stop(
 
 @server.command()
 def reload(directory: Directory = DIRECTORY, config: ConfigOption = None) -> None:
-    """Have what runs take over the configuration, without a restart; say what it cannot take over."""
+    """Have what runs take over the configuration, without a restart; say what it cannot take over.
+
+    Example: aviso-workers server reload
+    """
     for node in processes.reload(load(config), directory=directory):
         typer.echo(f"{node.name}: reloaded")
 
 
 @server.command()
 def status(directory: Directory = DIRECTORY) -> None:
-    """Show what `start` has started; exit 1 unless all of it is healthy."""
+    """Show what `start` has started; exit 1 unless all of it is healthy.
+
+    Example: aviso-workers server status
+    """
     states = processes.states(directory)
     _print_states(states)
     if not states or any(state.health != "ok" for state in states):

@@ -37,6 +37,8 @@ def reconcile(
 ) -> None:
     """Compare what was published of Spark applications with what Spark says. Exit code 1: they do not agree; 2: some
     could not be compared.
+
+    Example: aviso-workers spark reconcile http://history:18080 --since 2026-11-20
     """
     rest = SparkRest(url)
     moment = parse_date(since, name="--since") if since else None

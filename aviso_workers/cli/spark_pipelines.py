@@ -40,7 +40,10 @@ def archive(
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Keep notifications as Parquet by day, each once: what came since the last run."""
+    """Keep notifications as Parquet by day, each once: what came since the last run.
+
+    Example: aviso-workers spark archive mars --to /data/archive/mars --every 5m
+    """
     installed.require()
     from aviso_workers.spark import archive_filters, archives, sessions
 
@@ -67,7 +70,10 @@ def backfill(
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Publish kept notifications again, each once; a rerun adds nothing."""
+    """Publish kept notifications again, each once; a rerun adds nothing.
+
+    Example: aviso-workers spark backfill mars --from /data/archive/mars --to copy
+    """
     installed.require()
     from aviso_workers.spark import archives, backfill, sessions
 
@@ -99,7 +105,10 @@ def report(
     last: Annotated[str | None, typer.Option(help="Last day; default: today, UTC.")] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Compare notifications with a schedule, and tell of cycles that are complete and of those that are late."""
+    """Compare notifications with a schedule, and tell of cycles that are complete and of those that are late.
+
+    Example: aviso-workers spark report mars --schedule schedule.yaml --to /data/report
+    """
     installed.require()
     from aviso_workers.spark import archives, backfill, completeness, sessions
 

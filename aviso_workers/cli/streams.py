@@ -24,7 +24,10 @@ Stream = Annotated[str, typer.Argument(metavar="STREAM", help="Its name, e.g. MA
 
 @streams.command()
 def ls(config: ConfigOption = None) -> None:
-    """List all streams of the account, and whether the configuration has them; exit 1 where one does not answer."""
+    """List all streams of the account, and whether the configuration has them; exit 1 where one does not answer.
+
+    Example: aviso-workers streams ls
+    """
 
     async def run(server: Opened) -> Listed[StreamInfo]:
         configured = stream_policy.sections(server.config)
@@ -40,7 +43,10 @@ def ls(config: ConfigOption = None) -> None:
 
 @streams.command()
 def info(stream: Stream, config: ConfigOption = None) -> None:
-    """Print a stream's configuration, state and copies as JSON, as the server tells them."""
+    """Print a stream's configuration, state and copies as JSON, as the server tells them.
+
+    Example: aviso-workers streams info MARS
+    """
 
     async def run(server: Opened) -> None:
         print_json((await server.admin.stream_info(stream)).answer)
@@ -50,7 +56,10 @@ def info(stream: Stream, config: ConfigOption = None) -> None:
 
 @streams.command()
 def gaps(stream: Stream, config: ConfigOption = None) -> None:
-    """Show which sequences between a stream's first and last are gone."""
+    """Show which sequences between a stream's first and last are gone.
+
+    Example: aviso-workers streams gaps MARS
+    """
 
     async def run(server: Opened) -> None:
         found = await inventory.gaps(server.admin, stream)
@@ -73,7 +82,10 @@ def get(
     direct: Annotated[bool, typer.Option("--direct", help="From any copy, which may be a little behind.")] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Print one message as JSON; `data` is text, or `data_base64` where it is none."""
+    """Print one message as JSON; `data` is text, or `data_base64` where it is none.
+
+    Example: aviso-workers streams get MARS 4711
+    """
     if (sequence is None) == (last is None):
         raise DeclarationError("say which message: its sequence, or --last SUBJECT")
     ask = inventory.direct_message if direct else inventory.message

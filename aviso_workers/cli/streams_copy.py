@@ -35,7 +35,10 @@ def copy(
     ] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Copy a stream to another server, cluster or account, and compare: exit 1 where it differs, 3 where it lags."""
+    """Copy a stream to another server, cluster or account, and compare: exit 1 where it differs, 3 where it lags.
+
+    Example: aviso-workers streams copy MARS --to-config there.yaml
+    """
 
     if follow and name not in (None, stream):
         raise BackupError("--follow goes on until the copy takes the stream's place, which one with --as cannot")

@@ -27,7 +27,10 @@ def purge(
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Remove messages of any stream; its configuration and consumers stay."""
+    """Remove messages of any stream; its configuration and consumers stay.
+
+    Example: aviso-workers streams purge MARS --subject 'mars.od.>' --yes
+    """
 
     async def run(server: Opened) -> None:
         plan = await maintenance.plan_purge(server.admin, stream, subject=subject, keep=keep, before=before)
@@ -40,7 +43,10 @@ def purge(
 
 @streams.command()
 def seal(stream: Stream, yes: Yes = False, config: ConfigOption = None) -> None:
-    """Let nothing of a stream change any more, for good: nothing added, deleted or too old."""
+    """Let nothing of a stream change any more, for good: nothing added, deleted or too old.
+
+    Example: aviso-workers streams seal MARS --yes
+    """
 
     async def run(server: Opened) -> None:
         kept = (await server.admin.stream_info(stream)).messages
@@ -54,7 +60,10 @@ def seal(stream: Stream, yes: Yes = False, config: ConfigOption = None) -> None:
 
 @streams.command("rm")
 def remove(stream: Stream, yes: Yes = False, config: ConfigOption = None) -> None:
-    """Remove a stream with its messages and its consumers."""
+    """Remove a stream with its messages and its consumers.
+
+    Example: aviso-workers streams rm MARS --yes
+    """
 
     async def run(server: Opened) -> None:
         found = await server.admin.stream_info(stream)
@@ -74,7 +83,10 @@ def step_down(
     prefer: Annotated[str, typer.Option("--prefer", metavar="SERVER", help="Who is to lead instead.")] = "",
     config: ConfigOption = None,
 ) -> None:
-    """Let another server lead a stream, or one of its consumers."""
+    """Let another server lead a stream, or one of its consumers.
+
+    Example: aviso-workers streams step-down MARS
+    """
 
     async def run(server: Opened) -> None:
         leader = await maintenance.step_down(server.admin, stream, consumer=consumer, prefer=prefer)
@@ -90,7 +102,10 @@ def remove_peer(
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Give up the copy that a server holds; another server makes one instead."""
+    """Give up the copy that a server holds; another server makes one instead.
+
+    Example: aviso-workers streams remove-peer MARS n-2 --yes
+    """
 
     async def run(server: Opened) -> None:
         print_table(("server", f"copy of {stream}"), (await maintenance.peers(server.admin, stream)).items())

@@ -26,7 +26,10 @@ def plan(
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 where something differs.")] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Show what `apply` would change, field by field."""
+    """Show what `apply` would change, field by field.
+
+    Example: aviso-workers streams plan --exit-code
+    """
 
     async def run(server: Opened) -> bool:
         plans = await stream_policy.plans(server.admin, server.config)
@@ -42,6 +45,8 @@ def apply(yes: Yes = False, config: ConfigOption = None) -> None:
     """Create the streams and consumers that are missing, and update those that differ; exit 1 if some cannot be.
 
     An update that would remove stored messages needs --yes: without it, nothing is done.
+
+    Example: aviso-workers streams apply
     """
 
     async def run(server: Opened) -> bool:
@@ -60,7 +65,10 @@ def apply(yes: Yes = False, config: ConfigOption = None) -> None:
 
 @streams.command()
 def show(name: Configured, config: ConfigOption = None) -> None:
-    """Show the stream's effective policy beside the configured one; exit 1 if they differ."""
+    """Show the stream's effective policy beside the configured one; exit 1 if they differ.
+
+    Example: aviso-workers streams show mars
+    """
 
     async def run(server: Opened) -> bool:
         rows = await stream_policy.effective_policy(server.admin, server.config, name)
@@ -76,7 +84,10 @@ def show(name: Configured, config: ConfigOption = None) -> None:
 
 @streams.command()
 def wipe(event: Event, yes: Yes = False, config: ConfigOption = None) -> None:
-    """Remove all notifications of one event type; its stream, configuration and consumers stay."""
+    """Remove all notifications of one event type; its stream, configuration and consumers stay.
+
+    Example: aviso-workers streams wipe mars --yes
+    """
 
     async def run(server: Opened) -> None:
         stream = aviso_admin.stream_of(server.config, event)
@@ -88,7 +99,10 @@ def wipe(event: Event, yes: Yes = False, config: ConfigOption = None) -> None:
 
 @streams.command("wipe-all")
 def wipe_all(yes: Yes = False, config: ConfigOption = None) -> None:
-    """Remove all notifications of all configured event types; nothing else is touched."""
+    """Remove all notifications of all configured event types; nothing else is touched.
+
+    Example: aviso-workers streams wipe-all --yes
+    """
 
     async def run(server: Opened) -> None:
         await _wipe(server, await aviso_admin.event_streams(server.admin, server.config), yes=yes)

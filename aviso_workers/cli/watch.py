@@ -37,7 +37,10 @@ def watch(
     spatial_arrays: SpatialArrays = False,
     config: ConfigOption = None,
 ) -> None:
-    """Print notifications as they come, until Ctrl-C."""
+    """Print notifications as they come, until Ctrl-C.
+
+    Example: aviso-workers watch mars class=od --from-date 2026-11-20T06:00:00Z
+    """
     wanted = parse_where(where or [])
     anyio.run(
         _print, config, spatial_arrays, lambda app: app.watch(event, wanted, from_id=from_id, from_date=from_date)
@@ -54,7 +57,10 @@ def replay(
     spatial_arrays: SpatialArrays = False,
     config: ConfigOption = None,
 ) -> None:
-    """Print stored notifications, from the first to the last unless told otherwise."""
+    """Print stored notifications, from the first to the last unless told otherwise.
+
+    Example: aviso-workers replay mars --from-id 1000 --to-id 2000
+    """
     wanted = parse_where(where or [])
     anyio.run(
         _print,

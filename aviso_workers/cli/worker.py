@@ -48,7 +48,10 @@ def worker(
     reload: Reload = False,
     member: Annotated[str | None, typer.Option("--member", hidden=True)] = None,
 ) -> None:
-    """Run the agents of an app until SIGTERM or Ctrl-C."""
+    """Run the agents of an app until SIGTERM or Ctrl-C.
+
+    Example: aviso-workers worker mine.agents:app --processes 4
+    """
     limits = Limits(max_notifications=max_notifications, max_rss=_size(max_rss))
     app = find_app(target, agent=agent, config=config)
     if member is not None:
@@ -70,7 +73,10 @@ def dev(
     ephemeral: Annotated[bool, typer.Option("--ephemeral", help="Forget the streams afterwards.")] = False,
     reload: Reload = False,
 ) -> None:
-    """Run the agents of an app with a nats-server of their own, on the port that nats_url names."""
+    """Run the agents of an app with a nats-server of their own, on the port that nats_url names.
+
+    Example: aviso-workers dev mine.agents:app --reload
+    """
     app = find_app(target, agent=agent, config=config)
     (first, *_) = app.config.notification_backend.jetstream.servers
     url = urlsplit(first if "://" in first else f"nats://{first}")

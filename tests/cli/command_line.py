@@ -14,17 +14,20 @@ WIDTH = 80
 
 def helps() -> str:
     """Return the help of the command line and of every command below it."""
-    whole = typer.main.get_command(cli.command)
-    return "\n".join(_helps(whole, "aviso-workers", None))
+    return "\n".join(f"{context.get_help()}\n" for context in contexts())
 
 
-def _helps(command: Any, name: str, above: Any) -> Iterator[str]:
-    context = command.context_class(
-        command, info_name=name, parent=above, terminal_width=WIDTH, max_content_width=WIDTH
-    )
-    yield command.get_help(context) + "\n"
+def contexts() -> Iterator[Any]:
+    """Yield click's context of the command line and of every command below it."""
+    return _contexts(typer.main.get_command(cli.command), "aviso-workers", None)
+
+
+def _contexts(command: Any, name: str, above: Any) -> Iterator[Any]:
+    settings = {**command.context_settings, "terminal_width": WIDTH, "max_content_width": WIDTH}
+    context = command.context_class(command, info_name=name, parent=above, **settings)
+    yield context
     for below, each in getattr(command, "commands", {}).items():
-        yield from _helps(each, below, context)
+        yield from _contexts(each, below, context)
 
 
 if __name__ == "__main__":

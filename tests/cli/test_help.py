@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import shlex
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from aviso_workers import cli
 from tests.cli import command_line
@@ -23,3 +28,19 @@ def test_every_command_is_in_one_section_with_a_summary_that_is_whole() -> None:
     listed = [line.split()[0] for line in first.splitlines() if line.startswith("  ") and line[2] not in " -W"]
     assert sorted(listed) == sorted(cli.COMMANDS)
     assert "..." not in first.partition("Options:")[2]
+
+
+@pytest.mark.parametrize(
+    "context",
+    [each for each in command_line.contexts() if not hasattr(each.command, "commands")],
+    ids=lambda context: context.command_path,
+)
+def test_every_command_has_an_example_that_it_takes(context: Any) -> None:
+    *_, example = inspect.cleandoc(context.command.help).split("\n\n")
+    mark, _, line = " ".join(example.split()).partition(": ")
+    assert mark == "Example", context.command.help
+    path = context.command_path.split()
+    words = shlex.split(line, comments=False)
+    assert words[: len(path)] == path
+    arguments = words[len(path) :]
+    context.command.parse_args(context, arguments[: arguments.index(">")] if ">" in arguments else arguments)
