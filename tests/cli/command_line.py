@@ -23,7 +23,7 @@ def contexts() -> Iterator[Any]:
 
 
 def _contexts(command: Any, name: str, above: Any) -> Iterator[Any]:
-    settings = {**command.context_settings, "terminal_width": WIDTH, "max_content_width": WIDTH}
+    settings = {**command.context_settings, "terminal_width": WIDTH - 2}  # as click has it, which leaves two free
     context = command.context_class(command, info_name=name, parent=above, **settings)
     yield context
     for below, each in getattr(command, "commands", {}).items():
