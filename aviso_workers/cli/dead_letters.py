@@ -36,10 +36,16 @@ Action = Callable[..., Awaitable[None]]
 Sequences = Annotated[list[int] | None, typer.Argument(metavar="SEQUENCE...", min=1, help="Dead letters, by number.")]
 OfApp = Annotated[str | None, typer.Option("--app", metavar="APP", help="Of this app.")]
 OfAgent = Annotated[str | None, typer.Option("--agent", metavar="AGENT", help="Of this agent.")]
-Reason = Annotated[str | None, typer.Option("--reason", help="Of this reason, e.g. attempts_exhausted.")]
-OfStream = Annotated[str | None, typer.Option("--stream", help="Whose original is in this stream, e.g. MARS.")]
-Since = Annotated[str | None, typer.Option("--since", help="Dead-lettered then or later, e.g. 2026-11-20T06:00:00Z.")]
-Until = Annotated[str | None, typer.Option("--until", help="Dead-lettered then or before.")]
+Reason = Annotated[
+    str | None, typer.Option("--reason", metavar="REASON", help="Of this reason, e.g. attempts_exhausted.")
+]
+OfStream = Annotated[
+    str | None, typer.Option("--stream", metavar="STREAM", help="Whose original is in this stream, e.g. MARS.")
+]
+Since = Annotated[
+    str | None, typer.Option("--since", metavar="DATE", help="Dead-lettered then or later, e.g. 2026-11-20T06:00:00Z.")
+]
+Until = Annotated[str | None, typer.Option("--until", metavar="DATE", help="Dead-lettered then or before.")]
 WithError = Annotated[str | None, typer.Option("--error", metavar="TEXT", help="Whose error contains this.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do it for all that are selected.")]
@@ -84,7 +90,7 @@ def ls(
 
 @dead_letters.command()
 def show(
-    sequence: Annotated[int, typer.Argument(metavar="SEQUENCE", min=1)],
+    sequence: Annotated[int, typer.Argument(metavar="SEQUENCE", min=1, help="Of the dead letter, as `ls` lists it.")],
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:

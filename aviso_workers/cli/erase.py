@@ -23,7 +23,7 @@ SHOWN_KEYS = 50
 
 
 def erase(
-    event: Annotated[str, typer.Argument(metavar="EVENT")],
+    event: Annotated[str, typer.Argument(metavar="EVENT", help="The event type, e.g. mars.")],
     where: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="As `watch` takes it.")] = None,
     id: Annotated[int | None, typer.Option("--id", metavar="N", min=1, help="One notification, by sequence.")] = None,
     key: Annotated[

@@ -26,7 +26,7 @@ drill = typer.Typer(help="Rehearse a failover on streams of its own.", no_args_i
 
 MOST_LISTED = 20
 """Messages that are listed one by one."""
-StreamArgument = Annotated[str, typer.Argument(metavar="STREAM")]
+StreamArgument = Annotated[str, typer.Argument(metavar="STREAM", help="The name of the stream, e.g. MARS.")]
 Api = Annotated[str, typer.Option("--api", metavar="PREFIX", help="Where it is, e.g. '$JS.hub.API'; default: here.")]
 
 
@@ -53,7 +53,8 @@ def status(config: ConfigOption = None) -> None:
 def promote(
     stream: StreamArgument,
     subject: Annotated[
-        list[str] | None, typer.Option("--subject", help="What it takes from then on; default: what its origin took.")
+        list[str] | None,
+        typer.Option("--subject", metavar="SUBJECT", help="What it takes from then on; default: what its origin took."),
     ] = None,
     origin_is_lost: Annotated[
         bool, typer.Option("--origin-is-lost", help="The origin does not answer and cannot be fenced: go on.")

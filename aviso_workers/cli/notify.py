@@ -28,12 +28,15 @@ MAY_BE_STORED = (
 
 def notify(
     event: Annotated[str | None, typer.Argument(metavar="EVENT", help="The event type, e.g. mars.")] = None,
-    identifier: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...")] = None,
-    payload: Annotated[str | None, typer.Option(help="JSON, @FILE, or - for standard input.")] = None,
+    identifier: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="The identifier, e.g. class=od step=12.")
+    ] = None,
+    payload: Annotated[str | None, typer.Option(metavar="JSON", help="JSON, @FILE, or - for standard input.")] = None,
     at: Annotated[str | None, typer.Option(metavar="TIME", help="Deliver it then, e.g. 2026-11-21T06:00:00Z.")] = None,
     after: Annotated[str | None, typer.Option(metavar="DURATION", help="Deliver it later, e.g. 10m or 2h.")] = None,
     file: Annotated[
-        Path | None, typer.Option(help='Lines of {"event": ..., "identifier": {...}, "payload": ..., "id": ...}.')
+        Path | None,
+        typer.Option(metavar="FILE", help='Lines of {"event": ..., "identifier": {...}, "payload": ..., "id": ...}.'),
     ] = None,
     config: ConfigOption = None,
 ) -> None:

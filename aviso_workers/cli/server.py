@@ -23,7 +23,9 @@ server = typer.Typer(
     no_args_is_help=True,
 )
 
-Directory = Annotated[Path, typer.Option("--directory", "-d", help="Where the servers and their logs are.")]
+Directory = Annotated[
+    Path, typer.Option("--directory", "-d", metavar="DIR", help="Where the servers and their logs are.")
+]
 DIRECTORY = Path(".aviso-workers/server")
 
 
@@ -32,7 +34,9 @@ def render(
     profile: Annotated[
         profiles.Profile, typer.Option("--profile", help="What chooses where the configuration says nothing.")
     ] = "production",
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("nats-server.conf"),
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")] = Path(
+        "nats-server.conf"
+    ),
     role: Annotated[
         permissions.Role | None,
         typer.Option("--role", help="Print the permissions of a user of this role instead; write nothing."),

@@ -30,7 +30,8 @@ def reconcile(
         list[str] | None, typer.Option("--application", metavar="ID", help="Only this one; may be repeated.")
     ] = None,
     since: Annotated[
-        str | None, typer.Option("--since", help="Only what began then or later, e.g. 2026-11-20T06:00:00Z.")
+        str | None,
+        typer.Option("--since", metavar="DATE", help="Only what began then or later, e.g. 2026-11-20T06:00:00Z."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document for each row.")] = False,
     config: ConfigOption = None,

@@ -101,8 +101,10 @@ def report(
     start: Annotated[
         str | None, typer.Option("--from", metavar="PATH|ID|DATE", help="As for backfill; default: the first day.")
     ] = None,
-    first: Annotated[str | None, typer.Option(help="First day of a schedule in YAML; default: yesterday.")] = None,
-    last: Annotated[str | None, typer.Option(help="Last day; default: today, UTC.")] = None,
+    first: Annotated[
+        str | None, typer.Option(metavar="DATE", help="First day of a schedule in YAML; default: yesterday.")
+    ] = None,
+    last: Annotated[str | None, typer.Option(metavar="DATE", help="Last day; default: today, UTC.")] = None,
     config: ConfigOption = None,
 ) -> None:
     """Compare notifications with a schedule, and tell of cycles that are complete and of those that are late.

@@ -22,7 +22,7 @@ __all__ = ["copy"]
 
 @streams.command()
 def copy(
-    stream: Annotated[str, typer.Argument(metavar="STREAM")],
+    stream: Annotated[str, typer.Argument(metavar="STREAM", help="The name of the stream, e.g. MARS.")],
     to_config: Annotated[Path, typer.Option("--to-config", metavar="FILE", help="The configuration of the target.")],
     name: Annotated[
         str | None, typer.Option("--as", metavar="NAME", help="As another stream, which has no subjects of the first.")

@@ -21,7 +21,9 @@ __all__ = ["streams"]
 @streams.command()
 def purge(
     stream: Stream,
-    subject: Annotated[str, typer.Option("--subject", help="Only what matches, e.g. mars.od.>")] = "",
+    subject: Annotated[
+        str, typer.Option("--subject", metavar="SUBJECT", help="Only what matches, e.g. mars.od.>")
+    ] = "",
     keep: Annotated[int, typer.Option("--keep", metavar="N", min=0, help="All but the newest N.")] = 0,
     before: Annotated[int, typer.Option("--before", metavar="SEQUENCE", min=0, help="Only what is older.")] = 0,
     yes: Yes = False,
@@ -79,7 +81,9 @@ def remove(stream: Stream, yes: Yes = False, config: ConfigOption = None) -> Non
 @streams.command("step-down")
 def step_down(
     stream: Stream,
-    consumer: Annotated[str, typer.Option("--consumer", help="Of this consumer, not of the stream.")] = "",
+    consumer: Annotated[
+        str, typer.Option("--consumer", metavar="CONSUMER", help="Of this consumer, not of the stream.")
+    ] = "",
     prefer: Annotated[str, typer.Option("--prefer", metavar="SERVER", help="Who is to lead instead.")] = "",
     config: ConfigOption = None,
 ) -> None:

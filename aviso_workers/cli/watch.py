@@ -16,12 +16,14 @@ from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected_app
 
 __all__ = ["replay", "watch"]
 
-Event = Annotated[str, typer.Argument(metavar="EVENT")]
+Event = Annotated[str, typer.Argument(metavar="EVENT", help="The event type, e.g. mars.")]
 Filter = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help='A value, or JSON: step={"gte":24}')]
-FromId = Annotated[str | None, typer.Option("--from-id", help="First sequence, inclusive.")]
-FromDate = Annotated[str | None, typer.Option("--from-date", help="First time, inclusive, e.g. 2026-11-20T06:00:00Z.")]
-ToId = Annotated[str | None, typer.Option("--to-id", help="Last sequence, inclusive.")]
-ToDate = Annotated[str | None, typer.Option("--to-date", help="Last time, inclusive.")]
+FromId = Annotated[str | None, typer.Option("--from-id", metavar="ID", help="First sequence, inclusive.")]
+FromDate = Annotated[
+    str | None, typer.Option("--from-date", metavar="DATE", help="First time, inclusive, e.g. 2026-11-20T06:00:00Z.")
+]
+ToId = Annotated[str | None, typer.Option("--to-id", metavar="ID", help="Last sequence, inclusive.")]
+ToDate = Annotated[str | None, typer.Option("--to-date", metavar="DATE", help="Last time, inclusive.")]
 
 SpatialArrays = Annotated[
     bool,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,12 @@ def test_the_help_of_every_command_is_the_one_that_was_read_and_kept() -> None:
 
 def test_no_line_of_it_is_wider_than_a_terminal() -> None:
     assert [line for line in command_line.helps().splitlines() if len(line) > command_line.WIDTH] == []
+
+
+def test_every_value_has_a_name_and_every_argument_a_sentence() -> None:
+    lines = command_line.helps().splitlines()
+    assert [line for line in lines if "<str>" in line or "<path>" in line] == []
+    assert [line for line in lines if re.fullmatch(r"  [A-Z|@:=.]+( +\[required\])?", line)] == []
 
 
 def test_every_command_is_in_one_section_with_a_summary_that_is_whole() -> None:
