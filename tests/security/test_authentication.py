@@ -65,9 +65,9 @@ def to(server: NatsServer, **settings: Any) -> Connection:
 async def is_let_in(connection: Connection) -> bool:
     with anyio.fail_after(PATIENCE_SECONDS):
         await connection.open()
-        answers = await connection.answers()
+        await connection.flush()  # however long the server takes to answer
         await connection.close()
-    return answers
+    return True
 
 
 async def refused(connection: Connection) -> str:

@@ -14,15 +14,15 @@ from tests.waits import PATIENCE_SECONDS
 
 @pytest.mark.covers("002-04", "003-12")
 def test_everything_is_indexed_though_the_worker_is_killed_while_notifications_are_published(tmp_path: Path) -> None:
-    wanted = make_slice(experiments=3)
+    wanted = make_slice(experiments=6)
     total = len(wanted.lines)
     with deployed(tmp_path) as deployment:
         deployment.write(wanted)
         index = deployment.index
         with deployment.index_worker() as first, deployment.notify() as notify:
             wait_until(
-                lambda: index.count() >= total // 8,
-                lambda: f"only {index.count()} of {total} are indexed",
+                lambda: index.count() > 0,
+                lambda: f"nothing of {total} is indexed",
                 within_seconds=PATIENCE_SECONDS,
                 alive=[first.child],
             )
