@@ -117,6 +117,8 @@ class ConsumerRecorder:
         Raises `UnavailableError` where it is not known whether there was one, and as `Backend.ensure_consumer` does.
         """
         settled = await self._settled() if found is None else found.ack_floor
+        if found is None and settled is not None:
+            found = await self.found()  # another worker may have created it since, and it is recorded only after that
         if settled is not None:  # also where it is found: it may be deleted before it is brought in line
             wanted = specs.beginning_after(wanted, settled)
         info = await self._provisioner.ensure_consumer(self._stream, wanted)

@@ -18,7 +18,7 @@ from aviso_workers.engine import consumer_records
 from aviso_workers.engine.consumer_records import BUCKET, ConsumerRecord, ConsumerRecorder, longest_seconds
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
-from aviso_workers.events import ConsumerNotRecorded, Events
+from aviso_workers.events import ConsumerNotRecorded, ConsumerResumed, Events
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 
 pytestmark = pytest.mark.anyio
@@ -43,12 +43,13 @@ class Place:
 
     def __init__(self, backend: InMemoryBackend) -> None:
         self.backend = backend
-        self.facts: list[ConsumerNotRecorded] = []
+        self.facts: list[ConsumerNotRecorded | ConsumerResumed] = []
         self.recorder = self.worker()
 
     def worker(self) -> ConsumerRecorder:
         events = Events()
         events.listen(self.facts.append, ConsumerNotRecorded)
+        events.listen(self.facts.append, ConsumerResumed)
         return ConsumerRecorder(
             self.backend,
             Provisioner(self.backend, management="reconcile", events=events),
@@ -131,6 +132,20 @@ async def test_a_worker_that_finds_the_consumer_of_a_new_stream_records_it_as_su
     await place.backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
     await place.backend.ensure_consumer("MARS", SPEC)  # another worker was faster
     assert (await place.record()).stream_created == (await place.backend.stream_info("MARS")).created
+
+
+async def test_a_worker_that_begins_beside_another_one_does_not_say_that_the_consumer_was_deleted(
+    backend: InMemoryBackend,
+) -> None:
+    """Both find no consumer; the other one creates and records it before this one reads the record."""
+    await backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
+    place = Place(backend)
+    other = place.worker()
+    found = await place.recorder.found()
+    await other.ensure(SPEC, await other.found())
+    await place.recorder.ensure(SPEC, found)
+    assert found is None
+    assert place.facts == []
 
 
 async def test_a_record_beyond_the_end_of_its_stream_passes_nothing_over(
