@@ -37,9 +37,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     of which one, that of the pipelines, takes about as long as the other.
     (`--dist loadgroup` is for that, and does nothing with pytest 9.2.)
     """
-    from xdist.scheduler import LoadScopeScheduling
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-    class Scheduling(LoadScopeScheduling):
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith(("tests/interop/", "tests/ops/", "tests/server/")):
                 return nodeid.partition("::")[0]
@@ -48,6 +48,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "spark, the pipelines" if nodeid.startswith("tests/spark/test_pipelines.py") else "spark, the rest"
 
     return Scheduling(config, log)
+
+
+Start = Callable[..., Command]
+WriteConfig = Callable[..., Path]
 
 
 @pytest.fixture
@@ -71,7 +75,10 @@ def free_port() -> Iterator[int]:
 
 def write_mars_config(path: Path, nats_url: str, **jetstream: Any) -> Path:
     """A file with the event type `mars` (class and step), on that server. A key that is None is left out."""
-    identifier = {"class": {"type": "StringHandler"}, "step": {"type": "IntHandler", "range": [0, 1000]}}
+    identifier: dict[str, dict[str, Any]] = {
+        "class": {"type": "StringHandler"},
+        "step": {"type": "IntHandler", "range": [0, 1000]},
+    }
     mars = {
         "topic": {"base": "mars", "key_order": ["class", "step"]},
         "identifier": {field: {**rule, "required": True} for field, rule in identifier.items()},
@@ -91,7 +98,7 @@ def write_mars_config(path: Path, nats_url: str, **jetstream: Any) -> Path:
 
 
 @pytest.fixture
-def write_config(tmp_path: Path) -> Callable[..., Path]:
+def write_config(tmp_path: Path) -> WriteConfig:
     """`write_config(url, retry_attempts=1)`: see `write_mars_config`."""
 
     def write_config(nats_url: str, *, name: str = "config.yaml", **jetstream: Any) -> Path:
@@ -101,7 +108,7 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+def start(tmp_path: Path) -> Iterator[Start]:
     """`start("worker", "agents:app")`: the command in a directory of the test's own, ended with the test."""
     commands: list[Command] = []
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from itertools import permutations
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -29,7 +30,7 @@ from tests.waits import PATIENCE_SECONDS
 SECOND = 1_000_000_000
 
 
-def backend_of(clock: VirtualClock | None = None, **stated: int) -> InMemoryBackend:
+def backend_of(clock: VirtualClock | None = None, **stated: Any) -> InMemoryBackend:
     return InMemoryBackend(config.InMemory(**stated), clock=clock)
 
 
@@ -49,22 +50,20 @@ async def subjects_of(backend: InMemoryBackend, stream: str = "MARS") -> list[st
     return [message.subject async for message in backend.read(stream, filter_subjects=(), last_sequence=last)]
 
 
-def stream_of(base: str, **stated: int | str) -> StreamSpec:
-    return StreamSpec(name=base.upper(), subjects=(f"{base}.>",), **{"max_msgs_per_subject": 1, **stated})
+def stream_of(base: str, **stated: Any) -> StreamSpec:
+    return StreamSpec(name=base.upper(), subjects=(f"{base}.>",), **({"max_msgs_per_subject": 1} | stated))
 
 
-def agent(**stated: float | str) -> ConsumerSpec:
+def agent(**stated: Any) -> ConsumerSpec:
     ack_wait = int(stated.pop("ack_wait_seconds", 10.0) * SECOND)
-    return ConsumerSpec(
-        **{"durable_name": "agent", "filter_subjects": ("mars.>",), "max_ack_pending": 100, **stated},
-        ack_wait=ack_wait,
-    )
+    default: dict[str, Any] = {"durable_name": "agent", "filter_subjects": ("mars.>",), "max_ack_pending": 100}
+    return ConsumerSpec(**default | stated, ack_wait=ack_wait)
 
 
 class TestVirtualTime:
     pytestmark = pytest.mark.anyio
 
-    async def test_stands_still_until_it_is_moved(self):
+    async def test_stands_still_until_it_is_moved(self) -> None:
         clock = VirtualClock()
         before = (clock.monotonic(), clock.time_ns())
         await anyio.sleep(0.01)
@@ -74,7 +73,7 @@ class TestVirtualTime:
 
         assert (clock.monotonic(), clock.time_ns()) == (before[0] + 1.5, before[1] + 1_500_000_000)
 
-    async def test_makes_each_call_at_its_second(self):
+    async def test_makes_each_call_at_its_second(self) -> None:
         clock = VirtualClock()
         calls: list[tuple[str, float]] = []
 
@@ -90,7 +89,7 @@ class TestVirtualTime:
 
         assert calls == [("first", 1.0), ("second", 2.0)]
 
-    async def test_goes_on_when_what_was_set_going_has_come_to_rest(self):
+    async def test_goes_on_when_what_was_set_going_has_come_to_rest(self) -> None:
         clock = VirtualClock()
         seen: list[float] = []
         due = anyio.Event()
@@ -109,7 +108,7 @@ class TestVirtualTime:
 
         assert seen == [1.0]
 
-    async def test_redelivers_for_an_hour_in_no_time(self):
+    async def test_redelivers_for_an_hour_in_no_time(self) -> None:
         clock, counts = VirtualClock(), []
         async with backend_of(clock) as backend:
             await backend.create_stream(stream_of("mars"))
@@ -128,7 +127,7 @@ class TestVirtualTime:
 class TestRealTime:
     pytestmark = pytest.mark.anyio
 
-    async def test_is_the_default(self):
+    async def test_is_the_default(self) -> None:
         arrived, counts = anyio.Event(), []
         async with backend_of() as backend:
             await backend.create_stream(stream_of("mars"))
@@ -151,14 +150,14 @@ class TestRealTime:
 class TestItsSettings:
     pytestmark = pytest.mark.anyio
 
-    async def test_a_topic_keeps_its_history(self):
+    async def test_a_topic_keeps_its_history(self) -> None:
         async with backend_of(max_history_per_topic=2) as backend:
             await backend.create_stream(stream_of("mars"))
             await publish(backend, "mars.a", "mars.a", "mars.b", "mars.a")
 
             assert await subjects_of(backend) == ["mars.a", "mars.b", "mars.a"]
 
-    async def test_the_topic_that_was_quiet_for_longest_gives_way(self):
+    async def test_the_topic_that_was_quiet_for_longest_gives_way(self) -> None:
         async with backend_of(VirtualClock(), max_topics=3) as backend:
             await backend.create_stream(stream_of("mars"))
             await backend.create_stream(stream_of("diss"))
@@ -172,7 +171,7 @@ class TestItsSettings:
             await publish(backend, "mars.d")
             assert await subjects_of(backend, "DISS") == []
 
-    async def test_streams_that_are_no_topics_keep_everything(self):
+    async def test_streams_that_are_no_topics_keep_everything(self) -> None:
         async with backend_of(max_topics=1) as backend:
             await backend.create_stream(stream_of("mars"))
             await backend.create_stream(stream_of("letters", max_msgs_per_subject=-1))
@@ -190,13 +189,13 @@ class TestItsSettings:
 class TestWhatItDoesNotOffer:
     pytestmark = pytest.mark.anyio
 
-    async def test_retention_by_anything_but_limits(self):
+    async def test_retention_by_anything_but_limits(self) -> None:
         async with backend_of() as backend:
             with pytest.raises(RefusedError, match="retention limits, found workqueue"):
                 await backend.create_stream(stream_of("mars", retention="workqueue"))
 
     @pytest.mark.parametrize("schedule", ["@every 1m", "@at 2026-01-01T00:00:00", "@at noon", "2026-01-01T00:00:00Z"])
-    async def test_schedules_that_come_again_or_at_no_time(self, schedule):
+    async def test_schedules_that_come_again_or_at_no_time(self, schedule: str) -> None:
         async with backend_of() as backend:
             await backend.create_stream(stream_of("mars", allow_msg_schedules=True))
             headers = {"Nats-Schedule": schedule, "Nats-Schedule-Target": "mars.due"}
@@ -209,7 +208,7 @@ class TestWhatItDoesNotOffer:
                 )
 
     @pytest.mark.parametrize("stated", [{"ack_policy": "none"}, {"deliver_policy": "last_per_subject"}])
-    async def test_other_policies_of_a_consumer(self, stated):
+    async def test_other_policies_of_a_consumer(self, stated: dict[str, Any]) -> None:
         async with backend_of() as backend:
             await backend.create_stream(stream_of("mars"))
             with pytest.raises(RefusedError, match=next(iter(stated.values()))):
@@ -219,10 +218,10 @@ class TestWhatItDoesNotOffer:
 class TestALostConnection:
     pytestmark = pytest.mark.anyio
 
-    async def test_is_told_and_comes_back(self):
+    async def test_is_told_and_comes_back(self) -> None:
         told: list[tuple[bool, str]] = []
 
-        def listen(*, connected: bool, reason: str) -> None:
+        def listen(*, connected: bool, reason: str, denied: str = "") -> None:
             told.append((connected, reason))
 
         async with InMemoryBackend(config.InMemory(), on_connection=listen) as backend:
@@ -233,7 +232,7 @@ class TestALostConnection:
 
         assert told == [(True, ""), (False, "the cable"), (True, "")]
 
-    async def test_fails_every_request_and_keeps_what_was_stored(self):
+    async def test_fails_every_request_and_keeps_what_was_stored(self) -> None:
         async with backend_of() as backend:
             await backend.create_stream(stream_of("mars"))
             await publish(backend, "mars.a")
@@ -255,7 +254,7 @@ class TestALostConnection:
             backend.reconnect()
             assert await subjects_of(backend) == ["mars.a"]
 
-    async def test_ends_a_reading(self):
+    async def test_ends_a_reading(self) -> None:
         async with backend_of() as backend:
             await backend.create_stream(stream_of("mars"))
             await publish(backend, "mars.a")
@@ -271,8 +270,9 @@ class TestALostConnection:
                 with pytest.raises(UnavailableError):
                     await anext(messages)
 
-    async def test_loses_settlements_and_stops_deliveries(self):
-        clock, deliveries = VirtualClock(), []
+    async def test_loses_settlements_and_stops_deliveries(self) -> None:
+        clock = VirtualClock()
+        deliveries: list[Delivery] = []
         async with backend_of(clock) as backend:
             await backend.create_stream(stream_of("mars"))
             await backend.ensure_consumer("MARS", agent(ack_wait_seconds=10.0))
@@ -312,31 +312,35 @@ def takes(filter_tokens: list[str], subject_tokens: list[str]) -> bool:
 
 class TestSubjects:
     @given(filters, subjects)
-    def test_a_filter_takes_what_nats_says(self, filter_tokens, subject_tokens):
+    def test_a_filter_takes_what_nats_says(self, filter_tokens: list[str], subject_tokens: list[str]) -> None:
         matched = pattern([".".join(filter_tokens)]).fullmatch(".".join(subject_tokens)) is not None
         assert matched == takes(filter_tokens, subject_tokens)
 
     @given(st.lists(filters, max_size=3), subjects)
-    def test_the_fast_way_says_the_same(self, filter_lists, subject_tokens):
+    def test_the_fast_way_says_the_same(self, filter_lists: list[list[str]], subject_tokens: list[str]) -> None:
         written, subject = [".".join(each) for each in filter_lists], ".".join(subject_tokens)
         assert bool(matcher(written)(subject)) == (pattern(written).fullmatch(subject) is not None)
 
     @given(st.lists(filters, min_size=1, max_size=4), subjects)
-    def test_a_union_takes_what_one_of_its_filters_takes_and_a_server_takes_it(self, filter_lists, subject_tokens):
+    def test_a_union_takes_what_one_of_its_filters_takes_and_a_server_takes_it(
+        self, filter_lists: list[list[str]], subject_tokens: list[str]
+    ) -> None:
         united, subject = union(".".join(each) for each in filter_lists), ".".join(subject_tokens)
         assert bool(matcher(united)(subject)) == any(takes(each, subject_tokens) for each in filter_lists)
         assert not any(pattern([wide]).fullmatch(narrow) for wide, narrow in permutations(united, 2))
 
     @given(filters, filters, subjects)
-    def test_filters_overlap_where_both_take_a_subject(self, left, right, subject_tokens):
+    def test_filters_overlap_where_both_take_a_subject(
+        self, left: list[str], right: list[str], subject_tokens: list[str]
+    ) -> None:
         if takes(left, subject_tokens) and takes(right, subject_tokens):
             assert overlap(".".join(left), ".".join(right))
 
     @given(filters, filters)
-    def test_filters_overlap_only_where_such_a_subject_exists(self, left, right):
+    def test_filters_overlap_only_where_such_a_subject_exists(self, left: list[str], right: list[str]) -> None:
         a, b = ".".join(left), ".".join(right)
         depth = max(len(left), len(right)) + 1
-        candidates = [[]]
+        candidates: list[list[str]] = [[]]
         found = False
         for _ in range(depth):
             candidates = [[*tokens, token] for tokens in candidates for token in ("a", "b")]

@@ -13,14 +13,14 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.engine import acknowledging
 from aviso_workers.engine.buffer import KEY_PREFETCH, Buffer
+from tests.deliveries import UnsettledDelivery
 
 pytestmark = pytest.mark.anyio
 
 
-class Held:
+class Held(UnsettledDelivery):
     """A delivery; its subject is its ordering key."""
 
-    num_delivered = 1
     given_back = False
 
     def __init__(self, sequence: int, key: str) -> None:
@@ -43,7 +43,7 @@ def buffer_of(clock: VirtualClock) -> Callable[..., tuple[Buffer, list[Any]]]:
         buffer = Buffer(clock, key=str) if ordered else Buffer(clock)
         deliveries = [Held(sequence, key) for sequence, key in enumerate(keys, start=1)]
         for delivery in deliveries:
-            buffer.put(delivery)  # type: ignore[arg-type]
+            buffer.put(delivery)
         return buffer, deliveries
 
     return buffer_of
@@ -115,7 +115,7 @@ class TickingClock(VirtualClock):
 async def test_who_never_waits_lets_others_have_a_turn() -> None:
     buffer = Buffer(TickingClock())
     for sequence in range(1, 1001):
-        buffer.put(Held(sequence, "a"))  # type: ignore[arg-type]
+        buffer.put(Held(sequence, "a"))
     turns_of_another = 0
 
     async def take_turns() -> None:
@@ -153,7 +153,7 @@ async def test_all_who_are_idle_come_where_there_is_work_for_all() -> None:
             tasks.start_soon(work)
         await anyio.wait_all_tasks_blocked()
         for sequence in range(1, 21):
-            buffer.put(Held(sequence, "a"))  # type: ignore[arg-type]
+            buffer.put(Held(sequence, "a"))
         await anyio.wait_all_tasks_blocked()
         assert most == 8
         release.set()
@@ -176,7 +176,7 @@ async def test_what_is_there_is_taken_also_where_one_whose_turn_it_was_is_cancel
         await anyio.wait_all_tasks_blocked()
         tasks.start_soon(take, second)
         await anyio.wait_all_tasks_blocked()
-        buffer.put(Held(1, "a"))  # type: ignore[arg-type]
+        buffer.put(Held(1, "a"))
         first.cancel()
         await anyio.wait_all_tasks_blocked()
         buffer.close()
@@ -236,24 +236,24 @@ class TestWhatComesOutOfOrder:
 
     async def test_takes_its_place_in_its_lane(self, buffer: Buffer) -> None:
         for sequence in (1, 5, 9, 3, 7):
-            buffer.put(Held(sequence, "a"))  # type: ignore[arg-type]
+            buffer.put(Held(sequence, "a"))
         assert await taken_from(buffer, 5) == [1, 3, 5, 7, 9]
 
     async def test_goes_before_a_head_that_waits_for_a_worker(self, buffer: Buffer) -> None:
-        buffer.put(Held(5, "a"))  # type: ignore[arg-type]
-        buffer.put(Held(6, "b"))  # type: ignore[arg-type]
-        buffer.put(Held(3, "a"))  # type: ignore[arg-type]
+        buffer.put(Held(5, "a"))
+        buffer.put(Held(6, "b"))
+        buffer.put(Held(3, "a"))
         assert await taken_from(buffer, 3) == [6, 3, 5]
 
     async def test_goes_after_a_head_that_runs_or_waits_for_its_retry(
         self, buffer: Buffer, clock: VirtualClock
     ) -> None:
-        buffer.put(Held(5, "a"))  # type: ignore[arg-type]
+        buffer.put(Held(5, "a"))
         head = await buffer.take()
         assert head is not None
-        buffer.put(Held(3, "a"))  # type: ignore[arg-type]
+        buffer.put(Held(3, "a"))
         buffer.again(head, after_seconds=1.0)
-        buffer.put(Held(2, "a"))  # type: ignore[arg-type]
+        buffer.put(Held(2, "a"))
         await clock.advance(1.0)
         assert await taken_from(buffer, 3) == [5, 2, 3]
 
@@ -268,26 +268,26 @@ class TestWhatIsGathered:
         return buffer
 
     async def test_is_handed_out_in_order_once_all_of_it_is_here(self, buffer: Buffer) -> None:
-        buffer.put(Again(8, "a"))  # type: ignore[arg-type]
-        buffer.put(Again(2, "a"))  # type: ignore[arg-type]
+        buffer.put(Again(8, "a"))
+        buffer.put(Again(2, "a"))
         assert (buffer.ready, buffer.gathers) == (0, 1)
-        buffer.put(Again(5, "a"))  # type: ignore[arg-type]
+        buffer.put(Again(5, "a"))
         assert buffer.gathers == 0
         assert await taken_from(buffer, 3) == [2, 5, 8]
 
     async def test_is_handed_out_when_something_new_comes(self, buffer: Buffer) -> None:
-        buffer.put(Again(8, "a"))  # type: ignore[arg-type]
-        buffer.put(Again(2, "a"))  # type: ignore[arg-type]
-        buffer.put(Fresh(9, "a"))  # type: ignore[arg-type]
+        buffer.put(Again(8, "a"))
+        buffer.put(Again(2, "a"))
+        buffer.put(Fresh(9, "a"))
         assert await taken_from(buffer, 3) == [2, 8, 9]
 
     async def test_does_not_end_with_a_dead_letter_that_was_handed_back(self, buffer: Buffer) -> None:
         letter = Fresh(1, "a")
         letter.can_be_read_again = False
-        buffer.put(Again(8, "a"))  # type: ignore[arg-type]
-        buffer.put(letter)  # type: ignore[arg-type]
+        buffer.put(Again(8, "a"))
+        buffer.put(letter)
         assert buffer.ready == 0
-        buffer.put(Again(2, "a"))  # type: ignore[arg-type]
+        buffer.put(Again(2, "a"))
         assert await taken_from(buffer, 3) == [1, 2, 8]
 
 
@@ -300,7 +300,7 @@ class TestTheSurplus:
     def buffer(self, clock: VirtualClock) -> Buffer:
         buffer = Buffer(clock, key=str)
         for sequence in range(1, self.COUNT + 1):
-            buffer.put(Fresh(sequence, "a"))  # type: ignore[arg-type]
+            buffer.put(Fresh(sequence, "a"))
         return buffer
 
     async def test_of_a_key_that_is_handled_is_what_is_more_than_enough(self, buffer: Buffer) -> None:
@@ -333,7 +333,7 @@ class TestTheSurplus:
         assert head is not None
         buffer.again(head, after_seconds=5.0)
         assert acknowledging.give_back(buffer.withdraw_all()) == self.COUNT
-        buffer.put(Fresh(100, "a"))  # type: ignore[arg-type]
+        buffer.put(Fresh(100, "a"))
         await clock.advance(5.0)
         assert buffer.surplus == 0
         assert await taken_from(buffer, 1) == [100]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from decimal import Decimal
+from typing import Any
 
 import msgspec
 import pytest
@@ -31,7 +32,7 @@ from aviso_workers.aviso.literals import Duration, Size
         ("0" * 5000 + "1s", 1),
     ],
 )
-def test_a_duration_is_a_number_and_a_unit(text, seconds):
+def test_a_duration_is_a_number_and_a_unit(text: str, seconds: int) -> None:
     assert Duration.parse(text) == seconds
 
 
@@ -57,7 +58,7 @@ def test_a_duration_is_a_number_and_a_unit(text, seconds):
         ("9223372037s", "duration overflow"),
     ],
 )
-def test_anything_else_is_no_duration(text, complaint):
+def test_anything_else_is_no_duration(text: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Duration.parse(text)
 
@@ -73,7 +74,7 @@ def test_anything_else_is_no_duration(text, complaint):
         (" 1Ti ", 1_099_511_627_776),
     ],
 )
-def test_a_size_is_a_number_and_a_unit(text, count):
+def test_a_size_is_a_number_and_a_unit(text: str, count: int) -> None:
     assert Size.parse(text) == count
 
 
@@ -95,7 +96,7 @@ def test_a_size_is_a_number_and_a_unit(text, count):
         ("8388608Ti", "size overflow"),
     ],
 )
-def test_anything_else_is_no_size(text, complaint):
+def test_anything_else_is_no_size(text: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Size.parse(text)
 
@@ -115,25 +116,25 @@ def test_anything_else_is_no_size(text, complaint):
         (Size(1234), "1234"),
     ],
 )
-def test_a_literal_is_the_shortest_text(value, text):
+def test_a_literal_is_the_shortest_text(value: Duration | Size, text: str) -> None:
     assert value.literal() == text
     assert f"{value}" == str(value) == text
 
 
 @given(st.integers(min_value=0, max_value=9_223_372_036).map(Duration))
-def test_a_duration_reads_back(duration):
+def test_a_duration_reads_back(duration: Duration) -> None:
     assert Duration.parse(duration.literal()) == duration
 
 
 @given(st.integers(min_value=1, max_value=2**20), st.sampled_from(["K", "M", "G", "T", "Ki", "Mi", "Gi", "Ti"]))
-def test_a_size_reads_back_no_longer_than_it_was(number, unit):
+def test_a_size_reads_back_no_longer_than_it_was(number: int, unit: str) -> None:
     size = Size.parse(f"{number}{unit}")
     assert Size.parse(size.literal()) == size
     assert len(size.literal()) <= len(f"{number}{unit}")
 
 
 @given(st.text())
-def test_text_is_read_or_refused_with_value_error(text):
+def test_text_is_read_or_refused_with_value_error(text: str) -> None:
     for parse in (Duration.parse, Size.parse, literals.parse_float):
         with suppress(ValueError):
             parse(text)
@@ -144,11 +145,11 @@ class _Policy(msgspec.Struct):
     most: Size | None = None
 
 
-def _policy(**values):
+def _policy(**values: Any) -> _Policy:
     return msgspec.convert(values, _Policy, dec_hook=literals.decode_hook)
 
 
-def test_msgspec_reads_literals_as_fields():
+def test_msgspec_reads_literals_as_fields() -> None:
     assert _policy(keep="7d", most="2Gi") == _Policy(keep=Duration(604_800), most=Size(2**31))
     assert _policy(keep=Duration(5), most=None) == _Policy(keep=Duration(5))
 
@@ -162,12 +163,12 @@ def test_msgspec_reads_literals_as_fields():
         ({"most": "2"}, r"size must include a unit suffix .* at `\$\.most`"),
     ],
 )
-def test_msgspec_says_where_a_literal_is_wrong(values, complaint):
+def test_msgspec_says_where_a_literal_is_wrong(values: dict[str, Any], complaint: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=complaint):
         _policy(**values)
 
 
-def test_the_hook_knows_literals_only():
+def test_the_hook_knows_literals_only() -> None:
     with pytest.raises(NotImplementedError):
         literals.decode_hook(complex, "1")
 
@@ -190,12 +191,12 @@ def test_the_hook_knows_literals_only():
         (9007199254740993.0, "9007199254740992"),
     ],
 )
-def test_a_float_is_written_without_exponent(number, text):
+def test_a_float_is_written_without_exponent(number: float, text: str) -> None:
     assert literals.float_text(number) == text
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_a_float_reads_back_exactly(number):
+def test_a_float_reads_back_exactly(number: float) -> None:
     text = literals.float_text(number)
     assert set(text) <= set("-.0123456789")
     assert not text.endswith((".0", "."))
@@ -205,11 +206,11 @@ def test_a_float_reads_back_exactly(number):
 
 
 @pytest.mark.parametrize("text", ["1", "1.", ".5", "+2.5", "-3e2", "1E+3", "1.e-2"])
-def test_floats_are_read_in_rust_syntax(text):
+def test_floats_are_read_in_rust_syntax(text: str) -> None:
     assert literals.parse_float(text) == float(text)
 
 
 @pytest.mark.parametrize("text", ["", ".", "e5", "1e", "1_000", " 1", "1 ", "nan", "inf", "-inf", "1e400", "٣"])
-def test_everything_else_is_no_float(text):
+def test_everything_else_is_no_float(text: str) -> None:
     with pytest.raises(ValueError, match="is not a finite number"):
         literals.parse_float(text)

@@ -6,6 +6,7 @@ import json
 import math
 from contextlib import suppress
 from datetime import date
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,7 +24,8 @@ SQUARE = "(0,0,0,10,10,10,10,0,0,0)"
 
 def rule(type: str, **options: object) -> schema.Rule:
     """A rule as it stands in a configuration file."""
-    return msgspec.convert({"type": type, "required": True, **options}, schema.Rule)
+    found: schema.Rule = msgspec.convert({"type": type, "required": True, **options}, schema.Rule)
+    return found
 
 
 def event_type(**keys: object) -> EventType:
@@ -78,7 +80,7 @@ TOPICLESS = event_type(identifier=fields(z="StringHandler", b="IntHandler"))
 # Reading
 
 
-def test_an_event_type_of_an_aviso_server_loads():
+def test_an_event_type_of_an_aviso_server_loads() -> None:
     loaded = event_type(
         description="Fields of the operational run",
         payload={"required": True},
@@ -129,7 +131,7 @@ def test_an_event_type_of_an_aviso_server_loads():
         ({"identifier": {}, "storage_policy": {"max_size": "0Gi"}}, "must be greater than zero"),
     ],
 )
-def test_a_schema_that_cannot_be_read_says_where(keys, complaint):
+def test_a_schema_that_cannot_be_read_says_where(keys: dict[str, Any], complaint: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=complaint):
         event_type(**keys)
 
@@ -178,7 +180,7 @@ def test_a_schema_that_cannot_be_read_says_where(keys, complaint):
         ({"type": "PointCloudHandler"}, ["[[1,2], [3.5,4]]", "[[1.0,2.0],[3.5,4.0]]"], "[[1.0,2.0],[3.5,4.0]]"),
     ],
 )
-def test_all_spellings_of_a_value_become_one(options, spellings, canonical):
+def test_all_spellings_of_a_value_become_one(options: dict[str, Any], spellings: list[str], canonical: str) -> None:
     assert {rule(**options).canonical(spelling) for spelling in spellings} == {canonical}
     assert rule(**options).canonical(canonical) == canonical
 
@@ -213,7 +215,9 @@ def test_all_spellings_of_a_value_become_one(options, spellings, canonical):
         ({"type": "PointCloudHandler", "max_points": 1}, ["", "[]", "[[1,2],[3,4]]"], "must be a point cloud"),
     ],
 )
-def test_other_values_are_refused_saying_what_was_expected(options, values, complaint):
+def test_other_values_are_refused_saying_what_was_expected(
+    options: dict[str, Any], values: list[str], complaint: str
+) -> None:
     for value in values:
         with pytest.raises(ValueError, match=complaint):
             rule(**options).canonical(value)
@@ -243,27 +247,27 @@ texts = st.one_of(
 
 
 @given(st.sampled_from(RULES), texts)
-def test_spelling_a_value_twice_changes_nothing_more(rule, text):
+def test_spelling_a_value_twice_changes_nothing_more(rule: schema.Rule, text: str) -> None:
     with suppress(ValueError):
         canonical = rule.canonical(text)
         assert rule.canonical(canonical) == canonical
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 5), st.booleans())
-def test_every_spelling_of_an_int_is_one(number, zeros, plus):
+def test_every_spelling_of_an_int_is_one(number: int, zeros: int, plus: bool) -> None:
     sign = "-" if number < 0 else "+" * plus
     assert rule("IntHandler").canonical(f"{sign}{'0' * zeros}{abs(number)}") == str(number)
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_every_spelling_of_a_float_is_one(number):
+def test_every_spelling_of_a_float_is_one(number: float) -> None:
     spellings = {repr(number), f"{number:.17e}", f"{number:.340f}", msgspec.json.encode(number).decode()}
     canonical = {rule("FloatHandler").canonical(spelling) for spelling in spellings if float(spelling) == number}
     assert canonical == {literals.float_text(number)}
 
 
 @given(st.dates())
-def test_every_spelling_of_a_date_is_one(day):
+def test_every_spelling_of_a_date_is_one(day: date) -> None:
     spellings = (day.isoformat(), day.isoformat().replace("-", ""), f"{day.year:04}-{day.timetuple().tm_yday:03}")
     assert {rule("DateHandler").canonical(spelling) for spelling in spellings} == {spellings[1]}
 
@@ -271,11 +275,11 @@ def test_every_spelling_of_a_date_is_one(day):
 # Identifiers
 
 
-def canonical(identifier, *, of=MARS):
+def canonical(identifier: dict[str, Any], *, of: EventType = MARS) -> dict[str, str]:
     return schema.canonical_identifier("event", of, identifier)
 
 
-def test_an_identifier_is_spelled_canonically():
+def test_an_identifier_is_spelled_canonically() -> None:
     assert canonical(FIELD) == {
         "class": "od",
         "expver": "0001",
@@ -301,13 +305,13 @@ def test_an_identifier_is_spelled_canonically():
         (1e-7, "1e-7"),
     ],
 )
-def test_scalars_become_the_text_that_an_aviso_server_has_for_them(value, text):
+def test_scalars_become_the_text_that_an_aviso_server_has_for_them(value: bool | float | int, text: str) -> None:
     free = event_type(identifier=fields(value="StringHandler"))
     assert canonical({"value": value}, of=free) == {"value": text}
 
 
 @pytest.mark.parametrize("blank", ["\u00a0", "\u2003", "\u2028", "\u3000"])
-def test_a_value_may_hold_blanks_that_end_no_subject(blank):
+def test_a_value_may_hold_blanks_that_end_no_subject(blank: str) -> None:
     free = event_type(identifier=fields(value="StringHandler"))
     assert canonical({"value": f"a{blank}b"}, of=free) == {"value": f"a{blank}b"}
 
@@ -338,7 +342,7 @@ def test_a_value_may_hold_blanks_that_end_no_subject(blank):
         ({"step": 10**5000}, "'step' "),
     ],
 )
-def test_an_identifier_that_cannot_be_published_is_refused(change, complaint):
+def test_an_identifier_that_cannot_be_published_is_refused(change: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidIdentifierError, match=f"event: identifier field {complaint}") as refusal:
         canonical(FIELD | change)
     assert refusal.value.event_type == "event"
@@ -346,22 +350,22 @@ def test_an_identifier_that_cannot_be_published_is_refused(change, complaint):
 
 
 @pytest.mark.parametrize("field", FIELD)
-def test_every_field_must_be_there_required_or_not(field):
+def test_every_field_must_be_there_required_or_not(field: str) -> None:
     with pytest.raises(InvalidIdentifierError, match=f"identifier field '{field}' is missing"):
         canonical({name: value for name, value in FIELD.items() if name != field})
 
 
-def test_a_value_outside_of_the_subject_may_hold_blanks():
+def test_a_value_outside_of_the_subject_may_hold_blanks() -> None:
     assert canonical(FIELD | {"note": "two\nlines"})["note"] == "two\nlines"
 
 
-def test_without_a_topic_every_value_is_in_the_subject():
+def test_without_a_topic_every_value_is_in_the_subject() -> None:
     assert schema.topic_of("event", TOPICLESS) == Topic("event", ("b", "z"))
     with pytest.raises(InvalidIdentifierError, match="'z' must not hold ' '"):
         canonical({"b": 1, "z": "two words"}, of=TOPICLESS)
 
 
-def test_places_may_be_text_or_arrays():
+def test_places_may_be_text_or_arrays() -> None:
     square = [[0, 0], [0, 10], [10, 10], [10, 0], [0, 0]]
     for given_square in (SQUARE, square, json.dumps(square)):
         assert canonical({"date": "20250101", "polygon": given_square}, of=AREAS)["polygon"] == SQUARE
@@ -384,7 +388,7 @@ json_values = st.recursive(
     st.sampled_from([MARS, AREAS, CLOUDS, TOPICLESS]),
     st.dictionaries(st.sampled_from([*FIELD, "polygon", "point_cloud", "point", "b", "z", "x"]), json_values),
 )
-def test_whatever_is_given_is_spelled_or_refused_by_our_own_error(of, values):
+def test_whatever_is_given_is_spelled_or_refused_by_our_own_error(of: EventType, values: dict[str, Any]) -> None:
     with suppress(InvalidIdentifierError):
         canonical(FIELD | values if of is MARS else values, of=of)
     with suppress(InvalidIdentifierError):
@@ -394,11 +398,11 @@ def test_whatever_is_given_is_spelled_or_refused_by_our_own_error(of, values):
 # Filters
 
 
-def where(of=MARS, /, **wanted):
+def where(of: EventType = MARS, /, **wanted: Any) -> schema.Where:
     return schema.parse_where("event", of, {name.rstrip("_"): value for name, value in wanted.items()})
 
 
-def test_an_empty_filter_lets_every_notification_of_the_event_type_through():
+def test_an_empty_filter_lets_every_notification_of_the_event_type_through() -> None:
     everything = where()
     assert everything.matches(TOKENS)
     assert not everything.matches(("diss", *TOKENS[1:])), "another base"
@@ -435,7 +439,7 @@ def test_an_empty_filter_lets_every_notification_of_the_event_type_through():
         {"class_": "od", "step": {"gte": 6}, "domain": ["g", "a"]},
     ],
 )
-def test_a_filter_lets_through_what_it_asks_for(wanted):
+def test_a_filter_lets_through_what_it_asks_for(wanted: dict[str, Any]) -> None:
     assert where(**wanted).matches(TOKENS)
 
 
@@ -459,38 +463,38 @@ def test_a_filter_lets_through_what_it_asks_for(wanted):
         {"class_": "od", "step": {"gte": 7}},
     ],
 )
-def test_a_filter_keeps_out_everything_else(wanted):
+def test_a_filter_keeps_out_everything_else(wanted: dict[str, Any]) -> None:
     assert not where(**wanted).matches(TOKENS)
 
 
 @pytest.mark.parametrize("token", ["", "*", "six", "inf", "nan", "99999999999999999999.0"])
-def test_a_token_that_is_no_number_never_satisfies_a_comparison(token):
+def test_a_token_that_is_no_number_never_satisfies_a_comparison(token: str) -> None:
     assert not where(step={"gte": 0}).matches((*TOKENS[:6], token, "500"))
     assert not where(level={"lte": 1000}).matches((*TOKENS[:7], token))
 
 
-def test_zero_is_one_number():
+def test_zero_is_one_number() -> None:
     for token in ("0", "-0"):
         assert where(level={"eq": 0}).matches((*TOKENS[:7], token))
         assert where(level={"between": [0, 1]}).matches((*TOKENS[:7], token))
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000))
-def test_int_comparisons_are_those_of_integers(operand, value):
+def test_int_comparisons_are_those_of_integers(operand: int, value: int) -> None:
     tokens = (*TOKENS[:6], str(value), "500")
     passing = {op for op in ("eq", "gt", "gte", "lt", "lte") if where(step={op: operand}).matches(tokens)}
     assert passing == _comparisons(value, operand)
 
 
 @given(st.floats(-100, 1100.5), st.floats(-100, 1100.5), st.booleans())
-def test_float_comparisons_are_those_of_floats(operand, value, equal):
+def test_float_comparisons_are_those_of_floats(operand: float, value: float, equal: bool) -> None:
     value = operand if equal else value
     tokens = (*TOKENS[:7], literals.float_text(value))
     passing = {op for op in ("eq", "gt", "gte", "lt", "lte") if where(level={op: operand}).matches(tokens)}
     assert passing == _comparisons(value, operand)
 
 
-def _comparisons(value, operand):
+def _comparisons(value: float, operand: float) -> set[str]:
     holds = {
         "eq": value == operand,
         "gt": value > operand,
@@ -541,19 +545,19 @@ def _comparisons(value, operand):
         ({"domain": {"in": ["a", "x"]}}, "'domain' must be one of a, G, z; not 'x'"),
     ],
 )
-def test_a_filter_that_means_nothing_is_refused(wanted, complaint):
+def test_a_filter_that_means_nothing_is_refused(wanted: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidIdentifierError, match=f"event: identifier field {complaint}"):
         where(**wanted)
 
 
-def test_an_enum_value_that_no_subject_carries_cannot_be_asked_for():
+def test_an_enum_value_that_no_subject_carries_cannot_be_asked_for() -> None:
     odd = event_type(identifier=fields(domain={"type": "EnumHandler", "values": ["far out"]}))
     for wanted in ("far out", {"eq": "far out"}):
         with pytest.raises(InvalidIdentifierError, match="'domain' must not hold ' '"):
             where(odd, domain=wanted)
 
 
-def test_a_polygon_filter_needs_the_place_of_the_message():
+def test_a_polygon_filter_needs_the_place_of_the_message() -> None:
     asked = where(AREAS, polygon=SQUARE, date="20250101")
     tokens, inside = ("area", "20250101"), "(1,1,1,2,2,2,1,1)"
     assert asked.matches(tokens, Footprint(bbox="1,1,2,2", geometry=inside))
@@ -562,13 +566,13 @@ def test_a_polygon_filter_needs_the_place_of_the_message():
     assert not asked.matches(("area", "20250102"), Footprint(bbox="1,1,2,2", geometry=inside))
 
 
-def test_a_point_filter_finds_polygons_around_it():
+def test_a_point_filter_finds_polygons_around_it() -> None:
     for point in ("5,5", [5, 5]):
         assert where(AREAS, point=point).place == spatial.Containing((5.0, 5.0))
     assert where(AREAS, point="5,5").matches(("area", "20250101"), Footprint(geometry=SQUARE))
 
 
-def test_a_polygon_filter_finds_point_clouds():
+def test_a_polygon_filter_finds_point_clouds() -> None:
     asked = where(CLOUDS, polygon=[[0, 0], [0, 10], [10, 10], [10, 0], [0, 0]])
     assert asked.matches(("cloud", "20250101"), Footprint(bbox="0,5,20,20", point_cloud="[[20,20],[0,5]]"))
 
@@ -586,12 +590,12 @@ def test_a_polygon_filter_finds_point_clouds():
         (CLOUDS, {"point_cloud": [[1, 2]]}, "'point_cloud' is no filter; 'polygon' finds the point clouds"),
     ],
 )
-def test_a_place_filter_that_means_nothing_is_refused(of, wanted, complaint):
+def test_a_place_filter_that_means_nothing_is_refused(of: EventType, wanted: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidIdentifierError, match=complaint):
         where(of, **wanted)
 
 
-def test_filters_that_mean_the_same_are_equal():
+def test_filters_that_mean_the_same_are_equal() -> None:
     assert where(step={"gte": 4}, class_="od") == where(class_=["od"], step={"gte": 4})
     assert hash(where(domain="G")) == hash(where(domain={"in": ["g"]}))
 
@@ -599,23 +603,23 @@ def test_filters_that_mean_the_same_are_equal():
 # Mistakes
 
 
-def found(name="mars", **keys):
+def found(name: str = "mars", **keys: Any) -> list[tuple[str, str]]:
     return schema.mistakes(name, event_type(**keys))
 
 
-def test_good_event_types_have_no_mistakes():
+def test_good_event_types_have_no_mistakes() -> None:
     for name, good in (("mars", MARS), ("area", AREAS), ("cloud", CLOUDS), ("bare", TOPICLESS)):
         assert schema.mistakes(name, good) == []
 
 
-def test_an_aviso_server_may_route_by_polygon_and_name_any_field_polygon():
+def test_an_aviso_server_may_route_by_polygon_and_name_any_field_polygon() -> None:
     routed = {"base": "area", "key_order": ["polygon"]}
     assert found(topic=routed, identifier=fields(polygon="PolygonHandler")) == []
     assert found(topic=routed, identifier=fields(polygon="StringHandler")) == []
 
 
 @pytest.mark.parametrize("base", ["", "a.b", "a%b", "a*b", "a>b", "a b", "é", "_a", "-a", "mars\n"])
-def test_a_base_that_nats_or_an_aviso_server_cannot_take_is_a_mistake(base):
+def test_a_base_that_nats_or_an_aviso_server_cannot_take_is_a_mistake(base: str) -> None:
     topic = {"base": base, "key_order": ["a"]}
     ((path, message),) = found(topic=topic, identifier=fields(a="StringHandler"))
     assert path == "notification_schema.mars.topic.base"
@@ -626,7 +630,7 @@ def test_a_base_that_nats_or_an_aviso_server_cannot_take_is_a_mistake(base):
 
 
 @pytest.mark.parametrize("base", ["mars", "Mars", "a1", "extreme_event", "test-polygon", "4dvar", "7", "0_a-"])
-def test_other_bases_are_good(base):
+def test_other_bases_are_good(base: str) -> None:
     assert found(topic={"base": base, "key_order": ["a"]}, identifier=fields(a="StringHandler")) == []
 
 
@@ -710,13 +714,13 @@ TOPIC = {"base": "mars", "key_order": ["a"]}
         ({"storage_policy": {"max_messages": 0}}, "storage_policy.max_messages", "must be > 0"),
     ],
 )
-def test_a_schema_that_cannot_work_says_where_and_why(keys, path, message):
-    good = {"topic": TOPIC, "identifier": fields(a="StringHandler")}
+def test_a_schema_that_cannot_work_says_where_and_why(keys: dict[str, Any], path: str, message: str) -> None:
+    good: dict[str, Any] = {"topic": TOPIC, "identifier": fields(a="StringHandler")}
     assert found(**good) == []
     assert found(**good | keys) == [(f"notification_schema.mars.{path}", message)]
 
 
-def test_all_mistakes_are_found_at_once():
+def test_all_mistakes_are_found_at_once() -> None:
     mistakes = found(topic={"base": "a.b", "key_order": ["x", "x"]}, identifier={}, storage_policy={"max_messages": -1})
     assert [path.removeprefix("notification_schema.mars.") for path, _ in mistakes] == [
         "topic.base",
@@ -727,7 +731,7 @@ def test_all_mistakes_are_found_at_once():
     ]
 
 
-def test_a_base_belongs_to_one_event_type():
+def test_a_base_belongs_to_one_event_type() -> None:
     one, other = (
         event_type(topic={"base": base, "key_order": ["a"]}, identifier=fields(a="IntHandler"))
         for base in ("diss", "Diss")

@@ -7,13 +7,14 @@ import math
 from contextlib import suppress
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from aviso_workers.aviso import spatial
-from aviso_workers.aviso.spatial import Box, Containing, Footprint, Intersecting, Polygon
+from aviso_workers.aviso.spatial import Box, Containing, Footprint, Intersecting, Point, Polygon
 
 BERLIN = "(52.5,13.4,52.6,13.5,52.5,13.6,52.4,13.5,52.5,13.4)"
 BERLIN_PAIRS = [[52.5, 13.4], [52.6, 13.5], [52.5, 13.6], [52.4, 13.5], [52.5, 13.4]]
@@ -43,7 +44,7 @@ def rectangle(south: float, west: float, north: float, east: float) -> Polygon:
         tuple(map(tuple, BERLIN_PAIRS)),
     ],
 )
-def test_a_polygon_is_read_from_text_and_from_arrays(written):
+def test_a_polygon_is_read_from_text_and_from_arrays(written: Any) -> None:
     assert spatial.parse_polygon(written).ring == tuple(map(tuple, BERLIN_PAIRS))
 
 
@@ -72,27 +73,27 @@ def test_a_polygon_is_read_from_text_and_from_arrays(written):
         (None, r"not an array of \[lat,lon\]"),
     ],
 )
-def test_a_bad_polygon_is_refused(written, complaint):
+def test_a_bad_polygon_is_refused(written: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         spatial.parse_polygon(written)
 
 
-def test_the_edges_of_the_world_are_allowed():
+def test_the_edges_of_the_world_are_allowed() -> None:
     assert spatial.parse_polygon("(90,-180,89,-180,89,180,90,-180)").box == Box(south=89, west=-180, north=90, east=180)
 
 
 @pytest.mark.parametrize("written", ["52.55,13.5", "(52.55,13.5)", " ( 52.55 , 13.5 ) ", [52.55, 13.5], "[52.55,13.5]"])
-def test_a_point_is_read_from_text_and_from_arrays(written):
+def test_a_point_is_read_from_text_and_from_arrays(written: list[float] | str) -> None:
     assert spatial.parse_point(written) == (52.55, 13.5)
 
 
 @pytest.mark.parametrize("written", ["", "52.55", "1,2,3", "1,2,3,4", "91,0", "0,181", [1], [[1, 2]], None, "[1,2"])
-def test_a_bad_point_is_refused(written):
+def test_a_bad_point_is_refused(written: list[int] | list[list[int]] | str | None) -> None:
     with pytest.raises(ValueError, match=r"."):
         spatial.parse_point(written)
 
 
-def test_a_point_cloud_keeps_order_and_repetitions():
+def test_a_point_cloud_keeps_order_and_repetitions() -> None:
     assert spatial.parse_cloud("[[1,2],[1,2],[-3,4.5]]") == [(1, 2), (1, 2), (-3, 4.5)]
     assert spatial.canonical_cloud([[1, 2], [1, 2], [-3, 4.5]]) == "[[1.0,2.0],[1.0,2.0],[-3.0,4.5]]"
 
@@ -108,13 +109,13 @@ def test_a_point_cloud_keeps_order_and_repetitions():
         ([[-89.12345678901234, -179.12345678901235]] * 5000, "up to 61440 bytes"),
     ],
 )
-def test_a_bad_point_cloud_is_refused(written, complaint):
+def test_a_bad_point_cloud_is_refused(written: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         spatial.canonical_cloud(written)
 
 
 @given(st.one_of(st.text(), st.text('()[]{},.0123456789-+e \n"')))
-def test_text_is_read_or_refused_with_value_error(text):
+def test_text_is_read_or_refused_with_value_error(text: str) -> None:
     for parse in (spatial.parse_polygon, spatial.parse_point, spatial.parse_cloud, Box.parse):
         with suppress(ValueError):
             parse(text)
@@ -123,23 +124,23 @@ def test_text_is_read_or_refused_with_value_error(text):
 # Writing
 
 
-def test_the_header_of_a_bounding_box_has_the_shortest_numbers():
+def test_the_header_of_a_bounding_box_has_the_shortest_numbers() -> None:
     assert spatial.parse_polygon(BERLIN).box.header() == "52.4,13.4,52.6,13.6"
     assert rectangle(-1, -0.0000001, 2, 3.50).box.header() == "-1,-0.0000001,2,3.5"
 
 
 @pytest.mark.parametrize("header", ["52.4,13.4,52.6,13.6", " (52.4, 13.4, 52.6, 13.6) "])
-def test_a_bounding_box_is_read_back(header):
+def test_a_bounding_box_is_read_back(header: str) -> None:
     assert Box.parse(header) == spatial.parse_polygon(BERLIN).box
 
 
-def test_the_text_of_a_polygon_stays_but_line_breaks_go():
+def test_the_text_of_a_polygon_stays_but_line_breaks_go() -> None:
     assert spatial.canonical_polygon(BERLIN) == BERLIN
     assert spatial.canonical_polygon(BERLIN.strip("()")) == BERLIN.strip("()")
     assert spatial.canonical_polygon("( 1, 1,\r\n2,2,\t3,1 ,1,1 )") == "( 1, 1,2,2,3,1 ,1,1 )"
 
 
-def test_a_polygon_given_as_an_array_is_written_as_text():
+def test_a_polygon_given_as_an_array_is_written_as_text() -> None:
     assert spatial.canonical_polygon(BERLIN_PAIRS) == BERLIN
     assert spatial.canonical_polygon(json.dumps(BERLIN_PAIRS)) == BERLIN
     assert spatial.canonical_polygon([[1.0, 1e-7], [2, 2], [3, 1], [1.0, 1e-7]]) == "(1,0.0000001,2,2,3,1,1,0.0000001)"
@@ -164,11 +165,11 @@ HORSESHOE = polygon((0, 0), (0, 10), (10, 10), (10, 8), (2, 8), (2, 2), (10, 2),
         ((0, 11), False, False),
     ],
 )
-def test_the_boundary_is_covered_but_not_inside(point, inside, covered):
+def test_the_boundary_is_covered_but_not_inside(point: Point, inside: bool, covered: bool) -> None:
     assert (SQUARE.contains(point), SQUARE.covers(point)) == (inside, covered)
 
 
-def test_a_bay_is_outside():
+def test_a_bay_is_outside() -> None:
     assert not HORSESHOE.covers((5, 5))
     assert HORSESHOE.contains((5, 1))
     assert not HORSESHOE.intersects(rectangle(4, 4, 6, 6))
@@ -176,7 +177,7 @@ def test_a_bay_is_outside():
     assert not HORSESHOE.intersects(polygon((10, 4), (10, 6), (14, 1))), "edges on one line, but apart"
 
 
-def test_what_a_ring_winds_around_twice_is_inside():
+def test_what_a_ring_winds_around_twice_is_inside() -> None:
     pentagram = polygon((0, 10), (6, -8), (-10, 3), (10, 3), (-6, -8))
     assert pentagram.contains((0, 0))
 
@@ -193,13 +194,13 @@ def test_what_a_ring_winds_around_twice_is_inside():
         (polygon((10.1, 9.91), (9.91, 10.1), (12, 12)), False),
     ],
 )
-def test_polygons_that_touch_intersect(other, touches):
+def test_polygons_that_touch_intersect(other: Polygon, touches: bool) -> None:
     assert SQUARE.intersects(other) is touches
     assert other.intersects(SQUARE) is touches
 
 
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.3, 0.6])
-def test_one_bit_decides_on_which_side_of_a_slanted_edge_a_point_lies(share):
+def test_one_bit_decides_on_which_side_of_a_slanted_edge_a_point_lies(share: float) -> None:
     below_diagonal = polygon((0, 0), (0.7, 0.7), (0.7, 0))
     on, within, beyond = (share, share), (share, math.nextafter(share, 0)), (share, math.nextafter(share, 1))
     assert below_diagonal.covers(on)
@@ -215,7 +216,7 @@ def test_one_bit_decides_on_which_side_of_a_slanted_edge_a_point_lies(share):
         ((33.1, 134.8), (-56.7, 70.9), (6.16, 115.63000000000001)),
     ],
 )
-def test_a_point_on_an_edge_is_on_it_where_plain_floats_say_otherwise(a, b, on_the_edge):
+def test_a_point_on_an_edge_is_on_it_where_plain_floats_say_otherwise(a: Point, b: Point, on_the_edge: Point) -> None:
     (ay, ax), (by, bx), (y, x) = a, b, on_the_edge
     assert (ay - y) * (bx - x) != (ax - x) * (by - y), "rounding"
     for corner in ((ay, bx), (by, ax)):
@@ -233,20 +234,20 @@ wild_rings = st.lists(anywhere, min_size=3, max_size=6).map(lambda corners: poly
 
 
 @st.composite
-def rectangles(draw):
+def rectangles(draw: st.DrawFn) -> Polygon:
     (south, north), (west, east) = (sorted(draw(st.lists(steps, min_size=2, max_size=2, unique=True))) for _ in "xy")
     return rectangle(south, west, north, east)
 
 
 @st.composite
-def triangles(draw):
+def triangles(draw: st.DrawFn) -> Polygon:
     corners = draw(st.lists(st.one_of(points, anywhere), min_size=3, max_size=3, unique=True))
     assume(_doubled_area(*corners) != 0)
     return polygon(*corners)
 
 
 @st.composite
-def triangles_with_points(draw):
+def triangles_with_points(draw: st.DrawFn) -> tuple[Polygon, Point]:
     """A triangle and a point, often as close to one of its edges as floats can be, on either side or on it."""
     triangle = draw(triangles())
     (ay, ax), (by, bx) = draw(st.sampled_from(list(pairwise(triangle.ring))))
@@ -255,30 +256,30 @@ def triangles_with_points(draw):
     return triangle, draw(st.one_of(st.just(near), points, anywhere))
 
 
-def _doubled_area(a, b, c) -> Fraction:
+def _doubled_area(a: Point, b: Point, c: Point) -> Fraction:
     ay, ax, by, bx, cy, cx = map(Fraction, (*a, *b, *c))
     return (by - ay) * (cx - ax) - (bx - ax) * (cy - ay)
 
 
 @given(st.one_of(rings, wild_rings), st.one_of(rings, wild_rings))
-def test_intersecting_is_mutual(one, other):
+def test_intersecting_is_mutual(one: Polygon, other: Polygon) -> None:
     assert one.intersects(other) == other.intersects(one)
 
 
 @given(st.one_of(rings, wild_rings))
-def test_a_polygon_covers_its_corners_and_intersects_itself(ring):
+def test_a_polygon_covers_its_corners_and_intersects_itself(ring: Polygon) -> None:
     assert all(ring.covers(corner) and not ring.contains(corner) for corner in ring.ring)
     assert ring.intersects(ring)
 
 
 @given(rings, rings)
-def test_polygons_intersect_if_one_covers_a_corner_of_the_other(one, other):
+def test_polygons_intersect_if_one_covers_a_corner_of_the_other(one: Polygon, other: Polygon) -> None:
     if any(map(one.covers, other.ring)) or any(map(other.covers, one.ring)):
         assert one.intersects(other)
 
 
 @given(rings, rings)
-def test_where_the_corners_start_and_which_way_they_run_does_not_matter(one, other):
+def test_where_the_corners_start_and_which_way_they_run_does_not_matter(one: Polygon, other: Polygon) -> None:
     *corners, _ = other.ring
     turned = polygon(*corners[1:], corners[0])
     mirrored = polygon(*reversed(corners))
@@ -286,19 +287,19 @@ def test_where_the_corners_start_and_which_way_they_run_does_not_matter(one, oth
 
 
 @given(rectangles(), rectangles())
-def test_rectangles_intersect_as_their_boxes_do(one, other):
+def test_rectangles_intersect_as_their_boxes_do(one: Polygon, other: Polygon) -> None:
     assert one.intersects(other) == one.box.intersects(other.box)
 
 
 @given(rectangles(), st.one_of(points, anywhere))
-def test_rectangles_contain_what_lies_between_their_edges(area, point):
+def test_rectangles_contain_what_lies_between_their_edges(area: Polygon, point: Point) -> None:
     box = area.box
     assert area.contains(point) == (box.south < point[0] < box.north and box.west < point[1] < box.east)
     assert area.covers(point) == box.contains(point)
 
 
 @given(triangles_with_points())
-def test_triangles_contain_what_lies_on_one_side_of_all_edges(triangle_with_point):
+def test_triangles_contain_what_lies_on_one_side_of_all_edges(triangle_with_point: tuple[Polygon, Point]) -> None:
     triangle, point = triangle_with_point
     sides = [_doubled_area(a, b, point) for a, b in pairwise(triangle.ring)]
     all_left, all_right = all(side >= 0 for side in sides), all(side <= 0 for side in sides)
@@ -307,7 +308,7 @@ def test_triangles_contain_what_lies_on_one_side_of_all_edges(triangle_with_poin
 
 
 @given(triangles(), triangles())
-def test_convex_polygons_are_apart_if_an_edge_separates_them(one, other):
+def test_convex_polygons_are_apart_if_an_edge_separates_them(one: Polygon, other: Polygon) -> None:
     assert one.intersects(other) == (not (_separates(one, other) or _separates(other, one)))
 
 
@@ -325,11 +326,11 @@ def _separates(one: Polygon, other: Polygon) -> bool:
 # Filters
 
 
-def found(area: Polygon, **footprint: object) -> bool:
+def found(area: Polygon, **footprint: Any) -> bool:
     return Intersecting(area).matches(Footprint(**footprint))
 
 
-def test_a_polygon_filter_finds_polygons_that_touch_it():
+def test_a_polygon_filter_finds_polygons_that_touch_it() -> None:
     area = spatial.parse_polygon(BERLIN)
     near = "(52.52,13.45,52.62,13.55,52.52,13.65,52.42,13.55,52.52,13.45)"
     bbox = spatial.parse_polygon(near).box.header()
@@ -356,11 +357,11 @@ def test_a_polygon_filter_finds_polygons_that_touch_it():
         {"bbox": "52,13,53,14", "point_cloud": "cloudy"},
     ],
 )
-def test_a_message_whose_place_is_unknown_is_not_found(footprint):
+def test_a_message_whose_place_is_unknown_is_not_found(footprint: dict[str, Any]) -> None:
     assert not found(spatial.parse_polygon(BERLIN), **footprint)
 
 
-def test_a_geojson_polygon_in_the_body_is_read_latitude_first_and_closed():
+def test_a_geojson_polygon_in_the_body_is_read_latitude_first_and_closed() -> None:
     area = spatial.parse_polygon(BERLIN)
     geojson = {"type": "Polygon", "coordinates": [[[52.4, 13.4], [52.6, 13.4], [52.6, 13.6]]]}
     assert found(area, bbox="52.4,13.4,52.6,13.6", geometry=geojson)
@@ -377,18 +378,20 @@ def test_a_geojson_polygon_in_the_body_is_read_latitude_first_and_closed():
         ([[20, 20], [-1, 5]], False),
     ],
 )
-def test_a_polygon_filter_finds_clouds_with_a_point_in_it_or_on_its_boundary(cloud, is_found):
-    box = Box.around([tuple(point) for point in cloud])
+def test_a_polygon_filter_finds_clouds_with_a_point_in_it_or_on_its_boundary(
+    cloud: list[list[int]], is_found: bool
+) -> None:
+    box = Box.around([(latitude, longitude) for latitude, longitude in cloud])
     assert found(SQUARE, bbox=box.header(), point_cloud=json.dumps(cloud)) is is_found
 
 
 @pytest.mark.parametrize(("point", "is_found"), [((5, 5), True), ((0, 5), False), ((10, 10), False), ((11, 5), False)])
-def test_a_point_filter_finds_polygons_that_contain_it(point, is_found):
+def test_a_point_filter_finds_polygons_that_contain_it(point: Point, is_found: bool) -> None:
     text = "(0,0,0,10,10,10,10,0,0,0)"
     assert Containing(point).matches(Footprint(bbox="0,0,10,10", geometry=text)) is is_found
     assert Containing(point).matches(Footprint(geometry=text)) is is_found, "a bounding box is not needed"
 
 
-def test_a_point_filter_trusts_the_bounding_box_and_needs_a_polygon():
+def test_a_point_filter_trusts_the_bounding_box_and_needs_a_polygon() -> None:
     assert not Containing((5, 5)).matches(Footprint(bbox="6,6,7,7", geometry="(0,0,0,10,10,10,10,0,0,0)"))
     assert not Containing((5, 5)).matches(Footprint(bbox="0,0,10,10"))

@@ -6,8 +6,10 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import date
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -74,7 +76,7 @@ DEEDS: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: f"{vector['op']} {vector.get('in', '')}")
-def test_vector(vector):
+def test_vector(vector: dict[str, Any]) -> None:
     if vector["op"] == "match":
         assert match(vector["topic"], vector["pattern"]) is vector["out"]
     elif vector.get("error"):
@@ -88,7 +90,7 @@ def test_vector(vector):
 # Escapes
 
 
-def test_decoding_is_strict_about_escapes_and_nothing_else():
+def test_decoding_is_strict_about_escapes_and_nothing_else() -> None:
     assert topics.decode_subject("a+b.%E2%82%AC.%20.%c3%bc") == ("a+b", "€", " ", "ü")
     for token in ("%", "%4", "a%zz", "%-1", "%+1", "% 1", "%C3", "%ED%A0%80", "é%FF", "%٣٣", "\ud800%41"):
         with pytest.raises(UndecodableError, match="subject token"):
@@ -96,7 +98,7 @@ def test_decoding_is_strict_about_escapes_and_nothing_else():
 
 
 @pytest.mark.parametrize("token", ["", "a b", "a\tb", "a\r\nb", "\x00", "\x7f", "\x85", "\ud800"])
-def test_a_token_that_nats_cannot_carry_is_refused(token):
+def test_a_token_that_nats_cannot_carry_is_refused(token: str) -> None:
     with pytest.raises(InvalidNotificationError, match=r"subject token .* must not"):
         topics.encode_subject(["mars", token])
 
@@ -107,7 +109,7 @@ values = st.text(min_size=1).filter(lambda text: text.isprintable() and " " not 
 
 
 @given(st.lists(values, min_size=1))
-def test_decoding_undoes_encoding(tokens):
+def test_decoding_undoes_encoding(tokens: list[str]) -> None:
     subject = topics.encode_subject(tokens)
     assert topics.decode_subject(subject) == tuple(tokens)
     assert not re.search(r"[*>\s]", subject)
@@ -115,12 +117,12 @@ def test_decoding_undoes_encoding(tokens):
 
 
 @given(st.text())
-def test_the_codec_alone_keeps_every_text(text):
+def test_the_codec_alone_keeps_every_text(text: str) -> None:
     assert topics.decode_token(topics.encode_token(text)) == text
 
 
 @given(st.one_of(st.text(), st.text(st.characters()), st.text("%.0aF*>é ")))
-def test_every_text_is_decoded_or_refused_by_our_own_error(text):
+def test_every_text_is_decoded_or_refused_by_our_own_error(text: str) -> None:
     with suppress(UndecodableError):
         topics.decode_subject(text)
     with suppress(InvalidNotificationError):
@@ -130,11 +132,11 @@ def test_every_text_is_decoded_or_refused_by_our_own_error(text):
 # Streams
 
 
-def test_a_stream_is_named_and_bound_after_the_base():
+def test_a_stream_is_named_and_bound_after_the_base() -> None:
     assert (topics.stream_name("Mars"), topics.binding("Mars")) == ("MARS", "Mars.>")
 
 
-def test_no_base_names_no_stream():
+def test_no_base_names_no_stream() -> None:
     with pytest.raises(InvalidNotificationError, match="names no stream"):
         topics.stream_name("")
 
@@ -142,17 +144,17 @@ def test_no_base_names_no_stream():
 # Subjects
 
 
-def test_a_topic_is_the_base_and_the_values_in_key_order():
+def test_a_topic_is_the_base_and_the_values_in_key_order() -> None:
     identifier = schema.canonical_identifier("weather", WEATHER, {"text": "a.b%2Ec", "number": 1.45})
     assert topics.topic("weather", WEATHER, identifier) == "B.1%2E45.a%2Eb%252Ec"
 
 
-def test_without_a_topic_it_is_the_name_and_all_values_by_field_name():
+def test_without_a_topic_it_is_the_name_and_all_values_by_field_name() -> None:
     free = EventType(identifier={field: schema.StringHandler(required=True) for field in ("z", "a")})
     assert topics.topic("free", free, {"z": "1", "a": "2"}) == "free.2.1"
 
 
-def test_without_fields_there_is_no_topic():
+def test_without_fields_there_is_no_topic() -> None:
     with pytest.raises(InvalidNotificationError, match="bare: no identifier field"):
         topics.topic("bare", EventType(identifier={}), {})
 
@@ -165,7 +167,7 @@ def test_without_fields_there_is_no_topic():
         ({"number": "1", "text": "a b"}, "weather: identifier field 'text' must not hold ' '"),
     ],
 )
-def test_a_topic_cannot_be_made_of_anything(identifier, complaint):
+def test_a_topic_cannot_be_made_of_anything(identifier: dict[str, str], complaint: str) -> None:
     with pytest.raises(InvalidIdentifierError, match=complaint):
         topics.topic("weather", WEATHER, identifier)
 
@@ -176,7 +178,7 @@ def test_a_topic_cannot_be_made_of_anything(identifier, complaint):
     st.integers(0, 9999),
     st.sampled_from(["Ab", "aB", "AB", "ab"]),
 )
-def test_two_spellings_of_one_identifier_have_one_topic(number, day, expver, name):
+def test_two_spellings_of_one_identifier_have_one_topic(number: float, day: date, expver: int, name: str) -> None:
     mixed = msgspec.convert(
         {
             "topic": {"base": "mixed", "key_order": ["number", "day", "expver", "name"]},
@@ -235,20 +237,20 @@ def subjects_for(of: EventType = BOX, /, **wanted: object) -> tuple[str, ...]:
         ({"a": list("abcde"), "b": ["x", "y"], "d": "z"}, ["box.*.x.*.z", "box.*.y.*.z"]),
     ],
 )
-def test_a_filter_is_as_narrow_as_nats_allows(wanted, subjects):
+def test_a_filter_is_as_narrow_as_nats_allows(wanted: dict[str, Any], subjects: list[str]) -> None:
     assert subjects_for(**wanted) == tuple(subjects)
 
 
-def test_a_filter_of_an_event_type_without_fields_or_topic_is_still_within_its_stream():
+def test_a_filter_of_an_event_type_without_fields_or_topic_is_still_within_its_stream() -> None:
     assert subjects_for(EventType(identifier={})) == ("event.>",)
     assert subjects_for(EventType(identifier={"z": schema.StringHandler(required=True)}), z="1") == ("event.1",)
 
 
-def test_both_spellings_of_zero_are_asked_for():
+def test_both_spellings_of_zero_are_asked_for() -> None:
     assert subjects_for(WEATHER, number={"eq": 0}) == ("B.-0.>", "B.0.>")
 
 
-def test_a_place_is_no_part_of_a_server_filter():
+def test_a_place_is_no_part_of_a_server_filter() -> None:
     area = event_type("area", date="DateHandler")
     area = msgspec.structs.replace(area, identifier=area.identifier | {"polygon": schema.PolygonHandler(required=True)})
     assert subjects_for(area, polygon="(0,0,0,1,1,1,0,0)") == ("area.>",)
@@ -282,7 +284,9 @@ identifiers = st.fixed_dictionaries({"a": letters, "b": letters, "c": st.integer
 
 
 @given(wheres, st.lists(identifiers, min_size=1, max_size=20))
-def test_a_server_delivers_all_that_is_wanted_and_nothing_twice(wanted, published):
+def test_a_server_delivers_all_that_is_wanted_and_nothing_twice(
+    wanted: dict[str, Any], published: list[dict[str, str]]
+) -> None:
     where = schema.parse_where("box", BOX, wanted)
     filters = topics.filter_subjects(where)
     assert 1 <= len(filters) <= 8
@@ -296,7 +300,7 @@ def test_a_server_delivers_all_that_is_wanted_and_nothing_twice(wanted, publishe
 
 
 @given(wheres)
-def test_filter_subjects_never_overlap(wanted):
+def test_filter_subjects_never_overlap(wanted: dict[str, Any]) -> None:
     for one, other in combinations(subjects_for(**wanted), 2):
         pairs = zip(one.split("."), other.split("."), strict=True)
         assert any(a != b and not {a, b} & {"*", ">"} for a, b in pairs), (one, other)

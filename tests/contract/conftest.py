@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Notification, Reject, config
-from aviso_workers.backends import Backend, ConsumerInfo, Delivery, Message, Outgoing, OutgoingChunk, PubAck, StreamInfo
+from aviso_workers.backends import Admin, ConsumerInfo, Delivery, Message, Outgoing, OutgoingChunk, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend, wire
 from aviso_workers.clocks import VirtualClock
@@ -32,6 +32,14 @@ from tests.contract.settings import app_config
 from tests.waits import PATIENCE_SECONDS
 
 SECOND = 1_000_000_000
+Elapse = Callable[[float], Awaitable[None]]
+Create = Callable[..., Awaitable[StreamInfo]]
+Publish = Callable[..., Coroutine[Any, Any, PubAck]]
+PublishMany = Callable[..., Awaitable[list[PubAck | BackendError]]]
+PublishChunk = Callable[..., Awaitable[int]]
+Stored = Callable[..., Awaitable[list[Message]]]
+Ensure = Callable[..., Awaitable[ConsumerInfo]]
+Eventually = Callable[..., Awaitable[None]]
 
 
 LONG_WAY = {"test_consuming", "test_publishing", "test_reading"}
@@ -139,7 +147,7 @@ def clock() -> VirtualClock:
 @pytest.fixture
 async def backend(
     kind: str, nats_url: str, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
-) -> AsyncGenerator[Backend, None]:
+) -> AsyncGenerator[Admin, None]:
     if kind == "in_memory":
         async with InMemoryBackend(config.InMemory(), clock=clock) as in_memory:
             yield in_memory
@@ -151,13 +159,13 @@ async def backend(
 
 
 @pytest.fixture
-def elapse(kind: str, clock: VirtualClock) -> Callable[[float], Awaitable[None]]:
+def elapse(kind: str, clock: VirtualClock) -> Elapse:
     """`await elapse(seconds)`: let time pass."""
     return clock.advance if kind == "in_memory" else anyio.sleep
 
 
 @pytest.fixture
-def create(backend: Backend) -> Callable[..., Awaitable[StreamInfo]]:
+def create(backend: Admin) -> Create:
     """`await create(max_msgs=2)`: the stream MARS, or another."""
 
     async def create(name: str = "MARS", subjects: tuple[str, ...] = ("mars.>",), **stated: Any) -> StreamInfo:
@@ -167,7 +175,7 @@ def create(backend: Backend) -> Callable[..., Awaitable[StreamInfo]]:
 
 
 @pytest.fixture
-def publish(backend: Backend) -> Callable[..., Awaitable[PubAck]]:
+def publish(backend: Admin) -> Publish:
     """`await publish("mars.od")`: a message of its own id, or of a given one."""
     numbers = itertools.count(1)
 
@@ -190,7 +198,7 @@ def publish(backend: Backend) -> Callable[..., Awaitable[PubAck]]:
 
 
 @pytest.fixture
-def publish_many(backend: Backend) -> Callable[..., Awaitable[list[PubAck | BackendError]]]:
+def publish_many(backend: Admin) -> PublishMany:
     """`await publish_many(["mars.od", "mars.rd"])`: messages whose ids are their subjects, each to its base's stream,
     or all to a given one."""
 
@@ -205,11 +213,15 @@ def publish_many(backend: Backend) -> Callable[..., Awaitable[list[PubAck | Back
 
 
 @pytest.fixture
-def publish_chunk(backend: Backend) -> Callable[..., Awaitable[int]]:
+def publish_chunk(backend: Admin) -> PublishChunk:
     """`await publish_chunk(["mars.od", "mars.rd"])`: messages for the stream MARS whose ids are their subjects."""
 
     async def publish_chunk(subjects: list[str], **columns: Any) -> int:
-        given = {"data": [b"null"] * len(subjects), "headers": [None] * len(subjects), "message_ids": subjects}
+        given: dict[str, Any] = {
+            "data": [b"null"] * len(subjects),
+            "headers": [None] * len(subjects),
+            "message_ids": subjects,
+        }
         chunk = OutgoingChunk(subjects=subjects, **(given | columns))
         return await backend.publish_chunk("MARS", chunk, timeout_seconds=PATIENCE_SECONDS)
 
@@ -217,7 +229,7 @@ def publish_chunk(backend: Backend) -> Callable[..., Awaitable[int]]:
 
 
 @pytest.fixture
-def stored(backend: Backend) -> Callable[..., Awaitable[list[Message]]]:
+def stored(backend: Admin) -> Stored:
     """`await stored()`: what the stream MARS holds now."""
 
     async def stored(stream: str = "MARS") -> list[Message]:
@@ -228,7 +240,7 @@ def stored(backend: Backend) -> Callable[..., Awaitable[list[Message]]]:
 
 
 @pytest.fixture
-def ensure(backend: Backend) -> Callable[..., Awaitable[ConsumerInfo]]:
+def ensure(backend: Admin) -> Ensure:
     """`await ensure(ack_wait_seconds=0.5)`: the consumer `agent` of MARS, or another."""
 
     async def ensure(
@@ -253,7 +265,7 @@ def ensure(backend: Backend) -> Callable[..., Awaitable[ConsumerInfo]]:
 
 
 @pytest.fixture
-def eventually(backend: Backend) -> Callable[..., Awaitable[None]]:
+def eventually(backend: Admin) -> Eventually:
     """`await eventually(ack_floor=3)`: wait until the consumer reports it. A server counts a little later."""
 
     async def eventually(consumer: str = "agent", *, stream: str = "MARS", **expected: int) -> None:

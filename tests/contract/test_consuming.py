@@ -3,40 +3,46 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime, timedelta
 
 import anyio
 import pytest
 
-from aviso_workers.backends import Backend, Consumer
+from aviso_workers.backends import Admin, Consumer, Delivery
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.specs import ConsumerSpec
+from tests.contract.conftest import Create, Elapse, Ensure, Eventually, Inbox, Publish, Stored
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
 ACK_WAIT = 0.5
 
+After = Callable[[float], datetime]
+OpenReader = Callable[..., AbstractAsyncContextManager[Consumer]]
+
 
 @pytest.fixture
-def open_reader(backend: Backend):
+def open_reader(backend: Admin) -> OpenReader:
     """`async with open_reader(inbox) as reader`: one reader of the consumer `agent` of MARS, or another."""
 
-    def open_reader(inbox, consumer: str = "agent"):
+    def open_reader(inbox: Inbox, consumer: str = "agent") -> AbstractAsyncContextManager[Consumer]:
         return backend.consume("MARS", consumer, deliver=inbox.deliver, capacity=inbox.capacity)
 
     return open_reader
 
 
-async def settle(reader: Consumer, deliveries) -> None:
+async def settle(reader: Consumer, deliveries: list[Delivery]) -> None:
     for delivery in deliveries:
         delivery.ack()
     await reader.settled()
 
 
 class TestTheConsumer:
-    async def test_is_created_with_what_was_stated(self, create, publish, ensure):
+    async def test_is_created_with_what_was_stated(self, create: Create, publish: Publish, ensure: Ensure) -> None:
         await create()
         await publish("mars.od")
 
@@ -47,14 +53,16 @@ class TestTheConsumer:
         assert (info.num_pending, info.num_ack_pending, info.num_redelivered, info.ack_floor) == (1, 0, 0, 0)
 
     @pytest.mark.covers("001-40", "002-26")
-    async def test_is_found_again(self, create, ensure, backend):
+    async def test_is_found_again(self, create: Create, ensure: Ensure, backend: Admin) -> None:
         await create()
         created = await ensure()
 
         assert (await ensure()).config == created.config
         assert (await backend.consumer_info("MARS", "agent")).config == created.config
 
-    async def test_is_updated_where_it_differs(self, create, publish, ensure, backend):
+    async def test_is_updated_where_it_differs(
+        self, create: Create, publish: Publish, ensure: Ensure, backend: Admin
+    ) -> None:
         await create()
         await publish("mars.od.an")
         await publish("mars.rd.fc")
@@ -70,26 +78,26 @@ class TestTheConsumer:
         }
         assert info.num_pending == 1
 
-    async def test_keeps_what_cannot_be_updated(self, create, ensure):
+    async def test_keeps_what_cannot_be_updated(self, create: Create, ensure: Ensure) -> None:
         await create()
         await ensure(deliver_policy="all")
 
         assert (await ensure(deliver_policy="new")).config["deliver_policy"] == "all"
 
-    async def test_needs_its_stream(self, ensure, backend):
+    async def test_needs_its_stream(self, ensure: Ensure, backend: Admin) -> None:
         with pytest.raises(NotFoundError):
             await ensure()
         with pytest.raises(NotFoundError):
             await backend.consumer_info("MARS", "agent")
 
-    async def test_must_exist_to_be_asked_about(self, create, backend):
+    async def test_must_exist_to_be_asked_about(self, create: Create, backend: Admin) -> None:
         await create()
 
         with pytest.raises(NotFoundError) as missing:
             await backend.consumer_info("MARS", "agent")
         assert missing.value.code == 10014
 
-    async def test_must_exist_to_be_read(self, create, open_reader, inbox):
+    async def test_must_exist_to_be_read(self, create: Create, open_reader: OpenReader, inbox: Inbox) -> None:
         await create()
 
         with pytest.raises(BackendError), anyio.fail_after(PATIENCE_SECONDS):
@@ -105,7 +113,9 @@ class TestTheConsumer:
             ("mars.od", "mars.od"),
         ],
     )
-    async def test_cannot_have_a_filter_within_another(self, create, ensure, filters):
+    async def test_cannot_have_a_filter_within_another(
+        self, create: Create, ensure: Ensure, filters: tuple[str, ...]
+    ) -> None:
         await create()
 
         with pytest.raises(RefusedError) as refused:
@@ -115,7 +125,9 @@ class TestTheConsumer:
 
 class TestWhatIsDelivered:
     @pytest.mark.covers("002-67")
-    async def test_is_what_was_stored_and_then_what_comes(self, create, publish, ensure, open_reader, inbox):
+    async def test_is_what_was_stored_and_then_what_comes(
+        self, create: Create, publish: Publish, ensure: Ensure, open_reader: OpenReader, inbox: Inbox
+    ) -> None:
         await create()
         await ensure()
         await publish("mars.0", b"0", headers={"traceparent": "00-1-2-03"})
@@ -131,7 +143,15 @@ class TestWhatIsDelivered:
         assert first.message.headers["traceparent"] == "00-1-2-03"
         assert first.message.timestamp_ns > 0
 
-    async def test_says_how_often_it_was_delivered(self, create, publish, ensure, open_reader, inbox, eventually):
+    async def test_says_how_often_it_was_delivered(
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        eventually: Eventually,
+    ) -> None:
         await create()
         await ensure()
         for number in range(3):
@@ -142,13 +162,15 @@ class TestWhatIsDelivered:
 
         assert [delivery.num_delivered for delivery in deliveries] == [1, 1, 1]
 
-    async def test_comes_on_the_thread_of_the_loop(self, create, publish, ensure, backend, inbox):
+    async def test_comes_on_the_thread_of_the_loop(
+        self, create: Create, publish: Publish, ensure: Ensure, backend: Admin, inbox: Inbox
+    ) -> None:
         await create()
         await ensure()
         await publish("mars.od")
         threads = []
 
-        def deliver(delivery) -> None:
+        def deliver(delivery: Delivery) -> None:
             threads.append(threading.get_ident())
             inbox.deliver(delivery)
 
@@ -176,7 +198,17 @@ class TestWhatIsDelivered:
             (("mars.o.>",), []),
         ],
     )
-    async def test_matches_the_filters(self, create, publish, ensure, open_reader, inbox, elapse, filters, expected):
+    async def test_matches_the_filters(
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        elapse: Elapse,
+        filters: tuple[str, ...],
+        expected: list[str],
+    ) -> None:
         await create()
         info = await ensure(filter_subjects=filters)
         assert info.num_pending == 0
@@ -189,7 +221,15 @@ class TestWhatIsDelivered:
         assert inbox.subjects == expected
 
     @pytest.mark.covers("003-20")
-    async def test_goes_to_every_consumer(self, create, publish, ensure, open_reader, inbox, inbox_of):
+    async def test_goes_to_every_consumer(
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        inbox_of: Callable[[int], Inbox],
+    ) -> None:
         await create()
         await ensure("agent")
         await ensure("other")
@@ -200,7 +240,9 @@ class TestWhatIsDelivered:
             assert (await inbox.next()).message.sequence == 1
             assert (await other.next()).message.sequence == 1
 
-    async def test_is_only_what_comes_where_the_policy_is_new(self, create, publish, ensure, open_reader, inbox):
+    async def test_is_only_what_comes_where_the_policy_is_new(
+        self, create: Create, publish: Publish, ensure: Ensure, open_reader: OpenReader, inbox: Inbox
+    ) -> None:
         await create()
         await publish("mars.0")
         info = await ensure(deliver_policy="new")
@@ -211,7 +253,15 @@ class TestWhatIsDelivered:
             assert (await inbox.next()).message.subject == "mars.1"
 
     @pytest.mark.covers("001-18")
-    async def test_is_no_more_than_there_is_room_for(self, create, publish, ensure, open_reader, inbox_of, elapse):
+    async def test_is_no_more_than_there_is_room_for(
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox_of: Callable[[int], Inbox],
+        elapse: Elapse,
+    ) -> None:
         await create()
         await ensure()
         for number in range(5):
@@ -226,7 +276,15 @@ class TestWhatIsDelivered:
             await elapse(0.2)
             assert inbox.subjects == ["mars.0", "mars.1", "mars.2", "mars.3"]
 
-    async def test_may_be_nothing_until_there_is_room(self, create, publish, ensure, open_reader, inbox_of, elapse):
+    async def test_may_be_nothing_until_there_is_room(
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox_of: Callable[[int], Inbox],
+        elapse: Elapse,
+    ) -> None:
         await create()
         await ensure()
         await publish("mars.od")
@@ -240,8 +298,15 @@ class TestWhatIsDelivered:
             assert (await inbox.next()).message.sequence == 1
 
     async def test_is_no_more_than_may_be_unsettled(
-        self, create, publish, ensure, open_reader, inbox, elapse, eventually
-    ):
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        elapse: Elapse,
+        eventually: Eventually,
+    ) -> None:
         await create()
         await ensure(max_ack_pending=2)
         for number in range(5):
@@ -257,8 +322,14 @@ class TestWhatIsDelivered:
 
     @pytest.mark.covers("003-18")
     async def test_is_shared_by_the_readers_of_one_consumer(
-        self, create, publish, ensure, open_reader, inbox, eventually
-    ):
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        eventually: Eventually,
+    ) -> None:
         await create()
         await ensure()
         async with open_reader(inbox) as reader, open_reader(inbox):
@@ -271,7 +342,15 @@ class TestWhatIsDelivered:
         assert sorted(delivery.message.sequence for delivery in deliveries) == list(range(1, 51))
         assert inbox.subjects == []
 
-    async def test_goes_to_the_reader_that_has_room(self, create, publish, ensure, open_reader, inbox, inbox_of):
+    async def test_goes_to_the_reader_that_has_room(
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        inbox_of: Callable[[int], Inbox],
+    ) -> None:
         await create()
         await ensure()
         full, also_full = inbox_of(0), inbox_of(0)
@@ -286,8 +365,15 @@ class TestWhatIsDelivered:
 class TestSettling:
     @pytest.mark.covers("002-29", "002-31")
     async def test_an_acked_message_does_not_come_again(
-        self, create, publish, ensure, open_reader, inbox, elapse, eventually
-    ):
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        elapse: Elapse,
+        eventually: Eventually,
+    ) -> None:
         await create()
         await ensure(ack_wait_seconds=ACK_WAIT)
         for number in range(3):
@@ -299,7 +385,15 @@ class TestSettling:
             await elapse(ACK_WAIT * 2)
             assert inbox.subjects == []
 
-    async def test_acks_may_come_in_any_order(self, create, publish, ensure, open_reader, inbox, eventually):
+    async def test_acks_may_come_in_any_order(
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        eventually: Eventually,
+    ) -> None:
         await create()
         await ensure()
         for number in range(3):
@@ -315,8 +409,15 @@ class TestSettling:
 
     @pytest.mark.covers("002-29")
     async def test_what_is_not_settled_in_time_comes_again(
-        self, create, publish, ensure, open_reader, inbox, elapse, eventually
-    ):
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        elapse: Elapse,
+        eventually: Eventually,
+    ) -> None:
         await create()
         await ensure(ack_wait_seconds=ACK_WAIT)
         await publish("mars.0")
@@ -336,7 +437,9 @@ class TestSettling:
             await settle(reader, [again])
             await eventually(num_ack_pending=0, num_redelivered=0, ack_floor=2)
 
-    async def test_it_comes_again_and_again(self, create, publish, ensure, open_reader, inbox, elapse):
+    async def test_it_comes_again_and_again(
+        self, create: Create, publish: Publish, ensure: Ensure, open_reader: OpenReader, inbox: Inbox, elapse: Elapse
+    ) -> None:
         await create()
         await ensure(ack_wait_seconds=0.2)
         await publish("mars.od")
@@ -348,7 +451,16 @@ class TestSettling:
 
         assert counts == [1, 2, 3, 4]
 
-    async def test_a_late_ack_counts(self, create, publish, ensure, open_reader, inbox, elapse, eventually):
+    async def test_a_late_ack_counts(
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        elapse: Elapse,
+        eventually: Eventually,
+    ) -> None:
         await create()
         await ensure(ack_wait_seconds=ACK_WAIT)
         await publish("mars.od")
@@ -362,7 +474,9 @@ class TestSettling:
             await elapse(ACK_WAIT * 2)
             assert inbox.subjects == []
 
-    async def test_progress_postpones_the_redelivery(self, create, publish, ensure, open_reader, inbox, elapse):
+    async def test_progress_postpones_the_redelivery(
+        self, create: Create, publish: Publish, ensure: Ensure, open_reader: OpenReader, inbox: Inbox, elapse: Elapse
+    ) -> None:
         await create()
         await ensure(ack_wait_seconds=1.0)
         await publish("mars.od")
@@ -377,7 +491,15 @@ class TestSettling:
             await elapse(0.6)
             assert (await inbox.next()).num_delivered == 2
 
-    async def test_a_naked_message_comes_again_at_once(self, create, publish, ensure, open_reader, inbox, eventually):
+    async def test_a_naked_message_comes_again_at_once(
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        eventually: Eventually,
+    ) -> None:
         await create()
         await ensure()
         await publish("mars.od")
@@ -390,8 +512,15 @@ class TestSettling:
             await eventually(num_ack_pending=0)
 
     async def test_a_naked_message_does_not_come_before_its_delay(
-        self, create, publish, ensure, open_reader, inbox, elapse, eventually
-    ):
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        elapse: Elapse,
+        eventually: Eventually,
+    ) -> None:
         await create()
         await ensure()
         await publish("mars.0")
@@ -407,7 +536,9 @@ class TestSettling:
             again = await inbox.next()
             assert (again.message.subject, again.num_delivered) == ("mars.0", 2)
 
-    async def test_a_delay_may_be_longer_than_ack_wait(self, create, publish, ensure, open_reader, inbox, elapse):
+    async def test_a_delay_may_be_longer_than_ack_wait(
+        self, create: Create, publish: Publish, ensure: Ensure, open_reader: OpenReader, inbox: Inbox, elapse: Elapse
+    ) -> None:
         await create()
         await ensure(ack_wait_seconds=0.2)
         await publish("mars.od")
@@ -420,8 +551,16 @@ class TestSettling:
             assert (await inbox.next()).num_delivered == 2
 
     async def test_a_terminated_message_never_comes_again(
-        self, create, publish, ensure, open_reader, inbox, elapse, eventually, stored
-    ):
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        elapse: Elapse,
+        eventually: Eventually,
+        stored: Stored,
+    ) -> None:
         await create()
         await ensure(ack_wait_seconds=ACK_WAIT)
         await publish("mars.od")
@@ -435,8 +574,15 @@ class TestSettling:
         assert [message.sequence for message in await stored()] == [1]
 
     async def test_a_message_comes_as_often_as_allowed(
-        self, create, publish, ensure, open_reader, inbox, elapse, eventually
-    ):
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        elapse: Elapse,
+        eventually: Eventually,
+    ) -> None:
         await create()
         await ensure(ack_wait_seconds=0.2, max_deliver=2)
         await publish("mars.od")
@@ -450,8 +596,14 @@ class TestSettling:
             await eventually(num_pending=0, num_ack_pending=0)
 
     async def test_what_is_due_again_comes_before_what_is_new(
-        self, create, publish, ensure, open_reader, inbox_of, elapse
-    ):
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox_of: Callable[[int], Inbox],
+        elapse: Elapse,
+    ) -> None:
         await create()
         await ensure()
         for number in range(3):
@@ -470,7 +622,16 @@ class TestSettling:
 
 
 class TestAReaderThatLeaves:
-    async def test_gets_nothing_more(self, create, publish, ensure, open_reader, inbox, elapse, eventually):
+    async def test_gets_nothing_more(
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        elapse: Elapse,
+        eventually: Eventually,
+    ) -> None:
         await create()
         await ensure()
         async with open_reader(inbox) as reader:
@@ -486,7 +647,15 @@ class TestAReaderThatLeaves:
         assert inbox.subjects == []
         await eventually(num_ack_pending=0)
 
-    async def test_may_settle_what_it_has(self, create, publish, ensure, open_reader, inbox, eventually):
+    async def test_may_settle_what_it_has(
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        eventually: Eventually,
+    ) -> None:
         await create()
         await ensure()
         await publish("mars.0")
@@ -498,7 +667,15 @@ class TestAReaderThatLeaves:
 
         await eventually(num_ack_pending=0, ack_floor=2)
 
-    async def test_may_give_back_what_it_has(self, create, publish, ensure, open_reader, inbox, inbox_of):
+    async def test_may_give_back_what_it_has(
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        inbox_of: Callable[[int], Inbox],
+    ) -> None:
         await create()
         await ensure()
         await publish("mars.od")
@@ -513,8 +690,15 @@ class TestAReaderThatLeaves:
             assert (await other.next()).num_delivered == 2
 
     async def test_leaves_what_it_did_not_settle_to_others(
-        self, create, publish, ensure, open_reader, inbox, inbox_of, elapse
-    ):
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        inbox_of: Callable[[int], Inbox],
+        elapse: Elapse,
+    ) -> None:
         await create()
         await ensure(ack_wait_seconds=ACK_WAIT)
         await publish("mars.od")
@@ -529,7 +713,14 @@ class TestAReaderThatLeaves:
             await elapse(ACK_WAIT)
             assert (await other.next()).num_delivered == 2
 
-    async def test_is_followed_by_one_that_goes_on(self, create, publish, ensure, open_reader, inbox_of):
+    async def test_is_followed_by_one_that_goes_on(
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox_of: Callable[[int], Inbox],
+    ) -> None:
         await create()
         await ensure()
         for number in range(4):
@@ -545,7 +736,7 @@ class TestAReaderThatLeaves:
 
         assert seen == [1, 2, 3, 4]
 
-    async def test_may_stop_twice(self, create, ensure, open_reader, inbox):
+    async def test_may_stop_twice(self, create: Create, ensure: Ensure, open_reader: OpenReader, inbox: Inbox) -> None:
         await create()
         await ensure()
         async with open_reader(inbox) as reader:
@@ -555,8 +746,15 @@ class TestAReaderThatLeaves:
 
 class TestWhatIsGone:
     async def test_before_it_was_delivered_is_not_delivered(
-        self, create, publish, ensure, open_reader, inbox, backend, eventually
-    ):
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        backend: Admin,
+        eventually: Eventually,
+    ) -> None:
         await create(max_msgs_per_subject=1)
         await ensure()
         for subject in ("mars.0", "mars.1", "mars.0", "mars.2"):
@@ -571,8 +769,17 @@ class TestWhatIsGone:
 
     @pytest.mark.parametrize("how", ["replaced", "erased", "purged"])
     async def test_while_it_was_unsettled_is_not_delivered_again(
-        self, create, publish, ensure, open_reader, inbox, backend, elapse, eventually, how
-    ):
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        backend: Admin,
+        elapse: Elapse,
+        eventually: Eventually,
+        how: str,
+    ) -> None:
         await create(max_msgs_per_subject=1)
         await ensure(ack_wait_seconds=ACK_WAIT)
         await publish("mars.od")
@@ -595,7 +802,9 @@ class TestWhatIsGone:
             await publish("mars.rd")
             assert (await inbox.next()).message.subject == "mars.rd"
 
-    async def test_makes_room_for_what_may_be_unsettled(self, create, publish, ensure, open_reader, inbox, backend):
+    async def test_makes_room_for_what_may_be_unsettled(
+        self, create: Create, publish: Publish, ensure: Ensure, open_reader: OpenReader, inbox: Inbox, backend: Admin
+    ) -> None:
         await create()
         await ensure(max_ack_pending=1)
         await publish("mars.0")
@@ -609,7 +818,7 @@ class TestWhatIsGone:
 
 class TestAPause:
     @pytest.fixture
-    def after(self, backend: Backend):
+    def after(self, backend: Admin) -> After:
         """`after(seconds)`: that time from now, by the backend's clock."""
 
         def after(seconds: float) -> datetime:
@@ -618,8 +827,16 @@ class TestAPause:
         return after
 
     async def test_holds_back_what_comes_until_it_is_lifted(
-        self, create, publish, ensure, open_reader, inbox, backend, elapse, after
-    ):
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        backend: Admin,
+        elapse: Elapse,
+        after: After,
+    ) -> None:
         await create()
         await ensure()
         until = after(3600)
@@ -636,7 +853,17 @@ class TestAPause:
             assert (await inbox.next()).message.subject == "mars.0"
             assert (await backend.consumer_info("MARS", "agent")).paused_until is None
 
-    async def test_ends_by_itself(self, create, publish, ensure, open_reader, inbox, backend, elapse, after):
+    async def test_ends_by_itself(
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        backend: Admin,
+        elapse: Elapse,
+        after: After,
+    ) -> None:
         await create()
         await ensure()
         await publish("mars.0")
@@ -649,8 +876,16 @@ class TestAPause:
         assert not (await backend.consumer_info("MARS", "agent")).paused
 
     async def test_may_be_made_longer_and_shorter(
-        self, create, publish, ensure, open_reader, inbox, backend, elapse, after
-    ):
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        backend: Admin,
+        elapse: Elapse,
+        after: After,
+    ) -> None:
         await create()
         await ensure()
         await publish("mars.0")
@@ -663,8 +898,17 @@ class TestAPause:
             assert (await inbox.next()).message.subject == "mars.0"
 
     async def test_holds_back_what_comes_again_and_lets_settle(
-        self, create, publish, ensure, open_reader, inbox, backend, elapse, after, eventually
-    ):
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        backend: Admin,
+        elapse: Elapse,
+        after: After,
+        eventually: Eventually,
+    ) -> None:
         await create()
         await ensure(ack_wait_seconds=ACK_WAIT)
         await publish("mars.0")
@@ -681,13 +925,13 @@ class TestAPause:
             again = await inbox.next()
             assert (again.message.subject, again.num_delivered) == ("mars.1", 2)
 
-    async def test_outlives_an_update(self, create, ensure, backend, after):
+    async def test_outlives_an_update(self, create: Create, ensure: Ensure, backend: Admin, after: After) -> None:
         await create()
         await ensure()
         await backend.pause_consumer("MARS", "agent", until=after(3600))
         assert (await ensure(max_ack_pending=7)).paused
 
-    async def test_needs_a_consumer(self, create, backend):
+    async def test_needs_a_consumer(self, create: Create, backend: Admin) -> None:
         await create()
         with pytest.raises(NotFoundError) as missing:
             await backend.pause_consumer("MARS", "agent", until=None)
@@ -696,14 +940,22 @@ class TestAPause:
 
 class TestAReset:
     @pytest.fixture
-    async def five(self, create, publish, ensure):
+    async def five(self, create: Create, publish: Publish, ensure: Ensure) -> None:
         """The subjects mars.1 to mars.5, at the sequences 1 to 5."""
         await create()
         await ensure()
         for number in range(1, 6):
             await publish(f"mars.{number}")
 
-    async def test_goes_back_and_delivers_anew(self, five, backend, open_reader, inbox, inbox_of, eventually):
+    async def test_goes_back_and_delivers_anew(
+        self,
+        five: None,
+        backend: Admin,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        inbox_of: Callable[[int], Inbox],
+        eventually: Eventually,
+    ) -> None:
         async with open_reader(inbox) as reader:
             await settle(reader, await inbox.take(5))
         await eventually(ack_floor=5)
@@ -720,20 +972,26 @@ class TestAReset:
             (5, 1),
         ]
 
-    async def test_goes_forward_and_passes_over(self, five, backend, open_reader, inbox):
+    async def test_goes_forward_and_passes_over(
+        self, five: None, backend: Admin, open_reader: OpenReader, inbox: Inbox
+    ) -> None:
         info = await backend.reset_consumer("MARS", "agent", sequence=5)
 
         assert (info.num_pending, info.ack_floor) == (1, 4)
         async with open_reader(inbox):
             assert (await inbox.next()).message.sequence == 5
 
-    async def test_reaches_an_open_reader(self, five, backend, open_reader, inbox):
+    async def test_reaches_an_open_reader(
+        self, five: None, backend: Admin, open_reader: OpenReader, inbox: Inbox
+    ) -> None:
         async with open_reader(inbox) as reader:
             await settle(reader, await inbox.take(5))
             await backend.reset_consumer("MARS", "agent", sequence=5)
             assert (await inbox.next()).message.sequence == 5
 
-    async def test_forgets_what_is_out(self, five, backend, open_reader, inbox, elapse, eventually):
+    async def test_forgets_what_is_out(
+        self, five: None, backend: Admin, open_reader: OpenReader, inbox: Inbox, elapse: Elapse, eventually: Eventually
+    ) -> None:
         await backend.ensure_consumer(
             "MARS",
             ConsumerSpec(durable_name="agent", filter_subjects=("mars.>",), ack_wait=500_000_000, max_ack_pending=100),
@@ -747,7 +1005,9 @@ class TestAReset:
             await settle(reader, deliveries)
             await eventually(num_pending=0, num_ack_pending=0, ack_floor=5)
 
-    async def test_a_delivery_of_before_settles_the_one_of_after(self, five, backend, open_reader, inbox, eventually):
+    async def test_a_delivery_of_before_settles_the_one_of_after(
+        self, five: None, backend: Admin, open_reader: OpenReader, inbox: Inbox, eventually: Eventually
+    ) -> None:
         async with open_reader(inbox) as reader:
             *_, before = await inbox.take(5)
             await backend.reset_consumer("MARS", "agent", sequence=5)
@@ -756,8 +1016,8 @@ class TestAReset:
             await eventually(num_pending=0, num_ack_pending=0)
 
     async def test_beyond_the_end_waits_until_the_stream_is_there(
-        self, five, publish, backend, open_reader, inbox, elapse
-    ):
+        self, five: None, publish: Publish, backend: Admin, open_reader: OpenReader, inbox: Inbox, elapse: Elapse
+    ) -> None:
         await backend.reset_consumer("MARS", "agent", sequence=7)
         async with open_reader(inbox):
             await publish("mars.6")
@@ -766,7 +1026,7 @@ class TestAReset:
             await publish("mars.7")
             assert (await inbox.next()).message.subject == "mars.7"
 
-    async def test_needs_a_consumer(self, create, backend):
+    async def test_needs_a_consumer(self, create: Create, backend: Admin) -> None:
         await create()
         with pytest.raises(NotFoundError) as missing, anyio.fail_after(PATIENCE_SECONDS):
             await backend.reset_consumer("MARS", "agent", sequence=1)
@@ -774,8 +1034,15 @@ class TestAReset:
 
     @pytest.mark.parametrize("start", ["new", "3", "2100-01-01T00:00:00+00:00"])
     async def test_goes_further_back_than_where_the_consumer_began(
-        self, create, ensure, publish, backend, open_reader, inbox, start
-    ):
+        self,
+        create: Create,
+        ensure: Ensure,
+        publish: Publish,
+        backend: Admin,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        start: str,
+    ) -> None:
         await create()
         for step in range(4):
             await publish(f"mars.{step}")

@@ -165,9 +165,9 @@ async def test_it_is_what_it_would_be_if_it_were_published_then(app: App, t: Har
     for later, day in ((None, 1), (0.5, 2)):
         await app.notify("area", {"date": f"2026-11-2{day}", "polygon": square}, {"n": 1}, deliver_after=later)
     await t.advance(1.5)
-    at_once, later = [one async for one in app.replay("area")]
-    assert {**at_once.headers, "Nats-Msg-Id": ""} == {**later.headers, "Nats-Msg-Id": ""}
-    assert (later.payload, later.identifier["polygon"]) == (at_once.payload, at_once.identifier["polygon"])
+    at_once, deferred = [one async for one in app.replay("area")]
+    assert {**at_once.headers, "Nats-Msg-Id": ""} == {**deferred.headers, "Nats-Msg-Id": ""}
+    assert (deferred.payload, deferred.identifier["polygon"]) == (at_once.payload, at_once.identifier["polygon"])
 
 
 async def test_its_time_to_live_begins_when_it_is_delivered(app: App, t: Harness) -> None:

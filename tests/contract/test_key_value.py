@@ -3,53 +3,56 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from typing import Any
 
 import anyio
 import pytest
 
-from aviso_workers.backends import Backend, Entry, KeyValue
+from aviso_workers.backends import Admin, BulkKeyValue, Entry, PubAck
 from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError
 from aviso_workers.jetstream.specs import StreamSpec
+from tests.contract.conftest import Elapse, Publish
+from tests.presence import present
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def bucket(backend: Backend) -> KeyValue:
+async def bucket(backend: Admin) -> BulkKeyValue:
     return await backend.key_value("leases")
 
 
-async def test_a_key_that_is_missing_has_no_entry(bucket):
+async def test_a_key_that_is_missing_has_no_entry(bucket: BulkKeyValue) -> None:
     assert await bucket.get("nothing") is None
     assert await bucket.keys() == []
 
 
-async def test_the_newest_value_counts(bucket):
+async def test_the_newest_value_counts(bucket: BulkKeyValue) -> None:
     first = await bucket.put("owner", b"one")
     second = await bucket.put("owner", b"two")
 
-    entry = await bucket.get("owner")
+    entry = present(await bucket.get("owner"))
 
     assert second > first > 0
     assert (entry.key, entry.value, entry.revision) == ("owner", b"two", second)
 
 
-async def test_a_value_may_be_empty(bucket):
+async def test_a_value_may_be_empty(bucket: BulkKeyValue) -> None:
     await bucket.put("owner", b"")
 
-    assert (await bucket.get("owner")).value == b""
+    assert present(await bucket.get("owner")).value == b""
 
 
-async def test_keys_do_not_know_of_each_other(bucket):
+async def test_keys_do_not_know_of_each_other(bucket: BulkKeyValue) -> None:
     await bucket.put("a/b.c-d_e=F", b"1")
     await bucket.put("other", b"2")
 
     assert sorted(await bucket.keys()) == ["a/b.c-d_e=F", "other"]
-    assert (await bucket.get("a/b.c-d_e=F")).value == b"1"
+    assert present(await bucket.get("a/b.c-d_e=F")).value == b"1"
 
 
-async def test_a_put_may_depend_on_the_newest_revision(bucket):
+async def test_a_put_may_depend_on_the_newest_revision(bucket: BulkKeyValue) -> None:
     first = await bucket.put("owner", b"one")
     await bucket.put("other", b"between")
 
@@ -57,24 +60,24 @@ async def test_a_put_may_depend_on_the_newest_revision(bucket):
 
     with pytest.raises(RefusedError):
         await bucket.put("owner", b"three", revision=first)
-    assert ((await bucket.get("owner")).value, second > first) == (b"two", True)
+    assert (present(await bucket.get("owner")).value, second > first) == (b"two", True)
 
 
-async def test_a_put_may_depend_on_the_key_being_new(bucket):
+async def test_a_put_may_depend_on_the_key_being_new(bucket: BulkKeyValue) -> None:
     await bucket.put("owner", b"one", revision=0)
 
     with pytest.raises(RefusedError):
         await bucket.put("owner", b"two", revision=0)
-    assert (await bucket.get("owner")).value == b"one"
+    assert present(await bucket.get("owner")).value == b"one"
 
 
-async def test_a_put_on_a_revision_needs_the_key(bucket):
+async def test_a_put_on_a_revision_needs_the_key(bucket: BulkKeyValue) -> None:
     with pytest.raises(RefusedError):
         await bucket.put("owner", b"one", revision=7)
     assert await bucket.get("owner") is None
 
 
-async def test_many_keys_are_stored_and_removed_at_once(bucket):
+async def test_many_keys_are_stored_and_removed_at_once(bucket: BulkKeyValue) -> None:
     await bucket.put("old", b"1")
 
     await bucket.put_many({**{f"new.{number}": b"2" for number in range(20)}, "old": None})
@@ -82,14 +85,14 @@ async def test_many_keys_are_stored_and_removed_at_once(bucket):
     assert await bucket.keys() == sorted(f"new.{number}" for number in range(20))
 
 
-async def test_many_keys_of_which_one_cannot_be_stored_are_an_error(bucket, backend):
+async def test_many_keys_of_which_one_cannot_be_stored_are_an_error(bucket: BulkKeyValue, backend: Admin) -> None:
     await backend.delete_stream("KV_leases")
 
     with pytest.raises(BackendError):
         await bucket.put_many({f"new.{number}": b"2" for number in range(20)})
 
 
-async def test_a_deleted_key_is_missing(bucket):
+async def test_a_deleted_key_is_missing(bucket: BulkKeyValue) -> None:
     await bucket.put("owner", b"one")
     await bucket.put("other", b"two")
 
@@ -99,43 +102,43 @@ async def test_a_deleted_key_is_missing(bucket):
     assert await bucket.keys() == ["other"]
 
 
-async def test_deleting_a_key_that_is_missing_is_no_error(bucket):
+async def test_deleting_a_key_that_is_missing_is_no_error(bucket: BulkKeyValue) -> None:
     await bucket.delete("nothing")
 
     assert await bucket.get("nothing") is None
 
 
-async def test_a_deleted_key_is_new_again(bucket):
+async def test_a_deleted_key_is_new_again(bucket: BulkKeyValue) -> None:
     old = await bucket.put("owner", b"one")
     await bucket.delete("owner")
 
     with pytest.raises(RefusedError):
         await bucket.put("owner", b"two", revision=old)
     assert await bucket.put("owner", b"two", revision=0) > old
-    assert (await bucket.get("owner")).value == b"two"
+    assert present(await bucket.get("owner")).value == b"two"
 
 
-async def test_a_bucket_is_found_again(bucket, backend):
+async def test_a_bucket_is_found_again(bucket: BulkKeyValue, backend: Admin) -> None:
     await bucket.put("owner", b"one")
 
     again = await backend.key_value("leases")
 
-    assert (await again.get("owner")).value == b"one"
+    assert present(await again.get("owner")).value == b"one"
 
 
-async def test_buckets_do_not_know_of_each_other(bucket, backend):
+async def test_buckets_do_not_know_of_each_other(bucket: BulkKeyValue, backend: Admin) -> None:
     await bucket.put("owner", b"one")
 
     assert await (await backend.key_value("tables")).get("owner") is None
 
 
 @pytest.mark.parametrize("key", ["", "with space", "star*", "größe", "a>"])
-async def test_a_key_of_other_characters_is_refused(bucket, key):
+async def test_a_key_of_other_characters_is_refused(bucket: BulkKeyValue, key: str) -> None:
     with pytest.raises(RefusedError):
         await bucket.put(key, b"value")
 
 
-async def test_a_conflict_is_told_apart(bucket):
+async def test_a_conflict_is_told_apart(bucket: BulkKeyValue) -> None:
     first = await bucket.put("owner", b"one")
     await bucket.put("owner", b"two")
 
@@ -145,33 +148,33 @@ async def test_a_conflict_is_told_apart(bucket):
         await bucket.put("owner", b"three", revision=0)
 
 
-async def test_a_delete_may_depend_on_the_newest_revision(bucket):
+async def test_a_delete_may_depend_on_the_newest_revision(bucket: BulkKeyValue) -> None:
     first = await bucket.put("owner", b"one")
     second = await bucket.put("owner", b"two")
 
     with pytest.raises(ConflictError):
         await bucket.delete("owner", revision=first)
-    assert (await bucket.get("owner")).value == b"two"
+    assert present(await bucket.get("owner")).value == b"two"
     await bucket.delete("owner", revision=second)
     assert await bucket.get("owner") is None
 
 
-async def test_a_repeat_of_a_message_id_is_stored_once(bucket):
+async def test_a_repeat_of_a_message_id_is_stored_once(bucket: BulkKeyValue) -> None:
     first = await bucket.put("owner", b"one", message_id="once")
     assert await bucket.put("owner", b"one", message_id="once") == first
     assert await bucket.revision() == first
 
 
 @pytest.mark.needs_server(2, 12)
-async def test_a_repeat_on_a_revision_finds_its_own(bucket):
+async def test_a_repeat_on_a_revision_finds_its_own(bucket: BulkKeyValue) -> None:
     await bucket.put("owner", b"one", revision=0, message_id="once")
 
     with pytest.raises(ConflictError):
         await bucket.put("owner", b"one", revision=0, message_id="once")
-    assert (await bucket.get("owner")).message_id == "once"
+    assert present(await bucket.get("owner")).message_id == "once"
 
 
-async def test_entries_are_the_newest_of_each_key(bucket):
+async def test_entries_are_the_newest_of_each_key(bucket: BulkKeyValue) -> None:
     for key, value in (("a", b"1"), ("b", b"2"), ("a", b"3"), ("c", b"4")):
         await bucket.put(key, value)
     await bucket.delete("c")
@@ -180,7 +183,7 @@ async def test_entries_are_the_newest_of_each_key(bucket):
     assert await bucket.keys() == ["a", "b"]
 
 
-async def test_history_is_kept_as_far_as_the_bucket_says(backend):
+async def test_history_is_kept_as_far_as_the_bucket_says(backend: Admin) -> None:
     bucket = await backend.key_value("long", history=3)
     for value in (b"1", b"2", b"3", b"4"):
         await bucket.put("owner", value)
@@ -191,7 +194,7 @@ async def test_history_is_kept_as_far_as_the_bucket_says(backend):
     assert [entry.value async for entry in history] == [b"2", b"3", b"4"]
 
 
-async def test_a_delete_takes_the_history_along(backend):
+async def test_a_delete_takes_the_history_along(backend: Admin) -> None:
     bucket = await backend.key_value("long", history=3)
     await bucket.put("owner", b"1")
     await bucket.put("owner", b"2")
@@ -202,7 +205,7 @@ async def test_a_delete_takes_the_history_along(backend):
     assert [(entry.value, entry.deleted) async for entry in history] == [(b"", True)]
 
 
-async def test_changes_come_as_they_are_made(bucket):
+async def test_changes_come_as_they_are_made(bucket: BulkKeyValue) -> None:
     first = await bucket.put("a", b"1")
     await bucket.put("b", b"2")
     async with aclosing(bucket.changes(after=first)) as changes:
@@ -214,7 +217,7 @@ async def test_changes_come_as_they_are_made(bucket):
     assert (gone.key, gone.deleted) == ("b", True)
 
 
-async def test_changes_of_one_key(bucket):
+async def test_changes_of_one_key(bucket: BulkKeyValue) -> None:
     for key, value in (("a", b"1"), ("a.b", b"2"), ("a.b.c", b"3")):
         await bucket.put(key, value)
     async with aclosing(bucket.changes("a.b")) as changes:
@@ -224,11 +227,11 @@ async def test_changes_of_one_key(bucket):
         assert (await anext(changes)).value == b"5"
 
 
-async def test_a_key_is_forgotten_after_its_ttl(bucket, elapse):
+async def test_a_key_is_forgotten_after_its_ttl(bucket: BulkKeyValue, elapse: Elapse) -> None:
     await bucket.put("short", b"1", ttl_seconds=1)
     await bucket.put("long", b"2", ttl_seconds=60)
     revision = await bucket.revision()
-    assert (await bucket.get("short")).value == b"1"
+    assert present(await bucket.get("short")).value == b"1"
 
     async with aclosing(bucket.changes(after=revision)) as changes:
         gone: list[Entry] = []
@@ -246,37 +249,39 @@ async def test_a_key_is_forgotten_after_its_ttl(bucket, elapse):
     assert await bucket.keys() == ["long"]
 
 
-async def test_a_forgotten_key_is_new_again(bucket, elapse):
+async def test_a_forgotten_key_is_new_again(bucket: BulkKeyValue, elapse: Elapse) -> None:
     await bucket.put("owner", b"1", ttl_seconds=1)
     await elapse(2.5)
 
     await bucket.put("owner", b"2", revision=0)
 
-    assert (await bucket.get("owner")).value == b"2"
+    assert present(await bucket.get("owner")).value == b"2"
 
 
-async def test_a_newer_value_outlives_the_ttl_of_an_older_one(bucket, elapse):
+async def test_a_newer_value_outlives_the_ttl_of_an_older_one(bucket: BulkKeyValue, elapse: Elapse) -> None:
     await bucket.put("owner", b"1", ttl_seconds=1)
     await bucket.put("owner", b"2")
     await elapse(2.5)
 
-    assert (await bucket.get("owner")).value == b"2"
+    assert present(await bucket.get("owner")).value == b"2"
 
 
 @pytest.mark.parametrize("stated", [{"history": 3}, {"ttl_seconds": 600}])
-async def test_a_bucket_that_keeps_by_history_or_age_knows_no_ttl_of_a_key(backend, stated):
+async def test_a_bucket_that_keeps_by_history_or_age_knows_no_ttl_of_a_key(
+    backend: Admin, stated: dict[str, Any]
+) -> None:
     bucket = await backend.key_value("other", **stated)
 
     with pytest.raises(RefusedError, match="this bucket knows no ttl"):
         await bucket.put("owner", b"2", ttl_seconds=1)
 
 
-async def test_a_ttl_below_a_second_is_refused(bucket):
+async def test_a_ttl_below_a_second_is_refused(bucket: BulkKeyValue) -> None:
     with pytest.raises(RefusedError, match=r"key owner: ttl must be 1 s or more, found 0.5"):
         await bucket.put("owner", b"1", ttl_seconds=0.5)
 
 
-async def test_a_bucket_of_others_without_ttl_is_used_as_it_is(backend):
+async def test_a_bucket_of_others_without_ttl_is_used_as_it_is(backend: Admin) -> None:
     await backend.create_stream(StreamSpec(name="KV_theirs", subjects=("$KV.theirs.>",), max_msgs_per_subject=1))
     bucket = await backend.key_value("theirs")
     await bucket.put("owner", b"1")
@@ -287,41 +292,41 @@ async def test_a_bucket_of_others_without_ttl_is_used_as_it_is(backend):
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "größe"])
-async def test_a_bucket_of_another_name_is_refused(backend, name):
+async def test_a_bucket_of_another_name_is_refused(backend: Admin, name: str) -> None:
     with pytest.raises(RefusedError, match="a name is made of letters, digits"):
         await backend.key_value(name)
 
 
 @pytest.mark.needs_server(2, 12)
-async def test_a_counter_adds_up(backend, publish):
+async def test_a_counter_adds_up(backend: Admin, publish: Publish) -> None:
     await backend.create_stream(StreamSpec(name="COUNTS", subjects=("counts.>",), allow_msg_counter=True))
 
-    async def add(increment: str, subject: str = "counts.a", **stated: str):
+    async def add(increment: str, subject: str = "counts.a", **stated: str) -> PubAck:
         return await publish(subject, b"", headers={"Nats-Incr": increment}, stream="COUNTS", **stated)
 
     assert [(await add(number)).total for number in ("+5", "-7", "0")] == [5, -2, -2]
     first = await add("+1", "counts.b", message_id="once")
     again = await add("+1", "counts.b", message_id="once")
     assert ((first.total, first.duplicate), (again.total, again.duplicate)) == ((1, False), (None, True))
-    newest = await backend.message("COUNTS", last_by_subject="counts.b")
+    newest = present(await backend.message("COUNTS", last_by_subject="counts.b"))
     assert (newest.data, newest.sequence) == (b'{"val":"1"}', first.sequence)
     assert await backend.message("COUNTS", last_by_subject="counts.c") is None
     with pytest.raises(RefusedError, match="increment is missing"):
         await publish("counts.a", b"", stream="COUNTS")
 
 
-async def test_a_last_message_needs_its_stream(backend):
+async def test_a_last_message_needs_its_stream(backend: Admin) -> None:
     with pytest.raises(NotFoundError):
         await backend.message("NONE", last_by_subject="counts.c")
 
 
-async def test_a_message_is_read_by_its_sequence(backend, publish):
+async def test_a_message_is_read_by_its_sequence(backend: Admin, publish: Publish) -> None:
     await backend.create_stream(StreamSpec(name="ONES", subjects=("ones.>",)))
     for number in range(3):
         await publish(f"ones.{number}", b"%d" % number, headers={"Number": f"{number}"}, stream="ONES")
     await backend.delete_message("ONES", 2)
-    found = await backend.message("ONES", 3)
-    assert (found.subject, found.data, found.sequence, found.headers["Number"]) == ("ones.2", b"2", 3, "2")
+    found = present(await backend.message("ONES", 3))
+    assert (found.subject, found.data, found.sequence, present(found.headers)["Number"]) == ("ones.2", b"2", 3, "2")
     assert [await backend.message("ONES", sequence) for sequence in (2, 4)] == [None, None]
     with pytest.raises(NotFoundError):
         await backend.message("NONE", 1)

@@ -55,7 +55,7 @@ async def publish(app: App, *steps: int) -> None:
 
 async def test_what_was_replaced_while_no_worker_ran_is_counted(app: App, working: Working) -> None:
     @app.agent("mars")
-    async def index(notification: Notification) -> None: ...
+    async def index(notification: Notification[Any]) -> None: ...
 
     async with app:
         await publish(app, 1)
@@ -68,7 +68,7 @@ async def test_what_was_replaced_while_no_worker_ran_is_counted(app: App, workin
 
 async def test_what_was_replaced_before_there_was_the_agent_is_not(app: App, working: Working) -> None:
     @app.agent("mars")
-    async def index(notification: Notification) -> None: ...
+    async def index(notification: Notification[Any]) -> None: ...
 
     async with app:
         await publish(app, 1, 2, 2, 2, 1)
@@ -78,7 +78,7 @@ async def test_what_was_replaced_before_there_was_the_agent_is_not(app: App, wor
 
 async def test_what_a_filter_leaves_out_is_not_taken_for_missed(app: App, working: Working) -> None:
     @app.agent("mars", where={"step": 2})
-    async def index(notification: Notification) -> None: ...
+    async def index(notification: Notification[Any]) -> None: ...
 
     async with app:
         await publish(app, 1, 2, 3, 3)

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Backoff, Notification, Notify
-from aviso_workers.backends import Backend, Delivery, Message
+from aviso_workers.backends import Admin, Delivery, Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.engine import buffer, prefetch
@@ -39,7 +39,7 @@ async def wait_until(t: Harness, true: Callable[[], bool]) -> None:
         await t.advance(0.05)
 
 
-async def denied(backend: Backend, stream: str, sequence: int) -> Message | None:
+async def denied(backend: Admin, stream: str, sequence: int) -> Message | None:
     """The backends' `message` where the user has no right to it."""
     raise RefusedError(f"$JS.API.STREAM.MSG.GET.{stream}: permissions violation")
 

@@ -407,7 +407,7 @@ class TestOnError:
     ) -> None:
         agent = declare(failing_at_six(ConnectionError("no")), retry=PROMPT)
         seen: list[Exception] = []
-        agent.on_error(ConnectionError)(seen.append)  # type: ignore[arg-type]
+        agent.on_error(ConnectionError)(seen.append)
         async with harness(app, server=url) as t:
             await handle(t, 6)
             assert t.outcomes(agent) == ["retried", "retried", "dead_lettered"]

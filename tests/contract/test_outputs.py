@@ -151,7 +151,7 @@ async def test_in_another_order_they_are_stored_once_all_the_same(app: App, url:
     tries: list[int] = []
 
     @app.agent("mars", retry=PROMPT)
-    async def derive(notification: Notification[Any]) -> AsyncIterator[Notify]:
+    async def derive(notification: Notification[Any]) -> AsyncIterator[Notify | Retry]:
         tries.append(1)
         for number in (1, 2, 3) if len(tries) == 1 else (3, 1, 2):
             yield plain(number)

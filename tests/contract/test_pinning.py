@@ -11,11 +11,11 @@ from msgspec import structs
 from nats.aio.client import Client, ServerVersion
 
 from aviso_workers import App, Notification
-from aviso_workers.backends import Backend, Consumer, ConsumerInfo
+from aviso_workers.backends import Admin, Consumer, ConsumerInfo
 from aviso_workers.errors import RefusedError
 from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSpec
 from aviso_workers.testing import harness
-from tests.contract.conftest import SECOND, Inbox
+from tests.contract.conftest import SECOND, Create, Elapse, Ensure, Eventually, Inbox, Publish
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
 
@@ -33,7 +33,7 @@ PINS = {
 
 
 @pytest.fixture
-def reading(backend: Backend) -> Callable[..., Any]:
+def reading(backend: Admin) -> Callable[..., Any]:
     """`async with reading(inbox) as reader`: of the consumer `agent`."""
 
     def reading(inbox: Inbox, **stated: Any) -> Any:
@@ -64,7 +64,12 @@ async def chosen(*readers: tuple[Consumer, Inbox]) -> list[tuple[Consumer, Inbox
 
 class TestAPinnedReader:
     async def test_is_given_everything_one_after_another(
-        self, reading: Callable[..., Any], create, ensure, publish, inbox_of
+        self,
+        reading: Callable[..., Any],
+        create: Create,
+        ensure: Ensure,
+        publish: Publish,
+        inbox_of: Callable[[int], Inbox],
     ) -> None:
         await create()
         await ensure(**PINS)
@@ -81,7 +86,13 @@ class TestAPinnedReader:
             assert (pinned.pinned, stands_by.pinned, left_out.subjects) == (True, False, [])
 
     async def test_stays_pinned_while_it_is_busy(
-        self, reading: Callable[..., Any], create, ensure, publish, inbox_of, elapse: Callable[[float], Awaitable[None]]
+        self,
+        reading: Callable[..., Any],
+        create: Create,
+        ensure: Ensure,
+        publish: Publish,
+        inbox_of: Callable[[int], Inbox],
+        elapse: Callable[[float], Awaitable[None]],
     ) -> None:
         await create()
         await ensure(**PINS)
@@ -100,7 +111,13 @@ class TestAPinnedReader:
         assert left_out.subjects == []
 
     async def test_hands_over_at_once_when_it_leaves(
-        self, backend: Backend, reading: Callable[..., Any], create, ensure, publish, inbox_of
+        self,
+        backend: Admin,
+        reading: Callable[..., Any],
+        create: Create,
+        ensure: Ensure,
+        publish: Publish,
+        inbox_of: Callable[[int], Inbox],
     ) -> None:
         await create()
         await ensure(**PINS)
@@ -115,7 +132,13 @@ class TestAPinnedReader:
             assert (await next_inbox.next(ACK_WAIT_SECONDS / 2)).message.subject == "mars.2"
 
     async def test_waits_with_what_follows_while_one_waits_to_be_tried_again(
-        self, reading: Callable[..., Any], create, ensure, publish, inbox, elapse: Callable[[float], Awaitable[None]]
+        self,
+        reading: Callable[..., Any],
+        create: Create,
+        ensure: Ensure,
+        publish: Publish,
+        inbox: Inbox,
+        elapse: Callable[[float], Awaitable[None]],
     ) -> None:
         await create()
         await ensure(**PINS)
@@ -135,11 +158,11 @@ class TestAReaderThatIsNotHeardAnyMore:
     async def test_is_followed_by_another_and_settles_nothing_late(
         self,
         reading: Callable[..., Any],
-        create,
-        ensure,
-        publish,
-        inbox_of,
-        eventually,
+        create: Create,
+        ensure: Ensure,
+        publish: Publish,
+        inbox_of: Callable[[int], Inbox],
+        eventually: Eventually,
         elapse: Callable[[float], Awaitable[None]],
     ) -> None:
         """It does not report what it holds in progress, nor ask, for it has no room."""
@@ -166,7 +189,15 @@ class TestAReaderThatIsNotHeardAnyMore:
             assert (await next_inbox.next()).message.subject == "mars.2"
 
     async def test_has_nothing_to_settle_after_it_was_cut_off(
-        self, backend: Backend, reading: Callable[..., Any], create, ensure, publish, inbox, elapse, kind: str
+        self,
+        backend: Admin,
+        reading: Callable[..., Any],
+        create: Create,
+        ensure: Ensure,
+        publish: Publish,
+        inbox: Inbox,
+        elapse: Elapse,
+        kind: str,
     ) -> None:
         if kind != "in_memory":
             pytest.skip("the stories pause processes")
@@ -184,7 +215,12 @@ class TestAReaderThatIsNotHeardAnyMore:
 
 
 async def test_a_consumer_of_another_policy_leaves_everything_held(
-    reading: Callable[..., Any], create, ensure, publish, inbox, elapse: Callable[[float], Awaitable[None]]
+    reading: Callable[..., Any],
+    create: Create,
+    ensure: Ensure,
+    publish: Publish,
+    inbox: Inbox,
+    elapse: Callable[[float], Awaitable[None]],
 ) -> None:
     await create()
     await ensure(ack_wait_seconds=0.3)
@@ -198,7 +234,12 @@ async def test_a_consumer_of_another_policy_leaves_everything_held(
 class TestAPrioritizedConsumer:
     @pytest.mark.needs_server(2, 12)
     async def test_serves_the_nearest_first_and_the_far_when_no_near_one_asks(
-        self, reading: Callable[..., Any], create, ensure, publish, inbox_of
+        self,
+        reading: Callable[..., Any],
+        create: Create,
+        ensure: Ensure,
+        publish: Publish,
+        inbox_of: Callable[[int], Inbox],
     ) -> None:
         await create()
         await ensure(**PRIORITY, priority_policy=PRIORITIZED)
@@ -211,7 +252,7 @@ class TestAPrioritizedConsumer:
 
     @pytest.mark.needs_server(2, 12)
     async def test_serves_a_far_reader_that_is_alone(
-        self, reading: Callable[..., Any], create, ensure, publish, inbox
+        self, reading: Callable[..., Any], create: Create, ensure: Ensure, publish: Publish, inbox: Inbox
     ) -> None:
         await create()
         await ensure(**PRIORITY, priority_policy=PRIORITIZED)
@@ -266,8 +307,12 @@ class TestThePolicy:
             await t.notify("mars", mars(step=0), {})
             await t.settle()
             found = await app.session.consumer_info(index)
-            prioritized = {"priority_policy": PRIORITIZED, "priority_groups": (GROUP,)}
-            pinned = {"priority_policy": PINNED, "priority_groups": (GROUP,), "priority_timeout": SECOND}
+            prioritized: dict[str, Any] = {"priority_policy": PRIORITIZED, "priority_groups": (GROUP,)}
+            pinned: dict[str, Any] = {
+                "priority_policy": PINNED,
+                "priority_groups": (GROUP,),
+                "priority_timeout": SECOND,
+            }
             for number, policy in enumerate((prioritized, pinned, {}), 1):
                 await app.session.backend.ensure_consumer("MARS", spec_of(found, **policy))
                 for step in range(3):
@@ -276,7 +321,7 @@ class TestThePolicy:
             assert len(seen) == 10
 
     @pytest.mark.needs_server(2, 12)
-    async def test_can_be_changed_and_taken_back(self, create, ensure) -> None:
+    async def test_can_be_changed_and_taken_back(self, create: Create, ensure: Ensure) -> None:
         await create()
         policies = []
         for stated in ({}, PINS, {**PRIORITY, "priority_policy": PRIORITIZED}, PINS, {}):
@@ -285,7 +330,7 @@ class TestThePolicy:
         assert policies == [("none", 100), (PINNED, 1), (PRIORITIZED, 100), (PINNED, 1), ("none", 100)]
 
     @pytest.mark.needs_server(2, 12)
-    async def test_of_who_is_far_is_left_by_who_is_near(self, create, ensure) -> None:
+    async def test_of_who_is_far_is_left_by_who_is_near(self, create: Create, ensure: Ensure) -> None:
         await create()
         await ensure(**PRIORITY, priority_policy=PRIORITIZED)
         info = await ensure()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from aviso_workers.backends import Backend
+from aviso_workers.backends import Admin
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.events import ConsumerDiffers, Event, Events
 from aviso_workers.jetstream.specs import ConsumerSpec
+from tests.contract.conftest import Create
 
 pytestmark = pytest.mark.anyio
 
@@ -27,20 +28,24 @@ def stated() -> list[Event]:
 
 
 @pytest.fixture
-def provisioner(backend: Backend, stated: list[Event]) -> Provisioner:
+def provisioner(backend: Admin, stated: list[Event]) -> Provisioner:
     events = Events()
     events.listen(stated.append)
     return Provisioner(backend, management="reconcile", events=events)
 
 
-async def test_one_that_is_as_wanted_is_not_worth_a_word(create, provisioner, stated) -> None:
+async def test_one_that_is_as_wanted_is_not_worth_a_word(
+    create: Create, provisioner: Provisioner, stated: list[Event]
+) -> None:
     await create()
     for _ in range(2):
         info = await provisioner.ensure_consumer("MARS", WANTED)
     assert (info.name, stated) == ("agent", [])
 
 
-async def test_what_can_be_updated_is_updated_without_a_word(create, backend, provisioner, stated) -> None:
+async def test_what_can_be_updated_is_updated_without_a_word(
+    create: Create, backend: Admin, provisioner: Provisioner, stated: list[Event]
+) -> None:
     await create()
     old = replace(WANTED, filter_subjects=(), ack_wait=1_000_000_000, max_ack_pending=1, max_deliver=-1)
     await backend.ensure_consumer("MARS", old)
@@ -55,7 +60,9 @@ async def test_what_can_be_updated_is_updated_without_a_word(create, backend, pr
     assert stated == []
 
 
-async def test_what_cannot_be_updated_is_told_and_the_rest_is_updated(create, backend, provisioner, stated) -> None:
+async def test_what_cannot_be_updated_is_told_and_the_rest_is_updated(
+    create: Create, backend: Admin, provisioner: Provisioner, stated: list[Event]
+) -> None:
     await create()
     await backend.ensure_consumer("MARS", replace(WANTED, deliver_policy="new", ack_wait=1_000_000_000))
 

@@ -166,7 +166,7 @@ class TestAReset:
 
         durable = index.durable_name("contract")
         async with harness(app, server=url) as t:
-            backend = app.session.backend
+            backend = app.session.admin
             await notify(t, 1, 2, 3)
             await t.settle()
             await notify(t, *range(4, 34))

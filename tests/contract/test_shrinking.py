@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import anyio
 import pytest
 from msgspec.structs import replace
 
+from aviso_workers.backends import Admin
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import NotFoundError, UnavailableError
-from aviso_workers.events import Event, Events
+from aviso_workers.events import Events, StreamProvisioned
 from aviso_workers.jetstream import plans
 from aviso_workers.jetstream.specs import StreamSpec
+from tests.contract.conftest import Create, Elapse, Publish
 
 pytestmark = pytest.mark.anyio
 
 SECOND = 1_000_000_000
+
+Store = Callable[..., Awaitable[None]]
 WANTED = StreamSpec(
     name="MARS",
     subjects=("mars.>",),
@@ -25,22 +31,23 @@ WANTED = StreamSpec(
 
 
 @pytest.fixture
-def stated() -> list[Event]:
+def stated() -> list[StreamProvisioned]:
+    """What the provisioner states: nothing else."""
     return []
 
 
 @pytest.fixture
-def provisioner(backend, stated: list[Event]) -> Provisioner:
+def provisioner(backend: Admin, stated: list[StreamProvisioned]) -> Provisioner:
     events = Events()
     events.listen(stated.append)
     return Provisioner(backend, management="reconcile", events=events)
 
 
 @pytest.fixture
-def stored(create, publish):
+def stored(create: Create, publish: Publish) -> Store:
     """`await stored()`: a stream of six messages of two subjects, which both backends keep."""
 
-    async def stored(**stated) -> None:
+    async def stored(**stated: Any) -> None:
         await create(**stated)
         for number in range(6):
             await publish(f"mars.{number % 2}", b"x" * 100)
@@ -59,7 +66,12 @@ def stored(create, publish):
     ],
 )
 async def test_what_would_remove_stored_messages_is_not_done_and_told(
-    stored, backend, provisioner, stated, narrower, told
+    stored: Store,
+    backend: Admin,
+    provisioner: Provisioner,
+    stated: list[StreamProvisioned],
+    narrower: dict[str, Any],
+    told: str,
 ) -> None:
     await stored()
 
@@ -72,7 +84,12 @@ async def test_what_would_remove_stored_messages_is_not_done_and_told(
 
 
 async def test_what_is_older_than_a_shorter_age_is_counted(
-    stored, backend, publish, provisioner, stated, elapse
+    stored: Store,
+    backend: Admin,
+    publish: Publish,
+    provisioner: Provisioner,
+    stated: list[StreamProvisioned],
+    elapse: Elapse,
 ) -> None:
     await stored()
     await elapse(1.5)
@@ -87,7 +104,13 @@ async def test_what_is_older_than_a_shorter_age_is_counted(
 
 
 async def test_the_age_of_what_is_stored_is_judged_by_the_clock_that_stored_it(
-    kind, stored, backend, publish, provisioner, elapse, monkeypatch
+    kind: str,
+    stored: Store,
+    backend: Admin,
+    publish: Publish,
+    provisioner: Provisioner,
+    elapse: Elapse,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if kind == "in_memory":
         pytest.skip("in memory there is one clock")
@@ -101,9 +124,14 @@ async def test_the_age_of_what_is_stored_is_judged_by_the_clock_that_stored_it(
 
 
 async def test_what_cannot_be_counted_may_be_everything(
-    stored, backend, provisioner, stated, elapse, monkeypatch
+    stored: Store,
+    backend: Admin,
+    provisioner: Provisioner,
+    stated: list[StreamProvisioned],
+    elapse: Elapse,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def refuse(*_, **__) -> int:
+    async def refuse(*_: Any, **__: Any) -> int:
         raise UnavailableError("nobody answers, as where the user may make no consumer")
 
     await stored()
@@ -116,7 +144,9 @@ async def test_what_cannot_be_counted_may_be_everything(
     assert kept.differences == ("max_age: unlimited -> 1s, which removes up to 6 of 6 messages",)
 
 
-async def test_narrower_limits_that_remove_nothing_are_applied(stored, backend, provisioner, stated) -> None:
+async def test_narrower_limits_that_remove_nothing_are_applied(
+    stored: Store, backend: Admin, provisioner: Provisioner, stated: list[StreamProvisioned]
+) -> None:
     await stored()
 
     await provisioner.ensure(replace(WANTED, max_msgs=6, max_bytes=10_000, max_age=3600 * SECOND))
@@ -126,7 +156,9 @@ async def test_narrower_limits_that_remove_nothing_are_applied(stored, backend, 
     assert [event.action for event in stated] == ["updated"]
 
 
-async def test_the_harmless_part_of_an_update_is_applied(stored, backend, provisioner, stated) -> None:
+async def test_the_harmless_part_of_an_update_is_applied(
+    stored: Store, backend: Admin, provisioner: Provisioner, stated: list[StreamProvisioned]
+) -> None:
     await stored(max_age=60 * SECOND)
 
     await provisioner.ensure(replace(WANTED, max_msgs=2, max_age=120 * SECOND))
@@ -137,7 +169,9 @@ async def test_the_harmless_part_of_an_update_is_applied(stored, backend, provis
     assert "notification_backend.jetstream.max_messages" in stated[0].refused
 
 
-async def test_an_operator_can_have_it_done(stored, backend, provisioner, stated) -> None:
+async def test_an_operator_can_have_it_done(
+    stored: Store, backend: Admin, provisioner: Provisioner, stated: list[StreamProvisioned]
+) -> None:
     await stored()
     plan = await provisioner.plan(replace(WANTED, max_msgs=2, max_age=120 * SECOND))
 
@@ -147,7 +181,9 @@ async def test_an_operator_can_have_it_done(stored, backend, provisioner, stated
     assert (info.messages, info.config["max_msgs"], info.config["max_age"]) == (2, 2, 120 * SECOND)
 
 
-async def test_a_full_stream_that_is_to_drop_its_oldest_is_left_as_it_is(stored, backend, provisioner, stated) -> None:
+async def test_a_full_stream_that_is_to_drop_its_oldest_is_left_as_it_is(
+    stored: Store, backend: Admin, provisioner: Provisioner, stated: list[StreamProvisioned]
+) -> None:
     await stored(discard="new")
     await provisioner.ensure(replace(WANTED, max_msgs=3))
     assert (await backend.stream_info("MARS")).config["max_msgs"] == 3  # nothing goes: publishers are refused
@@ -160,7 +196,9 @@ async def test_a_full_stream_that_is_to_drop_its_oldest_is_left_as_it_is(stored,
     assert stated[-1].differences == ("discard: new -> old, which removes about 3 of 6 messages",)
 
 
-async def test_two_workers_of_different_configurations_remove_nothing_of_each_other(stored, backend) -> None:
+async def test_two_workers_of_different_configurations_remove_nothing_of_each_other(
+    stored: Store, backend: Admin
+) -> None:
     await stored()
     for _ in range(2):
         async with anyio.create_task_group() as tasks:
@@ -169,7 +207,9 @@ async def test_two_workers_of_different_configurations_remove_nothing_of_each_ot
     assert (await backend.stream_info("MARS")).messages == 6
 
 
-async def test_readers_make_and_change_no_stream(backend, provisioner, stated) -> None:
+async def test_readers_make_and_change_no_stream(
+    backend: Admin, provisioner: Provisioner, stated: list[StreamProvisioned]
+) -> None:
     with pytest.raises(NotFoundError, match="stream MARS does not exist"):
         await provisioner.require_usable(replace(WANTED, max_msgs=7))
     assert stated == []

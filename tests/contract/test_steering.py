@@ -38,11 +38,11 @@ async def four(t: Harness, handled: list[int]) -> list[datetime]:
 
 
 class TestFinding:
-    async def test_an_agent_is_found_by_its_name_and_its_apps(self, t: Harness, four) -> None:
+    async def test_an_agent_is_found_by_its_name_and_its_apps(self, t: Harness, four: list[datetime]) -> None:
         assert await agent_control.find(t.app.session.admin, t.app.config, "contract", "index") == INDEX
         assert agent_control.declared(t.app, t.app.config, "index") == INDEX
 
-    async def test_one_that_is_not_there_is_told_with_those_that_are(self, t: Harness, four) -> None:
+    async def test_one_that_is_not_there_is_told_with_those_that_are(self, t: Harness, four: list[datetime]) -> None:
         with pytest.raises(NotFoundError, match=r"no agent indx of app contract reads .*; that app has: index"):
             await agent_control.find(t.app.session.admin, t.app.config, "contract", "indx")
         with pytest.raises(NotFoundError, match="there are apps: contract"):
@@ -50,7 +50,9 @@ class TestFinding:
         with pytest.raises(DeclarationError, match="app 'contract' has no agent 'indx'; it has: index"):
             agent_control.declared(t.app, t.app.config, "indx")
 
-    async def test_one_that_was_moved_to_another_stream_must_be_named_by_its_code(self, t: Harness, four) -> None:
+    async def test_one_that_was_moved_to_another_stream_must_be_named_by_its_code(
+        self, t: Harness, four: list[datetime]
+    ) -> None:
         await t.notify("plain", {"a": "1", "b": "2"})
         left_behind = ConsumerSpec(
             durable_name=INDEX.consumer, filter_subjects=(), ack_wait=1_000_000_000, max_ack_pending=1
@@ -80,7 +82,7 @@ class TestAPause:
         (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
         assert (sorted(handled), progress.pending, progress.paused_until) == ([0, 6], 0, "")
 
-    async def test_has_an_end(self, t: Harness, handled: list[int], four) -> None:
+    async def test_has_an_end(self, t: Harness, handled: list[int], four: list[datetime]) -> None:
         now = datetime.fromtimestamp(t.app.session.backend.clock.time_ns() / 1e9, UTC)
         await agent_control.pause(t.app.session.admin, INDEX, until=now + timedelta(seconds=1))
         await t.notify("mars", mars(step=6), {})
@@ -92,7 +94,7 @@ class TestAPause:
 
 class TestAReset:
     async def test_back_to_a_sequence_handles_again_what_the_agent_asked_for(
-        self, t: Harness, handled: list[int], four
+        self, t: Harness, handled: list[int], four: list[datetime]
     ) -> None:
         plan = await agent_control.plan_reset(t.app.session.admin, INDEX, Position(sequence=2))
         assert (plan.sequence, plan.again, plan.passed_over, plan.unsettled) == (2, 3, 0, 0)
@@ -103,7 +105,7 @@ class TestAReset:
         assert handled == [1, 2, 3]
 
     @pytest.mark.parametrize("zero", [0, 1])
-    async def test_back_to_the_beginning(self, t: Harness, handled: list[int], four, zero: int) -> None:
+    async def test_back_to_the_beginning(self, t: Harness, handled: list[int], four: list[datetime], zero: int) -> None:
         plan = await agent_control.plan_reset(t.app.session.admin, INDEX, Position(sequence=zero))
         assert (plan.sequence, plan.again) == (1, 4)
 
@@ -116,7 +118,7 @@ class TestAReset:
         after = await agent_control.plan_reset(t.app.session.admin, INDEX, Position(time=four[3] + timedelta(days=1)))
         assert (after.sequence, after.again, after.passed_over) == (6, 0, 0)
 
-    async def test_forward_passes_over_and_says_so(self, t: Harness, handled: list[int], four) -> None:
+    async def test_forward_passes_over_and_says_so(self, t: Harness, handled: list[int], four: list[datetime]) -> None:
         await agent_control.pause(t.app.session.admin, INDEX, until=UNTIL_RESUMED)
         for step in (6, 7, 8):
             await t.notify("mars", mars(step=step), {})
@@ -127,7 +129,7 @@ class TestAReset:
         await t.settle()
         assert handled == [8]
 
-    async def test_past_what_waits_for_its_next_attempt_tells_of_it(self, t: Harness, four) -> None:
+    async def test_past_what_waits_for_its_next_attempt_tells_of_it(self, t: Harness, four: list[datetime]) -> None:
         t.fail("index", ConnectionError("not now"), times=1)
         await t.notify("mars", mars(step=6), {})
         await t.advance(0.3)
@@ -136,13 +138,13 @@ class TestAReset:
         assert (await agent_control.plan_reset(t.app.session.admin, INDEX, Position(sequence=6))).unsettled == 0
         assert (await agent_control.plan_reset(t.app.session.admin, INDEX, Position(sequence=7))).unsettled == 1
 
-    async def test_beyond_the_end_is_refused(self, t: Harness, four) -> None:
+    async def test_beyond_the_end_is_refused(self, t: Harness, four: list[datetime]) -> None:
         with pytest.raises(InvalidPositionError, match="MARS ends at 5: an agent cannot go on at 7"):
             await agent_control.plan_reset(t.app.session.admin, INDEX, Position(sequence=7))
 
 
 class TestTheReport:
-    async def test_tells_of_every_agent_of_the_deployment(self, t: Harness, four) -> None:
+    async def test_tells_of_every_agent_of_the_deployment(self, t: Harness, four: list[datetime]) -> None:
         other = ConsumerSpec(durable_name="other__one", filter_subjects=(), ack_wait=1_000_000_000, max_ack_pending=1)
         await t.app.session.backend.ensure_consumer("MARS", other)
         report = await agent_report.of_deployment(t.app.session.admin, t.app.config)
@@ -151,7 +153,7 @@ class TestTheReport:
             ("other", "one", "MARS", 5),
         ]
 
-    async def test_tells_of_an_agent_that_no_worker_has_run(self, t: Harness, four) -> None:
+    async def test_tells_of_an_agent_that_no_worker_has_run(self, t: Harness, four: list[datetime]) -> None:
         @t.app.agent("area")
         async def new(notification: Notification[Any]) -> None: ...
 

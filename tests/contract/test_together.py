@@ -9,9 +9,10 @@ import pytest
 from nats.aio.client import Client, ServerVersion
 
 from aviso_workers import App, Backoff, Notification, Notify
-from aviso_workers.backends import Backend, Message, Outgoing
+from aviso_workers.backends import Admin, Message, Outgoing
 from aviso_workers.errors import InvalidNotificationError, RefusedError
 from aviso_workers.testing import harness
+from tests.contract.conftest import Create, Stored
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
 
@@ -40,32 +41,34 @@ def outgoing(*subjects: str) -> list[Outgoing]:
 
 
 class TestBackend:
-    async def test_all_are_stored_in_their_order(self, backend: Backend, create, stored) -> None:
+    async def test_all_are_stored_in_their_order(self, backend: Admin, create: Create, stored: Stored) -> None:
         await create()
         ack = await backend.publish_together(outgoing("mars.3", "mars.1", "mars.2"), timeout_seconds=PATIENCE_SECONDS)
         assert (ack.stream, ack.sequence, ack.duplicate) == ("MARS", 3, False)
         assert [message.subject for message in await stored()] == ["mars.3", "mars.1", "mars.2"]
 
-    async def test_of_one_subject_the_last_stays(self, backend: Backend, create, stored) -> None:
+    async def test_of_one_subject_the_last_stays(self, backend: Admin, create: Create, stored: Stored) -> None:
         await create(max_msgs_per_subject=1)
         twice = [Outgoing(Message(subject="mars.1", data=data), data.decode(), "MARS") for data in (b"1", b"2")]
         await backend.publish_together(twice, timeout_seconds=PATIENCE_SECONDS)
         assert [message.data for message in await stored()] == [b"2"]
 
-    async def test_again_they_are_duplicates(self, backend: Backend, create, stored) -> None:
+    async def test_again_they_are_duplicates(self, backend: Admin, create: Create, stored: Stored) -> None:
         await create()
         for duplicate in (False, True):
             ack = await backend.publish_together(outgoing("mars.1", "mars.2"), timeout_seconds=PATIENCE_SECONDS)
             assert ack.duplicate == duplicate
         assert len(await stored()) == 2
 
-    async def test_where_one_cannot_be_stored_none_is(self, backend: Backend, create, stored) -> None:
+    async def test_where_one_cannot_be_stored_none_is(self, backend: Admin, create: Create, stored: Stored) -> None:
         await create(discard="new", max_msgs=2)
         with pytest.raises(RefusedError):
             await backend.publish_together(outgoing("mars.1", "mars.2", "mars.3"), timeout_seconds=PATIENCE_SECONDS)
         assert await stored() == []
 
-    async def test_one_that_is_too_large_is_refused_before_any_is_sent(self, backend: Backend, create, stored) -> None:
+    async def test_one_that_is_too_large_is_refused_before_any_is_sent(
+        self, backend: Admin, create: Create, stored: Stored
+    ) -> None:
         await create()
         large = Outgoing(Message(subject="mars.2", data=b"x" * 2_000_000), "large", "MARS")
         with pytest.raises(RefusedError):

@@ -28,7 +28,7 @@ FAR_AWAY = "9" * 30
 MANY_DIGITS = "9" * 5000
 
 
-async def put(app: App, stream: str, subject: str, data: bytes = b"{}", **headers: str) -> None:
+async def put(app: App, stream: str, subject: str, data: bytes = b"{}", /, **headers: str) -> None:
     """Store it, as somebody else would who has framework rights."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     message = Message(subject=subject, data=data, headers=named)

@@ -11,7 +11,7 @@ import anyio
 import msgspec
 import pytest
 
-from aviso_workers import Ack, App, Backoff, Notification, Notify, Reject, Retry, Window, Windowing
+from aviso_workers import Ack, Agent, App, Backoff, Notification, Notify, Reject, Retry, Window, Windowing
 from aviso_workers.clocks import LoopClock
 from aviso_workers.declare import windows
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
@@ -87,7 +87,7 @@ def sums(t: Harness) -> dict[str, int]:
 
 
 async def test_a_window_is_published_when_a_notification_of_after_its_end_has_come(
-    app: App, url: str | None, declare: Callable[..., Any]
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
 ) -> None:
     agent = declare(hourly())
     async with harness(app, server=url) as t:
@@ -106,7 +106,7 @@ async def test_a_window_is_published_when_a_notification_of_after_its_end_has_co
         ]
 
 
-async def test_hopping_windows_overlap(app: App, url: str | None, declare: Callable[..., Any]) -> None:
+async def test_hopping_windows_overlap(app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]) -> None:
     declare(hourly(every="30m"))
     async with harness(app, server=url) as t:
         await notify(t, 0, 40, 70, 150)
@@ -115,7 +115,7 @@ async def test_hopping_windows_overlap(app: App, url: str | None, declare: Calla
 
 
 async def test_each_key_has_windows_and_all_close_together(
-    app: App, url: str | None, declare: Callable[..., Any]
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
 ) -> None:
     declare(hourly(key=class_of))
     async with harness(app, server=url) as t:
@@ -127,7 +127,7 @@ async def test_each_key_has_windows_and_all_close_together(
 
 
 async def test_what_somebody_else_wrote_keeps_no_window_open(
-    app: App, url: str | None, declare: Callable[..., Any]
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
 ) -> None:
     declare(hourly(key=class_of))
     unreadable: list[Unreadable] = []
@@ -166,7 +166,7 @@ async def test_a_key_may_be_any_text(app: App, url: str | None) -> None:
 
 
 async def test_what_is_out_of_order_is_waited_for_by_the_lateness(
-    app: App, url: str | None, declare: Callable[..., Any]
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
 ) -> None:
     declare(hourly(lateness="15m"))
     async with harness(app, server=url) as t:
@@ -181,7 +181,9 @@ async def test_what_is_out_of_order_is_waited_for_by_the_lateness(
         assert sums(t) == {"0-60 all": 3}
 
 
-async def test_while_nothing_comes_nothing_is_stored(app: App, url: str | None, declare: Callable[..., Any]) -> None:
+async def test_while_nothing_comes_nothing_is_stored(
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
+) -> None:
     declare(hourly())
     async with harness(app, server=url) as t:
         await notify(t, 10)
@@ -193,7 +195,9 @@ async def test_while_nothing_comes_nothing_is_stored(app: App, url: str | None, 
         assert await bucket.revision() == revision
 
 
-async def test_what_is_late_is_a_dead_letter(app: App, url: str | None, declare: Callable[..., Any]) -> None:
+async def test_what_is_late_is_a_dead_letter(
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
+) -> None:
     agent = declare(hourly())
     async with harness(app, server=url) as t:
         await notify(t, 10, 70)
@@ -208,7 +212,7 @@ async def test_what_is_late_is_a_dead_letter(app: App, url: str | None, declare:
 
 
 async def test_what_is_late_for_one_of_its_windows_counts_in_the_others(
-    app: App, url: str | None, declare: Callable[..., Any]
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
 ) -> None:
     declare(hourly(every="30m"))
     async with harness(app, server=url) as t:
@@ -226,7 +230,9 @@ async def test_what_is_late_for_one_of_its_windows_counts_in_the_others(
         assert sums(t) == {"-30-30 all": 1, "0-60 all": 1, "30-90 all": 2, "60-120 all": 1}
 
 
-async def test_what_is_late_is_late_for_every_key(app: App, url: str | None, declare: Callable[..., Any]) -> None:
+async def test_what_is_late_is_late_for_every_key(
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
+) -> None:
     declare(hourly(key=class_of))
     async with harness(app, server=url) as t:
         await notify(t, 10, 70, of="od")
@@ -240,7 +246,7 @@ async def test_what_is_late_is_late_for_every_key(app: App, url: str | None, dec
 
 
 async def test_an_author_may_say_what_becomes_of_what_is_late(
-    app: App, url: str | None, declare: Callable[..., Any]
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
 ) -> None:
     agent = declare(hourly())
     late: list[Exception] = []
@@ -261,10 +267,11 @@ async def test_an_author_may_say_what_becomes_of_what_is_late(
 
 
 async def test_a_notification_that_comes_again_counts_once(
-    app: App, url: str | None, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a worker dies between counting and acknowledging."""
-    count, failed = AsWindows._count, []
+    count = AsWindows._count
+    failed: list[Notification[Field]] = []
 
     async def count_and_fail(self: AsWindows, notification: Notification[Field]) -> None:
         await count(self, notification)
@@ -305,7 +312,7 @@ async def test_a_window_waits_for_what_is_tried_again(app: App, url: str | None)
 
 @pytest.mark.parametrize("since", [0, 20])
 async def test_a_dead_letter_that_is_tried_again_counts_once(
-    app: App, url: str | None, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, since: int
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]], monkeypatch: pytest.MonkeyPatch, since: int
 ) -> None:
     monkeypatch.setattr(windows, "LISTED", 4)
     broken = [True]
@@ -337,7 +344,7 @@ async def test_a_dead_letter_that_is_tried_again_counts_once(
 
 
 async def test_an_agent_that_is_reset_does_not_count_again_what_it_has_counted(
-    app: App, url: str | None, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(windows, "LISTED", 2)  # so that what is settled is left out soon
     agent = declare(hourly())
@@ -409,7 +416,7 @@ async def test_a_window_that_fails_as_often_as_it_may_is_a_dead_letter_that_can_
 
 
 async def test_a_window_whose_dead_letter_is_not_stored_is_run_again(
-    app: App, url: str | None, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusals = [RefusedError("full")] * 2
     dead_letter = DeadLetterStore.dead_letter
@@ -429,7 +436,9 @@ async def test_a_window_whose_dead_letter_is_not_stored_is_run_again(
         assert len(t.dead_letters) == 1
 
 
-async def test_settle_tells_of_a_window_that_fails(app: App, url: str | None, declare: Callable[..., Any]) -> None:
+async def test_settle_tells_of_a_window_that_fails(
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
+) -> None:
     agent = declare(hourly(), retry=Backoff(first=0.05, factor=1, attempts=10_000, jitter=0))
     async with harness(app, server=url) as t:
         t.fail(agent, ConnectionError("no database"), times=1000)
@@ -438,7 +447,9 @@ async def test_settle_tells_of_a_window_that_fails(app: App, url: str | None, de
             await t.settle(within_seconds=3)
 
 
-async def test_windows_outlive_their_workers(app: App, url: str | None, declare: Callable[..., Any]) -> None:
+async def test_windows_outlive_their_workers(
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
+) -> None:
     declare(hourly())
     async with harness(app, server=url) as t:
         t.fail("sums", ConnectionError(), times=1)
@@ -451,7 +462,9 @@ async def test_windows_outlive_their_workers(app: App, url: str | None, declare:
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
-async def test_workers_count_together(app: App, url: str | None, declare: Callable[..., Any], concurrency: int) -> None:
+async def test_workers_count_together(
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]], concurrency: int
+) -> None:
     declare(hourly(key=class_of), concurrency=concurrency)
     async with harness(app, server=url, workers=3) as t:
         for minute in range(60):
@@ -462,7 +475,7 @@ async def test_workers_count_together(app: App, url: str | None, declare: Callab
 
 
 async def test_windows_close_when_nothing_comes_any_more(
-    app: App, url: str | None, declare: Callable[..., Any]
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
 ) -> None:
     declare(hourly(idle="3s"))
     async with harness(app, server=url) as t:
@@ -497,7 +510,7 @@ async def test_while_something_is_tried_again_nothing_is_idle(app: App, url: str
 
 
 async def test_while_something_was_not_delivered_nothing_is_idle(
-    app: App, url: str | None, declare: Callable[..., Any]
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
 ) -> None:
     declare(hourly(idle="2s"))
     async with harness(app, server=url) as t:
@@ -567,7 +580,9 @@ async def test_by_default_a_notification_happened_when_it_was_stored(app: App, u
         assert first.payload == 1
 
 
-async def test_a_time_without_a_zone_is_refused(app: App, url: str | None, declare: Callable[..., Any]) -> None:
+async def test_a_time_without_a_zone_is_refused(
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
+) -> None:
     declare(hourly(time=lambda one: datetime(2026, 11, 20)))
     async with harness(app, server=url) as t:
         await notify(t, 0)
@@ -577,7 +592,7 @@ async def test_a_time_without_a_zone_is_refused(app: App, url: str | None, decla
 
 
 async def test_a_fold_that_returns_something_else_stores_nothing(
-    app: App, url: str | None, declare: Callable[..., Any]
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
 ) -> None:
     def say(total: int, notification: Notification[Field]) -> str:
         return str(total)
@@ -591,7 +606,7 @@ async def test_a_fold_that_returns_something_else_stores_nothing(
 
 
 async def test_values_of_another_type_are_told_with_the_cure(
-    app: App, url: str | None, declare: Callable[..., Any]
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
 ) -> None:
     declare(hourly())
     async with harness(app, server=url) as t:
@@ -623,7 +638,7 @@ async def test_a_value_may_be_made_of_parts(app: App, url: str | None) -> None:
 
 
 async def test_a_server_that_is_too_old_is_told_before_anything_runs(
-    app: App, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    app: App, declare: Callable[..., Agent[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     declare(hourly())
 
@@ -841,7 +856,7 @@ async def test_what_windows_of_two_keys_publish_alike_is_stored_for_each(app: Ap
 
 
 async def test_a_key_is_forgotten_after_its_last_window_and_not_before(
-    app: App, url: str | None, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(windowed, "FORGOTTEN_AFTER_SECONDS", 1.0)
     declare(hourly(key=class_of))

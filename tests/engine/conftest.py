@@ -46,7 +46,7 @@ class AutojumpLoop(asyncio.SelectorEventLoop):
         assert self.time() < 10 * A_LONG_TIME, "what the test waits for does not come"
 
 
-class AutojumpSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+class AutojumpSelector(selectors.DefaultSelector):
     def __init__(self, jump: Callable[[float], None]) -> None:
         super().__init__()
         self._jump = jump
@@ -129,7 +129,7 @@ def router() -> Router:
 
 
 @pytest.fixture
-def notify(session: Session) -> Callable[..., Awaitable[Receipt]]:
+def notify(session: Session) -> NotifyStep:
     """`await notify(6, {"location": "here"})`: a notification of step 6."""
 
     async def notify(step: int, payload: Any = None) -> Receipt:
@@ -146,7 +146,7 @@ def make_stream(session: Session, settings: Config) -> Callable[[], Awaitable[No
 
 
 @pytest.fixture
-def store(make_stream: Callable[[], Awaitable[None]], backend: InMemoryBackend) -> Callable[..., Awaitable[None]]:
+def store(make_stream: Callable[[], Awaitable[None]], backend: InMemoryBackend) -> Store:
     """`await store("mars.od.6", b"...")`: a message that somebody else has published."""
 
     async def store(subject: str, data: bytes, headers: dict[str, str] | None = None) -> None:
@@ -157,6 +157,9 @@ def store(make_stream: Callable[[], Awaitable[None]], backend: InMemoryBackend) 
     return store
 
 
+NotifyStep = Callable[..., Awaitable[Receipt]]
+Store = Callable[..., Awaitable[None]]
+Stored = Callable[[str], Awaitable[list[Message]]]
 Working = Callable[[Agent[Any, Any]], AbstractAsyncContextManager[anyio.Event]]
 
 
@@ -176,7 +179,7 @@ def working(session: Session) -> Working:
 
 
 @pytest.fixture
-def stored(backend: InMemoryBackend) -> Callable[[str], Awaitable[list[Message]]]:
+def stored(backend: InMemoryBackend) -> Stored:
     """`await stored("MARS")`: what a stream holds."""
 
     async def stored(stream: str) -> list[Message]:

@@ -17,7 +17,7 @@ from aviso_workers.engine.dead_letter_store import STREAM
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.events import FailuresNotStored, Settled
-from tests.engine.conftest import Facts, config_with
+from tests.engine.conftest import Facts, NotifyStep, Stored, Working, config_with
 
 pytestmark = pytest.mark.anyio
 
@@ -65,7 +65,13 @@ def failing_batches(router: Router, *, retry: Backoff = LATER) -> Any:
 
 @pytest.mark.parametrize("error", [UnavailableError("no answer"), RefusedError("you may not publish there")])
 async def test_a_batch_that_failed_asks_a_bucket_that_does_not_answer_once(
-    error: BackendError, backend: Silent, session: Session, router: Router, notify, working, facts: Facts
+    error: BackendError,
+    backend: Silent,
+    session: Session,
+    router: Router,
+    notify: NotifyStep,
+    working: Working,
+    facts: Facts,
 ) -> None:
     backend.error = error
     for step in range(COUNT):
@@ -79,7 +85,13 @@ async def test_a_batch_that_failed_asks_a_bucket_that_does_not_answer_once(
 
 
 async def test_a_bucket_that_did_not_answer_is_asked_again_after_a_while(
-    backend: Silent, session: Session, router: Router, notify, working, facts: Facts, stored
+    backend: Silent,
+    session: Session,
+    router: Router,
+    notify: NotifyStep,
+    working: Working,
+    facts: Facts,
+    stored: Stored,
 ) -> None:
     @router.agent("mars", retry=Backoff(first=attempts.SILENT_SECONDS + 1.0, factor=1.0, attempts=5, jitter=0.0))
     async def index(notification: Notification[Any]) -> None:
@@ -94,7 +106,7 @@ async def test_a_bucket_that_did_not_answer_is_asked_again_after_a_while(
 
 
 async def test_a_worker_that_is_cancelled_settles_for_seconds_and_no_longer(
-    backend: Silent, session: Session, router: Router, notify, facts: Facts
+    backend: Silent, session: Session, router: Router, notify: NotifyStep, facts: Facts
 ) -> None:
     """However many settlements wait for an answer, one after another."""
     backend.silent = STREAM
@@ -119,7 +131,7 @@ async def test_a_worker_that_is_cancelled_settles_for_seconds_and_no_longer(
 
 
 async def test_a_worker_whose_drain_timeout_is_over_settles_for_seconds_and_no_longer(
-    backend: Silent, session: Session, router: Router, notify, working
+    backend: Silent, session: Session, router: Router, notify: NotifyStep, working: Working
 ) -> None:
     backend.silent = STREAM
     for step in range(COUNT):
@@ -132,7 +144,7 @@ async def test_a_worker_whose_drain_timeout_is_over_settles_for_seconds_and_no_l
 
 
 async def test_what_succeeds_does_not_wait_until_failures_are_counted(
-    backend: Silent, session: Session, router: Router, notify, working, facts: Facts
+    backend: Silent, session: Session, router: Router, notify: NotifyStep, working: Working, facts: Facts
 ) -> None:
     """Of two slots one waits for the bucket, for all that fails meanwhile."""
 
@@ -152,7 +164,7 @@ async def test_what_succeeds_does_not_wait_until_failures_are_counted(
 
 
 async def test_failures_that_nobody_counts_keep_a_cancelled_worker_for_seconds_and_no_longer(
-    backend: Silent, session: Session, router: Router, notify
+    backend: Silent, session: Session, router: Router, notify: NotifyStep
 ) -> None:
     @router.agent("mars", concurrency=2, retry=LATER)
     async def index(notification: Notification[Any]) -> None:

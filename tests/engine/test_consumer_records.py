@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from aviso_workers import config
-from aviso_workers.backends import ConsumerInfo, Message, StreamInfo
+from aviso_workers.backends import ConsumerInfo, Delivery, Message, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.declare.agents import Policy
@@ -99,7 +99,7 @@ async def test_it_begins_anew_when_the_floor_rises(place: Place, clock: VirtualC
     await place.publish(2)
     before = await place.record()
     await clock.advance(100)
-    delivered = []
+    delivered: list[Delivery] = []
     async with place.backend.consume("MARS", "field__index", deliver=delivered.append, capacity=lambda: 1):
         await clock.advance(1)
         delivered[0].ack()

@@ -13,8 +13,9 @@ from aviso_workers.engine import delayed_delivery, delayed_messages
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import NotRemoved, Overdue, Published
-from tests.engine.conftest import Facts, config_with
+from tests.engine.conftest import Facts, Stored, config_with
 from tests.engine.test_publisher import STEP_6, FlakyBackend
+from tests.presence import present
 
 pytestmark = pytest.mark.anyio
 
@@ -37,18 +38,18 @@ async def session(backend: FlakyBackend, facts: Facts) -> AsyncGenerator[Session
 
 
 async def test_one_that_was_stored_without_an_answer_is_stored_once(
-    session: Session, backend: FlakyBackend, facts: Facts, stored
+    session: Session, backend: FlakyBackend, facts: Facts, stored: Stored
 ) -> None:
     await session.publisher.notify(structs.replace(STEP_6, deliver_after=60, message_id="mine"))
     backend.failures = ["unanswered"]
     scheduled, brought = await facts.wait_for(Published, 2)
     assert (scheduled.outcome, brought.outcome, brought.attempts) == ("scheduled", "duplicate", 2)
     assert [(late.stream, late.message_id) for late in facts.of(Overdue)] == [("MARS", "mine")]
-    assert [message.headers["Nats-Msg-Id"] for message in await stored("MARS")] == ["mine"]
+    assert [present(message.headers)["Nats-Msg-Id"] for message in await stored("MARS")] == ["mine"]
 
 
 async def test_the_stream_of_what_waits_is_made_anew_where_it_was_deleted(
-    backend: FlakyBackend, facts: Facts, stored
+    backend: FlakyBackend, facts: Facts, stored: Stored
 ) -> None:
     publisher = Session(backend, app="tests", config=config_with(), events=facts.events).publisher
     await publisher.notify(structs.replace(STEP_6, deliver_after=60))
@@ -72,7 +73,7 @@ DENIED = RefusedError("permissions violation for publish to $JS.API.STREAM.MSG.D
 
 
 async def test_one_that_may_not_be_removed_is_stored_once_and_the_missing_right_is_told(
-    session: Session, backend: FlakyBackend, facts: Facts, stored, monkeypatch: pytest.MonkeyPatch
+    session: Session, backend: FlakyBackend, facts: Facts, stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def deny(stream: str, sequence: int, *, overwrite: bool = True) -> None:
         raise DENIED
@@ -92,7 +93,7 @@ async def test_one_that_may_not_be_removed_is_stored_once_and_the_missing_right_
 
 
 async def test_what_is_not_stored_yet_is_not_removed_with_what_is(
-    session: Session, backend: FlakyBackend, facts: Facts, stored
+    session: Session, backend: FlakyBackend, facts: Facts, stored: Stored
 ) -> None:
     await session.publisher.notify(structs.replace(STEP_6, deliver_after=60, message_id="first"))
     await facts.wait_for(Published, 2)
@@ -101,7 +102,7 @@ async def test_what_is_not_stored_yet_is_not_removed_with_what_is(
     began = anyio.current_time()
     await facts.wait_for(Published, 4)
     assert anyio.current_time() - began > 2 * delayed_delivery.REMOVE_SECONDS
-    assert [message.headers["Nats-Msg-Id"] for message in await stored("MARS")] == ["first", "second"]
+    assert [present(message.headers)["Nats-Msg-Id"] for message in await stored("MARS")] == ["first", "second"]
 
 
 async def test_what_somebody_else_has_put_there_is_kept_for_whoever_looks_for_it(

@@ -25,7 +25,9 @@ from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.subscription import LONGEST_WAIT_SECONDS
 from aviso_workers.errors import BackendError, OutcomeUnknownError, RefusedError, UnavailableError, UndecodableError
 from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, FailuresNotStored, Settled
-from tests.engine.conftest import Facts
+from tests.deliveries import UnsettledDelivery
+from tests.engine.conftest import Facts, NotifyStep, Store, Stored, Working
+from tests.presence import present
 
 pytestmark = pytest.mark.anyio
 
@@ -65,9 +67,9 @@ class DeadLetterGuard(InMemoryBackend):
             self.closed = UnavailableError("no answer")
         return await super().publish(message, stream=stream, **stated)
 
-    async def stream_info(self, stream: str) -> StreamInfo:
+    async def stream_info(self, stream: str, **stated: Any) -> StreamInfo:
         self.looks += stream == STREAM
-        return await super().stream_info(stream)
+        return await super().stream_info(stream, **stated)
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ async def unsettled(session: Session, agent: Any) -> tuple[int, int]:
 
 
 async def test_a_notification_is_acked_after_its_success_and_not_before(
-    session: Session, router: Router, notify, working, facts: Facts
+    session: Session, router: Router, notify: NotifyStep, working: Working, facts: Facts
 ) -> None:
     began, end = anyio.Event(), anyio.Event()
 
@@ -103,7 +105,9 @@ async def test_a_notification_is_acked_after_its_success_and_not_before(
     assert (settled.num_delivered, settled.error) == (1, None)
 
 
-async def test_a_failure_comes_back_after_the_wait_of_its_policy(router: Router, notify, working, facts: Facts) -> None:
+async def test_a_failure_comes_back_after_the_wait_of_its_policy(
+    router: Router, notify: NotifyStep, working: Working, facts: Facts
+) -> None:
     times: list[float] = []
 
     @router.agent("mars", retry=PROMPT)
@@ -124,7 +128,9 @@ async def test_a_failure_comes_back_after_the_wait_of_its_policy(router: Router,
     ]
 
 
-async def test_one_that_waits_for_its_retry_holds_up_nobody(router: Router, notify, working) -> None:
+async def test_one_that_waits_for_its_retry_holds_up_nobody(
+    router: Router, notify: NotifyStep, working: Working
+) -> None:
     seen: list[str] = []
     done = anyio.Event()
 
@@ -144,7 +150,7 @@ async def test_one_that_waits_for_its_retry_holds_up_nobody(router: Router, noti
 
 
 async def test_the_last_failure_leaves_a_dead_letter_that_says_everything(
-    router: Router, store, stored, working, facts: Facts, session: Session
+    router: Router, store: Store, stored: Stored, working: Working, facts: Facts, session: Session
 ) -> None:
     @router.agent("mars", retry=Backoff(attempts=2, jitter=0.0))
     async def index(notification: Notification[Any]) -> None:
@@ -161,7 +167,7 @@ async def test_the_last_failure_leaves_a_dead_letter_that_says_everything(
     (letter,) = await stored(STREAM)
     (original,) = await stored("MARS")
     assert (letter.subject, letter.data) == ("aviso_workers.dead_letters.tests.index", b'{"location": "here"}')
-    headers = {**letter.headers}
+    headers = {**present(letter.headers)}
     del headers["Nats-Msg-Id"], headers["Nats-Expected-Stream"]  # what every publish has
     time = headers.pop("Aviso-Time")
     traceback = headers.pop("Aviso-Traceback")
@@ -180,7 +186,7 @@ async def test_the_last_failure_leaves_a_dead_letter_that_says_everything(
     assert traceback.rpartition(" ")[2] == "index"
     assert time.startswith("20")
     assert time.endswith("+00:00")
-    assert original.headers["Nats-Msg-Id"] != letter.headers["Nats-Msg-Id"]
+    assert present(original.headers)["Nats-Msg-Id"] != present(letter.headers)["Nats-Msg-Id"]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +194,14 @@ async def test_the_last_failure_leaves_a_dead_letter_that_says_everything(
     [(b"\xff{", "mars.od.6"), (b"{}", "mars.od.6"), (b"", "mars.od.6"), (b'{"location":"here"}', "mars.od.6.7")],
 )
 async def test_what_cannot_be_decoded_is_kept_with_its_bytes_and_the_agent_goes_on(
-    router: Router, store, stored, notify, working, facts: Facts, data: bytes, subject: str
+    router: Router,
+    store: Store,
+    stored: Stored,
+    notify: NotifyStep,
+    working: Working,
+    facts: Facts,
+    data: bytes,
+    subject: str,
 ) -> None:
     seen: list[str] = []
 
@@ -203,11 +216,11 @@ async def test_what_cannot_be_decoded_is_kept_with_its_bytes_and_the_agent_goes_
     assert (bad.outcome, bad.reason, type(bad.error)) == ("dead_lettered", "undecodable", UndecodableError)
     assert (good.outcome, seen) == ("acked", ["12"])
     (letter,) = await stored(STREAM)
-    assert (letter.data, letter.headers["Aviso-Subject"]) == (data, subject)
+    assert (letter.data, present(letter.headers)["Aviso-Subject"]) == (data, subject)
 
 
 async def test_where_failures_cannot_be_stored_a_worker_says_so_once_and_counts_by_itself(
-    backend: DeadLetterGuard, router: Router, notify, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, notify: NotifyStep, stored: Stored, working: Working, facts: Facts
 ) -> None:
     tries: list[int] = []
 
@@ -222,14 +235,20 @@ async def test_where_failures_cannot_be_stored_a_worker_says_so_once_and_counts_
     async with working(index):
         await facts.wait_for(Settled, 2 * PROMPT.attempts)
     assert (tries.count(1), tries.count(2)) == (PROMPT.attempts, PROMPT.attempts)
-    assert [letter.headers["Aviso-Reason"] for letter in await stored(STREAM)] == ["attempts_exhausted"] * 2
+    assert [present(letter.headers)["Aviso-Reason"] for letter in await stored(STREAM)] == ["attempts_exhausted"] * 2
     (said,) = facts.of(FailuresNotStored)
     assert (said.agent, said.bucket) == ("index", "tests_failures")
 
 
 @pytest.mark.parametrize("error", [UnavailableError("no answer"), OutcomeUnknownError("no answer")])
 async def test_a_dead_letter_that_cannot_be_stored_keeps_its_original(
-    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts, error: BackendError
+    backend: DeadLetterGuard,
+    router: Router,
+    store: Store,
+    stored: Stored,
+    working: Working,
+    facts: Facts,
+    error: BackendError,
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
@@ -248,7 +267,7 @@ async def test_a_dead_letter_that_cannot_be_stored_keeps_its_original(
 
 
 async def test_an_agent_whose_dead_letters_are_refused_tries_one_at_a_time_and_more_rarely(
-    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts
 ) -> None:
     @router.agent("mars", concurrency=4)
     async def index(notification: Notification[Field]) -> None: ...
@@ -269,7 +288,7 @@ async def test_an_agent_whose_dead_letters_are_refused_tries_one_at_a_time_and_m
 
 
 async def test_an_agent_says_that_all_is_well_when_nothing_is_refused_any_more(
-    backend: DeadLetterGuard, router: Router, notify, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, notify: NotifyStep, working: Working, facts: Facts
 ) -> None:
     broken = True
 
@@ -288,7 +307,7 @@ async def test_an_agent_says_that_all_is_well_when_nothing_is_refused_any_more(
 
 
 async def test_a_large_dead_letter_of_which_one_part_is_stored_keeps_its_original(
-    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
@@ -308,7 +327,13 @@ async def test_a_large_dead_letter_of_which_one_part_is_stored_keeps_its_origina
 
 
 async def test_a_dead_letter_that_cannot_be_made_to_fit_keeps_no_other_from_being_stored(
-    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts, monkeypatch: pytest.MonkeyPatch
+    backend: DeadLetterGuard,
+    router: Router,
+    store: Store,
+    stored: Stored,
+    working: Working,
+    facts: Facts,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
@@ -321,11 +346,11 @@ async def test_a_dead_letter_that_cannot_be_made_to_fit_keeps_no_other_from_bein
         await store("mars.od.12", b"?")
         _, second = await facts.wait_for(Settled, 2)
     assert (second.outcome, second.sequence) == ("dead_lettered", 2)
-    assert [message.headers["Aviso-Subject"] for message in await stored(STREAM)] == ["mars.od.12"]
+    assert [present(message.headers)["Aviso-Subject"] for message in await stored(STREAM)] == ["mars.od.12"]
 
 
 async def test_a_rest_whose_first_part_is_gone_is_no_dead_letter(
-    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
@@ -340,7 +365,7 @@ async def test_a_rest_whose_first_part_is_gone_is_no_dead_letter(
 
 
 async def test_a_large_dead_letter_that_is_tried_again_is_one_again_where_its_first_part_is_gone(
-    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
@@ -359,7 +384,7 @@ async def test_a_large_dead_letter_that_is_tried_again_is_one_again_where_its_fi
 
 
 async def test_a_large_dead_letter_that_is_tried_again_waits_until_its_first_part_can_be_read(
-    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts
 ) -> None:
     seen: list[str] = []
     broken = True
@@ -383,7 +408,7 @@ async def test_a_large_dead_letter_that_is_tried_again_waits_until_its_first_par
     assert (again.outcome, seen) == ("acked", [text])
 
 
-async def retry_large(backend: DeadLetterGuard, stored) -> PubAck:
+async def retry_large(backend: DeadLetterGuard, stored: Stored) -> PubAck:
     """Hand the one dead letter, which is stored in two parts, back to its agent; returns where its rest is."""
     acks: list[PubAck] = []
 
@@ -398,7 +423,7 @@ async def retry_large(backend: DeadLetterGuard, stored) -> PubAck:
 
 
 async def test_a_rest_takes_the_first_part_of_no_other_letter(
-    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts
 ) -> None:
     """Sequences begin at 1 again where the stream was made anew."""
 
@@ -413,7 +438,7 @@ async def test_a_rest_takes_the_first_part_of_no_other_letter(
             await facts.wait_for(Settled, step)
     small, first_of_another, _, _, rest = await stored(STREAM)
     for other in (small, first_of_another, rest):
-        wrong = structs.replace(rest, headers={**rest.headers, parts.FIRST_PART: str(other.sequence)})
+        wrong = structs.replace(rest, headers={**present(rest.headers), parts.FIRST_PART: str(other.sequence)})
         with pytest.raises(UndecodableError, match="lacks its first part"):
             await parts.whole(backend, STREAM, wrong)
     assert (await parts.whole(backend, STREAM, rest)).data == b"3" * (backend.connection.max_payload - 150)
@@ -421,7 +446,7 @@ async def test_a_rest_takes_the_first_part_of_no_other_letter(
 
 @pytest.mark.parametrize("header", parts.HEADERS)
 async def test_a_dead_letter_is_whole_although_its_original_says_that_it_is_a_part(
-    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts, header: str
+    backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts, header: str
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
@@ -435,7 +460,7 @@ async def test_a_dead_letter_is_whole_although_its_original_says_that_it_is_a_pa
 
 
 async def test_what_hands_a_large_dead_letter_back_names_no_part_of_the_letter(
-    backend: DeadLetterGuard, router: Router, store, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts
 ) -> None:
     """It would be taken for a rest without its first part where the server takes larger messages than it did."""
 
@@ -451,7 +476,7 @@ async def test_what_hands_a_large_dead_letter_back_names_no_part_of_the_letter(
 
 
 async def test_a_stream_of_dead_letters_that_does_not_answer_is_looked_at_again(
-    backend: DeadLetterGuard, router: Router, store, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, store: Store, working: Working, facts: Facts
 ) -> None:
     """It may have been deleted, and is then made anew."""
 
@@ -481,7 +506,7 @@ async def test_a_stream_of_dead_letters_that_does_not_answer_is_looked_at_again(
     ],
 )
 async def test_any_text_of_an_error_fits_into_a_header(
-    router: Router, notify, stored, working, facts: Facts, text: str, kept: str
+    router: Router, notify: NotifyStep, stored: Stored, working: Working, facts: Facts, text: str, kept: str
 ) -> None:
     @router.agent("mars", retry=Backoff(attempts=1))
     async def index(notification: Notification[Any]) -> None:
@@ -491,12 +516,12 @@ async def test_any_text_of_an_error_fits_into_a_header(
     async with working(index):
         await facts.wait_for(Settled)
     (letter,) = await stored(STREAM)
-    assert letter.headers["Aviso-Error"] == kept
-    letter.headers["Aviso-Error"].encode()
+    assert present(letter.headers)["Aviso-Error"] == kept
+    present(letter.headers)["Aviso-Error"].encode()
 
 
 async def test_what_the_agent_did_not_ask_for_is_settled_without_a_word(
-    session: Session, router: Router, notify, working, facts: Facts
+    session: Session, router: Router, notify: NotifyStep, working: Working, facts: Facts
 ) -> None:
     seen: list[str] = []
     done = anyio.Event()
@@ -517,7 +542,7 @@ async def test_what_the_agent_did_not_ask_for_is_settled_without_a_word(
 
 
 async def test_a_cancellation_from_within_is_a_failure_like_any_other(
-    router: Router, notify, working, facts: Facts
+    router: Router, notify: NotifyStep, working: Working, facts: Facts
 ) -> None:
     """Such as that of a task which the author awaits. Taken for ours, it would end the agent without a word."""
     calls = 0
@@ -545,7 +570,7 @@ async def test_a_cancellation_from_within_is_a_failure_like_any_other(
 
 
 async def test_a_time_out_of_the_authors_own_is_a_failure_like_any_other(
-    router: Router, notify, working, facts: Facts
+    router: Router, notify: NotifyStep, working: Working, facts: Facts
 ) -> None:
     @router.agent("mars", retry=Backoff(attempts=1))
     async def index(notification: Notification[Any]) -> None:
@@ -561,7 +586,13 @@ async def test_a_time_out_of_the_authors_own_is_a_failure_like_any_other(
 
 
 async def test_a_dead_letter_that_is_being_stored_is_stored_also_when_the_worker_has_to_end(
-    backend: DeadLetterGuard, session: Session, router: Router, notify, stored, working, facts: Facts
+    backend: DeadLetterGuard,
+    session: Session,
+    router: Router,
+    notify: NotifyStep,
+    stored: Stored,
+    working: Working,
+    facts: Facts,
 ) -> None:
     failed = anyio.Event()
 
@@ -580,7 +611,7 @@ async def test_a_dead_letter_that_is_being_stored_is_stored_also_when_the_worker
     assert await unsettled(session, index) == (0, 0)
 
 
-class Failed:
+class Failed(UnsettledDelivery):
     """A delivery whose handling has failed."""
 
     def __init__(self, sequence: int = 1, timestamp_ns: int = 1) -> None:
@@ -589,7 +620,7 @@ class Failed:
 
 
 async def test_what_a_stream_has_no_time_left_for_at_its_rate_comes_in_the_next_list(
-    router: Router, notify, working, facts: Facts
+    router: Router, notify: NotifyStep, working: Working, facts: Facts
 ) -> None:
     lists: list[tuple[float, list[str]]] = []
 
@@ -627,7 +658,12 @@ async def test_failures_are_those_of_one_notification_and_one_agent(backend: Dea
 
 @pytest.mark.parametrize("order_by", [(), ("class",)])
 async def test_failures_are_forgotten_when_a_notification_is_settled(
-    backend: DeadLetterGuard, router: Router, notify, working, facts: Facts, order_by: tuple[str, ...]
+    backend: DeadLetterGuard,
+    router: Router,
+    notify: NotifyStep,
+    working: Working,
+    facts: Facts,
+    order_by: tuple[str, ...],
 ) -> None:
     tries: list[str] = []
 
@@ -648,7 +684,7 @@ async def test_failures_are_forgotten_when_a_notification_is_settled(
 
 
 async def test_what_failed_for_good_in_its_lane_has_all_attempts_again_when_it_is_tried_again(
-    backend: DeadLetterGuard, router: Router, notify, stored, working, facts: Facts
+    backend: DeadLetterGuard, router: Router, notify: NotifyStep, stored: Stored, working: Working, facts: Facts
 ) -> None:
     tries: list[str] = []
 
@@ -686,7 +722,7 @@ async def advise(backend: DeadLetterGuard, advisory: bytes) -> None:
 
 
 async def test_what_its_server_gave_up_is_kept_although_the_dead_letter_cannot_be_stored_at_once(
-    backend: DeadLetterGuard, session: Session, router: Router, notify, stored, facts: Facts
+    backend: DeadLetterGuard, session: Session, router: Router, notify: NotifyStep, stored: Stored, facts: Facts
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Any]) -> None: ...
@@ -703,7 +739,7 @@ async def test_what_its_server_gave_up_is_kept_although_the_dead_letter_cannot_b
 
 
 async def test_one_notification_has_a_dead_letter_of_each_agent_that_gives_it_up_whatever_its_headers_say(
-    router: Router, store, stored, working, facts: Facts
+    router: Router, store: Store, stored: Stored, working: Working, facts: Facts
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
@@ -714,7 +750,7 @@ async def test_one_notification_has_a_dead_letter_of_each_agent_that_gives_it_up
     await store("mars.od.6", b"?", {"Aviso-Agent": "another", "Aviso-Reason": "none"})
     async with working(index), working(sums):
         await facts.wait_for(Settled, 2)
-    letters = [letter.headers for letter in await stored(STREAM)]
+    letters = [present(letter.headers) for letter in await stored(STREAM)]
     assert sorted(headers["Aviso-Agent"] for headers in letters) == ["index", "sums"]
     assert [headers["Aviso-Reason"] for headers in letters] == ["undecodable", "undecodable"]
 
@@ -730,7 +766,7 @@ async def test_one_notification_has_a_dead_letter_of_each_agent_that_gives_it_up
     ],
 )
 async def test_an_advisory_of_nothing_that_could_be_kept_is_read_once(
-    backend: DeadLetterGuard, session: Session, notify, store, facts: Facts, advisory: bytes
+    backend: DeadLetterGuard, session: Session, notify: NotifyStep, store: Store, facts: Facts, advisory: bytes
 ) -> None:
     await notify(6)
     await store("mars.od.6", b"", {codec.MARKER_HEADER: "MaxAge"})
@@ -743,7 +779,13 @@ async def test_an_advisory_of_nothing_that_could_be_kept_is_read_once(
 
 
 async def test_a_large_retry_that_its_server_gave_up_is_kept_whole(
-    backend: DeadLetterGuard, session: Session, router: Router, store, stored, working, facts: Facts
+    backend: DeadLetterGuard,
+    session: Session,
+    router: Router,
+    store: Store,
+    stored: Stored,
+    working: Working,
+    facts: Facts,
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import anyio
@@ -34,9 +34,9 @@ class ObservedBackend(InMemoryBackend):
         self.created_by_a_peer: StreamSpec | None = None
         self.refusal = ""
 
-    async def stream_info(self, stream: str) -> StreamInfo:
+    async def stream_info(self, stream: str, **stated: Any) -> StreamInfo:
         self.asked["info"] += 1
-        return await super().stream_info(stream)
+        return await super().stream_info(stream, **stated)
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:
         self.asked["create"] += 1
@@ -52,7 +52,7 @@ class ObservedBackend(InMemoryBackend):
 
 
 @pytest.fixture
-async def backend():
+async def backend() -> AsyncGenerator[ObservedBackend, None]:
     async with ObservedBackend() as backend:
         yield backend
 
@@ -67,7 +67,8 @@ def managed(backend: ObservedBackend, facts: Facts, management: str = "reconcile
 
 
 async def max_msgs(backend: ObservedBackend) -> int:
-    return (await InMemoryBackend.stream_info(backend, "MARS")).config["max_msgs"]
+    found: int = (await InMemoryBackend.stream_info(backend, "MARS")).config["max_msgs"]
+    return found
 
 
 async def test_a_missing_stream_is_created(provisioner: Provisioner, backend: ObservedBackend, facts: Facts) -> None:

@@ -21,7 +21,8 @@ from aviso_workers.engine.prefetch import MOST_PREFETCH, PREFETCH_SECONDS, Prefe
 from aviso_workers.engine.session import Session
 from aviso_workers.engine.subscription import Run
 from aviso_workers.events import AgentStopped, Settled
-from tests.engine.conftest import Facts, config_with
+from tests.deliveries import UnsettledDelivery
+from tests.engine.conftest import Facts, NotifyStep, Working, config_with
 
 pytestmark = pytest.mark.anyio
 
@@ -35,7 +36,7 @@ def settings() -> Config:
 
 @pytest.mark.parametrize("concurrency", [1, 3, 8])
 async def test_it_runs_as_many_at_once_as_it_may_and_holds_twice_as_many(
-    session: Session, router: Router, notify, working, facts: Facts, concurrency: int
+    session: Session, router: Router, notify: NotifyStep, working: Working, facts: Facts, concurrency: int
 ) -> None:
     running = 0
     most_running, most_held = 0, 0
@@ -59,7 +60,7 @@ async def test_it_runs_as_many_at_once_as_it_may_and_holds_twice_as_many(
 
 
 async def test_what_runs_or_waits_for_longer_than_the_ack_wait_is_not_given_to_another(
-    router: Router, notify, working, facts: Facts
+    router: Router, notify: NotifyStep, working: Working, facts: Facts
 ) -> None:
     @router.agent("mars", ack_wait=2.0)
     async def index(notification: Notification[Any]) -> None:
@@ -72,7 +73,9 @@ async def test_what_runs_or_waits_for_longer_than_the_ack_wait_is_not_given_to_a
     assert [(event.outcome, event.num_delivered) for event in settled] == [("acked", 1), ("acked", 1)]
 
 
-async def test_two_workers_share_what_there_is(router: Router, notify, working, facts: Facts) -> None:
+async def test_two_workers_share_what_there_is(
+    router: Router, notify: NotifyStep, working: Working, facts: Facts
+) -> None:
     running = most_running = 0
 
     @router.agent("mars")
@@ -91,7 +94,7 @@ async def test_two_workers_share_what_there_is(router: Router, notify, working, 
     assert most_running == 2
 
 
-class Delivery:
+class Delivery(UnsettledDelivery):
     """One that counts how often it was given back."""
 
     def __init__(self, sequence: int = 1, *, size: int = 4) -> None:
@@ -139,8 +142,8 @@ async def test_its_consumer_is_told_when_there_is_room_again() -> None:
     run = run_of(Discarding)
     run.attach("MARS", Consumer())  # type: ignore[arg-type]
     stop = anyio.Event()
-    run.buffer.put(Delivery(1))  # type: ignore[arg-type]
-    run.buffer.put(Delivery(2))  # type: ignore[arg-type]
+    run.buffer.put(Delivery(1))
+    run.buffer.put(Delivery(2))
     assert run.capacity() == 0
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=1.0))
@@ -173,7 +176,7 @@ async def test_consumer_of_an_agent_that_holds_one_at_a_time_is_asked_again_when
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=1.0))
         for sequence in range(1, 401):
-            run.buffer.put(Delivery(sequence))  # type: ignore[arg-type]
+            run.buffer.put(Delivery(sequence))
             await anyio.sleep(PREFETCH_SECONDS / 50)
         stop.set()
     assert refilled_after == list(range(400)), "a refill before each of them is counted"
@@ -181,7 +184,7 @@ async def test_consumer_of_an_agent_that_holds_one_at_a_time_is_asked_again_when
 
 class TestStopping:
     async def test_finishes_what_runs_and_gives_back_what_waits(
-        self, session: Session, router: Router, notify, working, facts: Facts
+        self, session: Session, router: Router, notify: NotifyStep, working: Working, facts: Facts
     ) -> None:
         began, end = anyio.Event(), anyio.Event()
         finished: list[str] = []
@@ -209,7 +212,7 @@ class TestStopping:
         assert [event.num_delivered for event in facts.of(Settled)] == [1, 2, 1]
 
     async def test_cancels_what_still_runs_after_the_drain_timeout_and_gives_it_back(
-        self, session: Session, router: Router, notify, working, facts: Facts
+        self, session: Session, router: Router, notify: NotifyStep, working: Working, facts: Facts
     ) -> None:
         began = anyio.Event()
         cancelled_after: list[float] = []
@@ -239,7 +242,7 @@ class TestStopping:
         assert anyio.current_time() - began_again < 1
 
     async def test_at_once_gives_back_what_runs_and_what_waits(
-        self, session: Session, router: Router, notify, working, facts: Facts
+        self, session: Session, router: Router, notify: NotifyStep, working: Working, facts: Facts
     ) -> None:
         began = anyio.Event()
 
@@ -262,7 +265,7 @@ class TestStopping:
         assert [(event.outcome, event.num_delivered) for event in settled] == [("acked", 2), ("acked", 2)]
         assert anyio.current_time() - began_again < 1
 
-    async def test_while_nothing_runs_is_at_once(self, router: Router, working, facts: Facts) -> None:
+    async def test_while_nothing_runs_is_at_once(self, router: Router, working: Working, facts: Facts) -> None:
         @router.agent("mars", concurrency=4)
         async def index(notification: Notification[Any]) -> None: ...
 
@@ -273,7 +276,7 @@ class TestStopping:
         assert facts.of(AgentStopped) == [AgentStopped(agent="index", finished=0, returned=0)]
 
     async def test_takes_nothing_more(
-        self, session: Session, backend: InMemoryBackend, router: Router, notify, working
+        self, session: Session, backend: InMemoryBackend, router: Router, notify: NotifyStep, working: Working
     ) -> None:
         began, end = anyio.Event(), anyio.Event()
 
@@ -303,7 +306,7 @@ class TestStopping:
 
         class Consumer:
             async def stop(self) -> None:
-                run.buffer.put(delivery)  # type: ignore[arg-type]
+                run.buffer.put(delivery)
 
         run = run_of(Refusing)
         run.attach("MARS", Consumer())  # type: ignore[arg-type]
@@ -314,7 +317,7 @@ class TestStopping:
 
 
 async def test_a_lane_does_not_overtake_a_head_that_the_drain_timeout_cuts_off(
-    router: Router, notify, working, facts: Facts
+    router: Router, notify: NotifyStep, working: Working, facts: Facts
 ) -> None:
     begun: list[str] = []
     running = anyio.Event()
@@ -345,7 +348,7 @@ async def test_what_it_asks_for_follows_the_pace_at_which_handling_begins() -> N
     async def begin(count: int, *, every_seconds: float) -> None:
         for _ in range(count):
             await clock.advance(every_seconds)
-            buffer.put(Delivery(next(numbers)))  # type: ignore[arg-type]
+            buffer.put(Delivery(next(numbers)))
             delivery = await buffer.take()
             assert delivery is not None
             buffer.done(delivery)
@@ -375,8 +378,8 @@ class TestBytes:
     async def test_as_many_are_asked_for_as_fit(self) -> None:
         run = self.run_with_room_for(100)
         assert run.capacity() == 100, "of unknown size"
-        run.buffer.put(Delivery(1, size=200))  # type: ignore[arg-type]
-        run.buffer.put(Delivery(2, size=100))  # type: ignore[arg-type]
+        run.buffer.put(Delivery(1, size=200))
+        run.buffer.put(Delivery(2, size=100))
         assert run.capacity() == 4, "700 bytes are left, and those that wait have 150 each"
         await run.buffer.take()
         assert run.capacity() == 9, "what runs does not count"
@@ -384,23 +387,23 @@ class TestBytes:
     async def test_one_that_is_larger_than_all_that_may_wait_is_handled(self) -> None:
         run = self.run_with_room_for(100)
         large = Delivery(1, size=5000)
-        run.buffer.put(large)  # type: ignore[arg-type]
+        run.buffer.put(large)
         assert run.capacity() <= 0
         assert await run.buffer.take() is large
         assert run.capacity() == 100
 
     async def test_small_ones_are_limited_by_their_number(self) -> None:
         run = self.run_with_room_for(100)
-        run.buffer.put(Delivery(1, size=1))  # type: ignore[arg-type]
+        run.buffer.put(Delivery(1, size=1))
         assert run.capacity() == 99
 
     async def test_a_worker_is_not_kept_idle_by_what_waits_for_its_retry(self) -> None:
         run = self.run_with_room_for(100)
         head = Delivery(1, size=600)
-        run.buffer.put(head)  # type: ignore[arg-type]
-        run.buffer.put(Delivery(2, size=600))  # type: ignore[arg-type]
+        run.buffer.put(head)
+        run.buffer.put(Delivery(2, size=600))
         assert await run.buffer.take() is head
-        run.buffer.again(head, after_seconds=60.0)  # type: ignore[arg-type]
+        run.buffer.again(head, after_seconds=60.0)
         assert run.capacity() <= 0
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run.buffer.take)
@@ -408,7 +411,9 @@ class TestBytes:
             assert run.capacity() == 100, "and none of its key can begin before it"
             tasks.cancel_scope.cancel()
 
-    async def test_no_more_wait_than_fit(self, session: Session, router: Router, notify, working) -> None:
+    async def test_no_more_wait_than_fit(
+        self, session: Session, router: Router, notify: NotifyStep, working: Working
+    ) -> None:
         began, end = anyio.Event(), anyio.Event()
 
         @router.agent("mars", order_by=["step"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from aviso_workers import Notification, Router, config
-from aviso_workers.backends import Message, PubAck
+from aviso_workers.backends import Delivery, Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import acknowledging
@@ -24,6 +24,7 @@ from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shields import Shield
 from aviso_workers.events import Settled
+from tests.deliveries import UnsettledDelivery
 from tests.engine.conftest import Facts, config_with
 
 pytestmark = pytest.mark.anyio
@@ -55,7 +56,7 @@ async def backend() -> AsyncGenerator[SlowBackend, None]:
         yield backend
 
 
-class Delivered:
+class Delivered(UnsettledDelivery):
     """A delivery that notes how it was settled."""
 
     held = True
@@ -73,6 +74,9 @@ class Delivered:
 
     def term(self, reason: str) -> None:
         self.settled.append(f"term {reason}")
+
+
+Suspect = Callable[[int], Awaitable[Delivered]]
 
 
 class Worker:
@@ -135,24 +139,24 @@ def worker(backend: SlowBackend, facts: Facts) -> Callable[..., Worker]:
 
 
 @pytest.fixture
-def suspect(backend: SlowBackend, facts: Facts) -> Callable[[int], Any]:
+def suspect(backend: SlowBackend, facts: Facts) -> Suspect:
     """`await suspect(1)`: a delivery of what ran when its last worker ended."""
 
-    async def suspect(sequence: int) -> Any:
-        delivery: Any = Delivered(sequence)
+    async def suspect(sequence: int) -> Delivered:
+        delivery = Delivered(sequence)
         await Worker.failures_of_another(backend, facts).begin(delivery, alone=False)
         return delivery
 
     return suspect
 
 
-async def began(worker: Worker, backend: SlowBackend, facts: Facts, delivery: Any) -> str | None:
+async def began(worker: Worker, backend: SlowBackend, facts: Facts, delivery: Delivery) -> str | None:
     """Which record there is that its handler begins."""
     return (await worker.failures_of_another(backend, facts).look(delivery)).began
 
 
 async def test_one_that_waits_for_others_to_end_does_not_keep_its_worker_from_stopping(
-    worker: Callable[..., Worker], suspect: Callable[[int], Any]
+    worker: Callable[..., Worker], suspect: Suspect
 ) -> None:
     here, running = worker(ordered=True), Delivered(1, num_delivered=1)
     here.buffer.put(running)
@@ -166,7 +170,7 @@ async def test_one_that_waits_for_others_to_end_does_not_keep_its_worker_from_st
 
 
 async def test_one_that_nobody_has_taken_yet_does_not_keep_its_worker_from_stopping(
-    backend: SlowBackend, facts: Facts, worker: Callable[..., Worker], suspect: Callable[[int], Any]
+    backend: SlowBackend, facts: Facts, worker: Callable[..., Worker], suspect: Suspect
 ) -> None:
     here, delivery = worker(ordered=True), await suspect(1)
     async with here.deciding():
@@ -178,32 +182,32 @@ async def test_one_that_nobody_has_taken_yet_does_not_keep_its_worker_from_stopp
 
 
 async def test_one_that_was_given_back_while_another_ran_alone_does_not_keep_others_from_running_alone(
-    worker: Callable[..., Worker], suspect: Callable[[int], Any]
+    worker: Callable[..., Worker], suspect: Suspect
 ) -> None:
     here = worker()
     first, second, third = [await suspect(sequence) for sequence in (1, 2, 3)]
     async with here.deciding():
         here.buffer.put(first)
-        assert await here.buffer.take() is first
+        assert first is await here.buffer.take()
         here.buffer.put(second)
         await anyio.wait_all_tasks_blocked()
         acknowledging.give_back(here.buffer.withdraw())
         here.buffer.put(third)
         here.buffer.done(first)
-        assert await here.buffer.take() is third
+        assert third is await here.buffer.take()
         here.buffer.done(third)
         here.buffer.close()
     assert second.settled == ["nak"]
 
 
 async def test_others_begin_again_after_seconds_while_one_runs_alone(
-    worker: Callable[..., Worker], suspect: Callable[[int], Any]
+    worker: Callable[..., Worker], suspect: Suspect
 ) -> None:
     here, other = worker(), Delivered(2, num_delivered=1)
     alone = await suspect(1)
     async with here.deciding():
         here.buffer.put(alone)
-        assert await here.buffer.take() is alone
+        assert alone is await here.buffer.take()
         here.buffer.put(other)
         since = anyio.current_time()
         assert await here.buffer.take() is other
@@ -213,7 +217,7 @@ async def test_others_begin_again_after_seconds_while_one_runs_alone(
 
 
 async def test_one_that_waits_for_others_begins_after_seconds_although_they_run(
-    worker: Callable[..., Worker], suspect: Callable[[int], Any]
+    worker: Callable[..., Worker], suspect: Suspect
 ) -> None:
     here, running = worker(), Delivered(1, num_delivered=1)
     alone = await suspect(2)
@@ -221,7 +225,7 @@ async def test_one_that_waits_for_others_begins_after_seconds_although_they_run(
     async with here.deciding():
         assert await here.buffer.take() is running
         here.buffer.put(alone)
-        assert await here.buffer.take() is alone
+        assert alone is await here.buffer.take()
         here.buffer.done(alone)
         here.buffer.close()
 

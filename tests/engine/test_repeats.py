@@ -13,15 +13,14 @@ from aviso_workers.engine.repeats import MOST_REMEMBERED, Repeats
 from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import ConsumerConfig
+from tests.deliveries import UnsettledDelivery
 
 pytestmark = pytest.mark.anyio
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-class Delivery:
-    can_be_read_again = True
-
+class Delivery(UnsettledDelivery):
     def __init__(self, sequence: int, *, num_delivered: int = 1, stored_at: int = 1) -> None:
         self.message = Message(subject="mars.od", data=b"", sequence=sequence, timestamp_ns=stored_at)
         self.num_delivered = num_delivered

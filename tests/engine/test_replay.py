@@ -22,7 +22,7 @@ from aviso_workers.engine.replay import MOST_FRUITLESS, Replayer
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import InvalidIdentifierError, UnavailableError, UnknownEventTypeError
 from aviso_workers.events import Skipped, StreamMadeAgain
-from tests.engine.conftest import A_LONG_TIME, Facts
+from tests.engine.conftest import A_LONG_TIME, Facts, NotifyStep, Store
 
 pytestmark = pytest.mark.anyio
 
@@ -69,7 +69,7 @@ async def replayer(session: Session, make_stream: Callable[[], Awaitable[None]])
 
 
 @pytest.fixture
-async def five(notify) -> None:
+async def five(notify: NotifyStep) -> None:
     """Steps 0 to 4, stored at midnight, at one o'clock, and so on."""
     for step in range(5):
         await notify(step)
@@ -130,7 +130,7 @@ class TestAReplay:
             only = Position(time=notification.time)
             assert await steps(replayer.replay(only, only)) == [int(notification.identifier["step"])]
 
-    async def test_ends_with_what_was_stored_when_it_began(self, replayer: Replayer, notify) -> None:
+    async def test_ends_with_what_was_stored_when_it_began(self, replayer: Replayer, notify: NotifyStep) -> None:
         found = []
         async with aclosing(replayer.replay(Position(), Position())) as notifications:
             async for notification in notifications:
@@ -142,7 +142,9 @@ class TestAReplay:
         replayer = await session.replayer("mars", {"step": {"between": [1, 3]}})
         assert await steps(replayer.replay(Position(sequence=3), Position())) == [2, 3]
 
-    async def test_leaves_out_what_cannot_be_decoded_and_says_so(self, replayer: Replayer, store, facts: Facts) -> None:
+    async def test_leaves_out_what_cannot_be_decoded_and_says_so(
+        self, replayer: Replayer, store: Store, facts: Facts
+    ) -> None:
         await store("mars.od", b"")
         await store("mars.od.6", b"not JSON")
         assert await steps(replayer.replay(Position(sequence=5), Position())) == [4, 6]
@@ -173,7 +175,7 @@ class TestAReplay:
                 assert (await anext(notifications)).sequence == 3
 
     async def test_goes_on_for_as_long_as_it_gets_something(
-        self, replayer: Replayer, backend: MortalBackend, notify, monkeypatch: pytest.MonkeyPatch
+        self, replayer: Replayer, backend: MortalBackend, notify: NotifyStep, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         read = backend.read
 
@@ -209,7 +211,7 @@ class TestAReplay:
 
 class TestATimeOfAServerThatWasAhead:
     @pytest.fixture(autouse=True)
-    async def three(self, backend: MortalBackend, notify, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def three(self, backend: MortalBackend, notify: NotifyStep, monkeypatch: pytest.MonkeyPatch) -> None:
         """Steps 0 to 2, stored 10 seconds after each other; the server of step 1 was 30 seconds ahead."""
         for step in range(3):
             await notify(step)
@@ -237,7 +239,7 @@ class TestATimeOfAServerThatWasAhead:
         assert await steps(replayer.replay(start, Position())) == [1]
         assert await steps(replayer.watch(start), 1) == [1]
 
-    async def test_is_no_reason_to_read_on_for_long(self, replayer: Replayer, notify) -> None:
+    async def test_is_no_reason_to_read_on_for_long(self, replayer: Replayer, notify: NotifyStep) -> None:
         await anyio.sleep(120)
         await notify(3)
         end = Position(time=MIDNIGHT + timedelta(seconds=25))
@@ -245,7 +247,9 @@ class TestATimeOfAServerThatWasAhead:
 
 
 class TestAWatch:
-    async def test_without_a_start_has_only_what_comes(self, replayer: Replayer, five: None, notify) -> None:
+    async def test_without_a_start_has_only_what_comes(
+        self, replayer: Replayer, five: None, notify: NotifyStep
+    ) -> None:
         async with aclosing(replayer.watch(Position())) as notifications, anyio.create_task_group() as tasks:
 
             async def publish() -> None:
@@ -266,7 +270,7 @@ class TestAWatch:
         ],
     )
     async def test_goes_from_history_to_what_comes(
-        self, replayer: Replayer, five: None, notify, start: dict[str, Any], expected: list[int]
+        self, replayer: Replayer, five: None, notify: NotifyStep, start: dict[str, Any], expected: list[int]
     ) -> None:
         async with anyio.create_task_group() as tasks:
 
@@ -279,7 +283,7 @@ class TestAWatch:
 
     @pytest.mark.parametrize("interrupted", [False, True])
     async def test_has_every_one_once_however_fast_they_come(
-        self, replayer: Replayer, backend: MortalBackend, notify, interrupted: bool
+        self, replayer: Replayer, backend: MortalBackend, notify: NotifyStep, interrupted: bool
     ) -> None:
         seen: list[int] = []
 
@@ -303,7 +307,7 @@ class TestAWatch:
         assert seen == list(range(1, 601))
 
     async def test_that_saw_nothing_yet_still_starts_where_it_was_told(
-        self, replayer: Replayer, backend: MortalBackend, notify
+        self, replayer: Replayer, backend: MortalBackend, notify: NotifyStep
     ) -> None:
         await notify(0)
         async with anyio.create_task_group() as tasks:
@@ -321,7 +325,7 @@ class TestAWatch:
             assert await steps(replayer.watch(Position(time=at(1))), 1) == [2]
 
     async def test_waits_for_as_long_as_it_gets_nothing(
-        self, replayer: Replayer, backend: MortalBackend, notify
+        self, replayer: Replayer, backend: MortalBackend, notify: NotifyStep
     ) -> None:
         await notify(0)
         backend.unreadable = True
@@ -350,7 +354,7 @@ class TestAWatch:
                 await anext(notifications)
 
     async def test_begins_again_where_the_stream_has_lost_its_end(
-        self, replayer: Replayer, backend: MortalBackend, notify, facts: Facts
+        self, replayer: Replayer, backend: MortalBackend, notify: NotifyStep, facts: Facts
     ) -> None:
         """As a restored backup has, and a server that lost power: created when it was, with less in it."""
         for step in range(5):

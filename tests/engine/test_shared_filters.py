@@ -20,6 +20,7 @@ from aviso_workers.errors import UnavailableError
 from aviso_workers.events import Events, FiltersDiffer
 from aviso_workers.jetstream.metadata import RESETS, VERSIONS, Version, shared
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
+from tests.deliveries import UnsettledDelivery
 
 pytestmark = pytest.mark.anyio
 
@@ -171,10 +172,8 @@ async def test_of_two_that_open_it_at_once_the_one_that_was_overwritten_soon_men
         assert await filters_of(backend) == WIDE
 
 
-class Delivered:
+class Delivered(UnsettledDelivery):
     """A delivery that notes how it was settled."""
-
-    num_delivered = 1
 
     def __init__(self, subject: str, *, sequence: int) -> None:
         self.message = Message(subject=subject, data=b"", sequence=sequence, timestamp_ns=sequence)
@@ -202,7 +201,8 @@ class TestWhatNoVersionIsKnownToWant:
     ) -> None:
         narrow = worker(backend, NARROW, [])
         await narrow.ensure()
-        consumer_info, arrived = backend.consumer_info, []
+        consumer_info = backend.consumer_info
+        arrived: list[str] = []
 
         async def one_arrives_meanwhile(stream: str, consumer: str) -> ConsumerInfo:
             found = await consumer_info(stream, consumer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,11 +20,13 @@ from aviso_workers.engine.subscription import HEALTHY_SECONDS, supervise_task
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Settled, TaskFailed
 from aviso_workers.jetstream.specs import ConsumerSpec
-from tests.engine.conftest import Facts
+from tests.engine.conftest import Facts, NotifyStep, Working
 
 pytestmark = pytest.mark.anyio
 
 APP: Any = object()
+
+Supervise = Callable[[Router, anyio.Event], Coroutine[Any, Any, None]]
 
 
 class LosingBackend(InMemoryBackend):
@@ -41,10 +43,10 @@ class LosingBackend(InMemoryBackend):
         self.loss, lost, self.lost = error, self.lost, anyio.Event()
         lost.set()
 
-    async def stream_info(self, stream: str) -> StreamInfo:
+    async def stream_info(self, stream: str, **stated: Any) -> StreamInfo:
         if stream == "MARS":
             self.diary.append("stream looked at")
-        return await super().stream_info(stream)
+        return await super().stream_info(stream, **stated)
 
     async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
         if self.closed is not None and stream == "MARS":
@@ -84,7 +86,7 @@ async def backend() -> AsyncGenerator[LosingBackend, None]:
 
 class TestAnAgent:
     async def test_goes_on_after_its_consumer_was_lost(
-        self, backend: LosingBackend, router: Router, notify, working, facts: Facts
+        self, backend: LosingBackend, router: Router, notify: NotifyStep, working: Working, facts: Facts
     ) -> None:
         @router.agent("mars")
         async def index(notification: Notification[Any]) -> None: ...
@@ -106,7 +108,7 @@ class TestAnAgent:
         assert len(facts.of(AgentStopped)) == 1
 
     async def test_finishes_what_ran_when_its_consumer_was_lost(
-        self, backend: LosingBackend, router: Router, notify, working, facts: Facts
+        self, backend: LosingBackend, router: Router, notify: NotifyStep, working: Working, facts: Facts
     ) -> None:
         began, end = anyio.Event(), anyio.Event()
 
@@ -125,7 +127,7 @@ class TestAnAgent:
         assert (settled.outcome, settled.num_delivered) == ("acked", 1)
 
     async def test_looks_at_its_stream_again_where_that_may_be_gone(
-        self, backend: LosingBackend, router: Router, working, facts: Facts
+        self, backend: LosingBackend, router: Router, working: Working, facts: Facts
     ) -> None:
         @router.agent("mars")
         async def index(notification: Notification[Any]) -> None: ...
@@ -141,7 +143,7 @@ class TestAnAgent:
             assert "stream looked at" in backend.diary
 
     async def test_that_cannot_be_opened_waits_longer_and_longer(
-        self, backend: LosingBackend, router: Router, working, facts: Facts
+        self, backend: LosingBackend, router: Router, working: Working, facts: Facts
     ) -> None:
         @router.agent("mars")
         async def index(notification: Notification[Any]) -> None: ...
@@ -153,7 +155,7 @@ class TestAnAgent:
         assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0, 10.0, 10.0]
 
     async def test_does_not_hurry_because_it_once_was_healthy(
-        self, backend: LosingBackend, router: Router, working, facts: Facts
+        self, backend: LosingBackend, router: Router, working: Working, facts: Facts
     ) -> None:
         @router.agent("mars")
         async def index(notification: Notification[Any]) -> None: ...
@@ -168,7 +170,7 @@ class TestAnAgent:
         assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
 
     async def test_that_was_healthy_starts_again_at_once(
-        self, backend: LosingBackend, router: Router, working, facts: Facts
+        self, backend: LosingBackend, router: Router, working: Working, facts: Facts
     ) -> None:
         @router.agent("mars")
         async def index(notification: Notification[Any]) -> None: ...
@@ -182,7 +184,7 @@ class TestAnAgent:
         assert [round(event.again_in_seconds, 1) for event in facts.of(AgentDisturbed)] == [0.1, 0.2, 0.1, 0.2]
 
     async def test_that_waits_to_be_opened_stops_at_once(
-        self, backend: LosingBackend, router: Router, working, facts: Facts
+        self, backend: LosingBackend, router: Router, working: Working, facts: Facts
     ) -> None:
         @router.agent("mars")
         async def index(notification: Notification[Any]) -> None: ...
@@ -196,7 +198,7 @@ class TestAnAgent:
         assert len(facts.of(AgentStopped)) == 1
 
     async def test_that_stops_sees_its_last_settlement_off_before_it_closes(
-        self, backend: LosingBackend, router: Router, notify, working
+        self, backend: LosingBackend, router: Router, notify: NotifyStep, working: Working
     ) -> None:
         began, end = anyio.Event(), anyio.Event()
 
@@ -217,7 +219,7 @@ class TestAnAgent:
         assert backend.diary == ["handled", "settled", "consumer closed"]
 
     async def test_that_stops_without_a_connection_does_not_complain(
-        self, backend: LosingBackend, router: Router, notify, working, facts: Facts
+        self, backend: LosingBackend, router: Router, notify: NotifyStep, working: Working, facts: Facts
     ) -> None:
         began = anyio.Event()
 
@@ -235,7 +237,7 @@ class TestAnAgent:
         assert facts.of(AgentStopped) == [AgentStopped(agent="index", finished=1, returned=0)]
 
     async def test_that_keeps_an_order_does_not_wait_for_what_it_holds_itself(
-        self, backend: LosingBackend, router: Router, notify, working, facts: Facts
+        self, backend: LosingBackend, router: Router, notify: NotifyStep, working: Working, facts: Facts
     ) -> None:
         began, end = anyio.Event(), anyio.Event()
 
@@ -255,7 +257,7 @@ class TestAnAgent:
             await facts.wait_for(Settled)
 
     async def test_that_keeps_an_order_waits_for_what_a_dead_worker_held(
-        self, backend: LosingBackend, session: Session, router: Router, notify, working
+        self, backend: LosingBackend, session: Session, router: Router, notify: NotifyStep, working: Working
     ) -> None:
         seen: list[str] = []
         done = anyio.Event()
@@ -285,14 +287,16 @@ class TestAnAgent:
 
 class TestATask:
     @pytest.fixture
-    def supervise(self, facts: Facts) -> Callable[[Router, anyio.Event], Any]:
+    def supervise(self, facts: Facts) -> Supervise:
         async def supervise(router: Router, stop: anyio.Event) -> None:
             (task,) = router.tasks
             await supervise_task(task, APP, clock=LoopClock(), events=facts.events, stop=stop)
 
         return supervise
 
-    async def test_is_called_with_the_app_and_is_done_when_it_returns(self, router: Router, supervise, facts) -> None:
+    async def test_is_called_with_the_app_and_is_done_when_it_returns(
+        self, router: Router, supervise: Supervise, facts: Facts
+    ) -> None:
         called_with: list[Any] = []
 
         @router.task
@@ -303,7 +307,7 @@ class TestATask:
         assert (called_with, facts.of(TaskFailed)) == ([APP], [])
 
     async def test_that_raises_starts_again_after_waits_that_grow(
-        self, router: Router, supervise, facts: Facts
+        self, router: Router, supervise: Supervise, facts: Facts
     ) -> None:
         times: list[float] = []
 
@@ -320,7 +324,7 @@ class TestATask:
         assert str(facts.of(TaskFailed)[0].error) == "no such directory"
 
     async def test_that_ran_well_for_a_while_starts_again_at_once(
-        self, router: Router, supervise, facts: Facts
+        self, router: Router, supervise: Supervise, facts: Facts
     ) -> None:
         runs = 0
 
@@ -335,7 +339,7 @@ class TestATask:
         await supervise(router, anyio.Event())
         assert [round(event.again_in_seconds, 1) for event in facts.of(TaskFailed)] == [0.1, 0.2, 0.1, 0.2]
 
-    async def test_is_cancelled_when_the_worker_stops(self, router: Router, supervise, facts: Facts) -> None:
+    async def test_is_cancelled_when_the_worker_stops(self, router: Router, supervise: Supervise, facts: Facts) -> None:
         stop = anyio.Event()
         ended: list[bool] = []
 
@@ -352,7 +356,9 @@ class TestATask:
             stop.set()
         assert (ended, facts.of(TaskFailed)) == ([True], [])
 
-    async def test_that_waits_to_start_again_stops_at_once(self, router: Router, supervise, facts: Facts) -> None:
+    async def test_that_waits_to_start_again_stops_at_once(
+        self, router: Router, supervise: Supervise, facts: Facts
+    ) -> None:
         stop = anyio.Event()
 
         @router.task
@@ -366,7 +372,9 @@ class TestATask:
             stop.set()
         assert anyio.current_time() - began < 1
 
-    async def test_that_is_cancelled_from_within_has_failed(self, router: Router, supervise, facts: Facts) -> None:
+    async def test_that_is_cancelled_from_within_has_failed(
+        self, router: Router, supervise: Supervise, facts: Facts
+    ) -> None:
         runs = 0
 
         @router.task

@@ -14,7 +14,7 @@ from datetime import datetime
 from functools import partial
 from itertools import takewhile
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from aviso_workers import config
 from aviso_workers.aviso.codec import Message
@@ -65,7 +65,7 @@ class InMemoryBackend:
         self.connection = Connection(on_connection)
         self._dispatchers: dict[tuple[str, str], Dispatcher] = {}
 
-    async def __aenter__(self) -> InMemoryBackend:
+    async def __aenter__(self) -> Self:
         self.connection.open()
         return self
 

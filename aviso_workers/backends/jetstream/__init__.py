@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import anyio
 import msgspec
@@ -68,7 +68,7 @@ class JetStreamBackend(Management):
         self._made: dict[tuple[str, str], str] = {}
         self._tasks: TaskGroup
 
-    async def __aenter__(self) -> JetStreamBackend:
+    async def __aenter__(self) -> Self:
         await self._connection.open()
         await self._publisher.open()
         await self._ingester.open()

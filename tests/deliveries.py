@@ -1,0 +1,26 @@
+"""What the tests' stand-ins for deliveries have in common."""
+
+from __future__ import annotations
+
+from aviso_workers.backends import Message
+
+
+class UnsettledDelivery:
+    """A delivery that is held and that nothing settles; a test that settles it says what is to come of it."""
+
+    message: Message
+    num_delivered = 1
+    can_be_read_again = True
+    held = True
+
+    def ack(self) -> None:
+        raise AssertionError("acked")
+
+    def nak(self, *, delay_seconds: float = 0.0) -> None:
+        raise AssertionError(f"naked with a delay of {delay_seconds} s")
+
+    def term(self, reason: str) -> None:
+        raise AssertionError(f"terminated: {reason}")
+
+    def in_progress(self) -> None:
+        raise AssertionError("reported to be in progress")
