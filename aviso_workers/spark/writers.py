@@ -4,7 +4,8 @@ Spark makes the writers by `data_source`, pickles them, runs `write` in tasks, a
 on the driver. `rows` makes the messages and `message_ids` their ids; the engine's publisher does the rest, as for any
 other notification: stream, headers, waiting and trying again. Ids that are made of the content need no look at what
 the stream discards, since it can only be the same row. With ids of a column each row is answered by itself, and
-`duplicates` compares.
+`duplicates` compares. A task makes the stream at most before its first row: what is missing later was deleted, with all
+that had been stored in it, and `query_records` says so of the earlier batches of a streaming query.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TypeVar
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -25,7 +26,7 @@ from pyspark.sql.datasource import (
     WriterCommitMessage,
 )
 
-from aviso_workers.backends import OutgoingChunk, PubAck
+from aviso_workers.backends import Backend, OutgoingChunk, PubAck
 from aviso_workers.config import Config, streams
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publisher import Publisher
@@ -35,14 +36,16 @@ from aviso_workers.errors import (
     DuplicateIdError,
     InvalidNotificationError,
     NotFoundError,
+    RefusedError,
     UnavailableError,
 )
 from aviso_workers.events import Events
-from aviso_workers.spark import dead_letters, duplicates, new_topics, offsets
+from aviso_workers.spark import dead_letters, duplicates, new_topics, offsets, query_records
 from aviso_workers.spark.connections import Connection, connected, load_config, tries
 from aviso_workers.spark.dead_letters import DeadLetters
 from aviso_workers.spark.message_ids import ColumnIds, ContentIds
 from aviso_workers.spark.options import Writing
+from aviso_workers.spark.query_records import QueryBatch, QueryRecord
 from aviso_workers.spark.rows import Rows
 
 __all__ = ["BatchWriter", "StreamWriter", "Written", "write_counted"]
@@ -50,6 +53,7 @@ __all__ = ["BatchWriter", "StreamWriter", "Written", "write_counted"]
 TYPES = {"int": "BIGINT", "str": "STRING"}
 QUERY, BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -71,6 +75,8 @@ class Written(WriterCommitMessage):
     """The file that has them."""
     created: str = ""
     """When the stream was created that has the rows; empty where none were stored."""
+    unrecorded: str = ""
+    """Why that is not recorded for the next batches of the query; empty where it is, or nothing is to be."""
 
 
 class _Writer:
@@ -78,6 +84,8 @@ class _Writer:
 
     def __init__(self, writing: Writing) -> None:
         self._writing = writing
+        self._run = uuid.uuid4().hex
+        """Of a write of its own: the same for every attempt at it, and different for all others."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
         settings = load_config(self._writing.config)
@@ -85,13 +93,15 @@ class _Writer:
         assert context is not None
         patience = settings.notification_backend.jetstream.publish_deadline_seconds
         with connected(settings, patience_seconds=patience) as connection:
-            task = _Task(self._writing, settings, connection, run=self._run(context), partition=context.partitionId())
-            for batch in iterator:
-                task.write(batch)
+            batch = self._batch(context)
+            run = f"{batch.query}/{batch.number}" if batch else self._run
+            task = _Task(self._writing, settings, connection, run=run, batch=batch, partition=context.partitionId())
+            for rows in iterator:
+                task.write(rows)
             return task.end()
 
-    def _run(self, context: TaskContext) -> str:
-        """The same for every attempt at the write, and different for all others."""
+    def _batch(self, context: TaskContext) -> QueryBatch | None:
+        """Return which batch of which streaming query is written; None for a write of its own."""
         raise NotImplementedError
 
     def _report(self, messages: Sequence[WriterCommitMessage | None]) -> None:
@@ -99,27 +109,28 @@ class _Writer:
         where the stream of some tasks is not that of others."""
         tasks = [message for message in messages if isinstance(message, Written)]
         if len(streams_seen := sorted({task.created for task in tasks if task.created})) > 1:
-            raise _made_again(self._writing.event, streams_seen[-1])
+            raise _deleted(self._writing.event, streams_seen[-1])
         if files := [task.dead_letters for task in tasks if task.dead_letters]:
             dead_letters.check_present(str(self._writing.dead_letters), files)
         told = _told(self._writing, tasks)
         logger.log(logging.WARNING if any(task.duplicates or task.refused for task in tasks) else logging.INFO, told)
+        if unrecorded := next((task.unrecorded for task in tasks if task.unrecorded), ""):
+            logger.warning(
+                f"{self._writing.event}: the next batches will not notice where the stream is deleted and created "
+                f"again, because bucket {query_records.BUCKET} cannot be used: {unrecorded}"
+            )
 
 
 class BatchWriter(_Writer, DataSourceArrowWriter):
     """A write of its own, also where `foreachBatch` of a streaming query calls for several, unless its options say
     which batch of which query it is."""
 
-    def __init__(self, writing: Writing) -> None:
-        super().__init__(writing)
-        of_batch = f"{writing.query_id}/{writing.batch_id}" if writing.query_id else ""
-        self._job = of_batch or uuid.uuid4().hex
-
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         self._report(messages)
 
-    def _run(self, context: TaskContext) -> str:
-        return self._job
+    def _batch(self, context: TaskContext) -> QueryBatch | None:
+        query, number = self._writing.query_id, self._writing.batch_id
+        return QueryBatch(query=query, number=number) if query is not None and number is not None else None
 
 
 def write_counted(rows: DataFrame, writing: Writing) -> list[Written]:
@@ -142,14 +153,23 @@ class StreamWriter(_Writer, DataSourceStreamArrowWriter):
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         self._report(messages)
 
-    def _run(self, context: TaskContext) -> str:
-        return f"{context.getLocalProperty(QUERY)}/{context.getLocalProperty(BATCH)}"
+    def _batch(self, context: TaskContext) -> QueryBatch | None:
+        return QueryBatch(query=str(context.getLocalProperty(QUERY)), number=int(str(context.getLocalProperty(BATCH))))
 
 
 class _Task:
     """The rows of one partition on their way."""
 
-    def __init__(self, writing: Writing, settings: Config, connection: Connection, *, run: str, partition: int) -> None:
+    def __init__(
+        self,
+        writing: Writing,
+        settings: Config,
+        connection: Connection,
+        *,
+        run: str,
+        batch: QueryBatch | None,
+        partition: int,
+    ) -> None:
         event, event_type = writing.event, settings.notification_schema[writing.event]
         self._writing = writing
         self._connection = connection
@@ -157,8 +177,14 @@ class _Task:
         self._partition = partition
         self._spec = streams.event_stream(event, event_type, settings)
         self._patience_seconds = settings.notification_backend.jetstream.publish_deadline_seconds
-        self._provisioner = _provisioner(connection.backend, settings)
-        self._publisher = _publisher(connection.backend, settings, self._provisioner)
+        management = settings.notification_backend.jetstream.stream_management
+        self._provisioner = Provisioner(connection.backend, management=management, events=Events())
+        self._publisher = _publisher(connection.backend, settings)
+        self._record = (
+            QueryRecord(connection.backend, batch, stream=self._spec.name, patience_seconds=self._patience_seconds)
+            if batch
+            else None
+        )
         self._made = Rows(event, event_type, most_bytes=self._publisher.most_bytes)
         column = writing.id_column
         self._ids = ContentIds(run, partition=partition) if column is None else ColumnIds(column)
@@ -180,11 +206,10 @@ class _Task:
     def end(self) -> Written:
         """Return what was done, when the dead letters are on their disk.
 
-        Raises `DataLossError` where the stream is not the one any more that the first rows were stored in: whoever
-        publishes makes a stream that is missing, and what it held before is gone.
+        Raises `DataLossError` where the stream is not the one any more that the first rows were stored in.
         """
-        if self._written.created and (now := self._created()) != self._written.created:
-            raise _made_again(self._writing.event, now)
+        if self._written.created and (now := self._asked(self._created)) != self._written.created:
+            raise _deleted(self._writing.event, now)
         if self._refused is not None:
             self._written.refused, self._written.dead_letters = len(self._refused), self._refused.save()
         return self._written
@@ -198,9 +223,16 @@ class _Task:
         self._refused.add(batch.slice(place, 1), str(error))
 
     def _store(self, chunk: OutgoingChunk, batch: pa.RecordBatch, first: int) -> None:
-        """Store rows. Where their ids are of a column, those that the stream discarded are held against what it has."""
+        """Raises `DataLossError` where the stream is gone that had the rows before."""
         if not self._written.created:
-            self._written.created = self._created()
+            self._written.created = self._asked(self._found)
+        try:
+            self._store_chunk(chunk, batch, first)
+        except NotFoundError as error:
+            raise _deleted(self._writing.event, "") from error
+
+    def _store_chunk(self, chunk: OutgoingChunk, batch: pa.RecordBatch, first: int) -> None:
+        """Store rows. Where their ids are of a column, those that the stream discarded are held against what it has."""
         if self._writing.id_column is None:
             self._connection.call(self._publisher.store_chunk, self._writing.event, chunk)
             return
@@ -234,26 +266,47 @@ class _Task:
         answers = await self._publisher.store_answered(self._writing.event, chunk)
         return [_acknowledgement(answer) for answer in answers]
 
-    def _created(self) -> str:
-        """Return when the stream was created, which is made where it is missing. Waits as publishing does."""
+    def _asked(self, question: Callable[[], Awaitable[T]]) -> T:
+        """Return what the server answers. Waits for it as publishing does."""
         left = tries(self._patience_seconds, now=time.monotonic())
         while True:
             try:
-                return self._connection.call(self._created_now)
+                return self._connection.call(question)
             except UnavailableError:
                 if (wait := left.next_wait(time.monotonic())) is None:
                     raise
             time.sleep(wait)
 
-    async def _created_now(self) -> str:
-        await self._provisioner.ensure(self._spec)
+    async def _found(self) -> str:
+        """Return when the stream was created, which is made where it is missing and no earlier batch was stored in it.
+
+        Raises `DataLossError` where earlier batches were stored in another stream of this name.
+        """
+        if self._record is None:
+            return await self._ensured()
         try:
-            info = await self._backend.stream_info(self._spec.name)
-        except NotFoundError:  # it was deleted since
-            self._provisioner.forget(self._spec.name)
-            await self._provisioner.ensure(self._spec)
-            info = await self._backend.stream_info(self._spec.name)
-        return offsets.created(info)
+            if not (then := await self._record.created()):
+                now = await self._ensured()
+                await self._record.store(now)
+                return now
+        except RefusedError as error:
+            self._written.unrecorded = str(error)
+            return await self._ensured()
+        if (now := await self._created()) != then:
+            raise self._record.lost(then=then, now=now)
+        return now
+
+    async def _ensured(self) -> str:
+        """Create the stream where it is missing, and return when it was created."""
+        await self._provisioner.ensure(self._spec)
+        return await self._created()
+
+    async def _created(self) -> str:
+        """Return when the stream was created; an empty text where there is none."""
+        try:
+            return offsets.created(await self._backend.stream_info(self._spec.name))
+        except NotFoundError:
+            return ""
 
     def _row(self, batch: pa.RecordBatch, place: int) -> str:
         number = self._written.rows + place
@@ -283,19 +336,18 @@ def _told(writing: Writing, tasks: Sequence[Written]) -> str:
     return told
 
 
-def _made_again(event: str, created: str) -> DataLossError:
+def _deleted(event: str, created: str) -> DataLossError:
+    """The error of a write whose stream is another one than that of its first rows, or is none any more."""
     return DataLossError(
-        f"{event}: its stream was deleted and created again at {created}, while rows were written: those that were "
-        "stored before are gone. Write all of them again; a streaming query does so with a new checkpoint"
+        f"{event}: its stream was deleted{f' and created again at {created}' if created else ''}, while rows were "
+        "written: those that were stored before are gone. Write all of them again; a streaming query does so with a "
+        "new checkpoint"
     )
 
 
-def _provisioner(backend: Any, settings: Config) -> Provisioner:
-    management = settings.notification_backend.jetstream.stream_management
-    return Provisioner(backend, management=management, events=Events())
-
-
-def _publisher(backend: Any, settings: Config, provisioner: Provisioner) -> Publisher:
+def _publisher(backend: Backend, settings: Config) -> Publisher:
+    """Return a publisher that creates no stream in place of one that is deleted while it publishes."""
     events = Events()
+    provisioner = Provisioner(backend, management="observe", events=events)
     own_streams = Provisioner(backend, management="reconcile", events=events, removes_replicas=False)
     return Publisher(backend, config=settings, provisioner=provisioner, own_streams=own_streams, events=events)

@@ -92,6 +92,12 @@ class Place:
         """A deed of the backend, such as `purge_stream`."""
         return self._with_app(lambda app: getattr(app.session.admin, deed)(*arguments))
 
+    def delete_key(self, bucket: str, key: str) -> None:
+        async def delete(app: App) -> None:
+            await (await app.session.backend.key_value(bucket)).delete(key)
+
+        self._with_app(delete)
+
     def read(self, event: str = "mars", **options: Any) -> DataFrame:
         return self._spark.read.format("aviso").options(**self.options(event, **options)).load()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
+from aviso_workers.errors import NotFoundError
 from aviso_workers.jetstream.info import StreamConfig, StreamInfo
 from aviso_workers.spark import job_events, offsets
 from aviso_workers.spark.job_events import Application
@@ -174,19 +176,69 @@ def test_a_stream_that_was_created_again_is_another_one(place: Place, copying: C
     assert sorted(copying.copied) == [0, 1, 2, 10, 11, 12, 13, 14]
 
 
-def test_a_target_that_is_created_again_has_earlier_batches_only_after_a_new_checkpoint(place: Place, copying: Copying):
+def test_a_source_that_is_deleted_fails_the_query_by_name(place: Place, copying: Copying):
     place.publish(*range(3))
     copying.run()
-    place.do("delete_stream", "COPY")
-    place.publish(3, 4)
+    place.do("delete_stream", "MARS")
 
-    assert copying.run() == [2]
-    assert sorted(copying.copied) == [3, 4]
+    with pytest.raises(StreamingQueryException, match="there is no stream MARS"):
+        copying.run()
 
-    place.do("purge_stream", "COPY")
-    copying.checkpoint = place.directory / "new checkpoint"
-    assert copying.run() == [5]
-    assert sorted(copying.copied) == list(range(5))
+
+class TestATargetThatIsDeleted:
+    """Earlier batches are gone with it, and no later one stores them again."""
+
+    @pytest.fixture
+    def deleted(self, place: Place, copying: Copying) -> None:
+        """The target, behind a query that has copied three notifications and has two more to copy."""
+        place.publish(*range(3))
+        copying.run()
+        place.do("delete_stream", "COPY")
+        place.publish(3, 4)
+
+    @pytest.mark.usefixtures("deleted")
+    def test_is_not_created_again_by_the_next_batch(self, place: Place, copying: Copying):
+        for _ in range(2):
+            with pytest.raises(StreamingQueryException, match="stream COPY was deleted; earlier batches of query"):
+                copying.run()
+
+        with pytest.raises(NotFoundError):
+            place.do("stream_info", "COPY")
+
+    @pytest.mark.usefixtures("deleted")
+    def test_and_created_again_fails_the_query_until_it_has_a_new_checkpoint(self, place: Place, copying: Copying):
+        place.publish(100, event="copy")
+
+        for _ in range(2):
+            with pytest.raises(StreamingQueryException, match=r"stream COPY was deleted and created again at .*; earl"):
+                copying.run()
+        assert copying.copied == [100]
+
+        copying.checkpoint = place.directory / "new checkpoint"
+        assert copying.run() == [5]
+        assert sorted(copying.copied) == [*range(5), 100]
+
+    @pytest.mark.usefixtures("deleted")
+    def test_is_done_without_where_the_record_is_deleted(self, place: Place, copying: Copying):
+        with pytest.raises(StreamingQueryException, match="delete the key COPY/") as failed:
+            copying.run()
+        key = re.search(r"the key (\S+) of the KV bucket aviso_workers_spark_queries", str(failed.value))
+        assert key is not None
+
+        place.delete_key("aviso_workers_spark_queries", key[1])
+
+        assert copying.run() == [2]
+        assert sorted(copying.copied) == [3, 4]
+
+    def test_during_the_first_batch_has_all_of_it_when_that_is_repeated(self, place: Place, copying: Copying):
+        place.publish(*range(3))
+        copying.run()
+        place.do("delete_stream", "COPY")
+        for commit in (copying.checkpoint / "commits").glob("*0*"):  # as if it had failed
+            commit.unlink()
+
+        assert copying.run() == [3]
+        assert sorted(copying.copied) == list(range(3))
 
 
 def test_a_checkpoint_is_of_one_stream(place: Place, copying: Copying):

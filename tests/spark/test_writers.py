@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ from pyspark.errors import PySparkException, StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from aviso_workers.errors import DataLossError
+from aviso_workers.errors import DataLossError, NotFoundError
+from aviso_workers.server import NatsServer
 from aviso_workers.spark import writers
 from aviso_workers.spark.data_source import AvisoDataSource
 from tests.spark.place import Place
@@ -88,20 +90,48 @@ class TestAChangedRepeat:
         assert copied(place) == list(range(40)), "also what only the first attempt had"
 
 
-class TestAStreamThatIsMadeAgain:
-    """Whoever publishes makes a stream that is missing, so the rows that come after a deletion find a new one."""
+class TestAStreamThatIsDeleted:
+    """What a write had stored is gone with it: nothing but the whole write again has all rows in one stream."""
 
-    @pytest.fixture
-    def writer(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> writers.BatchWriter:
+    @pytest.fixture(autouse=True)
+    def task(self, monkeypatch: pytest.MonkeyPatch) -> None:
         task = SimpleNamespace(partitionId=lambda: 0)
         monkeypatch.setattr(writers, "TaskContext", SimpleNamespace(get=lambda: task))
+
+    @pytest.fixture
+    def writer(self, place: Place) -> writers.BatchWriter:
         return AvisoDataSource(place.options("copy")).writer(place.rows(0).schema, False)
 
-    def test_while_a_task_writes_fails_the_task(self, place: Place, writer: writers.BatchWriter):
+    @pytest.mark.parametrize("options", [{}, {"msgIdColumn": "payload"}])
+    def test_while_a_task_writes_fails_the_task_and_is_not_created_again(self, place: Place, options: dict[str, str]):
         def deleting() -> Iterator[pa.RecordBatch]:
             first, second = place.rows(6).toArrow().to_batches(max_chunksize=3)
             yield first
             place.do("delete_stream", "COPY")
+            yield second
+
+        writer = AvisoDataSource(place.options("copy", **options)).writer(place.rows(0).schema, False)
+        with pytest.raises(DataLossError, match="copy: its stream was deleted, while"):
+            writer.write(deleting())
+        with pytest.raises(NotFoundError):
+            place.do("stream_info", "COPY")
+
+    def test_behind_the_last_row_of_a_task_fails_the_task(self, place: Place, writer: writers.BatchWriter):
+        def deleting() -> Iterator[pa.RecordBatch]:
+            yield from place.rows(3).toArrow().to_batches()
+            place.do("delete_stream", "COPY")
+
+        with pytest.raises(DataLossError, match="copy: its stream was deleted, while"):
+            writer.write(deleting())
+        with pytest.raises(NotFoundError):
+            place.do("stream_info", "COPY")
+
+    def test_and_created_again_while_a_task_writes_fails_the_task(self, place: Place, writer: writers.BatchWriter):
+        def deleting() -> Iterator[pa.RecordBatch]:
+            first, second = place.rows(6).toArrow().to_batches(max_chunksize=3)
+            yield first
+            place.do("delete_stream", "COPY")
+            place.publish(100, event="copy")
             yield second
 
         with pytest.raises(DataLossError, match=r"copy: its stream was deleted and created again at .*, while"):
@@ -116,6 +146,25 @@ class TestAStreamThatIsMadeAgain:
         with pytest.raises(DataLossError, match=r"copy: its stream was deleted and created again at .*, while"):
             writer.commit([first, nothing, second])
         writer.commit([second, nothing])
+
+    @pytest.mark.parametrize("denied", ["$JS.API.STREAM.*.KV_aviso_workers_spark_queries", "$KV.>"])
+    def test_is_not_noticed_by_the_next_batch_whose_user_may_not_record_it(
+        self, place: Place, caplog: pytest.LogCaptureFixture, denied: str
+    ):
+        allowed = {"allow": ">", "deny": denied}
+        user = {"user": "spark", "password": "spark", "permissions": {"publish": allowed}}
+        options = place.options("copy", queryId="nightly copy", batchId=0)
+        writer = AvisoDataSource(options).writer(place.rows(0).schema, False)
+        users = f"authorization {{ users: [{json.dumps(user)}] }}"
+        with NatsServer.start(store_dir=place.directory / "with users", config=users) as server:
+            place.with_url(server.url.replace("nats://", "nats://spark:spark@"))
+
+            written = writer.write(iter(place.rows(3).toArrow().to_batches()))
+            writer.commit([written])
+
+            assert copied(place) == [0, 1, 2]
+        assert "the next batches will not notice" in caplog.text
+        assert "permissions violation" in caplog.text.lower()
 
 
 class TestMessageIds:
@@ -159,6 +208,21 @@ class TestARowThatIsWrong:
         found = spark.read.parquet(table).orderBy("step").collect()
         assert [(row["step"], row["payload"]) for row in found] == [(1, NO_JSON), (4, NO_JSON)]
         assert all("the payload of a row is not JSON" in row["reason"] for row in found)
+
+
+def test_a_batch_of_foreach_batch_is_not_written_to_another_stream_than_those_before(place: Place):
+    def write(number: int) -> None:
+        place.write(place.rows(2, first=2 * number), event="copy", queryId="nightly copy", batchId=number)
+
+    write(0)
+    write(1)
+    place.do("delete_stream", "COPY")
+
+    with pytest.raises(PySparkException, match="stream COPY was deleted; earlier batches of query nightly copy"):
+        write(2)
+    write(0)
+    write(1)
+    assert copied(place) == list(range(4)), "from the first batch on, as with a new checkpoint"
 
 
 def test_what_foreach_batch_writes_with_the_ids_of_its_batch_is_stored_once_after_a_crash(place: Place):
