@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -32,7 +33,7 @@ from _chaos import bridge_kills, kills, spark_driver
 from _chaos.clusters import Node, connected, start_nodes, stop_nodes
 from _chaos.interrupts import end_in_order
 from _chaos.spark_driver import Answer, Job
-from _chaos.spark_processes import Driver, kill
+from _chaos.spark_processes import Driver, kill, send
 from _demo.children import ShortfallError
 from aviso_workers import App, Notify
 from aviso_workers.config import load
@@ -55,6 +56,8 @@ STORED_ANEW = "write"
 """The work whose rows may be stored again where it is done again."""
 LONGEST_AWAY_SECONDS = 2.0
 """How long a server that was killed stays away at most."""
+PAUSED_SECONDS = 70.0
+"""Longer than a publish is tried (30 s), a server waits for a client's pong, and an executor's task may be silent."""
 FIRST_SECONDS = 5.0
 """A job is killed so long after it has begun at the latest, the first time."""
 ATTEMPTS = 5
@@ -212,11 +215,41 @@ async def kill_server(site: Site, dice: random.Random) -> None:
     node.start()
 
 
+async def pause_driver(site: Site, dice: random.Random) -> None:
+    await _pause(site.driver(spark_driver.LOCAL).processes())
+
+
+async def pause_executor(site: Site, dice: random.Random) -> None:
+    driver = site.driver(spark_driver.CLUSTER)
+    await _pause(driver.of_executor(dice.choice(sorted(driver.executors()))))
+
+
+async def pause_server(site: Site, dice: random.Random) -> None:
+    await _pause([dice.choice(site.nodes).server.process.pid])
+
+
+async def _pause(processes: Sequence[int]) -> None:
+    """Stop processes where they are, and let them go on after longer than anybody waits for them."""
+    for number in processes:
+        send(number, signal.SIGSTOP)
+    try:
+        await anyio.sleep(PAUSED_SECONDS)
+    finally:
+        for number in processes:
+            send(number, signal.SIGCONT)
+
+
 VICTIMS: dict[str, tuple[str, Callable[[Site, random.Random], Awaitable[None]]]] = {
     "driver": (spark_driver.LOCAL, kill_driver),
     "executor": (spark_driver.CLUSTER, kill_executor),
     "server": (spark_driver.LOCAL, kill_server),
 }
+PAUSED: dict[str, tuple[str, Callable[[Site, random.Random], Awaitable[None]]]] = {
+    "paused driver": (spark_driver.LOCAL, pause_driver),
+    "paused executor": (spark_driver.CLUSTER, pause_executor),
+    "paused server": (spark_driver.LOCAL, pause_server),
+}
+"""Only where they are named, because each takes longer than ten kills."""
 
 
 async def conduct(
@@ -236,7 +269,7 @@ async def attempt(
     site: Site, victim: str, jobs: Sequence[Job], *, latest: Mapping[str, float], dice: random.Random
 ) -> list[tuple[Job, Result]]:
     """Kill once, at a random moment of one of the jobs, do each of them again until it succeeds, and count."""
-    master, strike = VICTIMS[victim]
+    master, strike = (VICTIMS | PAUSED)[victim]
     aimed_at = dice.choice(jobs)
     driver = await _begin(site, [*(job for job in jobs if job is not aimed_at), aimed_at], master)
     await anyio.sleep(dice.uniform(0, latest[aimed_at.name]))
@@ -407,7 +440,9 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=20, help="kills of each (default: 20)")
     parser.add_argument("--count", type=int, default=20_000, help="rows (default: 20000)")
     parser.add_argument("--servers", type=int, choices=(1, 3), default=1, help="how many servers (default: 1)")
-    parser.add_argument("--victim", choices=[*VICTIMS, BRIDGE], action="append", help="only this; may be repeated")
+    parser.add_argument(
+        "--victim", choices=[*VICTIMS, *PAUSED, BRIDGE], action="append", help="only this; may be repeated"
+    )
     parser.add_argument("--work", choices=[*TARGETS, LOGS], action="append", help="only this; may be repeated")
     wanted = parser.parse_args()
     end_in_order()

@@ -82,6 +82,17 @@ class Driver:
     def executors(self) -> list[int]:
         return [number for number, line in self._processes().items() if EXECUTOR in line]
 
+    def processes(self) -> list[int]:
+        """Return the driver and all that it has started."""
+        return sorted(self._processes())
+
+    def of_executor(self, executor: int) -> list[int]:
+        """Return an executor and its Python workers."""
+        ours = [executor]
+        for number in ours:
+            ours += [other for other in self._processes() if _parent(other) == number]
+        return ours
+
     def kill(self) -> None:
         """Kill the driver, its Python and its JVM; what it has started finds that out by itself, and may go on."""
         ours = [number for number, line in self._processes().items() if JVM in line]
@@ -122,8 +133,19 @@ class Driver:
 
 
 def kill(number: int) -> None:
+    send(number, signal.SIGKILL)
+
+
+def send(number: int, signal_number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
-        os.kill(number, signal.SIGKILL)
+        os.kill(number, signal_number)
+
+
+def _parent(number: int) -> int:
+    """Return the process that has started it; 0 where it has ended."""
+    with suppress(ProcessLookupError, FileNotFoundError):
+        return int(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
 
 
 def _processes(wanted: Callable[[int], bool]) -> dict[int, str]:
