@@ -19,7 +19,7 @@ app = App("reported", config=app_config("in_memory", ""))
 
 
 @app.agent("mars")
-async def plain(notification: Notification) -> None: ...
+async def plain(notification: Notification[Any]) -> None: ...
 
 
 @app.agent(
@@ -47,7 +47,7 @@ async def windowed(window: Window[int]) -> None: ...
 
 
 @app.agent("mars", singleton=True)
-async def alone(notification: Notification) -> None: ...
+async def alone(notification: Notification[Any]) -> None: ...
 
 
 def test_a_singleton_is_told() -> None:

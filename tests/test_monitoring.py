@@ -282,7 +282,7 @@ def test_every_runbook_is_a_heading_of_its_page() -> None:
 
 
 def fires_alone(alert: str, shown: dict[str, str], tmp_path: Path, *, at: str) -> None:
-    firing = {"expr": 'count by (alertname) (ALERTS{alertstate="firing"})', "eval_time": at}
+    firing: dict[str, Any] = {"expr": 'count by (alertname) (ALERTS{alertstate="firing"})', "eval_time": at}
     firing["exp_samples"] = [{"labels": f'{{alertname="{alert}"}}', "value": 1}] if alert else []
     series = [{"series": name, "values": values} for name, values in shown.items()]
     test = {"interval": "1m", "input_series": series, "promql_expr_test": [firing]}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec import UNSET, structs
 
-from aviso_workers.aviso.literals import Duration, Size
+from aviso_workers.aviso.literals import Duration, Size, SizeLimit
 from aviso_workers.aviso.schema import EventType, StoragePolicy, StringHandler, Topic
 from aviso_workers.config import Config, DeclaredStream, JetStream, NotificationBackend, streams
 from aviso_workers.jetstream import plans
@@ -219,7 +219,7 @@ class TestWhatWouldBeRemoved:
         assert (whole.config["max_age"], whole.config["duplicate_window"]) == (MINUTE, MINUTE)
 
     def test_names_the_key_that_says_so(self) -> None:
-        declared = {"MARS": DeclaredStream(max_msg_size=1024)}
+        declared = {"MARS": DeclaredStream(max_msg_size=SizeLimit(1024))}
         config = Config(
             notification_backend=NotificationBackend(kind="jetstream", jetstream=JetStream(max_messages=5)),
             notification_schema={"mars": MARS},

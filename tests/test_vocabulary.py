@@ -140,7 +140,7 @@ def test_one_module_makes_each_request() -> None:
 
     managed = made.pop(MANAGEMENT)
     assert made == ASKED_ELSEWHERE
-    assert managed & set.union(*ASKED_ELSEWHERE.values()) == set()
+    assert managed & set().union(*ASKED_ELSEWHERE.values()) == set()
 
 
 ASKED_ONCE = {

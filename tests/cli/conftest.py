@@ -24,8 +24,11 @@ class Ran(Struct, frozen=True):
         return self.out.splitlines()
 
 
+Run = Callable[..., Ran]
+
+
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ran]:
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """`run("notify", "mars", "step=6", stdin=b"...")`: the command, in this process and the directory of the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # the command adds to it

@@ -18,6 +18,7 @@ from aviso_workers import App
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec
 from tests.cli.conftest import Ran
+from tests.conftest import Start
 
 Run = Callable[..., Ran]
 
@@ -47,7 +48,7 @@ def agents(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def worked(run: Run, config: Path, start, agents: str) -> Callable[..., list[str]]:
+def worked(run: Run, config: Path, start: Start, agents: str) -> Callable[..., list[str]]:
     """`worked(1, 2)`: publishes these steps, runs a worker until they are settled, and returns what index was given."""
 
     def worked(*steps: int) -> list[str]:
@@ -76,7 +77,9 @@ def lag(run: Run, config: Path, *what: str) -> list[dict[str, str]]:
     return rows(run("lag", *(what or ("--all",)), "--config", config))
 
 
-def test_a_paused_agent_is_given_nothing_and_a_resumed_one_goes_on(run: Run, config: Path, worked, agents: str) -> None:
+def test_a_paused_agent_is_given_nothing_and_a_resumed_one_goes_on(
+    run: Run, config: Path, worked: Callable[..., list[str]], agents: str
+) -> None:
     worked(1)
     for app in ("field", agents):
         paused = run("pause", "index", "--app", app, "--config", config)
@@ -89,7 +92,7 @@ def test_a_paused_agent_is_given_nothing_and_a_resumed_one_goes_on(run: Run, con
     assert worked(2) == ["1", "2"]
 
 
-def test_a_pause_may_have_an_end(run: Run, config: Path, worked) -> None:
+def test_a_pause_may_have_an_end(run: Run, config: Path, worked: Callable[..., list[str]]) -> None:
     worked(1)
     paused = run("pause", "index", "--app", "field", "--for", "10m", "--config", config)
     until = datetime.fromisoformat(paused.out.removeprefix("index is paused until ").strip())
@@ -98,7 +101,9 @@ def test_a_pause_may_have_an_end(run: Run, config: Path, worked) -> None:
     assert abs(datetime.fromisoformat(row["paused until"]) - until) < timedelta(seconds=2)
 
 
-def test_a_reset_tells_what_it_would_do_and_does_it_with_a_yes(run: Run, config: Path, worked) -> None:
+def test_a_reset_tells_what_it_would_do_and_does_it_with_a_yes(
+    run: Run, config: Path, worked: Callable[..., list[str]]
+) -> None:
     assert worked(1, 2, 3, 9) == ["1", "2", "3"]
     asked = run("reset", "index", "--app", "field", "--to", "2", "--config", config)
     assert (asked.code, asked.err) == (2, "nothing was done; say --yes to reset it\n")
@@ -111,7 +116,7 @@ def test_a_reset_tells_what_it_would_do_and_does_it_with_a_yes(run: Run, config:
 
 
 @pytest.mark.covers("002-03")
-def test_a_reset_goes_to_a_date(run: Run, config: Path, worked, agents: str) -> None:
+def test_a_reset_goes_to_a_date(run: Run, config: Path, worked: Callable[..., list[str]], agents: str) -> None:
     worked(1, 2)
     (_, second) = (json.loads(line) for line in run("replay", "mars", "--config", config).lines)
     done = run("reset", "index", "--app", agents, "--to", second["time"], "--yes", "--config", config)
@@ -132,7 +137,7 @@ def test_a_reset_goes_to_a_date(run: Run, config: Path, worked, agents: str) -> 
     ],
 )
 def test_what_cannot_be_done_is_told(
-    run: Run, config: Path, worked, arguments: tuple[str, ...], code: int, complaint: str
+    run: Run, config: Path, worked: Callable[..., list[str]], arguments: tuple[str, ...], code: int, complaint: str
 ) -> None:
     worked(1)
     ran = run(*arguments, "--config", config)
@@ -140,7 +145,9 @@ def test_what_cannot_be_done_is_told(
     assert ran.err.startswith(f"aviso-workers: {complaint}"), ran.err
 
 
-def test_agents_tells_what_is_in_effect_and_how_far_each_has_come(run: Run, config: Path, worked, agents: str) -> None:
+def test_agents_tells_what_is_in_effect_and_how_far_each_has_come(
+    run: Run, config: Path, worked: Callable[..., list[str]], agents: str
+) -> None:
     before = run("agents", agents, "--config", config)
     assert "no worker has ever made its consumer" in before.out
     worked(1)
@@ -178,7 +185,7 @@ def test_agents_tells_the_policy_where_no_server_answers(run: Run, unreachable: 
 
 
 @pytest.mark.covers("001-04", "001-38")
-def test_lag_tells_what_is_left(run: Run, config: Path, worked, agents: str) -> None:
+def test_lag_tells_what_is_left(run: Run, config: Path, worked: Callable[..., list[str]], agents: str) -> None:
     worked(1)
     for step in (2, 3, 9):
         run("notify", "mars", "class=od", f"step={step}", "--config", config)
@@ -188,7 +195,7 @@ def test_lag_tells_what_is_left(run: Run, config: Path, worked, agents: str) -> 
 
 
 @pytest.mark.covers("001-38")
-def test_lag_is_watched_until_ctrl_c(run: Run, config: Path, worked, start) -> None:
+def test_lag_is_watched_until_ctrl_c(run: Run, config: Path, worked: Callable[..., list[str]], start: Start) -> None:
     worked(1)
     watching = start("lag", "--all", "--watch", "--config", config)
     table = watching.lines(5)
@@ -206,7 +213,9 @@ def test_lag_needs_to_know_of_whom(run: Run, unreachable: Path, arguments: tuple
     assert "MODULE:APP" in ran.err
 
 
-def test_lag_tells_of_an_agent_whose_consumer_is_gone(run: Run, config: Path, worked, agents: str) -> None:
+def test_lag_tells_of_an_agent_whose_consumer_is_gone(
+    run: Run, config: Path, worked: Callable[..., list[str]], agents: str
+) -> None:
     worked(1, 2)
     run("notify", "mars", "class=od", "step=3", "--config", config)
     delete_consumer(config, "MARS", "field__index")
@@ -219,7 +228,7 @@ def test_lag_tells_of_an_agent_whose_consumer_is_gone(run: Run, config: Path, wo
 
 
 def test_agents_and_lag_tell_that_an_operator_has_removed_a_consumer(
-    run: Run, config: Path, worked, agents: str
+    run: Run, config: Path, worked: Callable[..., list[str]], agents: str
 ) -> None:
     worked(1, 2)
     assert run("consumers", "rm", "MARS", "field__index", "--yes", "--config", config).code == 0
@@ -239,7 +248,9 @@ def delete_consumer(config: Path, stream: str, consumer: str) -> None:
     anyio.run(delete)
 
 
-def test_an_app_that_is_retired_leaves_nothing_but_its_notifications(run: Run, config: Path, worked) -> None:
+def test_an_app_that_is_retired_leaves_nothing_but_its_notifications(
+    run: Run, config: Path, worked: Callable[..., list[str]]
+) -> None:
     worked(1)
     preview = run("retire", "field", "--config", config)
     assert preview.code == 2
@@ -258,7 +269,7 @@ def test_an_app_that_is_retired_leaves_nothing_but_its_notifications(run: Run, c
 
 
 def test_one_agent_is_retired_by_itself_and_begins_at_its_start_when_it_comes_back(
-    run: Run, config: Path, worked
+    run: Run, config: Path, worked: Callable[..., list[str]]
 ) -> None:
     assert worked(1, 2) == ["1", "2"]
     assert run("retire", "field", "--agent", "index", "--yes", "--config", config).code == 0
@@ -266,7 +277,9 @@ def test_one_agent_is_retired_by_itself_and_begins_at_its_start_when_it_comes_ba
     assert worked(3) == ["1", "2", "1", "2", "3"]
 
 
-def test_an_app_whose_workers_run_is_not_retired(run: Run, config: Path, start, agents: str, worked) -> None:
+def test_an_app_whose_workers_run_is_not_retired(
+    run: Run, config: Path, start: Start, agents: str, worked: Callable[..., list[str]]
+) -> None:
     worked(1)
     worker = start("worker", agents, "--config", config)
     worker.until("agent.started")

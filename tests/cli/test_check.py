@@ -33,7 +33,7 @@ def write_module(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[st
 
 
 @pytest.mark.usefixtures("unreachable")
-def test_an_app_without_mistakes_is_counted(run: Run, write_module) -> None:
+def test_an_app_without_mistakes_is_counted(run: Run, write_module: Callable[[str], str]) -> None:
     module = write_module("""
 @app.agent("mars")
 async def index(notification: Notification) -> None: ...
@@ -49,7 +49,7 @@ async def tail(app: App) -> None: ...
 
 @pytest.mark.parametrize(("decided", "told"), [(None, True), (False, False), (True, False)])
 def test_an_agent_on_a_stream_of_one_notification_per_subject_is_told_of(
-    run: Run, unreachable: Path, write_module, decided: bool | None, told: bool
+    run: Run, unreachable: Path, write_module: Callable[[str], str], decided: bool | None, told: bool
 ) -> None:
     document = json.loads(unreachable.read_text())
     document["notification_schema"]["mars"]["storage_policy"] = {} if decided is None else {"allow_duplicates": decided}
@@ -64,7 +64,7 @@ async def index(notification: Notification) -> None: ...
 
 
 @pytest.mark.usefixtures("unreachable")
-def test_every_mistake_of_an_app_is_told_at_once(run: Run, write_module) -> None:
+def test_every_mistake_of_an_app_is_told_at_once(run: Run, write_module: Callable[[str], str]) -> None:
     module = write_module("""
 class Settings(msgspec.Struct):
     directory: str
@@ -91,7 +91,9 @@ async def third(notification: Notification) -> None: ...
     ]
 
 
-def test_every_mistake_of_a_configuration_is_told_at_once(run: Run, write_module, tmp_path: Path) -> None:
+def test_every_mistake_of_a_configuration_is_told_at_once(
+    run: Run, write_module: Callable[[str], str], tmp_path: Path
+) -> None:
     (tmp_path / "wrong.yaml").write_text("""
 notification_backend:
   kind: jetstreem
@@ -113,7 +115,9 @@ workers:
     ], ran.err
 
 
-def test_mistakes_of_the_configuration_hide_none_of_the_app(run: Run, write_module, tmp_path: Path) -> None:
+def test_mistakes_of_the_configuration_hide_none_of_the_app(
+    run: Run, write_module: Callable[[str], str], tmp_path: Path
+) -> None:
     (tmp_path / "wrong.yaml").write_text("""
 notification_backend:
   kind: in_memory
@@ -158,7 +162,7 @@ async def third(notification: Notification) -> None: ...
 
 
 @pytest.mark.usefixtures("unreachable")
-def test_a_declaration_that_is_refused_is_told_in_a_sentence(run: Run, write_module) -> None:
+def test_a_declaration_that_is_refused_is_told_in_a_sentence(run: Run, write_module: Callable[[str], str]) -> None:
     module = write_module("""
 @app.agent("mars")
 async def index() -> None: ...
@@ -194,14 +198,14 @@ def test_what_names_no_app_is_refused(run: Run, arguments: tuple[str, ...], comp
     assert run("check", *arguments) == Ran(code=2, out="", err=f"aviso-workers: {complaint}\n")
 
 
-def test_a_module_that_misses_another_one_says_so_itself(run: Run, write_module) -> None:
+def test_a_module_that_misses_another_one_says_so_itself(run: Run, write_module: Callable[[str], str]) -> None:
     module = write_module("import checked_a_module\n")
     with pytest.raises(ModuleNotFoundError, match="No module named 'checked_a_module'"):
         run("check", module)
 
 
 @pytest.mark.usefixtures("unreachable")
-def test_what_an_agent_returns_and_nobody_publishes_is_told_of(run: Run, write_module) -> None:
+def test_what_an_agent_returns_and_nobody_publishes_is_told_of(run: Run, write_module: Callable[[str], str]) -> None:
     module = write_module("""
 from aviso_workers import Notify, Reject, Retry
 
@@ -232,7 +236,9 @@ async def says_nothing(notification: Notification): ...
 
 
 @pytest.mark.usefixtures("unreachable")
-def test_an_agent_that_publishes_an_event_type_that_there_is_not_is_a_mistake(run: Run, write_module) -> None:
+def test_an_agent_that_publishes_an_event_type_that_there_is_not_is_a_mistake(
+    run: Run, write_module: Callable[[str], str]
+) -> None:
     module = write_module("""
 from aviso_workers import Notify
 
@@ -248,7 +254,7 @@ async def derives(notification: Notification) -> Notify:
     assert "dervied" in ran.err
 
 
-def test_a_module_that_exits_while_it_is_imported_is_a_mistake(run: Run, write_module) -> None:
+def test_a_module_that_exits_while_it_is_imported_is_a_mistake(run: Run, write_module: Callable[[str], str]) -> None:
     """It was checked with exit code 0, and a worker of it ended as if it had been stopped."""
     module = write_module("raise SystemExit(0)\n")
     for command in ("check", "worker"):

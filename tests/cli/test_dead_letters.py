@@ -117,7 +117,9 @@ def test_they_are_listed(run: Run, config: Path, dead_lettered: Deployment) -> N
     assert len({line.index(row[6]) for line, row in zip(ran.lines[1:], rows, strict=True)}) == 1, "one below another"
 
 
-def test_one_is_shown_whole(run: Run, config: Path, dead_lettered: Deployment, letters) -> None:
+def test_one_is_shown_whole(
+    run: Run, config: Path, dead_lettered: Deployment, letters: Callable[..., list[dict[str, Any]]]
+) -> None:
     (letter,) = letters("--agent", "count")
     ran = run("dead-letters", "show", str(letter["sequence"]), "--config", config)
     assert (ran.code, ran.err) == (0, "")
@@ -153,13 +155,18 @@ def test_one_that_is_not_there_cannot_be_shown(run: Run, config: Path, dead_lett
         (("--until", "1600000000"), []),
     ],
 )
-def test_they_are_filtered(dead_lettered: Deployment, letters, filters: tuple[str, ...], expected: list[Any]) -> None:
+def test_they_are_filtered(
+    dead_lettered: Deployment,
+    letters: Callable[..., list[dict[str, Any]]],
+    filters: tuple[str, ...],
+    expected: list[Any],
+) -> None:
     assert of(letters(*filters)) == expected
 
 
 @pytest.mark.parametrize("command", ["retry", "drop"])
 def test_nothing_is_done_without_a_yes(
-    run: Run, config: Path, dead_lettered: Deployment, letters, command: str
+    run: Run, config: Path, dead_lettered: Deployment, letters: Callable[..., list[dict[str, Any]]], command: str
 ) -> None:
     asked = run("dead-letters", command, "--agent", "index", "--config", config)
     assert (asked.code, asked.err) == (2, "nothing was done; say --yes, or name the letters by their sequences\n")
@@ -170,7 +177,7 @@ def test_nothing_is_done_without_a_yes(
 
 
 def test_a_retry_hands_them_to_the_agent_that_failed(
-    run: Run, config: Path, dead_lettered: Deployment, letters
+    run: Run, config: Path, dead_lettered: Deployment, letters: Callable[..., list[dict[str, Any]]]
 ) -> None:
     ran = run("dead-letters", "retry", "--agent", "index", "--yes", "--config", config)
     assert (ran.code, ran.lines[-1]) == (0, "2 of 2 handed back"), ran
@@ -181,7 +188,9 @@ def test_a_retry_hands_them_to_the_agent_that_failed(
     assert sorted(dead_lettered.handled) == [("index", 2), ("index", 4)]
 
 
-def test_some_are_retried_by_their_sequences(run: Run, config: Path, dead_lettered: Deployment, letters) -> None:
+def test_some_are_retried_by_their_sequences(
+    run: Run, config: Path, dead_lettered: Deployment, letters: Callable[..., list[dict[str, Any]]]
+) -> None:
     first, second, third = (letter["sequence"] for letter in letters())
     missing = run("dead-letters", "retry", str(first), "98", "99", "--config", config)
     assert (missing.code, missing.err) == (1, "aviso-workers: no such dead letter: 98, 99; nothing was done\n")
@@ -190,14 +199,16 @@ def test_some_are_retried_by_their_sequences(run: Run, config: Path, dead_letter
     assert [letter["sequence"] for letter in letters()] == [second]
 
 
-def test_what_is_dropped_is_gone(run: Run, config: Path, dead_lettered: Deployment, letters) -> None:
+def test_what_is_dropped_is_gone(
+    run: Run, config: Path, dead_lettered: Deployment, letters: Callable[..., list[dict[str, Any]]]
+) -> None:
     ran = run("dead-letters", "drop", "--reason", "rejected", "--yes", "--config", config)
     assert (ran.code, ran.lines[-1]) == (0, "2 of 2 erased"), ran
     assert of(letters()) == [("count", 3)]
 
 
 def test_a_letter_whose_agent_reads_no_retries_stays_and_the_rest_is_told(
-    run: Run, config: Path, dead_lettered: Deployment, letters
+    run: Run, config: Path, dead_lettered: Deployment, letters: Callable[..., list[dict[str, Any]]]
 ) -> None:
     async def forget_the_readers() -> None:
         async with App("tests", config=config) as app:

@@ -35,7 +35,9 @@ def test_a_notification_is_stored_and_its_id_is_told(run: Run, config: Path) -> 
     assert json.loads(line)["data"] == {"identifier": {"class": "od", "step": "6"}, "payload": None}
 
 
-def test_a_payload_may_be_given_in_three_ways(run: Run, config: Path, tmp_path: Path, payloads) -> None:
+def test_a_payload_may_be_given_in_three_ways(
+    run: Run, config: Path, tmp_path: Path, payloads: Callable[[], list[Any]]
+) -> None:
     (tmp_path / "payload.json").write_bytes('{"from": "grüße"}'.encode())
     for payload in ('{"from": "here"}', "@payload.json", "-"):
         assert (
@@ -55,7 +57,7 @@ def test_a_payload_may_be_given_in_three_ways(run: Run, config: Path, tmp_path: 
     assert payloads() == [{"from": "here"}, {"from": "grüße"}, {"from": "stdin"}]
 
 
-def test_it_may_be_delivered_later(run: Run, config: Path, payloads) -> None:
+def test_it_may_be_delivered_later(run: Run, config: Path, payloads: Callable[[], list[Any]]) -> None:
     for later in (("--after", "2h"), ("--at", "2126-11-20T06:00:00Z")):
         ran = run("notify", "mars", "class=od", "step=6", *later, "--config", config)
         assert re.fullmatch(r"mars [0-9a-f]+ waits until 2\d{3}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00\n", ran.out), ran
@@ -117,21 +119,25 @@ class TestAFile:
     def line(step: int, **more: Any) -> dict[str, Any]:
         return {"event": "mars", "identifier": {"class": "od", "step": step}, **more}
 
-    def test_is_stored_whole(self, run: Run, config: Path, write_lines, payloads) -> None:
+    def test_is_stored_whole(
+        self, run: Run, config: Path, write_lines: Callable[..., Path], payloads: Callable[[], list[Any]]
+    ) -> None:
         path = write_lines(*(self.line(step, payload={"n": step}) for step in range(500)), "", "  ")
         ran = run("notify", "--file", path, "--config", config)
         assert (ran.code, ran.out) == (0, "500 notifications stored\n"), ran.err
         assert "500/500" in ran.err
         assert sorted(payload["n"] for payload in payloads()) == list(range(500))
 
-    def test_sent_again_with_ids_is_stored_once(self, run: Run, config: Path, write_lines, payloads) -> None:
+    def test_sent_again_with_ids_is_stored_once(
+        self, run: Run, config: Path, write_lines: Callable[..., Path], payloads: Callable[[], list[Any]]
+    ) -> None:
         path = write_lines(*(self.line(step, id=f"id-{step}") for step in range(10)))
         for _ in range(2):
             assert run("notify", "--file", path, "--config", config).code == 0
         assert len(payloads()) == 10
 
     def test_that_ends_in_the_middle_says_how_much_may_be_stored(
-        self, run: Run, config: Path, write_lines, payloads
+        self, run: Run, config: Path, write_lines: Callable[..., Path], payloads: Callable[[], list[Any]]
     ) -> None:
         """The progress bar counts what was begun, which is more than what is stored."""
         assert run("notify", "mars", "class=od", "step=0", "--config", config).code == 0
@@ -154,7 +160,7 @@ class TestAFile:
         ],
     )
     def test_with_a_mistake_is_not_sent_at_all(
-        self, run: Run, unreachable: Path, write_lines, bad: Any, complaint: str
+        self, run: Run, unreachable: Path, write_lines: Callable[..., Path], bad: Any, complaint: str
     ) -> None:
         path = write_lines(self.line(0), self.line(6), bad, self.line(12))
         ran = run("notify", "--file", path, "--config", unreachable)

@@ -15,7 +15,7 @@ import nats
 import pytest
 from msgspec import Struct
 from nats.aio.client import Client
-from nats.js.api import ConsumerConfig, StreamConfig, StreamSource
+from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig, StreamSource
 
 from aviso_workers import cli
 from aviso_workers.server import NatsServer
@@ -185,7 +185,7 @@ class Server:
         await context.add_stream(StreamConfig(name="MARS", subjects=["mars.>"], max_msgs=1000))
         await context.add_stream(StreamConfig(name="ORDERS", subjects=["orders"]))
         await context.add_stream(StreamConfig(name="FOLLOWER", mirror=StreamSource(name="ORDERS")))
-        await context.add_consumer("ORDERS", ConsumerConfig(durable_name="shipping", ack_policy="explicit"))
+        await context.add_consumer("ORDERS", ConsumerConfig(durable_name="shipping", ack_policy=AckPolicy.EXPLICIT))
         for step in range(STORED):
             headers = {"Content-Type": "application/json"}
             await context.publish(f"mars.od.{step}", b'{"n": 1}', headers=headers)
@@ -218,7 +218,8 @@ def arguments(server: Server, tmp_path: Path) -> Callable[[str, tuple[str, ...]]
     config.write_text(json.dumps(document))
 
     def arguments(command: str, given: tuple[str, ...]) -> list[str | Path]:
-        return [*command.split(), *given, *([] if command in WITHOUT_CONFIG else ["--config", config])]
+        configured: list[str | Path] = [] if command in WITHOUT_CONFIG else ["--config", config]
+        return [*command.split(), *given, *configured]
 
     return arguments
 

@@ -14,6 +14,7 @@ from aviso_workers.jetstream.plans import Plan
 from aviso_workers.ops import stream_policy
 from aviso_workers.server import NatsServer
 from tests.cli.conftest import Ran
+from tests.conftest import Start
 
 Run = Callable[..., Ran]
 
@@ -30,7 +31,7 @@ def test_a_missing_stream_is_planned_and_made(run: Run, config: Path) -> None:
 
 
 def test_the_policy_in_effect_is_shown_beside_the_configured_one(
-    run: Run, config: Path, nats_server, write_config: Callable[..., Path]
+    run: Run, config: Path, nats_server: NatsServer, write_config: Callable[..., Path]
 ) -> None:
     run("streams", "apply", "--config", config)
     assert run("streams", "show", "mars", "--config", config).code == 0
@@ -45,7 +46,7 @@ def test_the_policy_in_effect_is_shown_beside_the_configured_one(
 
 
 def test_stored_messages_are_counted_and_removed_with_a_yes_only(
-    run: Run, config: Path, nats_server, write_config: Callable[..., Path]
+    run: Run, config: Path, nats_server: NatsServer, write_config: Callable[..., Path]
 ) -> None:
     for step in (1, 2, 3):
         run("notify", "mars", "class=od", f"step={step}", "--config", config)
@@ -84,7 +85,7 @@ def test_a_limit_that_is_no_longer_in_the_file_stays_and_is_told(
 
 @pytest.mark.anyio
 async def test_what_was_stored_since_the_plan_is_not_removed_without_a_yes(
-    nats_server, config: Path, write_config: Callable[..., Path]
+    nats_server: NatsServer, config: Path, write_config: Callable[..., Path]
 ) -> None:
     narrower = write_config(nats_server.url, name="narrower.yaml", max_messages=2)
     async with App("publisher", config=config) as publisher, App("operator", config=narrower) as operator:
@@ -115,7 +116,14 @@ async def test_what_was_stored_since_the_plan_is_not_removed_without_a_yes(
     ],
 )
 def test_no_command_removes_what_its_configuration_would_not_keep(
-    start, run: Run, config: Path, nats_server, write_config: Callable[..., Path], command, left, told
+    start: Start,
+    run: Run,
+    config: Path,
+    nats_server: NatsServer,
+    write_config: Callable[..., Path],
+    command: tuple[str, ...],
+    left: int,
+    told: bool,
 ) -> None:
     for step in (1, 2, 3):
         run("notify", "mars", "class=od", f"step={step}", "--config", config)
@@ -171,7 +179,7 @@ def test_one_notification_is_deleted_and_a_missing_one_is_told_apart(run: Run, c
 
 
 def test_every_value_in_effect_is_shown_with_its_origin_and_no_secret(
-    run: Run, nats_server, write_config: Callable[..., Path]
+    run: Run, nats_server: NatsServer, write_config: Callable[..., Path]
 ) -> None:
     secret = write_config(nats_server.url, name="secret.yaml", token="open-sesame")
     ran = run("config", "show", "--config", secret)

@@ -14,6 +14,8 @@ import pytest
 from aviso_workers import App, Notify
 from aviso_workers.server import NatsServer
 from tests.cli.conftest import Ran
+from tests.conftest import Start, WriteConfig
+from tests.presence import present
 from tests.waits import PATIENCE_SECONDS
 
 Run = Callable[..., Ran]
@@ -33,7 +35,9 @@ def ids(lines: list[str]) -> list[str]:
 
 
 class TestReplay:
-    def test_prints_the_cloud_event_of_an_aviso_server(self, run: Run, config: Path, publish) -> None:
+    def test_prints_the_cloud_event_of_an_aviso_server(
+        self, run: Run, config: Path, publish: Callable[..., None]
+    ) -> None:
         publish(6)
         (line,) = run("replay", "mars", "--config", config).lines
         event: dict[str, Any] = json.loads(line)
@@ -53,7 +57,7 @@ class TestReplay:
         ]
 
     def test_prints_polygons_as_arrays_where_that_is_asked_for(
-        self, run: Run, nats_server, write_config, tmp_path: Path
+        self, run: Run, nats_server: NatsServer, write_config: WriteConfig, tmp_path: Path
     ) -> None:
         config = write_config(nats_server.url)
         document = json.loads(config.read_text())
@@ -88,7 +92,7 @@ class TestReplay:
         ],
     )
     def test_prints_what_was_asked_for(
-        self, run: Run, config: Path, publish, arguments: tuple[str, ...], expected: list[int]
+        self, run: Run, config: Path, publish: Callable[..., None], arguments: tuple[str, ...], expected: list[int]
     ) -> None:
         publish(0, 6, 12, 18)
         ran = run("replay", "mars", *arguments, "--config", config)
@@ -141,7 +145,9 @@ class TestReplay:
 
 
 class TestWatch:
-    def test_prints_what_was_and_what_comes_until_ctrl_c(self, start, config: Path, publish) -> None:
+    def test_prints_what_was_and_what_comes_until_ctrl_c(
+        self, start: Start, config: Path, publish: Callable[..., None]
+    ) -> None:
         publish(0, 6, 12)
         watch = start("watch", "mars", "--from-id", "2", "--config", config)
         assert ids(watch.lines(2)) == ["mars@2", "mars@3"]
@@ -150,7 +156,9 @@ class TestWatch:
         assert watch.end(signal.SIGINT) == 130
         assert watch.told == []
 
-    def test_goes_on_in_a_stream_that_was_made_again_and_says_so(self, start, config: Path, publish, run: Run) -> None:
+    def test_goes_on_in_a_stream_that_was_made_again_and_says_so(
+        self, start: Start, config: Path, publish: Callable[..., None], run: Run
+    ) -> None:
         publish(0, 6, 12)
         watch = start("watch", "mars", "--from-id", "1", "--config", config)
         assert ids(watch.lines(3)) == ["mars@1", "mars@2", "mars@3"]
@@ -160,17 +168,19 @@ class TestWatch:
         assert watch.end(signal.SIGINT) == 130
         assert "stream MARS was deleted and made again" in watch.told[-1]
 
-    def test_ends_quietly_when_nobody_reads_any_more(self, start, config: Path, publish) -> None:
+    def test_ends_quietly_when_nobody_reads_any_more(
+        self, start: Start, config: Path, publish: Callable[..., None]
+    ) -> None:
         publish(0)
         watch = start("watch", "mars", "--from-id", "1", "--config", config)
         assert ids(watch.lines(1)) == ["mars@1"]
-        watch.process.stdout.close()
+        present(watch.process.stdout).close()
         publish(6)
         assert watch.process.wait(PATIENCE_SECONDS) == 1
-        assert watch.process.stderr.read() == ""
+        assert present(watch.process.stderr).read() == ""
 
     def test_says_when_the_server_dies_and_when_it_is_back(
-        self, start, write_config, run: Run, free_port: int, tmp_path: Path
+        self, start: Start, write_config: WriteConfig, run: Run, free_port: int, tmp_path: Path
     ) -> None:
         config = write_config(f"nats://127.0.0.1:{free_port}")
         with NatsServer.start(store_dir=tmp_path / "store", port=free_port) as server:
@@ -178,14 +188,16 @@ class TestWatch:
             watch = start("watch", "mars", "--from-id", "1", "--config", config)
             assert ids(watch.lines(1)) == ["mars@1"]
             server.kill()
-            assert watch.process.stderr.readline().startswith("the connection was lost, and is tried again: ")
+            assert present(watch.process.stderr).readline().startswith("the connection was lost, and is tried again: ")
         with NatsServer.start(store_dir=tmp_path / "store", port=free_port):
-            assert watch.process.stderr.readline() == "connected again\n"
+            assert present(watch.process.stderr).readline() == "connected again\n"
             assert run("notify", "mars", "class=od", "step=6", "--config", config).code == 0
             assert ids(watch.lines(1)) == ["mars@2"]
             assert watch.end(signal.SIGINT) == 130
 
-    def test_says_when_the_connection_is_lost_for_good(self, start, nats_server, write_config, run: Run) -> None:
+    def test_says_when_the_connection_is_lost_for_good(
+        self, start: Start, nats_server: NatsServer, write_config: WriteConfig, run: Run
+    ) -> None:
         config = write_config(nats_server.url, max_reconnect_attempts=1)
         assert run("notify", "mars", "class=od", "step=0", "--config", config).code == 0
         watch = start("watch", "mars", "--from-id", "1", "--config", config)

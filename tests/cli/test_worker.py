@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Ran
+from tests.conftest import Start
 
 Run = Callable[..., Ran]
 
@@ -37,7 +38,7 @@ def listens(port: int) -> bool:
 
 @pytest.mark.parametrize(("options", "kept"), [((), 2), (("--ephemeral", "--reload"), 1)])
 def test_dev_brings_its_own_server_and_takes_it_away(
-    start, run: Run, config: Path, free_port: int, tmp_path: Path, options: tuple[str, ...], kept: int
+    start: Start, run: Run, config: Path, free_port: int, tmp_path: Path, options: tuple[str, ...], kept: int
 ) -> None:
     for _ in range(2):
         dev = start("dev", "agents:app", "--config", config, *options)
@@ -53,7 +54,7 @@ def test_dev_brings_its_own_server_and_takes_it_away(
     assert (tmp_path / ".aviso-workers").exists() == (not options)
 
 
-def test_dev_names_the_port_that_is_in_use(start, config: Path, free_port: int) -> None:
+def test_dev_names_the_port_that_is_in_use(start: Start, config: Path, free_port: int) -> None:
     with socket.create_server(("127.0.0.1", free_port)):
         dev = start("dev", "agents:app", "--config", config, "--ephemeral")
         assert dev.end() == 1

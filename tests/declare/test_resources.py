@@ -211,7 +211,8 @@ def test_resources_that_need_each_other_are_told(app: App) -> None:
     )
 
 
-async def ordinary() -> Database: ...
+async def ordinary() -> Database:
+    raise NotImplementedError
 
 
 async def unannotated():  # type: ignore[no-untyped-def]

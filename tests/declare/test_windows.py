@@ -101,9 +101,11 @@ class TestAState:
         assert windows.add(state, notification(7, stored=8), windowing(), time=1).open == {0: 2}
 
     def test_does_not_share_what_it_began_with(self) -> None:
-        gathering: Windowing[list[int], int] = Windowing(
-            size="10s", every="5s", fold=lambda found, one: found.append(one.payload) or found, initial=[]
-        )
+        def gather(found: list[int], one: Notification[Any]) -> list[int]:
+            found.append(one.payload)
+            return found
+
+        gathering: Windowing[list[int], int] = Windowing(size="10s", every="5s", fold=gather, initial=[])
         state: State[list[int]] = windows.add(State(), notification(1), gathering, time=7)
         assert (state.open, gathering.initial) == ({5: [1], 0: [1]}, [])
 

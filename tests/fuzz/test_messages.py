@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from aviso_workers.aviso.codec import Message, NotificationReader
 from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.aviso.spatial import Footprint
 from aviso_workers.backends.jetstream.wire import Headers, header_block
+from aviso_workers.declare import windows
 from aviso_workers.engine import attempts, consumer_records, dead_letter_store, delayed_messages, max_deliveries, parts
 from aviso_workers.engine.handlers import counted, windowed
 from aviso_workers.engine.handlers.windowed import _States
@@ -63,7 +65,9 @@ READERS = [
 ]
 
 
-HOURLY: Windowing[int, Any] = Windowing(size="1h", time=lambda _: None, fold=lambda total, _: total + 1, initial=0)
+HOURLY: Windowing[int, Any] = Windowing(
+    size="1h", time=lambda _: datetime.now(UTC), fold=lambda total, _: total + 1, initial=0
+)
 
 
 def states() -> _States:
@@ -103,8 +107,8 @@ OF_JSON: dict[str, tuple[bytes, type]] = {
         consumer_records.ConsumerRecord,
     ),
     "a window of a dead letter": (b'{"start":1700000000,"end":1700003600,"value":{"a":1}}', windowed.KeptWindow),
-    "progress": (b'{"closed":1700000000,"settled":{"sequence":7,"time":1700000000.5}}', counted.Progress),
-    "a page": (b'{"created":1700000000.5,"newest":1700000001.5,"bits":"AAAA"}', counted.Page),
+    "progress": (b'{"closed":1700000000,"settled":{"sequence":7,"time":1700000000.5}}', windows.Progress),
+    "a page": (b'{"created":1700000000.5,"newest":1700000001.5,"bits":"AAAA"}', windows.Page),
 }
 TEXTS: dict[str, tuple[bytes, Callable[[str], object], type[Exception]]] = {
     "a subject": (b"mars.od.0001.g.2026%2E1.0000.oper.12", topics.check_subject, UndecodableError),

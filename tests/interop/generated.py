@@ -13,7 +13,7 @@ from typing import Any
 
 SEED = int(os.environ.get("INTEROP_SEED", "20261123"))
 
-_ALWAYS_WRONG = (None, [], ["x"], {}, {"eq": 1}, "", "*")
+_ALWAYS_WRONG: tuple[Any, ...] = (None, [], ["x"], {}, {"eq": 1}, "", "*")
 _TEXTS = (
     *("a", "A", "0001", "a.b", "a*b", ">", "a>b", "%", "%2E", "a%2Eb", "a%zz", "100%", "..", "a..b", "."),
     *("é", "É", "straße", "日本", "😀", "x" * 300, "é" * 200, "/a/b", "$SYS", "a,b", "(1,2)", '"', "\\", "a+b", "~"),

@@ -35,9 +35,10 @@ class Shell:
     @contextmanager
     def started(self, *arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
         """Our command line while it runs, output and errors in one; ended by force where it does not end by itself."""
-        program = [Path(sys.executable).with_name("aviso-workers"), *map(str, arguments)]
-        together = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        with subprocess.Popen(program, cwd=self.home, env=self.environ, **together) as process:
+        program = [str(Path(sys.executable).with_name("aviso-workers")), *map(str, arguments)]
+        with subprocess.Popen(
+            program, cwd=self.home, env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
             too_late = threading.Timer(LONGEST_SECONDS, process.kill)
             too_late.start()
             try:
@@ -88,7 +89,7 @@ def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
     if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
         pairs = zip(ours, theirs, strict=True)
         return [said for at, (our, their) in enumerate(pairs) for said in differences(our, their, f"{path}[{at}]")]
-    nothing = (None, False, 0, "", "none", "default", "0001-01-01T00:00:00Z", [], {})
+    nothing: tuple[Any, ...] = (None, False, 0, "", "none", "default", "0001-01-01T00:00:00Z", [], {})
     if ours == theirs or (ours in nothing and theirs in nothing):
         return []
     return [f"{path}: ours {ours!r}, theirs {theirs!r}"]

@@ -179,7 +179,7 @@ async def test_polygons_reach_both_sides_as_each_shows_them(server: AvisoServer,
 async def test_what_we_publish_reaches_a_listener_of_pyaviso(
     server: AvisoServer, aviso_config: Path, tmp_path: Path
 ) -> None:
-    command = [programs.pyaviso(), "-c", LISTEN, server.url, "3"]
+    command = [str(programs.pyaviso()), "-c", LISTEN, server.url, "3"]
     async with App("beside", config=aviso_config) as app:
         await app.notify("mars", mars(step=1), {"location": "/data/1"})
         async with await anyio.open_process(command, cwd=tmp_path) as listener:
@@ -222,7 +222,7 @@ async def test_positions_mean_the_same_to_both(server: AvisoServer, aviso_config
             "0",
             "5000000000",
         ]
-        positions = [{"from_id": str(number)} for number in range(len(stored) + 2)]
+        positions: list[dict[str, Any]] = [{"from_id": str(number)} for number in range(len(stored) + 2)]
         positions += [{"from_date": date} for date in spelled]
         if server.version != "0.7.1":
             positions += [{"from_id": "2", "to_id": str(number)} for number in (2, 5, 12, 20)]
@@ -232,7 +232,8 @@ async def test_positions_mean_the_same_to_both(server: AvisoServer, aviso_config
             theirs = [event["id"] for event in conversations.replay(server, "mars", wanted, **position)]
             assert ours == theirs, position
 
-        for position in ({"from_id": "4"}, {"from_date": dates[9].isoformat()}):
+        positions = [{"from_id": "4"}, {"from_date": dates[9].isoformat()}]
+        for position in positions:
             watching = partial(conversations.watch, server, "mars", wanted, **position)
             with await to_thread.run_sync(watching) as live:
                 expected = len([one async for one in app.replay("mars", **position)]) + 1

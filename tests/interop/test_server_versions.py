@@ -19,6 +19,7 @@ from aviso_workers import App
 from aviso_workers.errors import RefusedError, UnavailableError
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import backups
+from aviso_workers.ops.backups import Backup, Spool
 from aviso_workers.server import BINARY_VARIABLE, NatsServer
 from tests.contract.settings import app_config, mars
 from tests.interop import programs
@@ -62,7 +63,9 @@ def server(version: str, tmp_path: Path) -> Iterator[NatsServer]:
 
 class TestAMixedCluster:
     @pytest.mark.parametrize(("old", "new"), [(OLDEST, NEWEST), (programs.NATS_SERVERS[1], NEWEST)])
-    async def test_makes_streams_that_all_of_its_servers_serve(self, cluster, old: str, new: str) -> None:
+    async def test_makes_streams_that_all_of_its_servers_serve(
+        self, cluster: Callable[..., list[Node]], old: str, new: str
+    ) -> None:
         nodes = cluster(old, old, new)
         app = App("mixed", config=app_config("jetstream", nodes[2].url, replicas=3))
         async with connected(app):
@@ -72,11 +75,13 @@ class TestAMixedCluster:
         assert not config.get("allow_batched")
         assert bool(config.get("allow_atomic")) is (old in since(12))
 
-    async def test_makes_no_stream_that_most_of_its_servers_would_not_serve(self, cluster) -> None:
+    async def test_makes_no_stream_that_most_of_its_servers_would_not_serve(
+        self, cluster: Callable[..., list[Node]]
+    ) -> None:
         nodes = cluster(OLDEST, OLDEST, NEWEST)
         app = App("mixed", config=app_config("jetstream", nodes[2].url, replicas=3))
         async with connected(app):
-            backend = app.session.backend
+            backend = app.session.admin
             needed = r"with allow_msg_schedules, nats-server 2\.12 or newer is needed, and one of this cluster is 2\.11"
             with pytest.raises(UnavailableError, match=needed):
                 await backend.create_stream(StreamSpec(name="LATER", subjects=("later.>",), allow_msg_schedules=True))
@@ -96,6 +101,10 @@ async def test_what_a_server_does_not_know_is_refused_by_name(version: str, tmp_
 @pytest.mark.parametrize("version", before(15))
 async def test_backups_that_a_server_cannot_make_are_refused_by_name(version: str, tmp_path: Path) -> None:
     key = str(pyrage.x25519.Identity.generate().to_public())
+
+    async def back_up(stream: str, earlier: Spool | None) -> Backup:
+        raise AssertionError(f"{stream} is backed up")
+
     with server(version, tmp_path / "store") as old:
         app = App("old", config=app_config("jetstream", old.url))
         async with connected(app):
@@ -104,7 +113,7 @@ async def test_backups_that_a_server_cannot_make_are_refused_by_name(version: st
             with pytest.raises(RefusedError, match=r"to encrypt a backup, nats-server 2\.15 or newer is needed"):
                 await backups.create(admin, "MARS", tmp_path / "kept", encrypt_to=[key])
             with pytest.raises(RefusedError, match=r"to back up all streams as a set, nats-server 2\.15 or newer"):
-                await backups.create_set(admin, tmp_path / "kept", lambda stream, earlier: None, encrypted=False)
+                await backups.create_set(admin, tmp_path / "kept", back_up, encrypted=False)
             assert (await backups.create(admin, "MARS", tmp_path / "kept")).state.messages == 1
 
 

@@ -94,7 +94,7 @@ CONSUMER_CHOICES: dict[str, list[Any]] = {
     "priority_policy": ["overflow", "pinned_client", "prioritized"],
     "priority_timeout": [60_000_000_000],
 }
-NEEDED = {
+NEEDED: dict[str, dict[str, Any]] = {
     "by_start_sequence": {"opt_start_seq": 2},
     "by_start_time": {"opt_start_time": "2026-01-01T00:00:00Z"},
     "idle_heartbeat": {"deliver_subject": "to.x"},
@@ -122,7 +122,8 @@ def drawn(chance: random.Random, choices: dict[str, list[Any]], few: int, name: 
         value = chance.choice(choices[field])
         chosen |= {field: value, **NEEDED.get(field, {})}
         chosen |= NEEDED.get(value, {}) if isinstance(value, str) else {}
-    return json.loads(json.dumps(chosen).replace("{name}", name))
+    whole: dict[str, Any] = json.loads(json.dumps(chosen).replace("{name}", name))
+    return whole
 
 
 async def made(nc: Client, subject: str, request: dict[str, Any]) -> bool:

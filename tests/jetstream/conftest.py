@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 
+from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.wire import Interest, Listener
 
 
@@ -18,6 +20,11 @@ class PlayedConnection:
         self.on_reconnect: set[Callable[[], None]] = set()
         self.sent: list[tuple[str, bytes, str]] = []
         self.heard: Listener
+
+    @property
+    def connection(self) -> Connection:
+        """The same, as what is asked for where a connection is used."""
+        return cast(Connection, self)
 
     def new_inbox(self) -> str:
         return "_INBOX.test"

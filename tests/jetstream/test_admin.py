@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -13,6 +13,7 @@ from aviso_workers.backends import Administration
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.backends.jetstream import admin as module
+from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.management import Management
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.server import NatsServer
@@ -110,6 +111,10 @@ async def test_nobody_unpins_a_reader_in_memory() -> None:
 class ListingConnection:
     """A connection to a server whose answers to a listing are these, one after another."""
 
+    @property
+    def management(self) -> Management:
+        return Management(cast(Connection, self))
+
     def __init__(self, *answers: tuple[int, list[str]]) -> None:
         self._answers = list(answers)
         self.offsets: list[int] = []
@@ -125,15 +130,15 @@ class ListingConnection:
 async def test_a_listing_that_changes_while_it_is_read_is_begun_again() -> None:
     # Without the first one, the second page begins one entry later than it should.
     changing = ListingConnection((4, ["a", "b"]), (3, ["d"]), (3, ["b", "c"]), (3, ["d"]))
-    assert await Management(changing).stream_names() == ["b", "c", "d"]
+    assert await changing.management.stream_names() == ["b", "c", "d"]
     assert changing.offsets == [0, 2, 0, 2]
 
 
 async def test_subjects_are_counted_whole_or_not_at_all() -> None:
-    assert await Management(ListingConnection((3, ["a", "b"]), (3, ["c"]))).subject_counts("MARS") == {
+    assert await ListingConnection((3, ["a", "b"]), (3, ["c"])).management.subject_counts("MARS") == {
         "a": 1,
         "b": 1,
         "c": 1,
     }
     with pytest.raises(UnavailableError, match="2 of its 3 subjects were listed"):
-        await Management(ListingConnection((3, ["a", "b"]), (3, []))).subject_counts("MARS")
+        await ListingConnection((3, ["a", "b"]), (3, [])).management.subject_counts("MARS")

@@ -11,6 +11,7 @@ import anyio
 import anyio.abc
 import pytest
 from nats.aio.client import ServerVersion
+from nats.aio.msg import Msg
 
 from aviso_workers import config
 from aviso_workers.backends.jetstream import connection as module
@@ -37,8 +38,8 @@ def stand_still(server: NatsServer) -> None:
     os.waitid(os.P_PID, server.process.pid, os.WSTOPPED | os.WNOWAIT)  # a signal takes its time
 
 
-async def test_a_server_that_answers_has_what_was_sent_before(connection):
-    async def hear(message) -> None:
+async def test_a_server_that_answers_has_what_was_sent_before(connection: Connection) -> None:
+    async def hear(message: Msg) -> None:
         pass
 
     await connection.nc.subscribe("numbers", cb=hear)
@@ -51,14 +52,18 @@ async def test_a_server_that_answers_has_what_was_sent_before(connection):
         assert connection.nc.stats["in_msgs"] == round_ * 100
 
 
-async def test_a_server_that_stands_still_does_not_answer(connection, nats_server, monkeypatch):
+async def test_a_server_that_stands_still_does_not_answer(
+    connection: Connection, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "PING_SECONDS", 0.1)
     stand_still(nats_server)
 
     assert not await connection.answers()
 
 
-async def test_an_answer_that_comes_when_nobody_waits_any_more_does_no_harm(connection, nats_server):
+async def test_an_answer_that_comes_when_nobody_waits_any_more_does_no_harm(
+    connection: Connection, nats_server: NatsServer
+) -> None:
     stand_still(nats_server)
     with anyio.move_on_after(0.1) as waiting:
         await connection.answers()
@@ -70,12 +75,12 @@ async def test_an_answer_that_comes_when_nobody_waits_any_more_does_no_harm(conn
 
 
 async def test_a_question_that_a_cluster_does_not_answer_while_it_creates_a_stream_is_asked_again(
-    connection, monkeypatch
-):
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "LOOK_AGAIN_SECONDS", 0.1)
     asked = []
 
-    async def answer_the_second_time(message) -> None:
+    async def answer_the_second_time(message: Msg) -> None:
         asked.append(message.subject)
         if len(asked) == 2:
             await message.respond(b'{"state": {"messages": 3}}')
@@ -88,7 +93,9 @@ async def test_a_question_that_a_cluster_does_not_answer_while_it_creates_a_stre
     assert asked == ["$JS.PLAYED.API.STREAM.INFO.DEED"] * 2
 
 
-async def test_a_lost_connection_answers_at_once_that_it_does_not(connection, nats_server, monkeypatch):
+async def test_a_lost_connection_answers_at_once_that_it_does_not(
+    connection: Connection, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "PING_SECONDS", LONG_SECONDS)
     stand_still(nats_server)
     started = time.monotonic()
@@ -100,7 +107,9 @@ async def test_a_lost_connection_answers_at_once_that_it_does_not(connection, na
     assert time.monotonic() - started < PROMPT_SECONDS
 
 
-async def test_a_connection_that_is_lost_before_it_is_asked_does_no_harm_to_the_next_one(connection, monkeypatch):
+async def test_a_connection_that_is_lost_before_it_is_asked_does_no_harm_to_the_next_one(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flush_pending, back = connection.nc._flush_pending, anyio.Event()
     connection.on_reconnect.add(back.set)
 
@@ -117,7 +126,9 @@ async def test_a_connection_that_is_lost_before_it_is_asked_does_no_harm_to_the_
     assert await connection.answers(), "nobody reads any more what the server says"
 
 
-async def test_closing_does_not_wait_for_a_server_that_takes_nothing(connection, nats_server, monkeypatch):
+async def test_closing_does_not_wait_for_a_server_that_takes_nothing(
+    connection: Connection, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.2)
     stand_still(nats_server)
     with anyio.move_on_after(0.5):
@@ -130,14 +141,16 @@ async def test_closing_does_not_wait_for_a_server_that_takes_nothing(connection,
     assert time.monotonic() - started < PROMPT_SECONDS
 
 
-async def test_what_is_flushed_after_the_end_is_an_error(connection):
+async def test_what_is_flushed_after_the_end_is_an_error(connection: Connection) -> None:
     await connection.close()
 
     with pytest.raises(UnavailableError, match="closed"):
         await connection.flush()
 
 
-async def test_the_version_of_the_last_server_holds_until_the_next_one_has_told_its_own(connection, monkeypatch):
+async def test_the_version_of_the_last_server_holds_until_the_next_one_has_told_its_own(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = connection.server_version
     assert known > (2, 0)
 
@@ -154,8 +167,8 @@ async def test_a_listed_server_that_accepts_and_says_nothing_costs_seconds(
     monkeypatch.setattr(module, "SECONDS_PER_SERVER", 1)
     monkeypatch.setattr("nats.aio.client.shuffle", lambda servers: None)  # the silent one is tried first
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as silent:
-        (host, port) = silent.extra(anyio.abc.SocketAttribute.local_address)
-        settings = config.JetStream(nats_url=config.ServerUrls(f"nats://{host}:{port}", nats_server.url))
+        port = silent.extra(anyio.abc.SocketAttribute.local_port)
+        settings = config.JetStream(nats_url=config.ServerUrls(f"nats://127.0.0.1:{port}", nats_server.url))
         connection = Connection(settings, on_connection=None)
         with anyio.fail_after(PROMPT_SECONDS):
             await connection.open()

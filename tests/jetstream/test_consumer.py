@@ -10,29 +10,32 @@ import pytest
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends.jetstream import consumer
 from aviso_workers.backends.jetstream.consumer import Outbox, PinnedDelivery
+from tests.jetstream.conftest import PlayedConnection
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def outbox(played) -> Outbox:
-    outbox = Outbox(played)
+async def outbox(played: PlayedConnection) -> Outbox:
+    outbox = Outbox(played.connection)
     await outbox.open()
     return outbox
 
 
-async def test_a_settlement_is_sent_and_not_waited_for(played, outbox):
+async def test_a_settlement_is_sent_and_not_waited_for(played: PlayedConnection, outbox: Outbox) -> None:
     outbox.put(b"$JS.ACK.1", b"+ACK")
     await outbox.flush()
 
     assert played.sent == [("$JS.ACK.1", b"+ACK", "")]
 
 
-async def test_a_server_that_is_gone_is_not_waited_for_where_all_is_settled(played, outbox):
+async def test_a_server_that_is_gone_is_not_waited_for_where_all_is_settled(
+    played: PlayedConnection, outbox: Outbox
+) -> None:
     outbox.put(b"$JS.ACK.1", b"+ACK")
     await outbox.flush()
-    played.flush = anyio.sleep_forever
+    played.flush = anyio.sleep_forever  # type: ignore[method-assign]
 
     with anyio.fail_after(PATIENCE_SECONDS):
         await outbox.flush()
@@ -42,7 +45,7 @@ async def test_a_server_that_is_gone_is_not_waited_for_where_all_is_settled(play
     assert waiting.cancelled_caught
 
 
-async def test_a_settlement_that_is_to_be_confirmed_is_waited_for(played, outbox):
+async def test_a_settlement_that_is_to_be_confirmed_is_waited_for(played: PlayedConnection, outbox: Outbox) -> None:
     outbox.put(b"$JS.ACK.1", b"+ACK", confirmed=True)
     outbox.put(b"$JS.ACK.2", b"-NAK", confirmed=True)
     async with anyio.create_task_group() as tasks:
@@ -55,7 +58,9 @@ async def test_a_settlement_that_is_to_be_confirmed_is_waited_for(played, outbox
     assert [sent[:2] for sent in played.sent] == [("$JS.ACK.1", b"+ACK"), ("$JS.ACK.2", b"-NAK")]
 
 
-async def test_what_nobody_confirms_is_sent_again_until_somebody_does(played, outbox, monkeypatch):
+async def test_what_nobody_confirms_is_sent_again_until_somebody_does(
+    played: PlayedConnection, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(consumer, "CONFIRM_SECONDS", 0.01)
     outbox.put(b"$JS.ACK.1", b"+ACK", confirmed=True)
     async with anyio.create_task_group() as tasks:
@@ -74,7 +79,7 @@ class TestADeliveryOfAPinnedReader:
         return SimpleNamespace(seconds=100.0, pinned=True)
 
     @pytest.fixture
-    def delivery(self, outbox, clock) -> PinnedDelivery:
+    def delivery(self, outbox: Outbox, clock: SimpleNamespace) -> PinnedDelivery:
         return PinnedDelivery(
             Message(subject="mars.od", data=b"{}", sequence=7),
             b"$JS.ACK.7",
@@ -87,19 +92,25 @@ class TestADeliveryOfAPinnedReader:
             hold_seconds=10.0,
         )
 
-    async def test_is_held_for_as_long_as_the_request_for_it_is_young(self, delivery, clock):
+    async def test_is_held_for_as_long_as_the_request_for_it_is_young(
+        self, delivery: PinnedDelivery, clock: SimpleNamespace
+    ) -> None:
         clock.seconds = 104.9
         assert delivery.held
         clock.seconds = 105.0
         assert not delivery.held
 
-    async def test_is_lost_with_the_pin(self, played, delivery, clock):
+    async def test_is_lost_with_the_pin(
+        self, played: PlayedConnection, delivery: PinnedDelivery, clock: SimpleNamespace
+    ) -> None:
         clock.pinned = False
         delivery.ack()
         assert not delivery.held
         assert played.sent == []
 
-    async def test_is_held_for_longer_when_signs_of_life_are_confirmed_in_time(self, played, delivery, clock):
+    async def test_is_held_for_longer_when_signs_of_life_are_confirmed_in_time(
+        self, played: PlayedConnection, delivery: PinnedDelivery, clock: SimpleNamespace
+    ) -> None:
         for seconds in (104.0, 113.0, 122.0):
             clock.seconds = seconds
             delivery.in_progress()
@@ -109,14 +120,18 @@ class TestADeliveryOfAPinnedReader:
         assert delivery.held
 
     @pytest.mark.parametrize("too_late", [105.0, 300.0])
-    async def test_is_lost_for_good_when_a_confirmation_comes_too_late(self, played, delivery, clock, too_late):
+    async def test_is_lost_for_good_when_a_confirmation_comes_too_late(
+        self, played: PlayedConnection, delivery: PinnedDelivery, clock: SimpleNamespace, too_late: float
+    ) -> None:
         clock.seconds = 104.0
         delivery.in_progress()
         clock.seconds = too_late
         played.say(played.sent[-1][2])
         assert not delivery.held
 
-    async def test_is_not_held_by_signs_that_nobody_confirms(self, played, delivery, clock):
+    async def test_is_not_held_by_signs_that_nobody_confirms(
+        self, played: PlayedConnection, delivery: PinnedDelivery, clock: SimpleNamespace
+    ) -> None:
         clock.seconds = 104.0
         delivery.in_progress()
         unheard = played.sent[-1][2]
@@ -127,14 +142,23 @@ class TestADeliveryOfAPinnedReader:
         clock.seconds = 106.0
         assert not delivery.held
 
-    async def test_cannot_be_settled_any_more_when_it_is_lost(self, played, delivery, clock):
+    async def test_cannot_be_settled_any_more_when_it_is_lost(
+        self, played: PlayedConnection, delivery: PinnedDelivery, clock: SimpleNamespace
+    ) -> None:
         delivery.nak(delay_seconds=1)
         clock.seconds = 105.0
         for settle in (delivery.ack, delivery.nak, lambda: delivery.term("too late")):
             settle()
         assert [body for _, body, _ in played.sent] == [b'-NAK {"delay":1000000000}']
 
-    async def test_sends_its_settlement_again_only_while_it_is_held(self, played, outbox, delivery, clock, monkeypatch):
+    async def test_sends_its_settlement_again_only_while_it_is_held(
+        self,
+        played: PlayedConnection,
+        outbox: Outbox,
+        delivery: PinnedDelivery,
+        clock: SimpleNamespace,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         monkeypatch.setattr(consumer, "CONFIRM_SECONDS", 0.0)
         delivery.ack()
         outbox.repeat()

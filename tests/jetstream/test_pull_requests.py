@@ -11,6 +11,7 @@ import pytest
 from aviso_workers.backends.jetstream import pull_requests
 from aviso_workers.backends.jetstream.pull_requests import MOST_BYTES, PullSubscription
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from tests.jetstream.conftest import PlayedConnection
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -19,17 +20,19 @@ SECOND = 1_000_000_000
 
 
 @pytest.fixture
-async def pulls(played) -> PullSubscription:
+async def pulls(played: PlayedConnection) -> PullSubscription:
     return PullSubscription(
-        played, stream="MARS", consumer="agent", on_messages=lambda received: None, on_change=lambda: None
+        played.connection, stream="MARS", consumer="agent", on_messages=lambda received: None, on_change=lambda: None
     )
 
 
-def asked(played) -> list[dict[str, Any]]:
+def asked(played: PlayedConnection) -> list[dict[str, Any]]:
     return [msgspec.json.decode(body) for _, body, _ in played.sent]
 
 
-async def test_a_request_is_for_some_messages_within_half_a_minute_and_not_too_many_bytes(played, pulls):
+async def test_a_request_is_for_some_messages_within_half_a_minute_and_not_too_many_bytes(
+    played: PlayedConnection, pulls: PullSubscription
+) -> None:
     await pulls.open()
     pulls.ask(10)
 
@@ -39,9 +42,13 @@ async def test_a_request_is_for_some_messages_within_half_a_minute_and_not_too_m
     assert pulls.outstanding == 10
 
 
-async def test_a_request_has_room_for_the_largest_message_that_the_server_takes(played, pulls):
+async def test_a_request_has_room_for_the_largest_message_that_the_server_takes(
+    played: PlayedConnection, pulls: PullSubscription
+) -> None:
     played.max_payload = 64 * 1024 * 1024
-    larger = PullSubscription(played, stream="MARS", consumer="agent", on_messages=print, on_change=lambda: None)
+    larger = PullSubscription(
+        played.connection, stream="MARS", consumer="agent", on_messages=print, on_change=lambda: None
+    )
     await larger.open()
     larger.ask(1)
 
@@ -49,7 +56,7 @@ async def test_a_request_has_room_for_the_largest_message_that_the_server_takes(
 
 
 @pytest.mark.covers("002-67")
-async def test_a_request_obeys_the_limits_of_its_consumer(played, pulls):
+async def test_a_request_obeys_the_limits_of_its_consumer(played: PlayedConnection, pulls: PullSubscription) -> None:
     await pulls.open(limits={"max_batch": 5, "max_expires": 3 * SECOND, "max_bytes": 1000})
     pulls.ask(10)
 
@@ -57,11 +64,13 @@ async def test_a_request_obeys_the_limits_of_its_consumer(played, pulls):
     assert pulls.outstanding == 5
 
 
-async def test_a_new_consumer_that_is_not_known_everywhere_is_asked_again(played, monkeypatch):
+async def test_a_new_consumer_that_is_not_known_everywhere_is_asked_again(
+    played: PlayedConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pull_requests, "ASK_AGAIN_SECONDS", 0.01)
     known = anyio.Event()
     pulls = PullSubscription(
-        played, stream="MARS", consumer="new", on_messages=lambda received: None, on_change=known.set
+        played.connection, stream="MARS", consumer="new", on_messages=lambda received: None, on_change=known.set
     )
     await pulls.open()
     pulls.ask(10)
@@ -99,15 +108,15 @@ async def test_a_new_consumer_that_is_not_known_everywhere_is_asked_again(played
     ],
 )
 async def test_a_status_ends_the_request_or_the_reading(
-    played,
-    pulls,
-    monkeypatch,
+    played: PlayedConnection,
+    pulls: PullSubscription,
+    monkeypatch: pytest.MonkeyPatch,
     status: str,
     description: str,
     left: dict[str, str],
     outstanding: int,
     error: type[BackendError],
-):
+) -> None:
     monkeypatch.setattr(pull_requests, "UNKNOWN_SECONDS", 0)  # all servers know of the consumer
     await pulls.open()
     pulls.ask(10)
@@ -117,7 +126,9 @@ async def test_a_status_ends_the_request_or_the_reading(
     assert (pulls.outstanding, type(pulls.error)) == (outstanding, error or type(None))
 
 
-async def test_requests_that_nobody_answers_are_an_error_when_they_are_lost_again(played, pulls):
+async def test_requests_that_nobody_answers_are_an_error_when_they_are_lost_again(
+    played: PlayedConnection, pulls: PullSubscription
+) -> None:
     await pulls.open()
     pulls.ask(10)
     played.say(status="100")
@@ -130,7 +141,9 @@ async def test_requests_that_nobody_answers_are_an_error_when_they_are_lost_agai
     assert "requests for messages are not answered" in str(pulls.error)
 
 
-async def test_after_a_reconnect_nothing_is_outstanding_and_the_consumer_is_to_be_looked_at(played, pulls):
+async def test_after_a_reconnect_nothing_is_outstanding_and_the_consumer_is_to_be_looked_at(
+    played: PlayedConnection, pulls: PullSubscription
+) -> None:
     await pulls.open()
     pulls.ask(10)
     assert not pulls.silent()
@@ -145,14 +158,16 @@ async def test_after_a_reconnect_nothing_is_outstanding_and_the_consumer_is_to_b
 PINS = {"priority_policy": "pinned_client", "priority_groups": ["workers"], "priority_timeout": 8 * SECOND}
 
 
-def deliver(played, pin: str) -> None:
+def deliver(played: PlayedConnection, pin: str) -> None:
     block = f"NATS/1.0\r\nNats-Pin-Id: {pin}\r\n\r\n".encode()
     played.heard([(b"mars.od", b"$JS.ACK.MARS.agent.1.1.1.1795256800000000000.0", block, b"{}")])
 
 
-async def test_a_pinned_reader_asks_by_its_id_and_often_enough_until_it_is_another_ones_turn(played):
+async def test_a_pinned_reader_asks_by_its_id_and_often_enough_until_it_is_another_ones_turn(
+    played: PlayedConnection,
+) -> None:
     pulls = PullSubscription(
-        played, stream="MARS", consumer="agent", on_messages=lambda *_: None, on_change=lambda: None
+        played.connection, stream="MARS", consumer="agent", on_messages=lambda *_: None, on_change=lambda: None
     )
     await pulls.open(limits=PINS)
     assert pulls.pin == ""
@@ -167,7 +182,9 @@ async def test_a_pinned_reader_asks_by_its_id_and_often_enough_until_it_is_anoth
     assert (pulls.outstanding, pulls.error) == (1, None)
 
 
-async def test_a_reader_of_a_prioritized_consumer_says_how_near_it_is(played, pulls):
+async def test_a_reader_of_a_prioritized_consumer_says_how_near_it_is(
+    played: PlayedConnection, pulls: PullSubscription
+) -> None:
     await pulls.open(limits={"priority_policy": "prioritized", "priority_groups": ["others"]}, priority=3)
     pulls.ask(1)
 
@@ -176,9 +193,9 @@ async def test_a_reader_of_a_prioritized_consumer_says_how_near_it_is(played, pu
 
 
 @pytest.mark.parametrize("status", ["423 Nats-Pin-Id mismatch", "409 Leadership Change", "409 Server Shutdown"])
-async def test_a_pin_ends_with_the_leader_that_gave_it(played, status):
+async def test_a_pin_ends_with_the_leader_that_gave_it(played: PlayedConnection, status: str) -> None:
     pulls = PullSubscription(
-        played, stream="MARS", consumer="agent", on_messages=lambda *_: None, on_change=lambda: None
+        played.connection, stream="MARS", consumer="agent", on_messages=lambda *_: None, on_change=lambda: None
     )
     await pulls.open(limits=PINS)
     deliver(played, "one")
@@ -187,9 +204,11 @@ async def test_a_pin_ends_with_the_leader_that_gave_it(played, status):
     assert (pulls.pinned_as("one"), pulls.error) == (False, None)
 
 
-async def test_a_pin_is_in_doubt_when_nothing_is_heard_for_as_long_as_an_election_takes(played, monkeypatch):
+async def test_a_pin_is_in_doubt_when_nothing_is_heard_for_as_long_as_an_election_takes(
+    played: PlayedConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pulls = PullSubscription(
-        played, stream="MARS", consumer="agent", on_messages=lambda *_: None, on_change=lambda: None
+        played.connection, stream="MARS", consumer="agent", on_messages=lambda *_: None, on_change=lambda: None
     )
     await pulls.open(limits=PINS)
     deliver(played, "one")

@@ -68,7 +68,8 @@ async def test_all_that_filters_of_any_density_take_comes(backend: JetStreamBack
     for _ in range(20):
         if chance.random() < 0.2:
             half = chance.choice([0, 1])
-            filters, wanted = (f"mars.{half}.*",), {number for number in range(1000) if number % 2 == half}
+            filters: tuple[str, ...] = (f"mars.{half}.*",)
+            wanted = {number for number in range(1000) if number % 2 == half}
         else:
             wanted = {
                 chance.choice([chance.choice(numbers), chance.randrange(1000)]) for _ in range(chance.choice([1, 3]))
@@ -122,7 +123,9 @@ async def test_who_may_not_ask_for_the_end_is_told_so(tmp_path: Path) -> None:
                 await read(backend, ("mars.0.1",), 2, chunks=False)
 
 
-async def test_what_comes_after_a_request_has_expired_comes_at_once(nats_server, monkeypatch):
+async def test_what_comes_after_a_request_has_expired_comes_at_once(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pull_requests, "EXPIRES_SECONDS", 3)
     settings = config.JetStream(nats_url=config.ServerUrls(nats_server.url))
     async with JetStreamBackend(settings) as backend:
@@ -175,7 +178,7 @@ class PlayedStream(PlayedConnection):
         self.heard([(b"mars.od", b"$JS.ACK.MARS.reader.1.%d.%d.1.%d" % (sequence, number, pending), b"", b"{}")])
 
 
-WHOLE = {"filter_subjects": ["mars.>"], "start_sequence": 1, "start_time": None, "last_sequence": 5}
+WHOLE: dict[str, Any] = {"filter_subjects": ["mars.>"], "start_sequence": 1, "start_time": None, "last_sequence": 5}
 
 
 async def deliver_later(stream: PlayedStream, *deliveries: tuple[int, int, int]) -> None:
@@ -189,7 +192,10 @@ async def deliver_later(stream: PlayedStream, *deliveries: tuple[int, int, int])
 
 async def test_a_message_that_got_lost_on_its_way_is_noticed() -> None:
     stream = PlayedStream(held=None)
-    async with aclosing(readers.read(stream, "MARS", **WHOLE)) as messages, anyio.create_task_group() as tasks:
+    async with (
+        aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
+        anyio.create_task_group() as tasks,
+    ):
         tasks.start_soon(deliver_later, stream, (1, 1, 4), (3, 3, 2))
         assert (await anext(messages)).sequence == 1
         with pytest.raises(UnavailableError, match="its message 3 came instead of 2"):
@@ -198,7 +204,10 @@ async def test_a_message_that_got_lost_on_its_way_is_noticed() -> None:
 
 async def test_a_consumer_that_begins_anew_delivers_nothing_twice() -> None:
     stream = PlayedStream(held=None)
-    async with aclosing(readers.read(stream, "MARS", **WHOLE)) as messages, anyio.create_task_group() as tasks:
+    async with (
+        aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
+        anyio.create_task_group() as tasks,
+    ):
         tasks.start_soon(deliver_later, stream, (1, 1, 4), (2, 2, 3), (1, 1, 4))
         assert [(await anext(messages)).sequence for _ in range(2)] == [1, 2]
         with pytest.raises(UnavailableError, match="its message 1 came instead of 3"):
@@ -208,7 +217,10 @@ async def test_a_consumer_that_begins_anew_delivers_nothing_twice() -> None:
 async def test_a_reading_raises_where_its_stream_holds_more_than_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "LOOK_SECONDS", 0.01)
     stream = PlayedStream(held=4)
-    async with aclosing(readers.read(stream, "MARS", **WHOLE)) as messages, anyio.create_task_group() as tasks:
+    async with (
+        aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
+        anyio.create_task_group() as tasks,
+    ):
         tasks.start_soon(deliver_later, stream, (1, 1, 0))
         assert (await anext(messages)).sequence == 1
         with pytest.raises(UnavailableError, match="delivers nothing of MARS after 1"):

@@ -25,6 +25,7 @@ from aviso_workers.backends.jetstream.wire import (
     header_block,
     status,
 )
+from aviso_workers.server import NatsServer
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -294,7 +295,7 @@ class TestAttach:
 
 
 @pytest.fixture
-async def client(nats_server) -> AsyncGenerator[Client, None]:
+async def client(nats_server: NatsServer) -> AsyncGenerator[Client, None]:
     client = Client()
     await client.connect(nats_server.url)
     yield client
@@ -361,7 +362,9 @@ class TestAWire:
         assert await answered(attached)
         assert heard == [(b"news", b"", b"", b"1")]
 
-    async def test_listens_again_after_a_reconnect(self, attached: Wire, client: Client, nats_server) -> None:
+    async def test_listens_again_after_a_reconnect(
+        self, attached: Wire, client: Client, nats_server: NatsServer
+    ) -> None:
         heard: list[Arrival] = []
         await attached.listen("news", heard.extend)
         back = anyio.Event()

@@ -6,13 +6,14 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
-from aviso_workers import App, Backoff, Notification, Tick
+from aviso_workers import App, Backoff, Counter, Notification, Table, Tick
 from aviso_workers.server import processes
 from aviso_workers.server.processes import Node
 from tests.ops.conftest import Api, Declare, Run
@@ -104,11 +105,12 @@ def test_a_stream_lives_where_its_tags_are(make: Make, holders: Callable[[str], 
 
 @pytest.mark.covers("002-12", "002-22", "002-38", "002-40")
 def test_more_copies_are_made_and_given_up(make: Make, holders: Callable[[str], set[str]]) -> None:
+    def are_held(copies: int) -> bool:
+        return len(holders("SCALED")) == copies
+
     for copies in (1, 3, 1):
         make("SCALED", num_replicas=copies)
-        assert processes.eventually(lambda copies=copies: len(holders("SCALED")) == copies, PATIENCE_SECONDS), holders(
-            "SCALED"
-        )
+        assert processes.eventually(partial(are_held, copies), PATIENCE_SECONDS), holders("SCALED")
 
 
 def test_tags_that_no_server_has_are_told(run: Run, declare: Declare) -> None:
@@ -161,7 +163,7 @@ async def at_work(config: Path) -> AsyncIterator[App]:
     app.counter("seen")
 
     @app.agent("mars", retry=Backoff(attempts=2, first=0.1))
-    async def fail(notification: Notification) -> None:
+    async def fail(notification: Notification[Any]) -> None:
         raise ValueError("whatever it is")
 
     @app.every("1s", leader=True)
@@ -190,14 +192,19 @@ async def test_a_worker_that_begins_gives_its_own_streams_the_copies_that_are_co
 
     async with at_work(write_config(url)) as app:
         await app.notify("mars", {"class": "od", "step": 1})
-        await app.tables["sizes"].put("od", 1)
-        await app.tables["seen"].add("od", 1)
+        sizes, seen = app.tables["sizes"], app.tables["seen"]
+        assert isinstance(sizes, Table)
+        assert isinstance(seen, Counter)
+        await sizes.put("od", 1)
+        await seen.add("od", 1)
         await become(app, 1)
     async with at_work(write_config(url, replicas=3)) as app:
         await become(app, 3)
     async with at_work(write_config(url, replicas=1)) as app:
         await app.notify("mars", {"class": "od", "step": 2}, deliver_after=0.1)
-        await app.tables["seen"].add("od", 1)
+        seen = app.tables["seen"]
+        assert isinstance(seen, Counter)
+        await seen.add("od", 1)
         assert await copies(app) == dict.fromkeys(OWN, 3)  # another app may have asked for them
 
 

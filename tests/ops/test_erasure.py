@@ -482,7 +482,7 @@ async def test_nothing_is_erased_while_a_server_is_away_that_would_keep_it(
     """Where it comes back and is told of many changes at once, it removes what was erased without overwriting it."""
     with cluster(tmp_path) as nodes:
         async with App("index", config=write_config(nodes[0].url, replicas=3)) as app:
-            backend = app.session.backend
+            backend = app.session.admin
             await app.notify("mars", {"class": "od", "step": 1})
             leader = (await backend.administration().api("STREAM.INFO.MARS"))["cluster"]["leader"]
             away = next(node for node in nodes[1:] if node.name != leader)

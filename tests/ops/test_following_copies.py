@@ -335,7 +335,7 @@ async def test_what_cannot_be_appended_is_refused(move: Move, config: dict[str, 
 
 async def test_a_stream_that_moves_on_while_it_is_copied(move: Move, monkeypatch: pytest.MonkeyPatch) -> None:
     create = partial(_publishing_behind, move, backups.create)
-    monkeypatch.setattr(stream_copies.backups, "create", create)
+    monkeypatch.setattr(backups, "create", create)
     await move.make(5)
     copied = await stream_copies.copy(
         move.source.session.admin, move.target.session.admin, "MARS", progress=lambda size: None

@@ -70,13 +70,14 @@ async def connected(node: Node, user: str = "") -> AsyncIterator[Client]:
 async def fill(client: Client, *, replicas: int = 1) -> None:
     """Streams of the kinds that a server keeps: used, never written to, emptied, mirrored, short-lived, sealed."""
     context = client.jetstream()
-    for name, settings in {
+    streams: dict[str, dict[str, Any]] = {
         "DATA": {"num_replicas": replicas, "max_age": 3600.0},
         "ALONE": {},
         "EMPTY": {},
         "PURGED": {},
         "SEALED": {},
-    }.items():
+    }
+    for name, settings in streams.items():
         await context.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], **settings))
         await context.add_consumer(name, ConsumerConfig(durable_name="reader", ack_policy=AckPolicy.EXPLICIT))
         for i in range(0 if name == "EMPTY" else COUNT):

@@ -17,6 +17,7 @@ from msgspec import structs
 from aviso_workers import App, Notification, config
 from aviso_workers.backends import Administration, Management
 from aviso_workers.errors import RefusedError, UnavailableError
+from aviso_workers.jetstream.plans import Plan
 from aviso_workers.ops import consumer_positions, failover_drill, mirrors, promotion, recovery, stream_policy
 from aviso_workers.ops.consumer_positions import Place
 from aviso_workers.ops.mirrors import Link, Mirrors
@@ -203,7 +204,9 @@ async def test_an_origin_that_comes_back_refuses_publishes(sites: Sites) -> None
         server = at_hub.session.admin.administration()
         assert (await server.api("STREAM.INFO.MARS"))["state"]["last_seq"] == 10
         plans = await stream_policy.plans(at_hub.session.admin, at_hub.config)
-        assert [(plan.fenced, plan.needed) for plan in plans if plan.stream == "MARS"] == [(True, False)]
+        [plan] = [plan for plan in plans if plan.stream == "MARS"]
+        assert isinstance(plan, Plan)
+        assert (plan.fenced, plan.needed) == (True, False)
 
 
 async def test_a_lost_origin_has_to_be_called_so(sites: Sites) -> None:

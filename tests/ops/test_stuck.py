@@ -17,13 +17,13 @@ LONG_AGO = NOW - timedelta(minutes=10)
 
 def consumer(**stated: Any) -> ConsumerInfo:
     """At work: one notification is delivered, and another one was settled ten minutes ago."""
-    stated = {"num_ack_pending": 1, "ack_floor": 7, "deliveries": 9, "last_settled": LONG_AGO} | stated
-    return ConsumerInfo(name="a__b", config=ConsumerConfig(ack_wait=20_000_000_000), time=NOW, **stated)
+    usual: dict[str, Any] = {"num_ack_pending": 1, "ack_floor": 7, "deliveries": 9, "last_settled": LONG_AGO}
+    return ConsumerInfo(name="a__b", config=ConsumerConfig(ack_wait=20_000_000_000), time=NOW, **usual | stated)
 
 
 def record(**stated: Any) -> ConsumerRecord:
-    stated = {"ack_floor": 7, "unfinished_since": LONG_AGO} | stated
-    return ConsumerRecord(stream_created=LONG_AGO, filter_subjects=(), time=NOW, **stated)
+    usual: dict[str, Any] = {"ack_floor": 7, "unfinished_since": LONG_AGO}
+    return ConsumerRecord(stream_created=LONG_AGO, filter_subjects=(), time=NOW, **usual | stated)
 
 
 OLDEST = "1 delivered and not finished; the oldest one, after sequence 7, for 10 min"

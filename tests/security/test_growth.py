@@ -6,6 +6,7 @@ import ast
 import re
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,10 @@ def written_patterns() -> Iterator[tuple[str, re.Pattern[Any], set[str]]]:
                     args=[ast.Constant(value=str() | bytes() as written), *_],
                 ):
                     target = names.get(id(node))
-                    compiled = method == "compile" and isinstance(target, ast.Name)
-                    methods = methods_of(target.id) if compiled else {method}
+                    if method == "compile" and isinstance(target, ast.Name):
+                        methods = methods_of(target.id)
+                    else:
+                        methods = {method}
                     yield f"{source}:{node.lineno}", re.compile(written), methods
 
 
@@ -123,7 +126,7 @@ def growth(deed: Callable[[int], object]) -> float:
 
 
 @pytest.mark.parametrize("place", WRITTEN)
-def test_no_pattern_takes_longer_than_its_text(place):
+def test_no_pattern_takes_longer_than_its_text(place: str) -> None:
     pattern, methods = WRITTEN[place]
     begin = beginning(pattern)
 
@@ -136,9 +139,10 @@ def test_no_pattern_takes_longer_than_its_text(place):
         if methods - {"fullmatch", "match"}:
             pattern.findall(subject)
 
-    deeds: dict[str, Callable[[int], object]] = {
-        f"{begin!r}, then {unit!r}": lambda length, unit=unit: tried(begin + unit * length + NO_END) for unit in UNITS
-    }
+    def repeated(unit: str, length: int) -> None:
+        tried(begin + unit * length + NO_END)
+
+    deeds: dict[str, Callable[[int], object]] = {f"{begin!r}, then {unit!r}": partial(repeated, unit) for unit in UNITS}
     if begin:
         deeds[f"{begin!r} again and again"] = lambda length: tried(begin * length)
 
@@ -149,7 +153,7 @@ def test_no_pattern_takes_longer_than_its_text(place):
 
 
 @pytest.mark.parametrize("header", ["1" * 64_000 + "x", "1," * 32_000, "(" * 64_000, "0." + "1" * 64_000, " " * 64_000])
-def test_a_header_that_is_no_bounding_box_is_refused_within_no_time(header):
+def test_a_header_that_is_no_bounding_box_is_refused_within_no_time(header: str) -> None:
     def parse() -> None:
         with pytest.raises(ValueError, match="bounding box"):
             Box.parse(header)
@@ -162,7 +166,7 @@ def test_a_header_that_is_no_bounding_box_is_refused_within_no_time(header):
     ["1," * 500_000, "1" * 1_000_000, "(" + "1e-310,2e-310," * 70_000 + "1e-310,2e-310)", "[" * 1_000_000],
     ids=["many numbers", "a long number", "many points", "deep"],
 )
-def test_a_polygon_of_more_points_than_a_cloud_has_is_refused_within_no_time(geometry):
+def test_a_polygon_of_more_points_than_a_cloud_has_is_refused_within_no_time(geometry: str) -> None:
     def parse() -> None:
         with pytest.raises(ValueError, match=r"points|array|number"):
             spatial.parse_polygon(geometry)
@@ -171,7 +175,7 @@ def test_a_polygon_of_more_points_than_a_cloud_has_is_refused_within_no_time(geo
 
 
 @pytest.mark.parametrize("number", ["1e308", "1.7976931348623157e308", "5e-324", "1e0308"])
-def test_a_payload_of_numbers_that_are_slow_to_read_is_refused_within_no_time(number):
+def test_a_payload_of_numbers_that_are_slow_to_read_is_refused_within_no_time(number: str) -> None:
     decode = _payload_decoder(Any)
 
     def read(times: int) -> object:
@@ -185,7 +189,7 @@ def test_a_payload_of_numbers_that_are_slow_to_read_is_refused_within_no_time(nu
     assert seconds(lambda: read(2000)) < 0.2
 
 
-def test_a_polygon_whose_points_are_next_to_nothing_apart_is_compared_at_once():
+def test_a_polygon_whose_points_are_next_to_nothing_apart_is_compared_at_once() -> None:
     ring = [(0.0 if each % 2 else 1e-310 * (each + 1), 1e-310 * (each + 3)) for each in range(spatial.MOST_POINTS - 1)]
     polygon = spatial.parse_polygon([*map(list, ring), list(ring[0])])
 

@@ -6,7 +6,9 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import anyio
 import nats
@@ -18,7 +20,7 @@ from aviso_agents import spark_events
 from aviso_workers import App, Backoff, Notification, Window, Windowing, cli
 from aviso_workers import config as settings
 from aviso_workers.aviso.codec import Message
-from aviso_workers.backends.jetstream import creation
+from aviso_workers.backends.jetstream import JetStreamBackend, creation
 from aviso_workers.backends.jetstream.server_versions import PING
 from aviso_workers.config.nats_server import Permissions, Subjects
 from aviso_workers.engine import dead_letter_store, delayed_messages
@@ -83,7 +85,9 @@ async def publish_with(app: App) -> None:
 
 
 async def find_the_server_unreadable(app: App) -> None:
-    await creation.mark(app.session.backend._connection, "MARS")
+    backend = app.session.backend
+    assert isinstance(backend, JetStreamBackend)
+    await creation.mark(backend._connection, "MARS")
 
 
 async def deliver_later(app: App) -> None:
@@ -294,11 +298,15 @@ async def test_a_worker_whose_streams_an_operator_has_created_needs_no_right_to_
     users = ", ".join([user("role", granted("worker", configure(**observing))), EVERYTHING])
     accounts = f"accounts: {{ DATA: {{ jetstream: enabled, users: [{users}] }} }}\n"
     with NatsServer.start(store_dir=tmp_path / "store", config=accounts) as server:
+
+        def are_more(than: int, count: int) -> bool:
+            return count > than
+
         for name, management, letters in (("everything", {}, 0), ("role", observing, 1)):
             app = an_app(configure(server.url, user=name, password=name, **management))
             async with app, working(app):
                 await publish_with(app)
-                await until_messages(app, dead_letter_store.STREAM, lambda count, before=letters: count > before)
+                await until_messages(app, dead_letter_store.STREAM, partial(are_more, letters))
         assert "ermissions Violation" not in server.log
 
 
@@ -361,7 +369,10 @@ def test_in_a_domain_requests_go_to_its_own_subjects(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("role", ["publisher", "operator"])
 def test_the_command_prints_what_belongs_below_a_user(
-    role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    role: Literal["publisher", "operator"],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = write_mars_config(tmp_path / "config.yaml", NOWHERE)
     monkeypatch.setattr("sys.argv", ["aviso-workers", "server", "render", "--role", role, "--config", str(config)])

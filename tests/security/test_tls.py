@@ -45,15 +45,17 @@ async def refused(connection: Connection) -> str:
 async def test_a_server_without_tls_gets_nothing(
     configured: str, way: str, authority: Authority, client_certificate: Certificate
 ) -> None:
-    tls = {
+    ways: dict[str, config.Tls] = {
         "authority": config.Tls(ca_file=authority.ca_file),
         "client certificate": config.Tls(cert_file=client_certificate.cert_file, key_file=client_certificate.key_file),
         "hostname": config.Tls(server_hostname="nats.example.org"),
-    }.get(configured)
-    credentials: dict[str, Any] = {
+    }
+    tls = ways.get(configured)
+    logins: dict[str, dict[str, Any]] = {
         "token": {"token": config.Secret("s3cret")},
         "password": {"user": "worker", "password": config.Secret("s3cret")},
-    }.get(way, {})
+    }
+    credentials = logins.get(way, {})
     user = "worker:s3cret@" if way == "password in the url" else ""
     async with plain_server() as (port, seen):
         url = f"{'nats' if tls else 'tls'}://{user}127.0.0.1:{port}"

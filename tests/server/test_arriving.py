@@ -15,6 +15,7 @@ import nats
 import nkeys
 import pytest
 from msgspec import Struct, inspect
+from nats.aio.client import Client
 
 from aviso_workers.config import Config, Server
 from aviso_workers.server import processes
@@ -254,7 +255,7 @@ def trust(certificate: Path) -> ssl.SSLContext:
     return context
 
 
-async def connect(facts: Facts, trust: ssl.SSLContext, **login: Any) -> nats.NATS:
+async def connect(facts: Facts, trust: ssl.SSLContext, **login: Any) -> Client:
     return await nats.connect(f"tls://127.0.0.1:{facts.nodes[0].port}", tls=trust, allow_reconnect=False, **login)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aviso_workers.errors import ConfigError
 from aviso_workers.server import nats_conf, profiles
-from tests.cli.conftest import run
+from tests.cli.conftest import Run, run
 from tests.server.conftest import Load
 
 __all__ = ["run"]
@@ -44,8 +44,8 @@ def test_an_empty_section_is_a_server_for_this_machine_only(load: Load) -> None:
 
 def test_text_stays_text_whatever_is_in_it(load: Load) -> None:
     password = 'a"b\\c$HOME #{} é'
-    name = "AVISO_WORKERS_SERVER__ACCOUNTS__A B__USERS__X Y__PASSWORD"
-    text = write(load, "accounts: {A B: {users: {x y: {}}}}", **{name: password})
+    environ: dict[str, Any] = {"AVISO_WORKERS_SERVER__ACCOUNTS__A B__USERS__X Y__PASSWORD": password}
+    text = write(load, "accounts: {A B: {users: {x y: {}}}}", **environ)
     assert '  "A B" {' in text
     assert 'user: "x y"' in text
     assert 'password: "a\\"b\\\\c$HOME #{} é"' in text
@@ -249,9 +249,7 @@ def test_what_asks_for_a_login_and_has_tls_is_not_open(load: Load) -> None:
     assert {choice.key for choice in choices} & OPEN_KEYS == set()
 
 
-def test_the_command_writes_a_file_for_its_owner_only_and_shows_no_secret(
-    load: Load, run: Callable[..., object]
-) -> None:
+def test_the_command_writes_a_file_for_its_owner_only_and_shows_no_secret(load: Load, run: Run) -> None:
     load(
         "jetstream: {encryption: {key_file: key}}\n"
         "accounts: {A: {users: {bob: {password: hush-1}}}}\n"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,9 +247,7 @@ async def _publish(context: Any, name: str) -> None:
 
 async def _stored(context: Any) -> list[str]:
     last = (await _answered(lambda: context.stream_info("DATA"), "DATA")).state.last_seq
-    messages = [
-        await _answered(lambda seq=seq: context.get_msg("DATA", seq), f"message {seq}") for seq in range(1, last + 1)
-    ]
+    messages = [await _answered(partial(context.get_msg, "DATA", seq), f"message {seq}") for seq in range(1, last + 1)]
     return [message.data.decode() for message in messages]
 
 

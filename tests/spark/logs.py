@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def _of_lz4(content: bytes) -> bytes:
     return b"".join(blocks)
 
 
-WHOLE = {"": bytes, "zstd": _of_zstd, "lz4": _of_lz4}
+WHOLE: dict[str, Callable[[bytes], bytes]] = {"": bytes, "zstd": _of_zstd, "lz4": _of_lz4}
 
 
 def ids_in(log: EventLog) -> list[str]:

@@ -11,7 +11,7 @@ import anyio
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
-from pyspark.sql.streaming import StreamingQuery
+from pyspark.sql.streaming.query import StreamingQuery
 
 from aviso_workers import App, Notification, Notify
 from aviso_workers.backends import Message
@@ -37,7 +37,7 @@ class Place:
 
     def with_url(self, url: str, **further: Any) -> None:
         """Write the configuration with this URL of the server, and further settings of the connection."""
-        rules = {
+        rules: dict[str, dict[str, Any]] = {
             "class": {"type": "StringHandler"},
             "date": {"type": "DateHandler"},
             "time": {"type": "TimeHandler"},
@@ -86,7 +86,8 @@ class Place:
         async def replay(app: App) -> list[Notification[Any]]:
             return [notification async for notification in app.replay(event)]
 
-        return self._with_app(replay)
+        found: list[Notification[Any]] = self._with_app(replay)
+        return found
 
     def do(self, deed: str, *arguments: Any) -> Any:
         """A deed of the backend, such as `purge_stream`."""
@@ -135,7 +136,7 @@ def run_to_its_end(start: Callable[[], StreamingQuery]) -> StreamingQuery:
     for _ in range(5):
         query = start()
         try:
-            if not query.awaitTermination(PATIENCE_SECONDS):
+            if not query.awaitTermination(int(PATIENCE_SECONDS)):
                 query.stop()
                 assert query.lastProgress is None, "it has begun and does not end"
                 continue

@@ -27,6 +27,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from aviso_workers.errors import NotFoundError
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import register
+from tests.presence import present
 from tests.spark.place import Place
 from tests.stories.processes import cluster, until_jetstream
 from tests.waits import PATIENCE_SECONDS
@@ -119,7 +120,7 @@ def place(spark: SparkSession, tmp_path: Path) -> Iterator[Place]:
         yield place
 
 
-def test_what_an_executor_was_reading_when_it_was_killed_is_read_once(place: Place):
+def test_what_an_executor_was_reading_when_it_was_killed_is_read_once(place: Place) -> None:
     place.write(notifications(place))
     assert place.do("stream_info", "MARS").config["num_replicas"] == 3
     halt = Halt(place, after_rows=1000)
@@ -128,10 +129,10 @@ def test_what_an_executor_was_reading_when_it_was_killed_is_read_once(place: Pla
     with halt.killing(once=lambda: bool(place.do("consumers", "MARS"))):  # which a task removes when it has read all
         counted = counting.first()
 
-    assert tuple(counted) == (COUNT, COUNT)
+    assert tuple(present(counted)) == (COUNT, COUNT)
 
 
-def test_what_an_executor_was_writing_when_it_was_killed_is_stored_once(place: Place):
+def test_what_an_executor_was_writing_when_it_was_killed_is_stored_once(place: Place) -> None:
     halt = Halt(place, after_rows=COUNT // 4)
 
     with halt.killing(once=lambda: COUNT // 2 < stored(place) < COUNT):  # more than the other task has to write
@@ -141,7 +142,7 @@ def test_what_an_executor_was_writing_when_it_was_killed_is_stored_once(place: P
     assert sorted(int(notification.identifier["step"]) for notification in place.stored()) == list(range(COUNT))
 
 
-def test_what_an_executor_was_copying_for_a_streaming_query_when_it_was_killed_is_stored_once(place: Place):
+def test_what_an_executor_was_copying_for_a_streaming_query_when_it_was_killed_is_stored_once(place: Place) -> None:
     place.write(notifications(place))
     halt = Halt(place, after_rows=COUNT // 4)
 
@@ -151,7 +152,7 @@ def test_what_an_executor_was_copying_for_a_streaming_query_when_it_was_killed_i
     assert sorted(int(copy.identifier["step"]) for copy in place.stored("copy")) == list(range(COUNT))
 
 
-def test_what_speculation_does_a_second_time_is_stored_once(speculating: Place):  # the last here: see its place
+def test_what_speculation_does_a_second_time_is_stored_once(speculating: Place) -> None:  # the last here: see its place
     for event in ("mars", "copy"):
         halt = Halt(speculating, after_rows=COUNT // 4, name=event)
 
@@ -169,7 +170,7 @@ def copy(place: Place, halt: Halt) -> None:
     copied = halt.first_task_of(place.read_stream(startingOffsets="earliest", numPartitions=2))
     writer = copied.select("identifier", "payload").writeStream.format("aviso").trigger(availableNow=True)
     writer = writer.options(config=str(place.config), event="copy", checkpointLocation=str(place.directory / "offsets"))
-    assert writer.start().awaitTermination(QUERY_SECONDS)
+    assert writer.start().awaitTermination(int(QUERY_SECONDS))
 
 
 class Halt:
@@ -211,6 +212,7 @@ def _halting(told: str, after_rows: int) -> Callable[[Iterator[Any]], Iterator[A
         from pyspark import TaskContext
 
         context = TaskContext.get()
+        assert context is not None
         is_first = context.partitionId() == 0 and context.attemptNumber() == 0
         rows = 0
         for batch in batches:

@@ -48,7 +48,9 @@ def publisher_of(connection: Connection, settings: Config) -> Publisher:
     return writers._publisher(backend, settings, writers._provisioner(backend, settings))
 
 
-def test_a_task_writes_on_when_its_server_was_away_for_more_than_the_default_attempts(server: NatsServer, config: str):
+def test_a_task_writes_on_when_its_server_was_away_for_more_than_the_default_attempts(
+    server: NatsServer, config: str
+) -> None:
     settings = load_config(config)
     with connected(settings) as connection:
         publisher = publisher_of(connection, settings)
@@ -60,7 +62,7 @@ def test_a_task_writes_on_when_its_server_was_away_for_more_than_the_default_att
             assert connection.call(publisher.notify, Notify("mars", {"step": 2})).sequence == 2
 
 
-def test_a_task_that_begins_while_its_server_is_away_waits_for_it(server: NatsServer, config: str):
+def test_a_task_that_begins_while_its_server_is_away_waits_for_it(server: NatsServer, config: str) -> None:
     def write() -> int:
         settings = load_config(config)
         with connected(settings, patience_seconds=PATIENCE_SECONDS) as connection:

@@ -19,7 +19,7 @@ COUNT = 40
 
 
 def chunk(**columns: Any) -> OutgoingChunk:
-    given = {
+    given: dict[str, Any] = {
         "subjects": [f"mars.{number}" for number in range(COUNT)],
         "data": [b'{"a":1}'] * COUNT,
         "headers": [None] * COUNT,
@@ -42,7 +42,7 @@ async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
         yield backend
 
 
-async def test_the_same_content_is_no_mistake_however_it_is_spelled(backend: Backend):
+async def test_the_same_content_is_no_mistake_however_it_is_spelled(backend: Backend) -> None:
     again = chunk(data=[b'{"a":1}', b'{ "a": 1 }'] * (COUNT // 2))
 
     assert await duplicates.check(backend, "MARS", again, await discarded(backend, again)) == 0
@@ -56,7 +56,7 @@ async def test_the_same_content_is_no_mistake_however_it_is_spelled(backend: Bac
         {"headers": [None] * (COUNT - 1) + [{"spatial_bbox": "1,2,3,4"}]},
     ],
 )
-async def test_other_content_is_named(backend: Backend, other: dict[str, Any]):
+async def test_other_content_is_named(backend: Backend, other: dict[str, Any]) -> None:
     again = chunk(**other)
 
     with pytest.raises(DuplicateIdError, match=f"id 'id {COUNT - 1}': the row was not stored") as refused:
@@ -64,7 +64,7 @@ async def test_other_content_is_named(backend: Backend, other: dict[str, Any]):
     assert refused.value.place == COUNT - 1
 
 
-async def test_what_is_gone_cannot_be_compared(backend: Backend):
+async def test_what_is_gone_cannot_be_compared(backend: Backend) -> None:
     found = await discarded(backend, chunk())
     await backend.delete_message("MARS", 3)
 
@@ -73,7 +73,7 @@ async def test_what_is_gone_cannot_be_compared(backend: Backend):
     assert refused.value.place == 2
 
 
-async def test_what_a_newer_message_replaced_is_counted(backend: Backend):
+async def test_what_a_newer_message_replaced_is_counted(backend: Backend) -> None:
     found = await discarded(backend, chunk())
     newer = chunk(message_ids=[f"newer {number}" for number in range(COUNT)])
     await backend.publish_many(list(newer.each("MARS"))[:5], timeout_seconds=1)

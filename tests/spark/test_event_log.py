@@ -40,11 +40,16 @@ def to_lz4(content: bytes) -> bytes:
 
 def to_snappy(content: bytes) -> bytes:
     """A stream of one block as snappy-java writes it. Streams may follow each other."""
-    block = pyarrow.Codec("snappy").compress(content, asbytes=True)
+    block: bytes = pyarrow.Codec("snappy").compress(content, asbytes=True)
     return struct.pack(">8siii", b"\x82SNAPPY\0", 1, 1, len(block)) + block
 
 
-COMPRESS = {"": bytes, ".zstd": zstandard.ZstdCompressor().compress, ".lz4": to_lz4, ".snappy": to_snappy}
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".zstd": zstandard.ZstdCompressor().compress,
+    ".lz4": to_lz4,
+    ".snappy": to_snappy,
+}
 
 
 def take(text: bytes) -> bytes:

@@ -17,7 +17,7 @@ from aviso_workers.spark import executors, register
 
 def test_a_python_without_the_packages_is_found_before_any_query(
     start_spark: Callable[..., SparkSession], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     venv.create(tmp_path / "bare", symlinks=True)
     python = tmp_path / "bare" / "bin" / "python"
     monkeypatch.setenv("PYSPARK_PYTHON", str(python))
@@ -37,12 +37,12 @@ def test_a_python_without_the_packages_is_found_before_any_query(
         ('java.io.IOException: Cannot run program "python4": error=2', "the executors cannot run Python.*python4"),
     ],
 )
-def test_a_python_that_does_not_run_is_named(said: str, cure: str):
+def test_a_python_that_does_not_run_is_named(said: str, cure: str) -> None:
     with pytest.raises(ExecutorError, match=cure):
         raise executors._failed(f"Job aborted\n{said}\n")
 
 
-def test_importing_the_wing_loads_neither_metrics_nor_the_status_port_nor_pyspark():
+def test_importing_the_wing_loads_neither_metrics_nor_the_status_port_nor_pyspark() -> None:
     modules = "aviso_workers.spark, aviso_workers.spark.event_log"
     forbidden = ("prometheus_client", "aviso_workers.worker.status", "aviso_workers.worker.metrics", "typer")
     script = f"import sys, {modules}; print([name for name in {(*forbidden, 'pyspark')} if name in sys.modules])"

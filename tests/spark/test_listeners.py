@@ -136,7 +136,7 @@ async def test_without_the_event_type_it_says_so_at_once(tmp_path: Path) -> None
     config = tmp_path / "config.yaml"
     config.write_text("notification_backend: {kind: in_memory}\n")
     with pytest.raises(UnknownEventTypeError, match="spark_job"):
-        listen(None, config=config)
+        listen(None, config=config)  # type: ignore[arg-type]
 
 
 async def test_a_driver_that_just_ends_leaves_nothing_unpublished(

@@ -10,13 +10,13 @@ from aviso_workers.errors import InvalidOptionError
 from aviso_workers.spark.options import parse_reading, parse_writing
 
 
-def test_an_event_type_is_read_from_its_beginning_unless_more_is_said():
+def test_an_event_type_is_read_from_its_beginning_unless_more_is_said() -> None:
     reading = parse_reading({"event": "mars"}, streaming=False)
 
     assert (reading.event, reading.start, reading.end, reading.fail_on_data_loss) == ("mars", None, "latest", True)
 
 
-def test_names_are_found_in_any_case_as_spark_hands_them_over():
+def test_names_are_found_in_any_case_as_spark_hands_them_over() -> None:
     reading = parse_reading(
         {
             "event": "mars",
@@ -36,7 +36,7 @@ def test_names_are_found_in_any_case_as_spark_hands_them_over():
     assert (reading.trigger_delay_seconds, reading.include_headers) == (120, True)
 
 
-def test_times_are_read_as_a_replay_reads_them():
+def test_times_are_read_as_a_replay_reads_them() -> None:
     reading = parse_reading({"event": "mars", "startingtimestamp": "2026-11-20T06:00:00Z"})
 
     assert reading.start_time == datetime(2026, 11, 20, 6, tzinfo=UTC)
@@ -74,20 +74,20 @@ def test_times_are_read_as_a_replay_reads_them():
         ({"event": "mars", "where.class": "[od"}, False, "option where.class is no JSON"),
     ],
 )
-def test_what_means_nothing_is_refused_with_the_cure(options: dict[str, str], streaming: bool, said: str):
+def test_what_means_nothing_is_refused_with_the_cure(options: dict[str, str], streaming: bool, said: str) -> None:
     with pytest.raises(InvalidOptionError, match=said.replace("?", r"\?")):
         parse_reading(options, streaming=streaming)
 
 
 @pytest.mark.parametrize("name", ["token", "password", "nats_url", "nkey_seed", "credentials"])
-def test_a_secret_is_no_option_and_is_not_repeated(name: str):
+def test_a_secret_is_no_option_and_is_not_repeated(name: str) -> None:
     with pytest.raises(InvalidOptionError, match="configuration file or the environment") as refused:
         parse_reading({"event": "mars", name: "hunter2"})
 
     assert "hunter2" not in str(refused.value)
 
 
-def test_writing_needs_an_event_type_and_passes_over_what_is_for_spark():
+def test_writing_needs_an_event_type_and_passes_over_what_is_for_spark() -> None:
     assert parse_writing({"event": "mars", "checkpointlocation": "/tmp/x"}).event == "mars"
     with pytest.raises(InvalidOptionError, match="writing needs the option event"):
         parse_writing({})
@@ -104,12 +104,12 @@ def test_writing_needs_an_event_type_and_passes_over_what_is_for_spark():
         ({"deadletters": "bad"}, False, "option deadLetters must be a whole path or a URL"),
     ],
 )
-def test_what_a_write_cannot_mean_is_refused_too(options: dict[str, str], streaming: bool, said: str):
+def test_what_a_write_cannot_mean_is_refused_too(options: dict[str, str], streaming: bool, said: str) -> None:
     with pytest.raises(InvalidOptionError, match=said):
         parse_writing({"event": "mars", **options}, streaming=streaming)
 
 
-def test_a_write_may_be_of_a_batch_of_a_query():
+def test_a_write_may_be_of_a_batch_of_a_query() -> None:
     writing = parse_writing({"event": "mars", "queryid": "copy", "batchid": "0", "deadletters": "/bad"})
 
     assert (writing.query_id, writing.batch_id, writing.dead_letters) == ("copy", 0, "/bad")

@@ -25,6 +25,7 @@ from aviso_workers.aviso.codec import MARKER_HEADER
 from aviso_workers.errors import PipelineError
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import archive_filters, archives, backfill, completeness, once, sessions
+from aviso_workers.spark.archive_lists import Entry
 from aviso_workers.spark.backfill import Backfilled
 from aviso_workers.spark.completeness import Reported
 from aviso_workers.spark.files import Files
@@ -149,7 +150,7 @@ class TestArchive:
         newest.with_name(f".{newest.name}.crc").unlink(missing_ok=True)
         return newest
 
-    def test_notifications_are_kept_by_the_day_in_utc(self, place: Pipelines):
+    def test_notifications_are_kept_by_the_day_in_utc(self, place: Pipelines) -> None:
         place.publish(*range(5), payload={"location": "/a"})
 
         self.archive(place)
@@ -159,7 +160,7 @@ class TestArchive:
         (day,) = Path(self.path(place)).glob("date=*")
         assert day.name == f"date={place.stored()[0].time:%Y-%m-%d}"
 
-    def test_a_batch_over_midnight_is_kept_under_two_days(self, place: Pipelines):
+    def test_a_batch_over_midnight_is_kept_under_two_days(self, place: Pipelines) -> None:
         midnight = datetime(2026, 11, 21, tzinfo=UTC)
         rows = [(1, midnight - timedelta(microseconds=1)), (2, midnight), (3, midnight + timedelta(hours=23))]
         stored = place.spark.createDataFrame(rows, "sequence BIGINT, time TIMESTAMP")
@@ -174,7 +175,7 @@ class TestArchive:
             (3, "2026-11-21"),
         ]
 
-    def test_a_run_adds_what_came_since_the_one_before(self, place: Pipelines):
+    def test_a_run_adds_what_came_since_the_one_before(self, place: Pipelines) -> None:
         place.publish(1, 2)
         self.archive(place)
         place.publish(3)
@@ -187,7 +188,7 @@ class TestArchive:
     @pytest.mark.parametrize(("owner", "deed"), [(archives._Archive, "_take_in"), (Files, "write_new")])
     def test_a_crash_before_and_after_a_batch_is_told_of_loses_and_doubles_nothing(
         self, place: Pipelines, crash_after: Callable[..., None], owner: type, deed: str
-    ):
+    ) -> None:
         place.publish(*range(9))
         crash_after(owner, deed)
 
@@ -199,7 +200,7 @@ class TestArchive:
 
     def test_a_driver_that_is_killed_loses_and_doubles_nothing(
         self, place: Pipelines, start_driver: Callable[..., Any]
-    ):
+    ) -> None:
         place.publish(*range(1000))
         driver = start_driver(CONTINUOUS, place.config, self.path(place))
         batch = driver.stdout.readline()
@@ -212,7 +213,7 @@ class TestArchive:
 
     def test_small_files_are_merged_and_readers_see_every_row_once(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
-    ):
+    ) -> None:
         monkeypatch.setattr(archives, "MANY", 3)
         for step in range(3):
             place.publish(step)
@@ -235,7 +236,7 @@ class TestArchive:
         crash_after: Callable[..., None],
         owner: type,
         deed: str,
-    ):
+    ) -> None:
         monkeypatch.setattr(archives, "MANY", 3)
         for step in range(3):
             place.publish(step)
@@ -258,7 +259,7 @@ class TestArchive:
     @pytest.mark.parametrize("name", ["move", "write_new"])
     def test_a_run_that_begins_beside_another_loses_nothing_of_it(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch, name: str
-    ):
+    ) -> None:
         """What a run has not listed yet looks like what a run left that was killed."""
         place.publish(0)
         self.archive(place)
@@ -279,14 +280,14 @@ class TestArchive:
 
     def test_a_run_that_slept_while_another_archived_its_batch_changes_nothing(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
-    ):
+    ) -> None:
         monkeypatch.setattr(archives, "MANY", 2)
         slow, quick = (archives._Archive(Files(place.spark, self.path(place))) for _ in range(2))
         slow.add(self.batch(place, 0), 0)
         slow.add(self.batch(place, 1), 1)
         take_in = archives._Archive._take_in
 
-        def sleep_then(run: archives._Archive, number: int) -> list[archives.Entry]:
+        def sleep_then(run: archives._Archive, number: int) -> list[Entry]:
             taken = take_in(run, number)
             if run is slow:
                 quick.add(self.batch(place, 2), 2)
@@ -300,12 +301,14 @@ class TestArchive:
         assert sorted(row["sequence"] for row in kept.collect()) == [0, 1, 2, 3]
         assert dataset(self.path(place), format="parquet", partitioning="hive").to_table().num_rows == 4
 
-    def test_two_runs_that_add_one_batch_keep_all_of_it(self, place: Pipelines, monkeypatch: pytest.MonkeyPatch):
+    def test_two_runs_that_add_one_batch_keep_all_of_it(
+        self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         batch = self.batch(place, *range(9))
         first, second = (archives._Archive(Files(place.spark, self.path(place))) for _ in range(2))
         take_in = archives._Archive._take_in
 
-        def be_overtaken(run: archives._Archive, number: int) -> list[archives.Entry]:
+        def be_overtaken(run: archives._Archive, number: int) -> list[Entry]:
             if run is first:
                 second.add(batch, number)
             return take_in(run, number)
@@ -315,7 +318,7 @@ class TestArchive:
 
         assert archives.read(place.spark, self.path(place)).count() == 9
 
-    def test_days_with_files_that_are_newer_than_an_older_copy_lose_these(self, place: Pipelines):
+    def test_days_with_files_that_are_newer_than_an_older_copy_lose_these(self, place: Pipelines) -> None:
         """As where list and checkpoint were restored together, and what is in the days was left as it was."""
         directory = Path(self.path(place))
         run, again = (archives._Archive(Files(place.spark, self.path(place))) for _ in range(2))
@@ -332,7 +335,7 @@ class TestArchive:
         assert dataset(str(directory), format="parquet", partitioning="hive").to_table().num_rows == 2
         assert self.files(place) == ["0-0", "1-0"]
 
-    def test_an_archive_that_was_moved_is_read_and_gone_on_with_where_it_is(self, place: Pipelines):
+    def test_an_archive_that_was_moved_is_read_and_gone_on_with_where_it_is(self, place: Pipelines) -> None:
         place.publish(0)
         self.archive(place)
         first = Path(self.path(place))
@@ -344,7 +347,7 @@ class TestArchive:
         assert place.spark.read.parquet(str(moved)).count() == 2, "every reader of Spark finds it now"
         assert not first.exists()
 
-    def test_an_archive_without_its_lists_is_not_gone_on_with(self, place: Pipelines):
+    def test_an_archive_without_its_lists_is_not_gone_on_with(self, place: Pipelines) -> None:
         place.publish(0)
         self.archive(place)
         shutil.rmtree(Path(self.path(place), "_spark_metadata"))
@@ -362,7 +365,7 @@ class TestArchive:
     )
     def test_an_archive_of_which_a_part_is_from_an_older_copy_is_not_gone_on_with(
         self, place: Pipelines, restored: str, said: str
-    ):
+    ) -> None:
         part, copy = Path(self.path(place), restored), place.directory / "older copy"
         place.publish(0)
         self.archive(place)
@@ -385,7 +388,7 @@ class TestArchive:
     @pytest.mark.parametrize("ending", ["", "\n"])
     def test_a_list_that_was_cut_at_the_end_of_a_line_is_refused_and_no_file_is_removed(
         self, place: Pipelines, lines: int, ending: str
-    ):
+    ) -> None:
         self.two_days(place)
         cut = self.newest_list(place)
         cut.write_text("\n".join(cut.read_text().splitlines()[:lines]) + ending)
@@ -397,14 +400,14 @@ class TestArchive:
             archives.read(place.spark, self.path(place))
         assert self.files(place) == ["0-0", "0-1"]
 
-    def test_a_list_that_is_no_text_is_refused_by_its_name(self, place: Pipelines):
+    def test_a_list_that_is_no_text_is_refused_by_its_name(self, place: Pipelines) -> None:
         self.two_days(place)
         self.newest_list(place).write_bytes(b"v1\n\xff\xfe{")
 
         with pytest.raises(PipelineError, match=r"/_spark_metadata/0\.compact"):
             archives.read(place.spark, self.path(place))
 
-    def test_a_list_that_an_older_version_wrote_is_taken_and_no_file_is_removed_by_it(self, place: Pipelines):
+    def test_a_list_that_an_older_version_wrote_is_taken_and_no_file_is_removed_by_it(self, place: Pipelines) -> None:
         self.two_days(place)
         newest = self.newest_list(place)
         newest.write_text(re.sub(r',"digest":"\w+"', "", newest.read_text()))
@@ -422,7 +425,7 @@ class TestArchive:
 
     def test_what_a_list_names_is_on_the_disk_before_the_list_is(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
-    ):
+    ) -> None:
         synced = []
         sync = os.fsync
 
@@ -436,7 +439,7 @@ class TestArchive:
         deeds = [deed for path in synced for deed in DEEDS if re.fullmatch(DEEDS[deed], path)]
         assert list(dict.fromkeys(deeds)) == list(DEEDS)
 
-    def test_a_run_with_another_filter_than_the_archive_has_is_refused(self, place: Pipelines):
+    def test_a_run_with_another_filter_than_the_archive_has_is_refused(self, place: Pipelines) -> None:
         place.publish(1, 2)
 
         def archive(**filters: str) -> None:
@@ -458,7 +461,7 @@ class TestArchive:
 
     def test_fields_and_headers_that_come_later_are_read_also_after_files_were_merged(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
-    ):
+    ) -> None:
         monkeypatch.setattr(archives, "MANY", 2)
         common = "event_type STRING, sequence BIGINT, time TIMESTAMP, payload STRING, date DATE"
         fields = "class: STRING, date: DATE, time: STRING"
@@ -481,7 +484,7 @@ class TestArchive:
 
     def test_a_damaged_file_is_not_merged_and_removed_where_spark_is_told_to_pass_over_it(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
-    ):
+    ) -> None:
         monkeypatch.setattr(archives, "MANY", 2)
         for step in range(2):
             place.publish(step)
@@ -502,7 +505,7 @@ class TestArchive:
             place.spark.conf.unset("spark.sql.files.ignoreCorruptFiles")
         assert damaged.exists()
 
-    def test_a_field_that_has_changed_its_type_is_refused(self, place: Pipelines):
+    def test_a_field_that_has_changed_its_type_is_refused(self, place: Pipelines) -> None:
         place.publish(0)
         self.archive(place)
         document = json.loads(place.config.read_text())
@@ -521,7 +524,7 @@ class TestArchive:
             ("0", "is written by Spark's own file sink"),
         ],
     )
-    def test_a_directory_that_is_in_no_state_to_go_on_is_refused(self, place: Pipelines, name: str, said: str):
+    def test_a_directory_that_is_in_no_state_to_go_on_is_refused(self, place: Pipelines, name: str, said: str) -> None:
         log = Path(self.path(place), "_spark_metadata")
         log.mkdir(parents=True)
         (log / name).touch()
@@ -535,7 +538,7 @@ class TestFiles:
     def files(self, place: Pipelines) -> Files:
         return Files(place.spark, f"{place.directory}/some files")
 
-    def test_a_text_is_replaced_and_read_also_where_hadoop_has_a_checksum_of_the_old_one(self, files: Files):
+    def test_a_text_is_replaced_and_read_also_where_hadoop_has_a_checksum_of_the_old_one(self, files: Files) -> None:
         files.write("page.html", "old")
         here = files._here("page.html")
         here.with_name(".page.html.crc").write_bytes(b"crc\0\0\0\2\0\0\0\0\0")
@@ -546,7 +549,7 @@ class TestFiles:
         assert [path.name for path in here.parent.iterdir()] == ["page.html"]
 
     @pytest.mark.parametrize("has_links", [True, False])
-    def test_a_new_text_is_written_once(self, files: Files, monkeypatch: pytest.MonkeyPatch, has_links: bool):
+    def test_a_new_text_is_written_once(self, files: Files, monkeypatch: pytest.MonkeyPatch, has_links: bool) -> None:
         def refuse(*paths: Path) -> None:
             raise OSError("links are not supported")
 
@@ -557,7 +560,7 @@ class TestFiles:
 
         assert files.read("lists/0") == b"first"
 
-    def test_a_file_is_not_moved_over_another(self, files: Files):
+    def test_a_file_is_not_moved_over_another(self, files: Files) -> None:
         files.write("one", "1")
         files.write("another", "2")
 
@@ -565,13 +568,13 @@ class TestFiles:
             files.move("one", "another")
         assert files.read("another") == b"2"
 
-    def test_a_file_that_cannot_be_read_is_named(self, files: Files):
+    def test_a_file_that_cannot_be_read_is_named(self, files: Files) -> None:
         with pytest.raises(PipelineError, match=r"some files/absent: java.io.FileNotFoundException"):
             files.read("absent")
 
 
 class TestBackfill:
-    def test_kept_notifications_are_published_once_however_often_it_is_run(self, place: Pipelines):
+    def test_kept_notifications_are_published_once_however_often_it_is_run(self, place: Pipelines) -> None:
         place.publish(*range(4), payload={"location": "/a"})
 
         first = backfill.backfill(place.read(), "copy", config=str(place.config))
@@ -583,7 +586,7 @@ class TestBackfill:
         assert sorted(place.steps("copy")) == [0, 1, 2, 3, 4]
         assert place.stored("copy")[0].payload == {"location": "/a"}
 
-    def test_a_field_that_the_event_type_does_not_have_is_left_out_where_it_is_null(self, place: Pipelines):
+    def test_a_field_that_the_event_type_does_not_have_is_left_out_where_it_is_null(self, place: Pipelines) -> None:
         place.publish(1)
         rows = place.read().withColumn(
             "identifier", F.col("identifier").withField("domain", F.lit(None).cast("string"))
@@ -593,14 +596,14 @@ class TestBackfill:
 
         assert done == Backfilled(published=1, present=0, refused=0)
 
-    def test_the_stream_tells_what_is_there_when_the_server_has_forgotten_the_ids(self, place: Pipelines):
+    def test_the_stream_tells_what_is_there_when_the_server_has_forgotten_the_ids(self, place: Pipelines) -> None:
         place.publish(0, 1)
         rows = place.read().withColumn("id", once.identity())
         once.publish(rows, "copy", config=str(place.config))
 
         assert once.without_stored(rows, "copy", config=str(place.config)).count() == 0
 
-    def test_a_run_that_is_cut_short_is_completed_by_the_next(self, place: Pipelines):
+    def test_a_run_that_is_cut_short_is_completed_by_the_next(self, place: Pipelines) -> None:
         place.publish(*range(6))
         half = place.read().where("sequence % 2 = 0").withColumn("id", once.identity())
         once.publish(half, "copy", config=str(place.config))
@@ -610,7 +613,7 @@ class TestBackfill:
         assert (done.published, done.present) == (3, 3)
         assert sorted(place.steps("copy")) == list(range(6))
 
-    def test_what_a_stream_lost_is_restored_from_its_archive(self, place: Pipelines):
+    def test_what_a_stream_lost_is_restored_from_its_archive(self, place: Pipelines) -> None:
         place.publish(*range(4))
         archives.archive(place.read_stream(startingOffsets="earliest"), f"{place.directory}/archive").awaitTermination()
         place.do("delete_message", "MARS", 2)
@@ -624,7 +627,7 @@ class TestBackfill:
         assert (again.published, again.present) == (0, 4)
         assert place.steps() == [0, 2, 3, 1]
 
-    def test_the_newest_of_a_topic_is_not_replaced_by_an_older_one(self, place: Pipelines):
+    def test_the_newest_of_a_topic_is_not_replaced_by_an_older_one(self, place: Pipelines) -> None:
         place.publish(1, 2, payload="old")
         place.publish(2, payload="newer")
         place.publish(1, event="newest", payload="newest")
@@ -636,7 +639,7 @@ class TestBackfill:
 
     def test_what_is_published_while_it_runs_is_not_replaced_by_an_older_notification(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
-    ):
+    ) -> None:
         """Of three topics that the stream did not have when it was looked at; one has a marker of a message that is
         gone, which the server counts as the topic's last message."""
         place.publish(1, 2, 3, payload="old")
@@ -657,7 +660,7 @@ class TestBackfill:
         assert held == {"9": None, "1": "newer", "2": "old", "3": "old"}
         assert done == Backfilled(published=2, present=1, refused=0)
 
-    def test_what_is_no_notification_is_kept_with_the_reason_once(self, place: Pipelines):
+    def test_what_is_no_notification_is_kept_with_the_reason_once(self, place: Pipelines) -> None:
         place.publish(1, 2, 3)
         step = F.when(F.col("sequence") == 2, F.lit(-1)).otherwise(F.col("identifier.step"))
         rows = place.read().withColumn("identifier", F.col("identifier").withField("step", step))
@@ -676,7 +679,7 @@ class TestBackfill:
 
     def test_two_at_a_time_lose_none_of_each_others_dead_letters(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
-    ):
+    ) -> None:
         """Spark writes both to one place aside, and what ends first removes that."""
         table = f"{place.directory}/bad"
         wrong = [F.col("step").cast("string").alias("id"), F.lit("wrong").alias("reason")]
@@ -694,7 +697,7 @@ class TestBackfill:
         assert sorted(row["id"] for row in place.spark.read.parquet(table).collect()) == ["0", "1", "2", "3"]
         assert not list(Path(table).glob("_*"))
 
-    def test_it_is_done_again_after_it_was_killed_while_it_wrote_dead_letters(self, place: Pipelines):
+    def test_it_is_done_again_after_it_was_killed_while_it_wrote_dead_letters(self, place: Pipelines) -> None:
         place.publish(1, 2)
         step = F.when(F.col("sequence") == 2, F.lit(-1)).otherwise(F.col("identifier.step"))
         rows = place.read().withColumn("identifier", F.col("identifier").withField("step", step))
@@ -736,7 +739,7 @@ class TestReport:
         ]
         return place.spark.createDataFrame(rows, typed)
 
-    def test_cycles_are_complete_late_or_not_due(self, place: Pipelines):
+    def test_cycles_are_complete_late_or_not_due(self, place: Pipelines) -> None:
         came = self.arrived(
             place, ("0600", 0, "11:00"), ("0600", 2, "11:30"), ("0600", 4, "13:00"), ("0600", 4, "14:00"),
             ("1200", 0, "17:30"), ("0900", 0, "10:00"),
@@ -752,7 +755,7 @@ class TestReport:
         _, late = completeness.cycles(compared, datetime(2026, 11, 20, 18, 0, tzinfo=UTC)).collect()
         assert (late["cycle_complete"], late["cycle_late"], late["missing"]) == (False, True, 2)
 
-    def test_a_table_may_say_what_is_expected(self, place: Pipelines):
+    def test_a_table_may_say_what_is_expected(self, place: Pipelines) -> None:
         table = place.directory / "schedule.csv"
         table.write_text(
             "cycle,due,time,step\nmorning,2026-11-20T12:00:00Z,0600,0\nmorning,2026-11-20T12:00:00Z,0600,2"
@@ -766,7 +769,7 @@ class TestReport:
             (2, -3600.0),
         ]
 
-    def test_a_table_with_a_date_that_is_none_is_an_error_that_names_it(self, place: Pipelines):
+    def test_a_table_with_a_date_that_is_none_is_an_error_that_names_it(self, place: Pipelines) -> None:
         table = place.directory / "wrong.csv"
         table.write_text("cycle,due,time,step\nmorning,2026-02-30T12:00:00Z,0600,0\n")
         expected = completeness.expected_table(place.spark, str(table))
@@ -774,7 +777,7 @@ class TestReport:
         with pytest.raises(PipelineError, match="due '2026-02-30T12:00:00Z', which is no date"):
             completeness.compare(self.arrived(place, ("0600", 2, "11:00")), expected)
 
-    def test_hours_are_counted(self, place: Pipelines):
+    def test_hours_are_counted(self, place: Pipelines) -> None:
         came = self.arrived(place, ("0600", 0, "11:00"), ("0600", 2, "11:59"), ("0600", 4, "13:00"))
 
         hours = completeness.per_hour(came).select(F.unix_seconds("hour"), "notifications").collect()
@@ -782,7 +785,7 @@ class TestReport:
         noon = int(datetime(2026, 11, 20, 12, tzinfo=UTC).timestamp())
         assert [tuple(row) for row in hours] == [(noon - 3600, 2), (noon + 3600, 1)]
 
-    def test_a_cycle_of_which_nothing_came_is_not_late_before_it_is_due(self, place: Pipelines):
+    def test_a_cycle_of_which_nothing_came_is_not_late_before_it_is_due(self, place: Pipelines) -> None:
         compared = completeness.compare(self.arrived(place), self.expected(place))
 
         early, late = completeness.cycles(compared, datetime(2026, 11, 20, 12, tzinfo=UTC)).collect()
@@ -790,7 +793,7 @@ class TestReport:
         assert (early["cycle_late"], early["missing"], early["latency_seconds"]) == (True, 3, None)
         assert (late["cycle_late"], late["missing"], late["cycle_complete"]) == (False, 0, False)
 
-    def test_cycles_are_told_of_once_each_in_tables_a_page_and_notifications(self, place: Pipelines):
+    def test_cycles_are_told_of_once_each_in_tables_a_page_and_notifications(self, place: Pipelines) -> None:
         place.publish(0, 2, 4, time="0600")
         first = self.report(place, datetime(2100, 1, 1, tzinfo=UTC))
         place.publish(0, 2, 4, time="1200")
@@ -810,7 +813,7 @@ class TestReport:
 
 def test_the_commands_do_the_same(
     place: Pipelines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     """With the session of the tests, because the commands would stop it."""
 
     @contextmanager

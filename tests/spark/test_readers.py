@@ -64,7 +64,7 @@ class Task:
 
 
 class TestTasks:
-    def test_a_stream_that_is_purged_while_it_is_read_fails_the_task(self, place: Place):
+    def test_a_stream_that_is_purged_while_it_is_read_fails_the_task(self, place: Place) -> None:
         place.publish(*range(COUNT))
         task = Task(place)
 
@@ -73,7 +73,7 @@ class TestTasks:
         with pytest.raises(DataLossError, match=r"stream MARS: messages \d+ to 100 are gone"):
             task.finish()
 
-    def test_so_does_one_whose_beginning_is_removed_faster_than_it_is_read(self, place: Place):
+    def test_so_does_one_whose_beginning_is_removed_faster_than_it_is_read(self, place: Place) -> None:
         place.publish(*range(COUNT))
         task = Task(place)
 
@@ -83,7 +83,7 @@ class TestTasks:
         with pytest.raises(DataLossError, match=r"stream MARS: messages \d+ to 90 are gone"):
             task.finish()
 
-    def test_what_was_read_before_it_is_removed_is_no_loss(self, place: Place):
+    def test_what_was_read_before_it_is_removed_is_no_loss(self, place: Place) -> None:
         place.publish(*range(COUNT))
         task = Task(place)
 
@@ -92,7 +92,7 @@ class TestTasks:
 
         assert task.finish() == list(range(1, COUNT + 1))
 
-    def test_nor_are_messages_that_are_deleted_one_by_one_within_the_stream(self, place: Place):
+    def test_nor_are_messages_that_are_deleted_one_by_one_within_the_stream(self, place: Place) -> None:
         place.publish(*range(COUNT))
         task = Task(place)
 
@@ -101,7 +101,7 @@ class TestTasks:
 
         assert task.finish() == [*range(1, 80), *range(82, COUNT)]
 
-    def test_a_query_that_may_lose_messages_reads_what_is_left(self, place: Place):
+    def test_a_query_that_may_lose_messages_reads_what_is_left(self, place: Place) -> None:
         place.publish(*range(COUNT))
         task = Task(place, failOnDataLoss=False)
 
@@ -109,7 +109,7 @@ class TestTasks:
 
         assert task.finish() == list(range(1, len(task.sequences) + 1))
 
-    def test_a_stream_that_is_made_again_while_it_is_read_fails_the_task(self, place: Place):
+    def test_a_stream_that_is_made_again_while_it_is_read_fails_the_task(self, place: Place) -> None:
         place.publish(*range(COUNT))
         task = Task(place)
 
@@ -121,7 +121,7 @@ class TestTasks:
 
     def test_a_stream_that_ends_before_its_range_does_is_waited_for_and_then_an_error(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
-    ):
+    ) -> None:
         """As on a server that lags behind, or after an older backup has been restored."""
         place.publish(1, 2)
         reader = batch_reader(place)
@@ -137,7 +137,7 @@ class TestTasks:
 class TestPlanning:
     def test_times_are_those_of_the_server_where_the_clock_of_the_driver_is_behind(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
-    ):
+    ) -> None:
         class Behind(datetime):
             @classmethod
             def now(cls, tz: tzinfo | None = None) -> Behind:
@@ -151,10 +151,11 @@ class TestPlanning:
         until = batch_reader(place, endingTimestamp=before.isoformat()).partitions()
         after = batch_reader(place, startingTimestamp=(before + timedelta(hours=1)).isoformat()).partitions()
 
+        assert isinstance(since, Range)
         assert (since.first, since.last) == (1, COUNT)
         assert until == after == []
 
-    def test_a_batch_read_waits_for_a_server_that_is_away(self, place: Place):
+    def test_a_batch_read_waits_for_a_server_that_is_away(self, place: Place) -> None:
         place.publish(1, 2)
         reader = batch_reader(place)
         place.server.kill()
@@ -168,7 +169,9 @@ class TestPlanning:
         assert isinstance(partition, Range)
         assert (partition.first, partition.last) == (1, 2)
 
-    def test_a_stream_that_ends_before_the_checkpoint_is_a_loss(self, place: Place, monkeypatch: pytest.MonkeyPatch):
+    def test_a_stream_that_ends_before_the_checkpoint_is_a_loss(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         place.publish(1, 2)
         ahead = _ahead(place)
         impatient(monkeypatch)
@@ -178,7 +181,9 @@ class TestPlanning:
             reader.latestOffset(ahead, ReadAllAvailable())
         reader.stop()
 
-    def test_a_query_that_may_lose_messages_goes_on_behind_its_end(self, place: Place, monkeypatch: pytest.MonkeyPatch):
+    def test_a_query_that_may_lose_messages_goes_on_behind_its_end(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         place.publish(1, 2)
         ahead = _ahead(place)
         impatient(monkeypatch)
@@ -189,7 +194,7 @@ class TestPlanning:
 
         assert found["sequence"] == 2
 
-    def test_what_waits_for_a_minimum_is_no_lag_but_what_came_since_the_checkpoint(self, place: Place):
+    def test_what_waits_for_a_minimum_is_no_lag_but_what_came_since_the_checkpoint(self, place: Place) -> None:
         place.publish(1, 2, 3)
         reader = stream_reader(place, startingOffsets=3, minMessagesPerTrigger=10, maxTriggerDelay="1h")
         start = reader.initialOffset()
@@ -199,7 +204,7 @@ class TestPlanning:
         assert reader.reportLatestOffset()["lag"] == 1
         reader.stop()
 
-    def test_a_first_sequence_that_the_stream_has_not_reached_is_refused(self, place: Place):
+    def test_a_first_sequence_that_the_stream_has_not_reached_is_refused(self, place: Place) -> None:
         place.publish(1, 2)
         reader = stream_reader(place, startingOffsets=4)
 

@@ -36,7 +36,7 @@ def expand(text: str) -> list[schedules.Expected]:
 
 
 class TestSchedules:
-    def test_each_value_is_combined_with_each(self):
+    def test_each_value_is_combined_with_each(self) -> None:
         expected = expand(TEXT)
 
         assert len(expected) == 2 * 2 * 2 * 3
@@ -63,11 +63,11 @@ class TestSchedules:
             ("6h", "9999999w", "cycle .oper. of the schedule: due: "),
         ],
     )
-    def test_a_mistake_is_named(self, old: str, new: str, said: str):
+    def test_a_mistake_is_named(self, old: str, new: str, said: str) -> None:
         with pytest.raises(PipelineError, match=said):
             expand(TEXT.replace(old, new))
 
-    def test_every_cycle_speaks_of_the_same_fields(self):
+    def test_every_cycle_speaks_of_the_same_fields(self) -> None:
         other = TEXT + TEXT.replace("cycles:", "").replace("class: [od, rd], ", "").replace("oper", "wave")
 
         with pytest.raises(PipelineError, match="cycle 'wave' of the schedule says nothing of 'class'"):
@@ -107,7 +107,7 @@ class Balanced(HTMLParser):
 
 
 class TestPage:
-    def test_it_needs_nothing_from_elsewhere_and_is_well_formed(self):
+    def test_it_needs_nothing_from_elsewhere_and_is_well_formed(self) -> None:
         hours = [{"hour": START, "notifications": 4}, {"hour": START + timedelta(hours=5), "notifications": 1}]
         absent = [{"cycle": "b", "step": 6, "start": START, "due": START, "arrival": None, "latency_seconds": None}]
         late = cycle("b", arrived=3, in_time=2, missing=7, cycle_complete=False, cycle_late=True)
@@ -118,13 +118,13 @@ class TestPage:
         assert parser.open == []
         assert not re.search(r"https?://|src=|url\(|<script|<link", page)
 
-    def test_names_are_only_text(self):
+    def test_names_are_only_text(self) -> None:
         page = pages.page(content(cycles=[cycle("<script>alert(1)</script>")]))
 
         assert "<script" not in page
         assert "&lt;script&gt;" in page
 
-    def test_there_may_be_nothing_to_show(self):
+    def test_there_may_be_nothing_to_show(self) -> None:
         page = pages.page(content(cycles=[cycle("a", arrived=0, in_time=0, latency_seconds=None)]))
 
         assert "Nothing came yet." in page
@@ -141,5 +141,5 @@ class TestPage:
             (3 * 86400, "3 d"),
         ],
     )
-    def test_times_are_short(self, seconds: float, text: str):
+    def test_times_are_short(self, seconds: float, text: str) -> None:
         assert pages.span(seconds) == text

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.streaming import StreamingQuery
+from pyspark.sql.streaming.query import StreamingQuery
 
 from aviso_workers.errors import NotFoundError
 from aviso_workers.jetstream.info import StreamConfig, StreamInfo
 from aviso_workers.spark import job_events, offsets
 from aviso_workers.spark.job_events import Application
+from tests.presence import present
 from tests.spark.place import Place, run_to_its_end
 from tests.waits import PATIENCE_SECONDS
 
@@ -67,7 +68,7 @@ def wait_until(is_so: Callable[[], bool], what: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def test_what_is_there_is_copied_in_batches_and_never_again(place: Place, copying: Copying):
+def test_what_is_there_is_copied_in_batches_and_never_again(place: Place, copying: Copying) -> None:
     place.publish(*range(10))
 
     assert copying.run(maxMessagesPerTrigger=4) == [4, 4, 2]
@@ -77,13 +78,13 @@ def test_what_is_there_is_copied_in_batches_and_never_again(place: Place, copyin
     assert sorted(copying.copied) == list(range(12))
 
 
-def test_available_now_takes_nothing_that_comes_later_and_waits_for_no_minimum(place: Place, copying: Copying):
+def test_available_now_takes_nothing_that_comes_later_and_waits_for_no_minimum(place: Place, copying: Copying) -> None:
     place.publish(1)
 
     assert copying.run(minMessagesPerTrigger=100, maxTriggerDelay="1h") == [1]
 
 
-def test_latest_begins_with_what_comes(place: Place, copying: Copying):
+def test_latest_begins_with_what_comes(place: Place, copying: Copying) -> None:
     place.publish(1)
     query = copying.start(trigger={"processingTime": "0 seconds"}, startingOffsets="latest")
     wait_until(lambda: bool(query.lastProgress), lambda: query.status)
@@ -94,13 +95,13 @@ def test_latest_begins_with_what_comes(place: Place, copying: Copying):
     assert copying.copied == [2]
 
 
-def test_a_minimum_is_waited_for_but_not_for_ever(place: Place, copying: Copying):
+def test_a_minimum_is_waited_for_but_not_for_ever(place: Place, copying: Copying) -> None:
     def rows_of_first_batch(query: StreamingQuery) -> list[int]:
         wait_until(lambda: bool(rows_in(query)), lambda: query.recentProgress)
         query.stop()
         return rows_in(query)
 
-    least = {"trigger": {"processingTime": "0 seconds"}, "minMessagesPerTrigger": 3}
+    least: dict[str, Any] = {"trigger": {"processingTime": "0 seconds"}, "minMessagesPerTrigger": 3}
     place.publish(1, 2)
     query = copying.start(**least, maxTriggerDelay="1h")
     wait_until(lambda: bool(query.lastProgress), lambda: query.status)
@@ -117,10 +118,11 @@ def rows_in(query: StreamingQuery) -> list[int]:
     return [progress["numInputRows"] for progress in query.recentProgress if progress["numInputRows"]]
 
 
-def test_progress_says_how_far_the_query_is_behind(place: Place, copying: Copying):
+def test_progress_says_how_far_the_query_is_behind(place: Place, copying: Copying) -> None:
     place.publish(*range(6))
-    query = copying.start(maxMessagesPerTrigger=4, **{"where.step": "[0, 1, 2, 3, 4]"})
-    assert query.awaitTermination(PATIENCE_SECONDS)
+    options: dict[str, Any] = {"maxMessagesPerTrigger": 4, "where.step": "[0, 1, 2, 3, 4]"}
+    query = copying.start(**options)
+    assert query.awaitTermination(int(PATIENCE_SECONDS))
 
     first, second = (json.loads(progress["sources"][0]["latestOffset"]) for progress in query.recentProgress[:2])
 
@@ -133,7 +135,7 @@ def test_progress_says_how_far_the_query_is_behind(place: Place, copying: Copyin
     assert "@" not in told.payload["sink"]["description"]
 
 
-def test_a_batch_that_is_repeated_after_a_crash_stores_nothing_twice(place: Place, copying: Copying):
+def test_a_batch_that_is_repeated_after_a_crash_stores_nothing_twice(place: Place, copying: Copying) -> None:
     place.publish(*range(8))
     copying.run(maxMessagesPerTrigger=4)
     for commit in (copying.checkpoint / "commits").glob("*1*"):  # as if it had died before it wrote this down
@@ -143,7 +145,7 @@ def test_a_batch_that_is_repeated_after_a_crash_stores_nothing_twice(place: Plac
     assert sorted(copying.copied) == list(range(8))
 
 
-def test_messages_deleted_within_a_range_are_normal(place: Place, copying: Copying):
+def test_messages_deleted_within_a_range_are_normal(place: Place, copying: Copying) -> None:
     place.publish(*range(10))
     for sequence in (5, 6):
         place.do("delete_message", "MARS", sequence)
@@ -151,7 +153,7 @@ def test_messages_deleted_within_a_range_are_normal(place: Place, copying: Copyi
     assert copying.run(maxMessagesPerTrigger=5) == [4, 4]
 
 
-def test_messages_that_are_gone_before_they_were_read_fail_the_query_by_name(place: Place, copying: Copying):
+def test_messages_that_are_gone_before_they_were_read_fail_the_query_by_name(place: Place, copying: Copying) -> None:
     place.publish(*range(4))
     copying.run()
     place.publish(4, 5)
@@ -164,7 +166,7 @@ def test_messages_that_are_gone_before_they_were_read_fail_the_query_by_name(pla
     assert sorted(copying.copied) == [0, 1, 2, 3, 6]
 
 
-def test_a_stream_that_was_created_again_is_another_one(place: Place, copying: Copying):
+def test_a_stream_that_was_created_again_is_another_one(place: Place, copying: Copying) -> None:
     place.publish(*range(3))
     copying.run()
     place.do("delete_stream", "MARS")
@@ -176,7 +178,7 @@ def test_a_stream_that_was_created_again_is_another_one(place: Place, copying: C
     assert sorted(copying.copied) == [0, 1, 2, 10, 11, 12, 13, 14]
 
 
-def test_a_source_that_is_deleted_fails_the_query_by_name(place: Place, copying: Copying):
+def test_a_source_that_is_deleted_fails_the_query_by_name(place: Place, copying: Copying) -> None:
     place.publish(*range(3))
     copying.run()
     place.do("delete_stream", "MARS")
@@ -197,7 +199,7 @@ class TestATargetThatIsDeleted:
         place.publish(3, 4)
 
     @pytest.mark.usefixtures("deleted")
-    def test_is_not_created_again_by_the_next_batch(self, place: Place, copying: Copying):
+    def test_is_not_created_again_by_the_next_batch(self, place: Place, copying: Copying) -> None:
         for _ in range(2):
             with pytest.raises(StreamingQueryException, match="stream COPY was deleted; earlier batches of query"):
                 copying.run()
@@ -206,7 +208,9 @@ class TestATargetThatIsDeleted:
             place.do("stream_info", "COPY")
 
     @pytest.mark.usefixtures("deleted")
-    def test_and_created_again_fails_the_query_until_it_has_a_new_checkpoint(self, place: Place, copying: Copying):
+    def test_and_created_again_fails_the_query_until_it_has_a_new_checkpoint(
+        self, place: Place, copying: Copying
+    ) -> None:
         place.publish(100, event="copy")
 
         for _ in range(2):
@@ -219,7 +223,7 @@ class TestATargetThatIsDeleted:
         assert sorted(copying.copied) == [*range(5), 100]
 
     @pytest.mark.usefixtures("deleted")
-    def test_is_done_without_where_the_record_is_deleted(self, place: Place, copying: Copying):
+    def test_is_done_without_where_the_record_is_deleted(self, place: Place, copying: Copying) -> None:
         with pytest.raises(StreamingQueryException, match="delete the key COPY/") as failed:
             copying.run()
         key = re.search(r"the key (\S+) of the KV bucket aviso_workers_spark_queries", str(failed.value))
@@ -230,7 +234,7 @@ class TestATargetThatIsDeleted:
         assert copying.run() == [2]
         assert sorted(copying.copied) == [3, 4]
 
-    def test_during_the_first_batch_has_all_of_it_when_that_is_repeated(self, place: Place, copying: Copying):
+    def test_during_the_first_batch_has_all_of_it_when_that_is_repeated(self, place: Place, copying: Copying) -> None:
         place.publish(*range(3))
         copying.run()
         place.do("delete_stream", "COPY")
@@ -241,7 +245,7 @@ class TestATargetThatIsDeleted:
         assert sorted(copying.copied) == list(range(3))
 
 
-def test_a_checkpoint_is_of_one_stream(place: Place, copying: Copying):
+def test_a_checkpoint_is_of_one_stream(place: Place, copying: Copying) -> None:
     place.publish(1)
     place.publish(1, event="other")
     copying.run()
@@ -250,7 +254,7 @@ def test_a_checkpoint_is_of_one_stream(place: Place, copying: Copying):
         copying.run(event="other")
 
 
-def test_a_query_outlives_its_server(place: Place, copying: Copying):
+def test_a_query_outlives_its_server(place: Place, copying: Copying) -> None:
     place.publish(1)
     query = copying.start(trigger={"processingTime": "0 seconds"})
     query.processAllAvailable()
@@ -261,7 +265,7 @@ def test_a_query_outlives_its_server(place: Place, copying: Copying):
     wait_until(lambda: copying.copied == [1, 2], lambda: (query.exception(), copying.copied))
 
 
-def test_stopping_leaves_no_consumer(place: Place, copying: Copying):
+def test_stopping_leaves_no_consumer(place: Place, copying: Copying) -> None:
     place.publish(*range(2000))
     query = copying.start(trigger={"processingTime": "0 seconds"})
     query.processAllAvailable()
@@ -274,7 +278,7 @@ def test_stopping_leaves_no_consumer(place: Place, copying: Copying):
 
 def test_secrets_are_in_no_plan_no_log_and_no_checkpoint(
     spark: SparkSession, place: Place, copying: Copying, capfd: pytest.CaptureFixture[str]
-):
+) -> None:
     place.with_url(place.server.url.replace("nats://", "nats://worker:hunter2@"))
     place.publish(1)
 
@@ -289,7 +293,7 @@ def test_secrets_are_in_no_plan_no_log_and_no_checkpoint(
 
 
 def _event_logs(spark: SparkSession) -> str:
-    directory = Path(spark.conf.get("spark.eventLog.dir").removeprefix("file:"))
+    directory = Path(present(spark.conf.get("spark.eventLog.dir")).removeprefix("file:"))
     return "".join(path.read_text(errors="replace") for path in directory.rglob("*") if path.is_file())
 
 
@@ -320,14 +324,14 @@ class TestLoss:
             ),
         ],
     )
-    def test_what_is_missing_is_named(self, state: dict[str, Any], first: int, gone: str):
+    def test_what_is_missing_is_named(self, state: dict[str, Any], first: int, gone: str) -> None:
         info = StreamInfo(**{"config": StreamConfig(), "time": datetime.now(UTC), "messages": 3, **state})
 
         loss = offsets.missing(info, stream="MARS", first=first, created_then="")
 
         assert gone in str(loss) if gone else loss is None, loss
 
-    def test_ranges_cover_everything_once(self):
+    def test_ranges_cover_everything_once(self) -> None:
         ranges = offsets.split(11, 10_010, partitions=3, created="")
 
         assert [(one.first, one.last) for one in ranges] == [(11, 3343), (3344, 6676), (6677, 10_010)]

@@ -63,7 +63,7 @@ def start_history(free_port: int, tmp_path: Path) -> Iterator[Callable[[], str]]
         "SPARK_HISTORY_OPTS": " ".join(f"-D{key}={value}" for key, value in options.items()),
         "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     }
-    command = [home / "bin" / "spark-class", "org.apache.spark.deploy.history.HistoryServer"]
+    command = [str(home / "bin" / "spark-class"), "org.apache.spark.deploy.history.HistoryServer"]
     running: list[subprocess.Popen[bytes]] = []
 
     def start_history() -> str:
@@ -147,7 +147,7 @@ def work(spark: SparkSession, directory: Path) -> None:
     bad = rows.selectExpr("raise_error('boom')").writeStream.format("noop")
     query = bad.option("checkpointLocation", str(directory / "bad")).trigger(processingTime="200 milliseconds").start()
     with pytest.raises(PySparkException, match="boom"):
-        query.awaitTermination(PATIENCE_SECONDS)
+        query.awaitTermination(int(PATIENCE_SECONDS))
 
 
 def facts_of(events: list[dict[str, Any]]) -> Counter[str]:

@@ -40,7 +40,7 @@ def copy(place: Place, rows: DataFrame) -> None:
     """Copy `rows`, of a stream, to the event type `copy`, from where the last copy ended."""
     writing = rows.select("identifier", "payload").writeStream.format("aviso").trigger(availableNow=True)
     options = {"config": str(place.config), "event": "copy", "checkpointLocation": str(place.directory / "checkpoint")}
-    assert writing.options(**options).start().awaitTermination(PATIENCE_SECONDS)
+    assert writing.options(**options).start().awaitTermination(int(PATIENCE_SECONDS))
 
 
 def numbered(place: Place, count: int) -> DataFrame:
@@ -50,7 +50,7 @@ def numbered(place: Place, count: int) -> DataFrame:
 
 class TestAChangedRepeat:
     @pytest.mark.usefixtures("in_tens")
-    def test_of_a_batch_loses_nothing(self, place: Place):
+    def test_of_a_batch_loses_nothing(self, place: Place) -> None:
         """It fails in the middle, the source loses messages, and the program is repaired and goes on."""
         place.publish_numbered(20)
         source = place.read_stream(startingOffsets="earliest")
@@ -68,7 +68,7 @@ class TestAChangedRepeat:
         assert copied(place) == [number for number in range(20) if number != 17]
 
     @pytest.mark.usefixtures("in_tens")
-    def test_of_a_task_loses_nothing(self, place: Place):
+    def test_of_a_task_loses_nothing(self, place: Place) -> None:
         def other_rows_at_each_attempt(batches: Iterator[Any]) -> Iterator[Any]:
             import pyarrow as pa
             import pyarrow.compute as pc
@@ -103,7 +103,9 @@ class TestAStreamThatIsDeleted:
         return AvisoDataSource(place.options("copy")).writer(place.rows(0).schema, False)
 
     @pytest.mark.parametrize("options", [{}, {"msgIdColumn": "payload"}])
-    def test_while_a_task_writes_fails_the_task_and_is_not_created_again(self, place: Place, options: dict[str, str]):
+    def test_while_a_task_writes_fails_the_task_and_is_not_created_again(
+        self, place: Place, options: dict[str, str]
+    ) -> None:
         def deleting() -> Iterator[pa.RecordBatch]:
             first, second = place.rows(6).toArrow().to_batches(max_chunksize=3)
             yield first
@@ -116,7 +118,7 @@ class TestAStreamThatIsDeleted:
         with pytest.raises(NotFoundError):
             place.do("stream_info", "COPY")
 
-    def test_behind_the_last_row_of_a_task_fails_the_task(self, place: Place, writer: writers.BatchWriter):
+    def test_behind_the_last_row_of_a_task_fails_the_task(self, place: Place, writer: writers.BatchWriter) -> None:
         def deleting() -> Iterator[pa.RecordBatch]:
             yield from place.rows(3).toArrow().to_batches()
             place.do("delete_stream", "COPY")
@@ -126,7 +128,9 @@ class TestAStreamThatIsDeleted:
         with pytest.raises(NotFoundError):
             place.do("stream_info", "COPY")
 
-    def test_and_created_again_while_a_task_writes_fails_the_task(self, place: Place, writer: writers.BatchWriter):
+    def test_and_created_again_while_a_task_writes_fails_the_task(
+        self, place: Place, writer: writers.BatchWriter
+    ) -> None:
         def deleting() -> Iterator[pa.RecordBatch]:
             first, second = place.rows(6).toArrow().to_batches(max_chunksize=3)
             yield first
@@ -137,7 +141,7 @@ class TestAStreamThatIsDeleted:
         with pytest.raises(DataLossError, match=r"copy: its stream was deleted and created again at .*, while"):
             writer.write(deleting())
 
-    def test_between_tasks_fails_the_write(self, place: Place, writer: writers.BatchWriter):
+    def test_between_tasks_fails_the_write(self, place: Place, writer: writers.BatchWriter) -> None:
         first = writer.write(iter(place.rows(3).toArrow().to_batches()))
         place.do("delete_stream", "COPY")
         second = writer.write(iter(place.rows(3, first=3).toArrow().to_batches()))
@@ -150,7 +154,7 @@ class TestAStreamThatIsDeleted:
     @pytest.mark.parametrize("denied", ["$JS.API.STREAM.*.KV_aviso_workers_spark_queries", "$KV.>"])
     def test_is_not_noticed_by_the_next_batch_whose_user_may_not_record_it(
         self, place: Place, caplog: pytest.LogCaptureFixture, denied: str
-    ):
+    ) -> None:
         allowed = {"allow": ">", "deny": denied}
         user = {"user": "spark", "password": "spark", "permissions": {"publish": allowed}}
         options = place.options("copy", queryId="nightly copy", batchId=0)
@@ -168,13 +172,13 @@ class TestAStreamThatIsDeleted:
 
 
 class TestMessageIds:
-    def test_a_row_whose_id_other_content_has_fails_the_write(self, place: Place):
+    def test_a_row_whose_id_other_content_has_fails_the_write(self, place: Place) -> None:
         five_ids = numbered(place, 10).withColumn("id", F.concat(F.lit("field/"), F.col("step") % 5))
 
         with pytest.raises(PySparkException, match=r"id 'field/\d'.*was not stored.*holds other content"):
             place.write(five_ids, event="copy", msgIdColumn="id")
 
-    def test_the_same_rows_again_are_no_failure_unless_they_are_to_be_one(self, place: Place):
+    def test_the_same_rows_again_are_no_failure_unless_they_are_to_be_one(self, place: Place) -> None:
         rows = numbered(place, 10)
         place.write(rows, event="copy", msgIdColumn="id")
 
@@ -188,7 +192,7 @@ class TestMessageIds:
 
 
 class TestARowThatIsWrong:
-    def test_is_named(self, place: Place):
+    def test_is_named(self, place: Place) -> None:
         rows = place.rows(6).withColumn("step", F.when(F.col("step") == 4, F.lit(-1)).otherwise(F.col("step")))
 
         with pytest.raises(
@@ -196,7 +200,7 @@ class TestARowThatIsWrong:
         ):
             place.write(rows)
 
-    def test_goes_to_the_dead_letters_once_and_the_others_are_stored(self, spark: SparkSession, place: Place):
+    def test_goes_to_the_dead_letters_once_and_the_others_are_stored(self, spark: SparkSession, place: Place) -> None:
         rows = place.rows(6)
         wrong = rows.withColumn("payload", F.when(F.col("step") % 3 == 1, F.lit(NO_JSON)).otherwise(F.col("payload")))
         table = str(place.directory / "dead letters")
@@ -210,7 +214,7 @@ class TestARowThatIsWrong:
         assert all("the payload of a row is not JSON" in row["reason"] for row in found)
 
 
-def test_a_batch_of_foreach_batch_is_not_written_to_another_stream_than_those_before(place: Place):
+def test_a_batch_of_foreach_batch_is_not_written_to_another_stream_than_those_before(place: Place) -> None:
     def write(number: int) -> None:
         place.write(place.rows(2, first=2 * number), event="copy", queryId="nightly copy", batchId=number)
 
@@ -225,7 +229,7 @@ def test_a_batch_of_foreach_batch_is_not_written_to_another_stream_than_those_be
     assert copied(place) == list(range(4)), "from the first batch on, as with a new checkpoint"
 
 
-def test_what_foreach_batch_writes_with_the_ids_of_its_batch_is_stored_once_after_a_crash(place: Place):
+def test_what_foreach_batch_writes_with_the_ids_of_its_batch_is_stored_once_after_a_crash(place: Place) -> None:
     place.publish_numbered(6)
     crashes = [True]
 
@@ -238,7 +242,7 @@ def test_what_foreach_batch_writes_with_the_ids_of_its_batch_is_stored_once_afte
     def run() -> None:
         writing = place.read_stream(startingOffsets="earliest").writeStream.foreachBatch(write)
         writing = writing.option("checkpointLocation", str(place.directory / "checkpoint"))
-        assert writing.trigger(availableNow=True).start().awaitTermination(PATIENCE_SECONDS)
+        assert writing.trigger(availableNow=True).start().awaitTermination(int(PATIENCE_SECONDS))
 
     with pytest.raises(StreamingQueryException, match="ended behind the write"):
         run()

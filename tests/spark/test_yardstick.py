@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from pyspark import cloudpickle
@@ -18,17 +19,17 @@ COUNT = 21_000
 @pytest.fixture(autouse=True)
 def _shipped() -> Iterator[None]:
     """Spark's workers have no benchmarks."""
-    cloudpickle.register_pickle_by_value(raw_source)
+    cloudpickle.register_pickle_by_value(raw_source)  # type: ignore[no-untyped-call]
     yield
-    cloudpickle.unregister_pickle_by_value(raw_source)
+    cloudpickle.unregister_pickle_by_value(raw_source)  # type: ignore[no-untyped-call]
 
 
-def test_it_reads_and_writes_what_the_data_source_does(place: Place):
+def test_it_reads_and_writes_what_the_data_source_does(place: Place) -> None:
     place.write(place.rows(COUNT))
     place.publish(0, event="copy")
     spark = place.read().sparkSession
     spark.dataSource.register(raw_source.RawSource)
-    raw = {"url": place.server.url, "stream": "MARS", "tasks": 1}
+    raw: dict[str, Any] = {"url": place.server.url, "stream": "MARS", "tasks": 1}
 
     found = spark.read.format("raw").options(**raw).load()
     assert found.exceptAll(place.read().select(*found.columns)).count() == 0

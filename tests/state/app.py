@@ -14,7 +14,10 @@ __all__ = ["Kept", "write_config"]
 
 
 def _event_type(base: str) -> dict[str, Any]:
-    rules = {"class": {"type": "StringHandler"}, "step": {"type": "IntHandler", "range": [0, 1000]}}
+    rules: dict[str, dict[str, Any]] = {
+        "class": {"type": "StringHandler"},
+        "step": {"type": "IntHandler", "range": [0, 1000]},
+    }
     return {
         "topic": {"base": base, "key_order": ["class", "step"]},
         "identifier": {field: {**rule, "required": True} for field, rule in rules.items()},

@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 import nats
+from nats.aio.client import Client
 
 from aviso_workers import Notify
 from aviso_workers.server import NatsServer
@@ -19,7 +20,7 @@ from tests.state.app import Kept, write_config
 LATER_SECONDS = 60
 
 
-async def api(client: nats.NATS, subject: str, request: Any = None) -> dict[str, Any]:
+async def api(client: Client, subject: str, request: Any = None) -> dict[str, Any]:
     data = b"" if request is None else json.dumps(request).encode()
     answer: dict[str, Any] = json.loads((await client.request(f"$JS.API.{subject}", data, timeout=10)).data)
     assert "error" not in answer, (subject, answer)

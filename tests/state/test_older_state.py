@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 import nats
 import pytest
+from nats.aio.client import Client
 
 from aviso_workers.server import NatsServer
 from tests.state.app import Kept, write_config
@@ -30,7 +31,7 @@ RECORDED = Path(__file__).parents[1] / "data/older-state.json"
 class Putting:
     """Streams, messages and consumers put on a server as they were recorded, with the times of now."""
 
-    def __init__(self, client: nats.NATS) -> None:
+    def __init__(self, client: Client) -> None:
         self._client = client
         self._times: dict[bytes, bytes] = {}
         """By the text of a time that was recorded, that of its moment here."""

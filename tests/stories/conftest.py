@@ -11,6 +11,9 @@ from aviso_workers import App, Notify
 from tests.contract.settings import app_config, mars
 from tests.stories.processes import Record, Server, Worker
 
+RunWorker = Callable[..., Worker]
+Publish = Callable[..., Any]
+
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
@@ -24,7 +27,7 @@ def record(tmp_path: Path) -> Record:
 
 
 @pytest.fixture
-def run_worker(server: Server, record: Record, tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+def run_worker(server: Server, record: Record, tmp_path: Path) -> Iterator[RunWorker]:
     """`run_worker(app="lanes", settings={...})`: a worker process on the server, or on another `url`."""
     with ExitStack() as running:
 
@@ -35,7 +38,7 @@ def run_worker(server: Server, record: Record, tmp_path: Path) -> Iterator[Calla
 
 
 @pytest.fixture
-def publish(server: Server) -> Callable[..., Any]:
+def publish(server: Server) -> Publish:
     """`await publish(range(5), seconds=0.1)`: notifications of these numbers, and what their handler is to do."""
 
     async def publish(numbers: Any, *, url: str = server.url, expver: str = "0001", **deed: Any) -> None:

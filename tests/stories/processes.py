@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import Any
 
 import anyio
-import nats
 from msgspec import Struct
+from nats.aio.client import Client
 
 from aviso_workers.server import NatsServer
 from tests import ports
@@ -350,7 +350,7 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-async def until_jetstream(client: nats.NATS) -> None:
+async def until_jetstream(client: Client) -> None:
     """Wait until the cluster has a leader."""
     with anyio.fail_after(PATIENCE_SECONDS):
         while True:

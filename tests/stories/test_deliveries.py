@@ -16,6 +16,7 @@ from aviso_workers.engine.prefetch import MOST_PREFETCH
 from aviso_workers.errors import NotFoundError
 from tests.contract.settings import app_config
 from tests.stories.agents import ACK_WAIT_SECONDS, RETRY
+from tests.stories.conftest import Publish, RunWorker
 from tests.stories.processes import Record, Server, until
 from tests.waits import LONG_SECONDS, PATIENCE_SECONDS, PROMPT_SECONDS
 
@@ -47,7 +48,9 @@ async def all_done(record: Record, numbers: range, *, within: float = PATIENCE_S
     )
 
 
-async def test_what_a_killed_worker_held_is_done_by_another_soon_after_ack_wait(run_worker, publish, record):
+async def test_what_a_killed_worker_held_is_done_by_another_soon_after_ack_wait(
+    run_worker: RunWorker, publish: Publish, record: Record
+) -> None:
     numbers = range(300)
     workers = [run_worker(), run_worker()]
     for worker in workers:
@@ -70,7 +73,9 @@ async def test_what_a_killed_worker_held_is_done_by_another_soon_after_ack_wait(
     assert sum(done.values()) - len(numbers) <= 4
 
 
-async def test_a_deploy_under_load_loses_nothing_and_does_nothing_twice(run_worker, publish, record, server):
+async def test_a_deploy_under_load_loses_nothing_and_does_nothing_twice(
+    run_worker: RunWorker, publish: Publish, record: Record, server: Server
+) -> None:
     numbers = range(400)
     old = run_worker()
     await old.ready()
@@ -92,8 +97,8 @@ async def test_a_deploy_under_load_loses_nothing_and_does_nothing_twice(run_work
 
 
 async def test_a_worker_that_is_told_to_stop_finishes_what_runs_in_time_and_gives_back_the_rest(
-    run_worker, publish, record, server
-):
+    run_worker: RunWorker, publish: Publish, record: Record, server: Server
+) -> None:
     await publish([1, 2], seconds=2)
     await publish([3, 4], seconds=LONG_SECONDS)
     await publish([5, 6])
@@ -115,7 +120,9 @@ async def test_a_worker_that_is_told_to_stop_finishes_what_runs_in_time_and_give
     await until(lambda: len(record.of("begun")) == 8, what=lambda: record.acts)
 
 
-async def test_a_second_signal_cancels_what_runs_and_gives_it_back(run_worker, publish, record):
+async def test_a_second_signal_cancels_what_runs_and_gives_it_back(
+    run_worker: RunWorker, publish: Publish, record: Record
+) -> None:
     settings = {"workers.drain_timeout_seconds": LONG_SECONDS}
     worker = run_worker(settings=settings, ack_wait_seconds=LONG_SECONDS)
     await worker.ready()
@@ -133,7 +140,9 @@ async def test_a_second_signal_cancels_what_runs_and_gives_it_back(run_worker, p
     await until(lambda: len(record.of("begun")) == 2, what=lambda: record.acts)
 
 
-async def test_a_plain_function_that_does_not_end_holds_up_no_worker(run_worker, publish, record):
+async def test_a_plain_function_that_does_not_end_holds_up_no_worker(
+    run_worker: RunWorker, publish: Publish, record: Record
+) -> None:
     worker = run_worker(app="threads", settings={"workers.drain_timeout_seconds": 0.5})
     await worker.ready()
     await publish([1], seconds=LONG_SECONDS)
@@ -145,8 +154,8 @@ async def test_a_plain_function_that_does_not_end_holds_up_no_worker(run_worker,
 
 
 async def test_a_poison_notification_is_tried_as_its_policy_says_then_dead_lettered_and_its_neighbours_do_not_notice(
-    run_worker, publish, record, server
-):
+    run_worker: RunWorker, publish: Publish, record: Record, server: Server
+) -> None:
     worker = run_worker()
     await worker.ready()
     await publish([0], fails=True)
@@ -166,7 +175,9 @@ async def test_a_poison_notification_is_tried_as_its_policy_says_then_dead_lette
     assert max(act.time for act in record.of("done")) < tries[-1]
 
 
-async def test_a_poison_notification_holds_up_its_own_lane_and_no_other(run_worker, publish, record, server):
+async def test_a_poison_notification_holds_up_its_own_lane_and_no_other(
+    run_worker: RunWorker, publish: Publish, record: Record, server: Server
+) -> None:
     worker = run_worker(app="lanes")
     await worker.ready()
     await publish([0], expver="0001", fails=True)
@@ -182,7 +193,9 @@ async def test_a_poison_notification_holds_up_its_own_lane_and_no_other(run_work
     assert [letter.attempts for letter in await dead_letters(server)] == [RETRY.attempts]
 
 
-async def test_a_handler_of_three_times_ack_wait_is_called_once(run_worker, publish, record, server):
+async def test_a_handler_of_three_times_ack_wait_is_called_once(
+    run_worker: RunWorker, publish: Publish, record: Record, server: Server
+) -> None:
     workers = [run_worker(), run_worker()]
     for worker in workers:
         await worker.ready()
@@ -194,8 +207,8 @@ async def test_a_handler_of_three_times_ack_wait_is_called_once(run_worker, publ
 
 
 async def test_attempts_are_counted_over_restarts_of_the_worker_and_crashes_are_none(
-    run_worker, publish, record, server
-):
+    run_worker: RunWorker, publish: Publish, record: Record, server: Server
+) -> None:
     first = run_worker()
     await first.ready()
     await publish([0], fails=True)
@@ -214,8 +227,8 @@ async def test_attempts_are_counted_over_restarts_of_the_worker_and_crashes_are_
 
 
 async def test_a_notification_that_ends_its_process_becomes_a_dead_letter_and_nothing_else_does(
-    run_worker, publish, record, server
-):
+    run_worker: RunWorker, publish: Publish, record: Record, server: Server
+) -> None:
     numbers = range(40)
     worker = run_worker(app="deadly")
     await worker.ready()
@@ -237,7 +250,9 @@ async def test_a_notification_that_ends_its_process_becomes_a_dead_letter_and_no
     assert [await unfinished(server, f"deadly__{agent}") for agent in ("crash", "beside")] == [(0, 0), (0, 0)]
 
 
-async def test_a_worker_whose_dead_letters_are_refused_is_not_ready_and_says_so_once(run_worker, publish, record):
+async def test_a_worker_whose_dead_letters_are_refused_is_not_ready_and_says_so_once(
+    run_worker: RunWorker, publish: Publish, record: Record
+) -> None:
     worker = run_worker(settings={"workers.dead_letters.max_bytes": "1Ki"})
     await worker.ready()
     await publish(range(4), fails=True)
@@ -252,7 +267,9 @@ async def test_a_worker_whose_dead_letters_are_refused_is_not_ready_and_says_so_
     assert 'aviso_worker_dead_letters_refused{agent="work",app="stories",base="mars"} 1.0' in worker.get("/metrics")
 
 
-async def test_a_worker_whose_threads_are_stuck_is_not_ready_says_so_once_and_stops(run_worker, publish, record):
+async def test_a_worker_whose_threads_are_stuck_is_not_ready_says_so_once_and_stops(
+    run_worker: RunWorker, publish: Publish, record: Record
+) -> None:
     worker = run_worker(app="hanging")
     await worker.ready()
     await publish(range(4), seconds=3600)
@@ -268,8 +285,8 @@ async def test_a_worker_whose_threads_are_stuck_is_not_ready_says_so_once_and_st
 
 
 async def test_a_key_with_more_than_a_worker_prefetches_stays_in_order_in_each_worker_although_they_are_killed(
-    run_worker, publish, record, server
-):
+    run_worker: RunWorker, publish: Publish, record: Record, server: Server
+) -> None:
     slow, fast = range(MOST_PREFETCH + 200), range(10_000, 10_100)
     await publish(slow, expver="0001", seconds=0.002)
     await publish(fast, expver="0002")

@@ -6,12 +6,14 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
 import nats
 import pytest
 
+from tests.stories.conftest import Publish, RunWorker
 from tests.stories.processes import Proxy, Record, Server, Worker, cluster, until, until_jetstream
 from tests.waits import PATIENCE_SECONDS
 
@@ -26,7 +28,9 @@ def proxy(server: Server) -> Iterator[Proxy]:
         yield proxy
 
 
-async def goes_on(worker: Worker, publish, record: Record, number: int, *, times: int = 1, **over) -> None:
+async def goes_on(
+    worker: Worker, publish: Publish, record: Record, number: int, *, times: int = 1, **over: Any
+) -> None:
     """It is ready, and what is published now is done, by each of so many apps."""
     await worker.ready()
     await publish([number], **over)
@@ -35,7 +39,9 @@ async def goes_on(worker: Worker, publish, record: Record, number: int, *, times
 
 class TestTheServer:
     @pytest.mark.covers("003-05")
-    async def test_that_restarts_is_waited_for(self, run_worker, publish, record, server):
+    async def test_that_restarts_is_waited_for(
+        self, run_worker: RunWorker, publish: Publish, record: Record, server: Server
+    ) -> None:
         worker = run_worker()
         await goes_on(worker, publish, record, 1)
         await publish([2], seconds=2.0)
@@ -50,7 +56,9 @@ class TestTheServer:
         assert record.numbers("begun") == {1: 1, 2: 1, 3: 1}
         assert not worker.logged("agent.disturbed")
 
-    async def test_that_crashes_is_waited_for(self, run_worker, publish, record, server):
+    async def test_that_crashes_is_waited_for(
+        self, run_worker: RunWorker, publish: Publish, record: Record, server: Server
+    ) -> None:
         worker = run_worker()
         await goes_on(worker, publish, record, 1)
 
@@ -60,7 +68,9 @@ class TestTheServer:
 
         await goes_on(worker, publish, record, 2)
 
-    async def test_that_is_gone_for_longer_than_we_may_try_ends_the_worker(self, run_worker, publish, record, server):
+    async def test_that_is_gone_for_longer_than_we_may_try_ends_the_worker(
+        self, run_worker: RunWorker, publish: Publish, record: Record, server: Server
+    ) -> None:
         worker = run_worker(settings={"notification_backend.jetstream.max_reconnect_attempts": 3})
         await goes_on(worker, publish, record, 1)
 
@@ -70,7 +80,9 @@ class TestTheServer:
         assert "is lost for good: [Errno 111] Connect call failed" in worker.log
         server.start()
 
-    async def test_that_is_silent_is_left_and_found_again(self, run_worker, publish, record, server, proxy):
+    async def test_that_is_silent_is_left_and_found_again(
+        self, run_worker: RunWorker, publish: Publish, record: Record, server: Server, proxy: Proxy
+    ) -> None:
         direct, behind_proxy = run_worker(), run_worker(url=proxy.url, app="other")
         for worker in (direct, behind_proxy):
             await worker.ready()
@@ -90,8 +102,8 @@ class TestTheServer:
         await goes_on(behind_proxy, publish, record, 3, times=2)
 
     async def test_that_does_not_take_our_password_any_more_ends_the_worker(
-        self, tmp_path, record, publish, run_worker
-    ):
+        self, tmp_path: Path, record: Record, publish: Publish, run_worker: RunWorker
+    ) -> None:
         users = (
             'authorization {{ users: [ {{ user: worker, password: "{}" }}, {{ user: other, password: other }} ] }}\n'
         )
@@ -109,7 +121,9 @@ class TestTheServer:
             assert "refused the credentials" in worker.log
             assert "first" not in worker.log
 
-    async def test_that_comes_back_with_another_password_ends_the_worker(self, tmp_path, run_worker):
+    async def test_that_comes_back_with_another_password_ends_the_worker(
+        self, tmp_path: Path, run_worker: RunWorker
+    ) -> None:
         users = 'authorization {{ user: worker, password: "{}" }}\n'
         with Server(tmp_path / "guarded", config=users.format("first")) as guarded:
             settings = {
@@ -126,7 +140,9 @@ class TestTheServer:
             assert await worker.ended() == 1
             assert "refused the credentials: nats: 'Authorization Violation'" in worker.log
 
-    async def test_that_denies_us_to_ask_for_messages_makes_no_ready_worker(self, tmp_path, run_worker):
+    async def test_that_denies_us_to_ask_for_messages_makes_no_ready_worker(
+        self, tmp_path: Path, run_worker: RunWorker
+    ) -> None:
         users = (
             "authorization { users: [ { user: worker, password: secret, "
             'permissions: { publish: { deny: "$JS.API.CONSUMER.MSG.NEXT.MARS.>" } } } ] }\n'
@@ -142,8 +158,8 @@ class TestTheServer:
             assert [entry["stream"] for entry in worker.logged("agent.started")].count(STREAM) == 0
 
     async def test_that_denies_us_to_acknowledge_is_told_before_anything_is_handled(
-        self, tmp_path, run_worker, publish, record
-    ):
+        self, tmp_path: Path, run_worker: RunWorker, publish: Publish, record: Record
+    ) -> None:
         users = (
             "authorization { users: [ { user: publisher, password: secret }, { user: worker, password: secret, "
             'permissions: { publish: { deny: "$JS.ACK.>" } } } ] }\n'
@@ -161,8 +177,8 @@ class TestTheServer:
             assert record.acts == []
 
     async def test_that_takes_the_right_to_acknowledge_away_makes_the_worker_unready(
-        self, tmp_path, run_worker, publish, record
-    ):
+        self, tmp_path: Path, run_worker: RunWorker, publish: Publish, record: Record
+    ) -> None:
         users = (
             "authorization {{ users: [ {{ user: publisher, password: secret }}, {{ user: worker, password: secret, "
             'permissions: {{ publish: {{ allow: [">"], deny: [{}] }} }} }} ] }}\n'
@@ -183,7 +199,9 @@ class TestTheServer:
 
             await worker.unready('permissions violation for publish to "$js.ack.mars.')
 
-    async def test_that_ends_the_connection_for_good_ends_the_worker(self, run_worker, publish, record, proxy):
+    async def test_that_ends_the_connection_for_good_ends_the_worker(
+        self, run_worker: RunWorker, publish: Publish, record: Record, proxy: Proxy
+    ) -> None:
         worker = run_worker(url=proxy.url)
         await goes_on(worker, publish, record, 1)
 
@@ -192,7 +210,9 @@ class TestTheServer:
         assert await worker.ended() == 1
         assert "is lost for good: nats: unknown protocol operation" in worker.log
 
-    async def test_that_cuts_us_off_for_slow_reading_is_found_again(self, tmp_path, run_worker, publish, record):
+    async def test_that_cuts_us_off_for_slow_reading_is_found_again(
+        self, tmp_path: Path, run_worker: RunWorker, publish: Publish, record: Record
+    ) -> None:
         with (
             Server(tmp_path / "strict", config='write_deadline: "200ms"\n') as strict,
             Proxy(strict.port) as proxy,
@@ -213,8 +233,8 @@ class TestTheServer:
             await goes_on(worker, publish, record, 30, url=strict.url)
 
     async def test_that_is_to_shut_down_is_used_until_it_does_where_there_is_no_other(
-        self, tmp_path, run_worker, publish, record
-    ):
+        self, tmp_path: Path, run_worker: RunWorker, publish: Publish, record: Record
+    ) -> None:
         config = 'lame_duck_grace_period: "1s"\nlame_duck_duration: "30s"\n'
         with Server(tmp_path / "lame", config=config) as lame:
             worker = run_worker(url=lame.url)
@@ -233,7 +253,9 @@ class TestTheServer:
 
 
 class TestTheConsumer:
-    async def test_that_is_deleted_is_made_anew(self, run_worker, publish, record, server):
+    async def test_that_is_deleted_is_made_anew(
+        self, run_worker: RunWorker, publish: Publish, record: Record, server: Server
+    ) -> None:
         worker = run_worker()
         await goes_on(worker, publish, record, 1)
 
@@ -247,8 +269,8 @@ class TestTheConsumer:
         await until(lambda: record.of("done", 2), what=lambda: worker.log)
 
     async def test_whose_stream_is_made_anew_is_made_anew_and_nothing_of_the_new_stream_is_lost(
-        self, run_worker, publish, record, server
-    ):
+        self, run_worker: RunWorker, publish: Publish, record: Record, server: Server
+    ) -> None:
         worker = run_worker()
         await worker.ready()
         await publish([1], seconds=1.5)
@@ -267,7 +289,9 @@ class TestTheConsumer:
         await goes_on(other, publish, record, 3)
         await until(lambda: record.of("done", 2), what=lambda: f"{record.acts}")
 
-    async def test_that_limits_requests_is_asked_for_no_more(self, run_worker, publish, record, server):
+    async def test_that_limits_requests_is_asked_for_no_more(
+        self, run_worker: RunWorker, publish: Publish, record: Record, server: Server
+    ) -> None:
         await publish(range(1, 21))
         client = await nats.connect(server.url)
         limits = {"max_batch": 2, "max_expires": 1_000_000_000, "max_bytes": 100_000}
@@ -285,8 +309,8 @@ class TestTheConsumer:
         assert not worker.logged("agent.disturbed")
 
     async def test_for_whose_next_message_its_limit_is_too_small_makes_no_ready_worker(
-        self, run_worker, publish, record, server
-    ):
+        self, run_worker: RunWorker, publish: Publish, record: Record, server: Server
+    ) -> None:
         await publish([1], filler="x" * 50_000)
         client = await nats.connect(server.url)
         config = {"durable_name": CONSUMER, "ack_policy": "explicit", "max_bytes": 10_000}
@@ -303,7 +327,9 @@ class TestTheConsumer:
 
 class TestTheLeader:
     @pytest.mark.covers("003-05", "002-39")
-    async def test_that_changes_or_dies_is_followed(self, tmp_path: Path, run_worker, publish, record):
+    async def test_that_changes_or_dies_is_followed(
+        self, tmp_path: Path, run_worker: RunWorker, publish: Publish, record: Record
+    ) -> None:
         with cluster(tmp_path) as nodes:
             urls = ",".join(node.url for node in nodes)
             settings = {"notification_backend.jetstream.replicas": 3}
@@ -330,7 +356,9 @@ class TestTheLeader:
             leader.kill()
             await goes_on(worker, publish, record, 4, url=urls)
 
-    async def test_that_is_to_shut_down_is_left_at_once_for_another(self, tmp_path: Path, run_worker, publish, record):
+    async def test_that_is_to_shut_down_is_left_at_once_for_another(
+        self, tmp_path: Path, run_worker: RunWorker, publish: Publish, record: Record
+    ) -> None:
         with cluster(tmp_path) as nodes:
             client = await nats.connect(nodes[1].url)
             await until_jetstream(client)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,16 @@ async def test_nothing_is_lost_though_a_process_is_killed_every_two_seconds(
 ) -> None:
     fleet = run_worker(options=("--processes", "4"))
     await fleet.ready()
+
+    def acts_of(process: int) -> list[Any]:
+        return [act for act in record.acts if act.pid == process]
+
     stored = 0
     for kill in range(KILLS):
         victim = running(fleet)[str(kill % 4 + 1)]
         await publish(range(stored, stored + 200), seconds=0.01)
         stored += 200
-        await until(lambda victim=victim: any(act.pid == victim for act in record.acts), what=lambda: fleet.log)
+        await until(partial(acts_of, victim), what=lambda: fleet.log)
         os.kill(victim, signal.SIGKILL)
         await anyio.sleep(KILL_SECONDS)
     await until(lambda: len(fleet.logged("process.started")) == 4 + KILLS, what=lambda: fleet.log)

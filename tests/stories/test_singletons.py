@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,7 @@ async def test_a_consumer_that_changes_its_leader_again_and_again_keeps_the_orde
                 await worker.ready()
             await publish(range(40), url=url, seconds=PACE_SECONDS)
             for number in (5, 15, 25):
-                await until(lambda number=number: record.of("begun", number), what=lambda: record.acts)
+                await until(partial(record.of, "begun", number), what=lambda: record.acts)
                 await client.request(
                     "$JS.API.CONSUMER.LEADER.STEPDOWN.MARS.singletons__write", timeout=PATIENCE_SECONDS
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -30,8 +31,12 @@ async def test_every_sum_is_exact_and_published_once_although_workers_are_killed
             Notify("mars", mars(step=number, expver=key), {"n": number}) for number in NUMBERS for key in KEYS
         )
     total = len(KEYS) * len(NUMBERS)
+
+    def are_counted(count: int) -> bool:
+        return len(record.of("counted")) >= count
+
     for worker, counted in zip(workers[:2], (total // 5, total // 2), strict=True):
-        await until(lambda counted=counted: len(record.of("counted")) >= counted, what=lambda: workers[-1].log)
+        await until(partial(are_counted, counted), what=lambda: workers[-1].log)
         worker.kill()
         workers.append(run_worker(app="windows"))
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -69,13 +70,17 @@ async def test_a_third_signal_kills_what_does_not_obey(
     monkeypatch.chdir(tmp_path)
     stubborn = Fleet(app, Plan(command=(sys.executable, "-c", DEAF), processes=1))
     with capture_logs() as log:
+
+        def is_logged(event: str) -> bool:
+            return event in [entry["event"] for entry in log]
+
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stubborn.work)
             await until((tmp_path / "deaf").exists, what=lambda: log)
             for event in ("fleet.stopping", "fleet.cancelling", "fleet.killing"):
                 assert "process 1: is starting" in stubborn.unready
                 os.kill(os.getpid(), signal.SIGTERM)
-                await until(lambda event=event: event in [entry["event"] for entry in log], what=lambda: log)
+                await until(partial(is_logged, event), what=lambda: log)
     assert stubborn.unready == ["stopping", "process 1: does not run"]
 
 

@@ -390,7 +390,7 @@ FORGED = "gone\n2026-11-22T06:00:00Z [info     ] agent.stopped\r\x1b[2Jagent=ind
 def test_nothing_that_others_have_written_begins_a_line_or_steers_a_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    logs.configure(Logging(format="text"))
+    logs.configure(Logging(format="console"))
     logs.observe(AgentDisturbed(agent="index", stream="MARS", error=UnavailableError(FORGED), again_in_seconds=1))
     logs.observe(TaskFailed(task="tidy", error=raised(ValueError(FORGED)), again_in_seconds=1))
     differing = ("max_age: \x1b[31m",)

@@ -402,7 +402,7 @@ def measured(metrics: Metrics) -> list[str]:
 
 
 def test_what_an_app_measures_takes_the_place_of_what_it_measured_before(app: App, metrics: Metrics) -> None:
-    values = {("a", "MARS"): 1, ("b", "MARS"): 2.5}
+    values: dict[tuple[str, ...], float] = {("a", "MARS"): 1, ("b", "MARS"): 2.5}
     app.measure("aviso_test_depth", "How deep it is.", labels=("agent", "stream"), values=values)
     values.clear()
     assert measured(metrics) == [

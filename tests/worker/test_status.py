@@ -84,7 +84,8 @@ def test_any_other_path_says_what_there_is(server: StatusServer) -> None:
 
 
 def test_it_answers_many_at_once(server: StatusServer) -> None:
-    with socket.create_connection(server.url.removeprefix("http://").split(":")):  # one that never asks
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))):  # one that never asks
         assert get(server, "/livez") == (200, "ok\n")
 
 

@@ -35,7 +35,7 @@ async def acknowledge(site: Site, count: int) -> None:
 @pytest.mark.parametrize("encrypted", [False, True], ids=["in the clear", "encrypted"])
 async def test_a_chain_restores_the_stream_and_its_consumers(site: Site, tmp_path: Path, encrypted: bool) -> None:
     key = Key(tmp_path / "key.txt")
-    keys = {"encrypt_to": [key.public], "identities": key.identities} if encrypted else {}
+    keys: dict[str, Any] = {"encrypt_to": [key.public], "identities": key.identities} if encrypted else {}
     identities = key.identities if encrypted else None
     await site.fill(500)
     await site.add_consumers()

@@ -26,6 +26,7 @@ from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.errors import BackupError, InvalidIdentifierError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream.plans import Plan
 from aviso_workers.ops import backups, stream_policy
 from aviso_workers.ops.backups import Backup, Forgotten, Keep, restoration
 from aviso_workers.ops.backups.storage import Draft
@@ -279,7 +280,7 @@ anyio.run(main)
 
 
 def run_until_killed(config: Path, directory: Path, after_bytes: int, act: str) -> None:
-    command = [sys.executable, "-c", KILLED, config, directory, str(after_bytes), act]
+    command = [sys.executable, "-c", KILLED, str(config), str(directory), str(after_bytes), act]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
 
 
@@ -293,6 +294,7 @@ async def test_what_a_killed_restore_left_is_marked_and_replaced(
     [plan] = [
         plan for plan in await stream_policy.plans(site.app.session.admin, site.app.config) if plan.stream == "MARS"
     ]
+    assert isinstance(plan, Plan)
     with pytest.raises(UnavailableError, match="MARS is being restored"):
         await site.app.session.provisioner.carry_out(plan)
     with pytest.raises(BackupError, match="MARS is what a restore left"):
@@ -490,7 +492,8 @@ async def test_a_backup_of_a_server_before_2_15(site: Site, tmp_path: Path) -> N
     os.truncate(cut.archive, cut.size - 10)
     with pytest.raises(BackupError, match="is damaged"):
         await backups.restore(site.app.session.admin, cut)
-    for changed in ({"name": "COPY"}, {"storage": "memory"}):
+    changes: list[dict[str, Any]] = [{"name": "COPY"}, {"storage": "memory"}]
+    for changed in changes:
         with pytest.raises(BackupError, match="it restores as it was"):
             await backups.restore(site.app.session.admin, old, **changed)
 

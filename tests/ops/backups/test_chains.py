@@ -13,7 +13,9 @@ import pytest
 
 from aviso_workers.errors import BackupError
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, Identities, Keep, chains, cleansing, storage
+from aviso_workers.ops.backups import Backup, Identities, Keep, chains, storage
+from aviso_workers.ops.backups.archive import Entry
+from aviso_workers.ops.backups.storage import Draft
 from tests.ops.backups.entries import BEGAN, backed_up
 
 MOMENTS: tuple[Mapping[int, bytes], ...] = (
@@ -173,15 +175,15 @@ def test_what_must_be_forgotten_is_in_no_link(links: list[Backup], named: int) -
 def test_a_cleansing_that_is_killed_leaves_backups_that_restore_and_is_repeated(
     links: list[Backup], killed_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def takes(entry: cleansing.Entry) -> bool:
+    def takes(entry: Entry) -> bool:
         return entry.sequence in (1, 4)
 
     class KilledError(BaseException):
         pass
 
-    finish, done = cleansing.Draft.finish, 0
+    finish, done = Draft.finish, 0
 
-    def finish_some(self: cleansing.Draft, **said: object) -> Backup:
+    def finish_some(self: Draft, **said: object) -> Backup:
         nonlocal done
         if done == killed_at:
             raise KilledError
@@ -189,7 +191,7 @@ def test_a_cleansing_that_is_killed_leaves_backups_that_restore_and_is_repeated(
         return finish(self, **said)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(cleansing.Draft, "finish", finish_some)
+        patch.setattr(Draft, "finish", finish_some)
         with pytest.raises(KilledError):
             backups.cleanse(backups.plan_cleanse(links[1], takes))
     left = backups.find(links[0].directory.parent)

@@ -48,6 +48,7 @@ async def test_a_table_that_is_written_to_keeps_every_key(site: Site, tmp_path: 
     async with anyio.create_task_group() as writing:
         writing.start_soon(write)
         backup = await backups.create(site.app.session.admin, "KV_table", tmp_path)
+    assert backup is not None
     assert backups.verify(backup) is not None
     await site.delete("KV_table")
     restored = await backups.restore(site.app.session.admin, backup)
@@ -80,6 +81,7 @@ async def test_what_only_an_earlier_snapshot_has_is_there_whoever_reads_meanwhil
         await bucket.put("second", b"2")
         backup = await backups.create(site.app.session.admin, "KV_table", tmp_path, earlier=earlier)
     monkeypatch.undo()
+    assert backup is not None
     assert backups.verify(backup) is not None
     await site.delete("KV_table")
     await backups.restore(site.app.session.admin, backup)

@@ -210,7 +210,7 @@ async def test_one_event_type_is_meant(place: Place) -> None:
 
 
 async def test_a_record_without_times_is_no_proof(tmp_path: Path) -> None:
-    old = {"state": "done", "begun": "", "by": "root", "event_type": "mars"}
+    old: dict[str, Any] = {"state": "done", "begun": "", "by": "root", "event_type": "mars"}
     old["found"] = [{"stream": "MARS", "what": "notifications of mars", "sequences": [1]}]
     (tmp_path / "old.json").write_bytes(msgspec.json.encode(old))
     with pytest.raises(InvalidNotificationError, match="does not say when its messages were stored"):

@@ -40,21 +40,21 @@ LONG = Backoff(first=60, factor=2, max=600, attempts=4, jitter=0)
 
 
 @patient.agent("mars", retry=LONG)
-async def derive(notification: Notification) -> list[Notify]:
+async def derive(notification: Notification[Any]) -> list[Notify]:
     return []
 
 
 @patient.agent("mars", retry=LONG)
-async def follow(stream: Stream):  # type: ignore[no-untyped-def]
+async def follow(stream: Stream[Any]):  # type: ignore[no-untyped-def]
     yield None
 
 
 @patient.agent("mars", retry=LONG)
-async def index(notification: Notification) -> None: ...
+async def index(notification: Notification[Any]) -> None: ...
 
 
 @patient.agent("mars", retry=Backoff(attempts=2), timeout=10)
-async def soon(notification: Notification) -> Notify | None: ...
+async def soon(notification: Notification[Any]) -> Notify | None: ...
 
 
 async def leave_behind(server: Administration) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -40,11 +41,11 @@ app = App("field")
 
 
 @app.agent("mars", concurrency=16)
-async def index(notification: Notification) -> None: ...
+async def index(notification: Notification[Any]) -> None: ...
 
 
 @app.agent("mars", batch=Batching(size=500, within=1))
-async def load(batch: Batch) -> None: ...
+async def load(batch: Batch[Any]) -> None: ...
 
 
 async def break_consumers(server: Administration) -> None:

@@ -221,7 +221,7 @@ def declaring_index(working: Seen) -> Facts:
     app = App("field")
 
     @app.agent("mars")
-    async def index(notification: Notification) -> None: ...
+    async def index(notification: Notification[Any]) -> None: ...
 
     facts = working.facts
     mars = structs.replace(facts.after, streams={"MARS": facts.streams[SHARED]})
@@ -252,7 +252,7 @@ def test_a_worker_that_cannot_make_its_consumer(tmp_path: Path, retention: str) 
         app, stop, refused = App("field", config=workers), anyio.Event(), list[Exception]()
 
         @app.agent("mars")
-        async def index(notification: Notification) -> None: ...
+        async def index(notification: Notification[Any]) -> None: ...
 
         def note(event: AgentDisturbed) -> None:
             refused.append(event.error)
@@ -272,7 +272,7 @@ def test_a_worker_that_cannot_make_its_consumer(tmp_path: Path, retention: str) 
 
     with served(tmp_path / "server", MONITORED + USERS) as (server, _):
         operator = write(tmp_path / "operator.yaml", server.url, user="operator", password="x")
-        who = {"user": "operator"} if retention == "workqueue" else {"user": "worker"}
+        who: dict[str, Any] = {"user": "operator"} if retention == "workqueue" else {"user": "worker"}
         workers = write(tmp_path / "workers.yaml", server.url, **who, password="x")
         seen, refused = anyio.run(work_and_gather)
     assert isinstance(refused, RefusedError)

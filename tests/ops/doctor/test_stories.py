@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -83,7 +84,7 @@ router = Router("fields")
 
 
 @router.agent("mars", concurrency=16)
-async def index(notification: Notification) -> None:
+async def index(notification: Notification[Any]) -> None:
     if notification.payload == "nonsense":
         raise Reject("no such field")
 
