@@ -182,7 +182,9 @@ async def test_a_bucket_that_cannot_be_written_is_told_of_once(place: Place, mon
         for number in range(3):
             await place.publish(number)
             await place.recorder.record(await place.info())
-    assert [(fact.agent, fact.bucket) for fact in place.facts] == [("index", BUCKET)]
+    [fact] = place.facts
+    assert isinstance(fact, ConsumerNotRecorded)
+    assert (fact.agent, fact.bucket) == ("index", BUCKET)
 
 
 async def test_a_record_of_another_stream_of_that_name_says_nothing(place: Place) -> None:

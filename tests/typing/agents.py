@@ -1,0 +1,150 @@
+"""Agents in each call form, and what their handlers return."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any, assert_type
+
+import msgspec
+
+from aviso_workers import (
+    Ack,
+    Agent,
+    App,
+    Backoff,
+    Batch,
+    Batching,
+    Notification,
+    Notify,
+    Reject,
+    Retry,
+    Router,
+    Stream,
+    Window,
+    Windowing,
+)
+
+
+class Field(msgspec.Struct):
+    location: str
+    size: int = 0
+
+
+class Database:
+    async def insert(self, step: str, location: str) -> None: ...
+
+
+class Options(msgspec.Struct, frozen=True):
+    limit: int = 10
+
+
+app = App("typed")
+router = Router("fields", settings=Options)
+
+
+@app.resource
+async def database() -> AsyncIterator[Database]:
+    yield Database()
+
+
+@app.agent("mars", where={"class": "od", "step": {"gte": 24}}, concurrency=4, retry=Backoff(attempts=3))
+async def index(notification: Notification[Field], database: Database) -> None:
+    assert_type(notification.payload, Field)
+    assert_type(notification.time, datetime)
+    assert_type(notification.sequence, int)
+    await database.insert(notification.identifier["step"], notification.payload.location)
+
+
+@app.agent("mars", order_by=["date", "step"], start=datetime(2026, 1, 1, tzinfo=UTC))
+async def derive(notification: Notification[dict[str, int]]) -> Notify | None:
+    assert_type(notification.payload, dict[str, int])
+    return Notify("products", {"step": 1}) if notification.payload else None
+
+
+@app.agent("mars")
+async def each(notification: Notification[Any]) -> AsyncIterator[Notify | Retry]:
+    yield Notify("products", {"step": 1}, {"n": 1})
+    if notification.num_delivered > 1:
+        yield Retry(after=60)
+
+
+@app.agent("mars")
+async def many(notification: Notification[Field]) -> list[Notify]:
+    return [Notify("products", {"step": number}) for number in range(notification.payload.size)]
+
+
+@app.agent("mars", singleton=True)
+async def verdict(notification: Notification[Field]) -> Retry | Reject | None:
+    if not notification.payload.location:
+        return Reject("it has no location")
+    return Retry(after=30) if notification.payload.size == 0 else None
+
+
+@router.agent("mars", timeout=30)
+def in_a_thread(notification: Notification[Field]) -> None:
+    assert_type(notification.payload.size, int)
+
+
+@router.agent("mars", batch=Batching(size=500, within=1.0))
+async def load(batch: Batch[Field]) -> None:
+    for notification in batch:
+        assert_type(notification, Notification[Field])
+        if notification.payload.size:
+            batch.ack(notification)
+        else:
+            batch.retry(notification, after=60)
+    assert_type(len(batch), int)
+
+
+@router.agent("mars")
+async def follow(stream: Stream[Field]) -> None:
+    async for notification in stream.filter(lambda one: one.payload.size > 0):
+        assert_type(notification, Notification[Field])
+
+
+@router.agent("mars")
+async def follow_lists(stream: Stream[Field]) -> AsyncIterator[Notify]:
+    async for taken in stream.take(100, within=5.0):
+        assert_type(taken, list[Notification[Field]])
+        yield Notify("products", {"step": len(taken)})
+
+
+def add(total: int, notification: Notification[Field]) -> int:
+    return total + notification.payload.size
+
+
+hourly = Windowing(size="1h", every="15m", fold=add, initial=0, lateness="10m", time=lambda one: one.time)
+assert_type(hourly, Windowing[int, Field])
+
+
+@router.agent("mars", window=hourly)
+async def sums(window: Window[int]) -> Notify:
+    assert_type(window.value, int)
+    assert_type(window.start, datetime)
+    return Notify("sums", {"date": window.start}, {"bytes": window.value})
+
+
+@index.on_error(ConnectionError, TimeoutError)
+def later(error: Exception) -> Retry:
+    return Retry(after=60)
+
+
+@index.on_error(ValueError)
+def decide(error: Exception) -> Reject | Ack | None:
+    return Reject(str(error)) if "forever" in str(error) else Ack()
+
+
+app.include(router, prefix="fields", config={"limit": 20})
+
+agents: list[Agent[Any, Any]] = [index, in_a_thread, *router.agents]
+
+
+async def call_an_agent(notification: Notification[Field]) -> None:
+    """An agent is called as the function that it was made of, as a unit test does it."""
+    assert_type(await many(notification), list[Notify])
+    assert_type(await verdict(notification), Retry | Reject | None)
+    assert_type(await index(notification, Database()), None)
+    await index(notification)  # type: ignore[call-arg]
+    in_a_thread("no notification")  # type: ignore[arg-type]
+    await load(Batch([notification]))

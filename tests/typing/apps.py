@@ -1,0 +1,92 @@
+"""All else that an app is made of, and what a program does with it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, assert_type
+
+import msgspec
+
+from aviso_workers import App, Change, Counter, KeyValue, Notification, Notify, Receipt, Table, Tick, Timer
+from aviso_workers.testing import Harness, harness
+
+
+class Row(msgspec.Struct):
+    location: str
+
+
+class Cache:
+    size = 0
+
+
+app = App("typed-apps")
+rows = app.table("rows", Row)
+seen = app.table("seen", int, default=0, history=5)
+counts = app.counter("counts")
+assert_type(rows, Table[Row | None])
+assert_type(seen, Table[int])
+assert_type(counts, Counter)
+
+
+@app.resource
+async def cache() -> AsyncIterator[Cache]:
+    yield Cache()
+
+
+@app.every("30s", leader=True)
+async def tidy(tick: Tick, cache: Cache) -> None:
+    assert_type(tick.token, int | None)
+    await seen.put("last", cache.size)
+
+
+@app.cron("0 6 * * mon", timezone="Europe/Berlin", catch_up=True)
+async def report() -> Notify:
+    return Notify("reports", {"day": 1})
+
+
+@app.task
+async def tail(app: App) -> None:
+    async for notification in app.watch("mars", {"class": "od"}, from_id=1):
+        assert_type(notification, Notification[Any])
+
+
+async def use_tables() -> None:
+    assert_type(await rows.get("a"), Row | None)
+    await rows.put("a", Row(location="here"), ttl=60)
+    assert_type(await seen.get("a"), int)
+    assert_type(await seen.update("a", lambda number: number + 1), int | None)
+    assert_type(await seen.history("a"), list[Change[int]])
+    async for key, number in seen.items():
+        assert_type(key, str)
+        assert_type(number, int)
+    async for changed in seen.watch():
+        assert_type(changed, Change[int])
+    assert_type(await counts.add("a", 2), int)
+    assert_type(await counts.get("a"), int)
+    assert_type(await counts.items(), dict[str, int])
+
+
+async def publish() -> None:
+    async with app as connected:
+        assert_type(connected, App)
+        assert_type(await app.notify("mars", {"class": "od", "step": 6}, {"n": 1}, deliver_after=60), Receipt)
+        assert_type(await app.cancel("mars", "mine"), bool)
+        assert_type(await app.notify_many(Notify("mars", {"step": number}) for number in range(3)), int)
+        assert_type(await app.notify_together([Notify("mars", {"step": 1})], message_id="all"), Receipt)
+        assert_type([one async for one in app.replay("mars", from_id=1, to_id=9)], list[Notification[Any]])
+        assert_type(await app.key_value("mine"), KeyValue)
+
+
+async def try_out() -> None:
+    async with harness(app, workers=2) as t:
+        assert_type(t, Harness)
+        assert_type(await t.notify("mars", {"class": "od"}, {"n": 1}), Receipt)
+        await t.settle()
+        await t.advance(60)
+        assert_type(t.published, list[Notify])
+        assert_type([letter.reason for letter in t.dead_letters], list[str])
+        assert_type(t.ticks(tidy)[0].timer, str)
+
+
+assert_type(report.name, str)
+timers: list[Timer[Any, Any]] = [tidy, report]
