@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from aviso_workers import Notify
-from aviso_workers.config import Config
+from aviso_workers.config import Config, streams
+from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publisher import Publisher
+from aviso_workers.events import Events
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import writers
 from aviso_workers.spark.connections import Connection, connected, load_config
@@ -43,9 +45,10 @@ def config(server: NatsServer, tmp_path: Path) -> str:
 
 
 def publisher_of(connection: Connection, settings: Config) -> Publisher:
-    """What a task that writes publishes with."""
-    backend = connection.backend
-    return writers._publisher(backend, settings, writers._provisioner(backend, settings))
+    """What a task that writes publishes with, once it has made the stream."""
+    provisioner = Provisioner(connection.backend, management="reconcile", events=Events())
+    connection.call(provisioner.ensure, streams.event_stream("mars", settings.notification_schema["mars"], settings))
+    return writers._publisher(connection.backend, settings)
 
 
 def test_a_task_writes_on_when_its_server_was_away_for_more_than_the_default_attempts(
