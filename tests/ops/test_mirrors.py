@@ -125,6 +125,12 @@ class Sites:
     async def info(self, *, prefix: str = "") -> dict[str, Any]:
         return await self.server.api("STREAM.INFO.MARS", prefix=prefix)
 
+    async def until_nobody_waits(self, consumer: str) -> None:
+        """A pull request of a connection that was closed takes messages until the hub has seen it close."""
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while (await self.server.api(f"CONSUMER.INFO.MARS.{consumer}", prefix=HUB))["num_waiting"]:  # noqa: ASYNC110
+                await anyio.sleep(0.02)
+
     async def reaches_the_hub(self) -> bool:
         with suppress(UnavailableError):
             return bool(await self.info(prefix=HUB))
@@ -294,6 +300,7 @@ async def test_agents_go_on_at_the_second_site_where_they_had_come_to(sites: Sit
     await sites.mirror(0)
     await sites.publish(5)
     assert await handled(sites.hub.app(), 5) == [0, 1, 2, 3, 4]
+    await sites.until_nobody_waits("tests__index")
     await sites.publish(3)
     await sites.deliver("$JS.hub.API.CONSUMER.MSG.NEXT.MARS.tests__index")
     promoted = await promotion.promote(sites.app.session.admin, "MARS")
