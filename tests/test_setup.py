@@ -43,8 +43,10 @@ esac
 """
 DPKG_DEB = """#!/usr/bin/env bash
 mkdir -p usr/bin
-echo >usr/bin/promtool
-chmod +x usr/bin/promtool
+for program in prometheus promtool; do
+    echo >"usr/bin/$program"
+    chmod +x "usr/bin/$program"
+done
 """
 OLD_PYTHON = """#!/usr/bin/env bash
 exit 1
@@ -105,6 +107,7 @@ def clone(tmp_path: Path) -> Clone:
 def ready_clone(clone: Clone) -> Clone:
     clone.command("java", java("17.0.15"))
     clone.command("python3", PYTHON)
+    clone.command("prometheus", "")
     clone.command("promtool", "")
     clone.command("openssl", "")
     return clone
@@ -236,8 +239,9 @@ def test_root_without_java_gets_debians(ready_clone: Clone) -> None:
     assert ready_clone.notes[:2] == ["apt-get update", "apt-get install openjdk-17-jre-headless"]
 
 
-def test_root_without_what_some_tests_run_gets_debians_and_no_service(ready_clone: Clone) -> None:
-    for program in ("promtool", "openssl"):
+@pytest.mark.parametrize("missing", ["prometheus", "promtool"])
+def test_root_without_what_some_tests_run_gets_debians_and_no_service(ready_clone: Clone, missing: str) -> None:
+    for program in (missing, "openssl"):
         ready_clone.commands.joinpath(program).unlink()
     ready_clone.command("apt-get", APT_GET)
     ready_clone.command("dpkg-deb", DPKG_DEB)
@@ -252,13 +256,14 @@ def test_root_without_what_some_tests_run_gets_debians_and_no_service(ready_clon
     assert (again.returncode, again.stderr, ready_clone.notes) == (0, "", [])
 
 
-def test_somebody_else_is_told_what_some_tests_run(ready_clone: Clone) -> None:
-    ready_clone.commands.joinpath("promtool").unlink()
+@pytest.mark.parametrize("missing", ["prometheus", "promtool"])
+def test_somebody_else_is_told_what_some_tests_run(ready_clone: Clone, missing: str) -> None:
+    ready_clone.commands.joinpath(missing).unlink()
 
     done = ready_clone.set_up()
 
     assert done.returncode == 0
-    assert "setup: promtool is missing, and its tests are skipped: install the package prometheus\n" in done.stderr
+    assert f"setup: {missing} is missing, and its tests are skipped: install the package prometheus\n" in done.stderr
 
 
 def test_somebody_with_only_an_older_python_is_told_so(clone: Clone) -> None:
