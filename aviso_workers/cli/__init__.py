@@ -52,12 +52,7 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "Run": {"worker": ("worker",), "dev": ("worker",), "check": ("check",)},
     "Use": {"notify": ("notify",), "watch": ("watch",), "replay": ("watch",)},
     "Agents": {
-        "agents": ("agents",),
-        "lag": ("agents",),
-        "pause": ("agents_control",),
-        "resume": ("agents_control",),
-        "reset": ("agents_control",),
-        "retire": ("agents_control",),
+        "agents": ("agents", "agents_control"),
         "dead-letters": ("dead_letters",),
     },
     "Observe": {"doctor": ("doctor",), "top": ("report",), "report": ("report",)},
@@ -68,14 +63,26 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
         "erase": ("erase",),
         "backup": ("backup",),
         "mirror": ("mirror",),
-        "drill": ("mirror",),
     },
-    "Server": {"server": ("server",), "config": ("config",), "account": ("account",)},
+    "Server": {"server": ("server",), "config": ("config",)},
     "Spark": {"spark": ("spark", "spark_pipelines")},
 }
 """The sections of the help, with each command or group of commands and the modules of this package that declare it: the
 first has it under its name, the others add commands to the group."""
 COMMANDS = {name: modules for panel in PANELS.values() for name, modules in panel.items()}
+RENAMED: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("account", "info"): ("report", "account"),
+    ("drill", "failover"): ("mirror", "drill"),
+    ("lag",): ("agents", "ls"),
+    ("mirror", "status"): ("report", "mirrors"),
+    ("pause",): ("agents", "pause"),
+    ("report", "agents"): ("agents", "ls"),
+    ("report", "consumers"): ("consumers", "ls"),
+    ("reset",): ("agents", "reset"),
+    ("resume",): ("agents", "resume"),
+    ("retire",): ("agents", "rm"),
+}
+"""Commands by the names that they had before, which are still taken for one release."""
 WITHOUT_CONTEXT = frozenset({"dev", "server", "spark"})
 """They start a server of our own, or hand the configuration on to Spark's executors as a file."""
 
@@ -108,6 +115,20 @@ class _AllCommands(_Group):
 
     def _sections(self) -> Iterable[tuple[str, Iterable[str]]]:
         return PANELS.items()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _renamed(args))
+
+
+def _renamed(args: list[str]) -> list[str]:
+    """Return the arguments with the name that a command has now, and say on stderr which that is."""
+    before, now = next((each for each in RENAMED.items() if tuple(args[: len(each[0])]) == each[0]), ((), ()))
+    if args[:1] == ["agents"] and re.match(r"-(?!h$|-help$)|.*[.:]", "".join(args[1:2])):
+        before, now = ("agents",), ("agents", "show")  # it was a command; its first argument was an app or an option
+    if not before:
+        return args
+    typer.echo(f"aviso-workers {' '.join(before)} is now called: aviso-workers {' '.join(now)}", err=True)
+    return [*now, *args[len(before) :]]
 
 
 def _summary(command: Any) -> str:

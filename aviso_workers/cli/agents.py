@@ -1,70 +1,97 @@
-"""`agents` and `lag`: what is in effect for agents, and how far they have come."""
+"""`agents ls|show`: how far agents have come, and what is in effect for them."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import anyio
 import typer
+from rich.console import RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.text import Text
 
 from aviso_workers.app import App
-from aviso_workers.cli.output import echo, print_table, table, terminal
+from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, printable, table, terminal
+from aviso_workers.cli.report import Seconds
 from aviso_workers.cli.targets import AgentOption, ConfigOption, Opened, Target, connected, find_app, opened
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError
 from aviso_workers.ops import agent_report
-from aviso_workers.ops.agent_report import Progress
+from aviso_workers.ops.agent_report import AgentRow, Progress
 
-__all__ = ["agents", "lag"]
+__all__ = ["agents"]
+
+agents = typer.Typer(help="Show how far agents have come, pause and reset them.", no_args_is_help=True)
 
 ANSWER_SECONDS = 30.0
 """Longer than three servers take to answer everything of which one has died a moment ago."""
-REFRESH_SECONDS = 2.0
 
 Report = Callable[[Opened], Awaitable[list[Progress]]]
 
 
-def agents(target: Target = None, agent: AgentOption = None, config: ConfigOption = None) -> None:
-    """Show the policy of every agent of an app, what of it differs on the server, and how far each has come.
-
-    Where the server does not tell how far they have come, the policy is shown all the same; exit 1.
-
-    Example: aviso-workers agents mine.agents:app
-    """
-    app = find_app(target, agent=agent, config=config)
-    if mistakes := app.mistakes():
-        raise ConfigError(mistakes)
-    anyio.run(_print_agents, app)
-
-
-def lag(
+@agents.command("ls")
+def list_agents(
     target: Target = None,
     agent: AgentOption = None,
-    everyone: Annotated[bool, typer.Option("--all", help="All agents that read the configured event streams.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
+    seconds: Seconds = 2.0,
+    as_json: AsJson = False,
     config: ConfigOption = None,
+    everyone: Annotated[bool, typer.Option("--all", hidden=True)] = False,
 ) -> None:
-    """Show what agents have not finished, over all their workers; exit 1 where one is stuck or its consumer is gone.
+    """List agents with their lag, of an app or of all; exit 1 where one is stuck or its consumer is gone.
 
-    Example: aviso-workers lag mine.agents:app --watch
+    Without an app these are all agents that read the configured event streams. The rate is that of the lag: a negative
+    one shrinks. Redelivered are those notifications that are tried again.
+
+    Example: aviso-workers agents ls mine.agents:app --watch
     """
     if everyone and (target or agent):
         raise DeclarationError("say either --all, or which app: MODULE:APP, or --agent NAME")
-    app = None if everyone else find_app(target, agent=agent, config=config)
+    if watch and as_json:
+        raise DeclarationError("say either --watch or --json")
+    app = find_app(target, agent=agent, config=config) if target or agent else None
 
     async def report(server: Opened) -> list[Progress]:
         if app is None:
             return await agent_report.of_deployment(server.admin, server.config)
         return await agent_report.of_app(server.admin, server.config, app)
 
-    show = _watch if watch else _print_lag
-    connected(app.config if app else config, lambda server: show(server, report))
+    async def look(server: Opened) -> list[AgentRow]:
+        before = await report(server)
+        began = anyio.current_time()
+        await anyio.sleep(seconds)
+        now = await report(server)
+        return agent_report.rows(now, before, seconds=anyio.current_time() - began)
+
+    source = app.config if app else config
+    if watch:
+        connected(source, lambda server: _watch(server, report, seconds))
+        return
+    rows = connected(source, look)
+    print_rows(AGENTS, map(_row, rows), rows, as_json=as_json)
+    if any(row.trouble for row in rows):
+        raise typer.Exit(1)
 
 
-async def _print_agents(app: App) -> None:
+@agents.command()
+def show(
+    target: Target = None, agent: AgentOption = None, as_json: AsJson = False, config: ConfigOption = None
+) -> None:
+    """Show the policy of every agent of an app, what of it differs on the server, and how far each has come.
+
+    Where the server does not tell how far they have come, the policy is shown all the same; exit 1.
+
+    Example: aviso-workers agents show mine.agents:app
+    """
+    app = find_app(target, agent=agent, config=config)
+    if mistakes := app.mistakes():
+        raise ConfigError(mistakes)
+    anyio.run(_show, app, as_json)
+
+
+async def _show(app: App, as_json: bool) -> None:
     known: dict[str, Progress] = {}
     unknown = ""
     try:
@@ -75,16 +102,32 @@ async def _print_agents(app: App) -> None:
     except (BackendError, TimeoutError) as error:
         unknown = str(error) or "the server does not answer"
     for declared in app.agents:
-        rows = {**agent_report.policy(app.config, declared)}
-        if declared.name in known:
-            rows |= dict(zip(LAG[2:], _row(known[declared.name])[2:], strict=True))
-            rows |= _differing(app, declared, known[declared.name])
+        pairs = {"app": app.name, "agent": declared.name, **agent_report.policy(app.config, declared)}
+        if progress := known.get(declared.name):
+            pairs |= _progress(progress) | _differing(app, declared, progress)
             if declared.policy.singleton:
-                rows["pinned since"] = known[declared.name].pinned_since
-        print_table((declared.name, app.name), rows.items())
+                pairs["pinned since"] = progress.pinned_since
+        if as_json:
+            print_json(pairs)
+        else:
+            print_record(pairs.items())
+            typer.echo()
     if unknown:
         echo(f"how far they have come is not known: {unknown}", err=True)
         raise typer.Exit(1)
+
+
+def _progress(progress: Progress) -> dict[str, str]:
+    if progress.why_none:
+        return {"consumer": progress.why_none}
+    numbers = {
+        "pending": progress.pending,
+        "ack pending": progress.ack_pending,
+        "redelivered": progress.redelivered,
+        "dead letters": progress.dead_letters,
+    }
+    told = {"paused until": progress.paused_until, "trouble": progress.trouble}
+    return {name: str(number) for name, number in numbers.items()} | {name: text for name, text in told.items() if text}
 
 
 def _differing(app: App, agent: Agent[Any, Any], progress: Progress) -> dict[str, str]:
@@ -94,40 +137,46 @@ def _differing(app: App, agent: Agent[Any, Any], progress: Progress) -> dict[str
     return {"on the server": found} if found else {}
 
 
-async def _print_lag(server: Opened, report: Report) -> None:
-    found = await report(server)
-    terminal().print(_table(found))
-    if any(progress.trouble for progress in found):
-        raise typer.Exit(1)
-
-
-async def _watch(server: Opened, report: Report) -> None:
+async def _watch(server: Opened, report: Report, seconds: float) -> None:
     console = terminal()
-    if not console.is_terminal:
+    before, began = await report(server), anyio.current_time()
+
+    async def shown() -> RenderableType:
+        nonlocal before, began
+        now, ended = await report(server), anyio.current_time()
+        rows = agent_report.rows(now, before, seconds=ended - began)
+        before, began = now, ended
+        return table(AGENTS, [_row(row) for row in rows], width=console.width) if rows else Text("there are none")
+
+    while not console.is_terminal:
+        await anyio.sleep(seconds)
+        console.print(await shown())
+    with Live(console=console, auto_refresh=False) as live:
         while True:
-            console.print(_table(await report(server)))
-            await anyio.sleep(REFRESH_SECONDS)
-    shown = _table([])
-    with Live(shown, console=console, auto_refresh=False) as live:
-        while True:
+            await anyio.sleep(seconds)
             try:
-                shown = _table(await report(server))
+                live.update(await shown(), refresh=True)
             except BackendError as error:
-                shown.caption = str(error)
-            live.update(shown, refresh=True)
-            await anyio.sleep(REFRESH_SECONDS)
+                live.update(Text(printable(str(error))), refresh=True)
 
 
-LAG = ("app", "agent", "stream", "pending", "ack pending", "redelivered", "paused until", "trouble")
+AGENTS = (
+    "app",
+    "agent",
+    "stream",
+    "pending",
+    "ack pending",
+    "redelivered",
+    "dead letters",
+    "per second",
+    "state",
+)
 
 
-def _table(report: Sequence[Progress]) -> Table:
-    return table(LAG, map(_row, report))
-
-
-def _row(progress: Progress) -> tuple[str, ...]:
-    of = (progress.app, progress.agent, progress.stream)
-    if progress.why_none:
-        return (*of, "-", "-", "-", "", progress.why_none)
-    numbers = (progress.pending, progress.ack_pending, progress.redelivered)
-    return (*of, *map(str, numbers), progress.paused_until, progress.trouble)
+def _row(row: AgentRow) -> tuple[str, ...]:
+    of = (row.app, row.agent, row.stream)
+    if row.why_none:
+        return (*of, *("-",) * 5, row.why_none)
+    numbers = (row.pending, row.ack_pending, row.redelivered, row.dead_letters)
+    paused = f"paused until {row.paused_until}" if row.paused_until else ""
+    return (*of, *map(str, numbers), f"{row.rate:+.1f}", row.trouble or paused)

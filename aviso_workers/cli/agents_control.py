@@ -1,4 +1,4 @@
-"""`pause`, `resume`, `reset` and `retire`: agents steered on the server, whether their workers run or not."""
+"""`agents pause|resume|reset|rm`: agents steered on the server, whether their workers run or not."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Annotated
 import typer
 
 from aviso_workers.aviso.positions import Position, parse_date, parse_id
+from aviso_workers.cli.agents import agents
 from aviso_workers.cli.arguments import parse_duration
 from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.output import print_table
+from aviso_workers.cli.output import print_record, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, find_app
 from aviso_workers.ops import agent_control, retirement
 from aviso_workers.ops.agent_control import UNTIL_RESUMED, Reset, Steered
 from aviso_workers.ops.retirement import Retirement
 
-__all__ = ["pause", "reset", "resume", "retire"]
+__all__ = ["agents"]
 
 Agent = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's name.")]
 Owner = Annotated[str, typer.Option("--app", metavar="APP", help="The name of its app, or MODULE:APP.")]
 
 
+@agents.command()
 def pause(
     agent: Agent,
     app: Owner,
@@ -33,7 +35,7 @@ def pause(
 ) -> None:
     """Give an agent nothing for a while, in all its workers; what it has begun it finishes.
 
-    Example: aviso-workers pause index_field --app field-index --for 2h
+    Example: aviso-workers agents pause index_field --app field-index --for 2h
     """
     until = datetime.now(UTC) + timedelta(seconds=parse_duration(for_, name="--for")) if for_ else UNTIL_RESUMED
 
@@ -44,10 +46,11 @@ def pause(
     _steer(agent, app, config, run)
 
 
+@agents.command()
 def resume(agent: Agent, app: Owner, config: ConfigOption = None) -> None:
     """Let a paused agent go on.
 
-    Example: aviso-workers resume index_field --app field-index
+    Example: aviso-workers agents resume index_field --app field-index
     """
 
     async def run(server: Opened, steered: Steered) -> None:
@@ -57,6 +60,7 @@ def resume(agent: Agent, app: Owner, config: ConfigOption = None) -> None:
     _steer(agent, app, config, run)
 
 
+@agents.command()
 def reset(
     agent: Agent,
     app: Owner,
@@ -73,7 +77,7 @@ def reset(
 ) -> None:
     """Let an agent go on at another notification, back to handle some again or forward to pass over some.
 
-    Example: aviso-workers reset index_field --app field-index --to 2026-11-20
+    Example: aviso-workers agents reset index_field --app field-index --to 2026-11-20
     """
     position = _position(to)
 
@@ -87,7 +91,8 @@ def reset(
     _steer(agent, app, config, run)
 
 
-def retire(
+@agents.command("rm")
+def remove(
     app: Annotated[str, typer.Argument(metavar="APP", help="The name of the app.")],
     agent: Annotated[
         str, typer.Option("--agent", metavar="AGENT", help="Only this agent, and nothing that the app shares.")
@@ -97,7 +102,7 @@ def retire(
 ) -> None:
     """Remove an app that nobody runs any more, or one agent, with its consumers, buckets and tables; for good.
 
-    Example: aviso-workers retire field-index
+    Example: aviso-workers agents rm field-index
     """
 
     async def run(server: Opened) -> None:
@@ -144,8 +149,9 @@ def _print_plan(plan: Reset) -> None:
         ("passed over", str(plan.passed_over)),
     ]
     if plan.unsettled:
-        rows.append(("given up", f"up to {plan.unsettled} that are being handled or wait for their next attempt"))
-    print_table((f"{plan.steered.agent} of {plan.steered.app}", "notifications"), rows)
+        rows.append(("abandoned", f"up to {plan.unsettled} that are being handled or wait for their next attempt"))
+    typer.echo(f"{plan.steered.agent} of {plan.steered.app}:")
+    print_record(rows)
 
 
 def _position(text: str) -> Position:

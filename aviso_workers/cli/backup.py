@@ -16,7 +16,7 @@ from aviso_workers.backends import Admin, open_backend
 from aviso_workers.cli import backup_sets
 from aviso_workers.cli.backup_cleanse import cleanse
 from aviso_workers.cli.identity import IdentityOption, identities_of
-from aviso_workers.cli.output import print_table
+from aviso_workers.cli.output import AsJson, print_rows
 from aviso_workers.cli.progress import bar
 from aviso_workers.cli.targets import ConfigOption, Opened, connected, load
 from aviso_workers.config import Config
@@ -26,6 +26,8 @@ from aviso_workers.ops.backups import Backup, Identities, Keep, Made, Progress, 
 from aviso_workers.worker import logs
 
 __all__ = ["Storage", "backup", "bar"]
+
+BACKUPS = ("stream", "made", "messages", "bytes", "nats-server", "kind", "directory")
 
 backup = typer.Typer(
     help="Back up streams with their consumers, in the layout of the nats CLI, and restore them.", no_args_is_help=True
@@ -123,7 +125,7 @@ def create(
 
 
 @backup.command()
-def ls(directory: Below) -> None:
+def ls(directory: Below, as_json: AsJson = False) -> None:
     """List the backups in a directory, the oldest first; exit 1 where one cannot be read, or needs one that is gone.
 
     Example: aviso-workers backup ls /backups
@@ -135,24 +137,15 @@ def ls(directory: Below) -> None:
         backups.chain(found[-1])
 
     failures = _each(backups.places(directory), add)
-    rows = [
-        (
-            each.stream,
-            each.made.isoformat(timespec="seconds"),
-            str(each.state.messages),
-            str(each.size),
-            (each.record and each.record.server_version) or "unknown",
-            _kind(each),
-            str(each.directory),
-        )
-        for each in sorted(found, key=lambda each: each.made)
-    ]
-    if rows:
-        print_table(("stream", "made", "messages", "bytes", "nats-server", "kind", "directory"), rows)
+    found.sort(key=lambda each: each.made)
+    rows = [_row(each) for each in found]
+    if rows or as_json:
+        documents = (dict(zip(BACKUPS, row, strict=True)) for row in rows)
+        print_rows(BACKUPS, (map(str, row) for row in rows), documents, as_json=as_json)
     elif not failures:
         typer.echo(f"no backups in {directory}")
     for file in backups.sets_in(directory):
-        typer.echo(f"set: {file}")
+        typer.echo(f"set: {file}", err=as_json)
     for sentence in backups.unfinished_sets(directory):
         typer.echo(sentence, err=True)
     _end(failures)
@@ -355,6 +348,20 @@ def _parsed(duration: str) -> Duration:
 def _described(made: Backup) -> str:
     return f"{made.stream}: {made.state.messages} messages, {made.size} bytes in {made.directory}" + (
         f", after {made.previous.directory}" if made.previous else ""
+    )
+
+
+def _row(found: backups.Backup) -> tuple[str | int, ...]:
+    version = found.record.server_version if found.record else ""
+    made = found.made.isoformat(timespec="seconds")
+    return (
+        found.stream,
+        made,
+        found.state.messages,
+        found.size,
+        version or "unknown",
+        _kind(found),
+        str(found.directory),
     )
 
 

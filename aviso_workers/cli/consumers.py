@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.output import end_where_silent, print_json, print_table
+from aviso_workers.cli.output import AsJson, end_where_silent, print_json, print_rows
+from aviso_workers.cli.report import Seconds, consumer_state, duration, snapshots
 from aviso_workers.cli.streams import Stream
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
-from aviso_workers.jetstream.info import ConsumerInfo
-from aviso_workers.ops import inventory, maintenance
-from aviso_workers.ops.inventory import Listed
+from aviso_workers.ops import maintenance, reports
+from aviso_workers.ops.reports import ConsumerRow
 
 __all__ = ["consumers"]
 
 consumers = typer.Typer(help="Show and remove the consumers of any stream.", no_args_is_help=True)
 
+CONSUMERS = ("stream", "consumer", "pending", "ack pending", "redelivered", "per second", "gone in", "state")
+
 Consumer = Annotated[str, typer.Argument(metavar="CONSUMER", help="Its name.")]
 
 
 @consumers.command("ls")
-def list_consumers(stream: Stream, config: ConfigOption = None) -> None:
-    """List a stream's consumers, agents' included, and how far they have come; exit 1 where one does not answer.
+def list_consumers(
+    stream: Annotated[
+        str | None, typer.Argument(metavar="[STREAM]", help="Its name, e.g. MARS; default: all streams.")
+    ] = None,
+    seconds: Seconds = 2.0,
+    as_json: AsJson = False,
+    config: ConfigOption = None,
+) -> None:
+    """List consumers, agents' included, those with the largest lag first; exit 1 where one is stuck or does not answer.
+
+    The rate is that of the lag: a negative one shrinks.
 
     Example: aviso-workers consumers ls MARS
     """
-
-    async def run(server: Opened) -> Listed[ConsumerInfo]:
-        listed = await inventory.consumers(server.admin, stream)
-        print_table(
-            ("consumer", "delivers", "ack", "pending", "unacknowledged", "redelivered", "ack floor", "state"),
-            [_consumer_row(consumer) for consumer in listed.found],
-        )
-        return listed
-
-    end_where_silent(connected(config, run).silent)
+    take = partial(reports.take_consumers, stream=stream) if stream else reports.take
+    now, before = snapshots(config, seconds, take)
+    rows = reports.consumers(now, before)
+    print_rows(CONSUMERS, map(_consumer_row, rows), rows, as_json=as_json)
+    end_where_silent(now.silent)
+    if any(row.stuck for row in rows):
+        raise typer.Exit(1)
 
 
 @consumers.command()
@@ -89,17 +98,7 @@ def unpin(
     connected(config, run)
 
 
-def _consumer_row(consumer: ConsumerInfo) -> tuple[str, ...]:
-    waiting = f"{consumer.num_waiting} pulls wait"
-    pushed = f"pushed to {consumer.config.deliver_subject}"
-    state = "paused" if consumer.paused else waiting if consumer.pulled else pushed
-    return (
-        consumer.name,
-        ", ".join(consumer.config.filters) or "everything",
-        consumer.config.ack_policy,
-        str(consumer.num_pending),
-        str(consumer.num_ack_pending),
-        str(consumer.num_redelivered),
-        str(consumer.ack_floor),
-        state,
-    )
+def _consumer_row(row: ConsumerRow) -> tuple[str, ...]:
+    numbers = (str(row.pending), str(row.ack_pending), str(row.redelivered), f"{row.rate:+.1f}")
+    gone_in = duration(row.drain_seconds) if row.lag else "-"
+    return (row.stream, row.consumer, *numbers, gone_in, consumer_state(row))

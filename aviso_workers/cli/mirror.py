@@ -1,4 +1,4 @@
-"""`mirror status|promote|recover|fence|unfence`, and `drill failover`."""
+"""`mirror promote|recover|fence|unfence|drill`."""
 
 from __future__ import annotations
 
@@ -10,43 +10,21 @@ import typer
 from aviso_workers.aviso.codec import store_time
 from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.output import print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, load
 from aviso_workers.ops import failover_drill, mirrors, promotion, recovery
 from aviso_workers.ops.consumer_positions import Carried
 from aviso_workers.ops.failover_drill import Drill
-from aviso_workers.ops.mirrors import Link, Mirrors
 from aviso_workers.ops.promotion import Promotion
 from aviso_workers.ops.recovery import Recovered
 
-__all__ = ["drill", "mirror"]
+__all__ = ["mirror"]
 
-mirror = typer.Typer(help="Watch mirrors of streams, and promote one whose origin is lost.", no_args_is_help=True)
-drill = typer.Typer(help="Rehearse a failover on streams of its own.", no_args_is_help=True)
+mirror = typer.Typer(help="Promote a mirror whose origin is lost, and rehearse that.", no_args_is_help=True)
 
 MOST_LISTED = 20
 """Messages that are listed one by one."""
 StreamArgument = Annotated[str, typer.Argument(metavar="STREAM", help="The name of the stream, e.g. MARS.")]
 Api = Annotated[str, typer.Option("--api", metavar="PREFIX", help="Where it is, e.g. '$JS.hub.API'; default: here.")]
-
-
-@mirror.command()
-def status(config: ConfigOption = None) -> None:
-    """Show which streams follow which, and whether they do; exit 1 where one does not.
-
-    Example: aviso-workers mirror status
-    """
-
-    async def run(server: Opened) -> list[Link]:
-        return await Mirrors(server.admin).links()
-
-    links = connected(config, run)
-    if not links:
-        typer.echo("no stream follows another one")
-    else:
-        print_table(("stream", "is", "of", "lag", "heard of it", "compared", "trouble"), [_row(link) for link in links])
-    if any(link.trouble for link in links):
-        raise typer.Exit(1)
 
 
 @mirror.command()
@@ -178,8 +156,8 @@ def unfence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: Con
     typer.echo(f"{stream} takes {', '.join(subjects)} again")
 
 
-@drill.command()
-def failover(
+@mirror.command()
+def drill(
     origin_api: Annotated[
         str, typer.Option("--origin-api", metavar="PREFIX", help="Another domain's API, e.g. '$JS.hub.API'.")
     ] = "",
@@ -188,7 +166,7 @@ def failover(
 ) -> None:
     """Rehearse a failover on a scratch stream and its mirror; exit 1 where a message was lost or doubled.
 
-    Example: aviso-workers drill failover --messages 10000
+    Example: aviso-workers mirror drill --messages 10000
     """
 
     async def run(server: Opened) -> Drill:
@@ -233,18 +211,3 @@ def _consumer(found: Carried) -> str:
     if found.has_readers:
         told += "; it still has readers at the origin: stop them, or what they do from now on is done again"
     return told
-
-
-def _row(link: Link) -> tuple[str, ...]:
-    origin = f"{link.origin} at {link.api}" if link.api else link.origin
-    heard = "never" if link.active_seconds is None else f"{link.active_seconds:.1f} s ago"
-    compared = "" if link.relation != "mirror" else "not" if link.equal is None else f"{link.equal} are the same"
-    return (
-        link.stream,
-        link.relation,
-        origin,
-        str(link.lag),
-        "" if link.relation == "promoted" else heard,
-        compared,
-        link.trouble,
-    )

@@ -1,4 +1,4 @@
-"""Tables for people at a terminal, and for pipes: there, nothing is cut to a width."""
+"""Tables for people at a terminal, which fit its width, and for pipes, where a row is one line; JSON for programs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -19,10 +20,13 @@ from aviso_workers.aviso.literals import printable, printable_lines
 from aviso_workers.events import Events, Skipped
 
 __all__ = [
+    "AsJson",
     "Columns",
     "echo",
     "end_where_silent",
     "print_json",
+    "print_record",
+    "print_rows",
     "print_table",
     "printable",
     "skipped_told",
@@ -30,20 +34,96 @@ __all__ = [
     "terminal",
 ]
 
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document a row.")]
+
 WIDE = 10_000
+GAP = 2
+"""Spaces between two columns."""
+NARROWEST = 24
+"""Characters of a last column that is wrapped."""
 MOST_SKIPPED = 10
 """Messages that are left out of which each has a line; more are only counted."""
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    terminal().print(table(columns, rows))
+def print_rows(
+    columns: Sequence[str], rows: Iterable[Iterable[str]], documents: Iterable[Any], *, as_json: bool
+) -> None:
+    """Print a table for people, or the documents of its rows for programs, one on each line."""
+    if as_json:
+        for document in documents:
+            print_json(msgspec.to_builtins(document))
+    else:
+        print_table(columns, rows)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    made = Table(*columns)
-    for row in rows:
-        made.add_row(*(Text(printable(cell)) for cell in row))
+def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print the rows, or that there are none."""
+    cells = [list(row) for row in rows]
+    console = terminal()
+    if not cells:
+        typer.echo("there are none")
+    elif console.is_terminal:
+        console.print(table(columns, cells, width=console.width))
+    else:
+        Columns(*columns).print(cells)
+
+
+def print_record(pairs: Iterable[tuple[str, str]]) -> None:
+    """Print one thing: a line for each of its names and values."""
+    console = terminal()
+    made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    made.add_column(no_wrap=True, style="bold")
+    made.add_column(overflow="fold")
+    for name, value in pairs:
+        made.add_row(Text(name), Text(printable(value)))
+    console.print(made)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, width: int) -> Table | Group:
+    """Return a table that is no wider than `width`, in which the names of columns and the last column are wrapped.
+
+    Where even that is too wide, each row is written as names and values on as many lines as it takes.
+    """
+    cells = [[printable(cell) for cell in row] for row in rows]
+    names = [name.upper() for name in columns]
+    widths = _widths(names, cells, width)
+    if widths is None:
+        return Group(*(_record(columns, row, width) for row in cells))
+    made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    for name, each in zip(names, widths, strict=True):
+        made.add_column(Text(name, style="bold"), width=each, overflow="fold")
+    for row in cells:
+        made.add_row(*map(Text, row))
     return made
+
+
+def _widths(names: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[int] | None:
+    """Return the widths of the columns; None where they do not fit beside one another."""
+    *needed, last = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+    unwrapped = [max(each, cell_len(name)) for each, name in zip([*needed, last], names, strict=True)]
+    if sum(unwrapped) + GAP * len(needed) <= width:
+        return unwrapped
+    wrapped = [max(each, *map(cell_len, name.split())) for each, name in zip(needed, names[:-1], strict=True)]
+    left = width - sum(wrapped) - GAP * len(wrapped)
+    return [*wrapped, left] if left >= min(last, NARROWEST) else None
+
+
+def _record(columns: Sequence[str], row: Sequence[str], width: int) -> Text:
+    """Return the names and values of a row, a few on each line, with an empty line behind them."""
+    text = Text(overflow="fold")
+    used = 0
+    for name, cell in zip(columns, row, strict=True):
+        if not cell:
+            continue
+        needed = cell_len(name) + 1 + cell_len(cell)
+        if used and used + GAP + needed > width:
+            text.append("\n")
+            used = 0
+        text.append(" " * GAP if used else "")
+        text.append(name, style="bold")
+        text.append(f" {cell}")
+        used += GAP + needed if used else needed
+    return text.append("\n")
 
 
 class Columns:

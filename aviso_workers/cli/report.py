@@ -1,48 +1,73 @@
-"""`report streams|consumers|agents|mirrors`, and `top`: how things do, once or again and again."""
+"""`report streams|mirrors|account`, and `top`: how things do, once or again and again."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import anyio
-import msgspec
 import typer
 from rich.console import Group
 from rich.filesize import decimal
 from rich.live import Live
 from rich.text import Text
 
-from aviso_workers.cli import mirror
-from aviso_workers.cli.output import end_where_silent, print_json, print_table, printable, table, terminal
+from aviso_workers.backends import Admin
+from aviso_workers.cli.output import AsJson, end_where_silent, print_rows, printable, table, terminal
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
 from aviso_workers.errors import BackendError
-from aviso_workers.ops import deployment, reports
-from aviso_workers.ops.reports import ConsumerRow, Look, ServerRow, StreamRow
+from aviso_workers.ops import inventory, reports
+from aviso_workers.ops.inventory import Use
+from aviso_workers.ops.mirrors import Link, Mirrors
+from aviso_workers.ops.reports import ConsumerRow, ServerRow, Snapshot, StreamRow
 
-__all__ = ["report", "top"]
+__all__ = ["Seconds", "ago", "consumer_state", "duration", "report", "snapshots", "top"]
 
-report = typer.Typer(help="Report on streams, consumers, agents and mirrors.", no_args_is_help=True)
+report = typer.Typer(help="Report on streams, mirrors and the account.", no_args_is_help=True)
 
 BARS = "▁▂▃▄▅▆▇█"
 REMEMBERED = 30
-"""Looks that a sparkline goes back."""
+"""Snapshots that a sparkline shows."""
 SHOWN = 20
 """Consumers that fit on a screen: those that lag behind most."""
 
-Seconds = Annotated[float, typer.Option(min=0.1, help="Time between two looks, from which rates are told.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document a row.")]
+Take = Callable[[Admin], Awaitable[Snapshot]]
+Seconds = Annotated[float, typer.Option(min=0.1, help="Time between the two snapshots that rates are made from.")]
 
 
 @report.command()
-def mirrors(config: ConfigOption = None) -> None:
+def mirrors(as_json: AsJson = False, config: ConfigOption = None) -> None:
     """Show which streams follow which, and whether they do; exit 1 where one does not.
 
     Example: aviso-workers report mirrors
     """
-    mirror.status(config)
+
+    async def run(server: Opened) -> list[Link]:
+        return await Mirrors(server.admin).links()
+
+    links = connected(config, run)
+    if not (links or as_json):
+        typer.echo("no stream follows another one")
+        return
+    print_rows(MIRRORS, map(_mirror_row, links), links, as_json=as_json)
+    if any(link.trouble for link in links):
+        raise typer.Exit(1)
+
+
+@report.command()
+def account(as_json: AsJson = False, config: ConfigOption = None) -> None:
+    """Show what the account uses of JetStream, and of how much.
+
+    Example: aviso-workers report account
+    """
+
+    async def run(server: Opened) -> list[Use]:
+        return await inventory.account(server.admin)
+
+    uses = connected(config, run)
+    print_rows(ACCOUNT, map(_use_row, uses), uses, as_json=as_json)
 
 
 @report.command()
@@ -61,36 +86,15 @@ def streams(
 
     Example: aviso-workers report streams --json
     """
-    now, before = _looks(config, seconds)
+    now, before = snapshots(config, seconds)
     rows = reports.streams(now, before)
-    _print(STREAMS, map(_stream_row, rows), rows, as_json=as_json)
+    print_rows(STREAMS, map(_stream_row, rows), rows, as_json=as_json)
     servers: list[ServerRow] = connected(config, lambda server: reports.servers(server.config, monitor or ()))
     if servers:
-        _print(SERVERS, map(_server_row, servers), servers, as_json=as_json)
+        print_rows(SERVERS, map(_server_row, servers), servers, as_json=as_json)
     end_where_silent(now.silent)
     if any(row.trouble for row in rows) or any(row.trouble for row in servers):
         raise typer.Exit(1)
-
-
-@report.command()
-def consumers(seconds: Seconds = 2.0, as_json: AsJson = False, config: ConfigOption = None) -> None:
-    """Lag of all consumers, its rate and when it is gone; exit 1 where one is stuck.
-
-    Example: aviso-workers report consumers
-    """
-    now, before = _looks(config, seconds)
-    _print_consumers(reports.consumers(now, before), now, as_json=as_json)
-
-
-@report.command()
-def agents(seconds: Seconds = 2.0, as_json: AsJson = False, config: ConfigOption = None) -> None:
-    """As `consumers`, of agents only, of whatever app.
-
-    Example: aviso-workers report agents
-    """
-    now, before = _looks(config, seconds)
-    rows = [row for row in reports.consumers(now, before) if deployment.agent_of(row.consumer)]
-    _print_consumers(rows, now, as_json=as_json)
 
 
 def top(seconds: Seconds = 2.0, config: ConfigOption = None) -> None:
@@ -101,11 +105,13 @@ def top(seconds: Seconds = 2.0, config: ConfigOption = None) -> None:
     connected(config, lambda server: _top(server, seconds))
 
 
-def _looks(config: Any, seconds: float) -> tuple[Look, Look]:
-    async def run(server: Opened) -> tuple[Look, Look]:
-        before = await reports.look(server.admin)
+def snapshots(config: Any, seconds: float, take: Take = reports.take) -> tuple[Snapshot, Snapshot]:
+    """Return two snapshots that were taken so many seconds apart, the later one first."""
+
+    async def run(server: Opened) -> tuple[Snapshot, Snapshot]:
+        before = await take(server.admin)
         await anyio.sleep(seconds)
-        return await reports.look(server.admin), before
+        return await take(server.admin), before
 
     return connected(config, run)
 
@@ -113,75 +119,72 @@ def _looks(config: Any, seconds: float) -> tuple[Look, Look]:
 async def _top(server: Opened, seconds: float) -> None:
     console = terminal()
     screen = _Screen()
-    before = now = await reports.look(server.admin)
+    before = now = await reports.take(server.admin)
     while not console.is_terminal:
-        console.print(screen.shown(now, before))
+        console.print(screen.shown(now, before, width=console.width))
         await anyio.sleep(seconds)
-        before, now = now, await reports.look(server.admin)
+        before, now = now, await reports.take(server.admin)
     with Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
-            live.update(screen.shown(now, before), refresh=True)
+            live.update(screen.shown(now, before, width=console.width), refresh=True)
             await anyio.sleep(seconds)
             try:
-                before, now = now, await reports.look(server.admin)
+                before, now = now, await reports.take(server.admin)
             except BackendError as error:
                 live.update(Text(printable(str(error))), refresh=True)
 
 
 class _Screen:
-    """What `top` shows, with how it was before."""
+    """What `top` shows: the newest snapshot, and rates and lags of the ones before."""
 
     def __init__(self) -> None:
         self._rates: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._lags: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
-    def shown(self, now: Look, before: Look) -> Group:
+    def shown(self, now: Snapshot, before: Snapshot, *, width: int) -> Group:
         streams = []
         for stream in reports.streams(now, before):
             self._rates[stream.stream].append(stream.rate)
-            streams.append((*_stream_row(stream), _sparkline(self._rates[stream.stream])))
+            rates = _sparkline(self._rates[stream.stream])
+            streams.append((stream.stream, str(stream.messages), decimal(stream.bytes), rates, _state(stream)))
         consumers = []
         for consumer in reports.consumers(now, before)[:SHOWN]:
             lags = self._lags[consumer.stream, consumer.consumer]
             lags.append(consumer.lag)
-            consumers.append((*_consumer_row(consumer), _sparkline(lags)))
+            numbers = (str(consumer.lag), f"{consumer.rate:+.1f}", str(consumer.redelivered))
+            consumers.append((consumer.stream, consumer.consumer, *numbers, _sparkline(lags), consumer_state(consumer)))
         silent = [Text(printable(f"no server answers for {', '.join(now.silent)}"))] if now.silent else []
-        return Group(table((*STREAMS, "rate"), streams), table((*CONSUMERS, "lag"), consumers), *silent)
+        below = [table(TOP_CONSUMERS, consumers, width=width)] if consumers else []
+        above = [table(TOP_STREAMS, streams, width=width), Text()] if streams else []
+        return Group(*above, *below, *silent)
 
 
-STREAMS = ("stream", "messages", "bytes", "used", "gaps", "per second", "last", "consumers", "replicas", "trouble")
+STREAMS = ("stream", "messages", "bytes", "used", "per second", "last stored", "replicas", "leader", "trouble")
 SERVERS = ("server", "stores", "may store", "free on its disk", "trouble")
-CONSUMERS = ("stream", "consumer", "pending", "ack pending", "redelivered", "grows by", "gone in", "settled", "")
-
-
-def _print(columns: Sequence[str], rows: Iterable[Sequence[str]], documents: Sequence[Any], *, as_json: bool) -> None:
-    if as_json:
-        for document in documents:
-            print_json(msgspec.to_builtins(document))
-    elif documents:
-        print_table(columns, rows)
-    else:
-        typer.echo("there are none")
-
-
-def _print_consumers(rows: Sequence[ConsumerRow], now: Look, *, as_json: bool) -> None:
-    _print(CONSUMERS, map(_consumer_row, rows), rows, as_json=as_json)
-    end_where_silent(now.silent)
-    if any(row.stuck for row in rows):
-        raise typer.Exit(1)
+MIRRORS = ("stream", "is", "of", "lag", "heard of it", "compared", "trouble")
+ACCOUNT = ("what", "used", "limit")
+TOP_STREAMS = ("stream", "messages", "bytes", "per second", "state")
+TOP_CONSUMERS = ("stream", "consumer", "lag", "per second", "redelivered", "lag before", "state")
 
 
 def _stream_row(row: StreamRow) -> tuple[str, ...]:
     used = "-" if row.used is None else f"{row.used:.0%}"
-    numbers = (str(row.messages), decimal(row.bytes), used, str(row.deleted), f"{row.rate:.1f}")
+    replicas = str(row.replicas) if row.current is None else f"{row.current} of {row.replicas}"
     return (
         row.stream,
-        *numbers,
-        _ago(row.last),
-        str(row.consumers),
-        row.replicas,
-        row.trouble or ("sealed" if row.sealed else ""),
+        str(row.messages),
+        decimal(row.bytes),
+        used,
+        f"{row.rate:.1f}",
+        ago(row.last),
+        replicas,
+        row.leader or "-",
+        _state(row),
     )
+
+
+def _state(row: StreamRow) -> str:
+    return row.trouble or ("sealed" if row.sealed else "")
 
 
 def _server_row(row: ServerRow) -> tuple[str, ...]:
@@ -189,22 +192,37 @@ def _server_row(row: ServerRow) -> tuple[str, ...]:
     return (row.server, decimal(row.bytes), decimal(row.may_store), free, row.trouble)
 
 
-def _consumer_row(row: ConsumerRow) -> tuple[str, ...]:
-    numbers = (str(row.pending), str(row.ack_pending), str(row.redelivered), f"{row.rate:+.1f}/s")
-    gone_in = _duration(row.drain_seconds) if row.lag else "-"
-    state = "paused" if row.paused else "STUCK" if row.stuck else ""
-    return (row.stream, row.consumer, *numbers, gone_in, _settled(row), state)
+def _mirror_row(link: Link) -> tuple[str, ...]:
+    origin = f"{link.origin} at {link.api}" if link.api else link.origin
+    heard = "never" if link.active_seconds is None else f"{link.active_seconds:.1f} s ago"
+    compared = "" if link.relation != "mirror" else "not" if link.equal is None else f"{link.equal} are the same"
+    return (
+        link.stream,
+        link.relation,
+        origin,
+        str(link.lag),
+        "" if link.relation == "promoted" else heard,
+        compared,
+        link.trouble,
+    )
 
 
-def _settled(row: ConsumerRow) -> str:
-    return "-" if row.last_settled is None and row.deliveries else _ago(row.last_settled)
+def _use_row(use: Use) -> tuple[str, ...]:
+    return (use.what, str(use.used), "none" if use.limit < 0 else str(use.limit))
 
 
-def _ago(time: datetime | None) -> str:
-    return "never" if time is None else f"{_duration((datetime.now(UTC) - time).total_seconds())} ago"
+def consumer_state(row: ConsumerRow) -> str:
+    """Return what an operator has to know of a consumer besides its numbers."""
+    return "paused" if row.paused else row.stuck
 
 
-def _duration(seconds: float | None) -> str:
+def ago(time: datetime | None) -> str:
+    """Return how long ago a time is, for people."""
+    return "never" if time is None else f"{duration((datetime.now(UTC) - time).total_seconds())} ago"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a duration for people; None is never."""
     if seconds is None:
         return "never"
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):

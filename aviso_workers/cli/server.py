@@ -10,13 +10,15 @@ from typing import Annotated
 
 import typer
 
-from aviso_workers.cli.output import print_table
+from aviso_workers.cli.output import AsJson, print_rows, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, find_app, load
 from aviso_workers.config.nats_server import Permissions, Subjects
 from aviso_workers.ops import key_rotation, permissions
 from aviso_workers.server import nats_conf, processes, profiles
 
 __all__ = ["server"]
+
+SERVERS = ("server", "pid", "url", "monitoring", "health")
 
 server = typer.Typer(
     help="Run a nats-server for development, and render the configuration of one, from the section `server`.",
@@ -142,13 +144,13 @@ def reload(directory: Directory = DIRECTORY, config: ConfigOption = None) -> Non
 
 
 @server.command()
-def status(directory: Directory = DIRECTORY) -> None:
+def status(directory: Directory = DIRECTORY, as_json: AsJson = False) -> None:
     """Show what `start` has started; exit 1 unless all of it is healthy.
 
     Example: aviso-workers server status
     """
     states = processes.states(directory)
-    _print_states(states)
+    _print_states(states, as_json=as_json)
     if not states or any(state.health != "ok" for state in states):
         raise typer.Exit(1)
 
@@ -176,17 +178,15 @@ def _as_yaml(granted: Permissions) -> str:
     return "\n".join(lines)
 
 
-def _print_states(states: Iterable[processes.State]) -> None:
-    print_table(
-        ("server", "pid", "url", "monitoring", "health"),
-        [
-            (
-                state.node.name,
-                str(state.pid or "-"),
-                state.node.url,
-                f"http://127.0.0.1:{state.node.monitoring_port}",
-                state.health,
-            )
-            for state in states
-        ],
-    )
+def _print_states(states: Iterable[processes.State], *, as_json: bool = False) -> None:
+    rows = [
+        (
+            state.node.name,
+            str(state.pid or "-"),
+            state.node.url,
+            f"http://127.0.0.1:{state.node.monitoring_port}",
+            state.health,
+        )
+        for state in states
+    ]
+    print_rows(SERVERS, rows, (dict(zip(SERVERS, row, strict=True)) for row in rows), as_json=as_json)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from aviso_workers.cli.output import end_where_silent, print_json, print_table
+from aviso_workers.cli.output import AsJson, end_where_silent, print_json, print_rows
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
 from aviso_workers.errors import DeclarationError
 from aviso_workers.jetstream.info import StreamInfo
@@ -19,11 +20,16 @@ __all__ = ["Stream", "streams"]
 
 streams = typer.Typer(help="Show, plan, change and remove streams.", no_args_is_help=True)
 
+STREAMS = (
+    *("stream", "configured", "messages", "bytes", "first", "last", "deleted", "consumers", "leader", "replicas"),
+)
+GAPS = ("first", "last", "gone")
+
 Stream = Annotated[str, typer.Argument(metavar="STREAM", help="Its name, e.g. MARS.")]
 
 
 @streams.command()
-def ls(config: ConfigOption = None) -> None:
+def ls(as_json: AsJson = False, config: ConfigOption = None) -> None:
     """List all streams of the account, and whether the configuration has them; exit 1 where one does not answer.
 
     Example: aviso-workers streams ls
@@ -32,10 +38,8 @@ def ls(config: ConfigOption = None) -> None:
     async def run(server: Opened) -> Listed[StreamInfo]:
         configured = stream_policy.sections(server.config)
         listed = await inventory.streams(server.admin)
-        print_table(
-            ("stream", "configured", "messages", "bytes", "first", "last", "deleted", "consumers", "leader", "copies"),
-            [_stream_row(stream, configured) for stream in listed.found],
-        )
+        rows = [_stream_row(stream, configured) for stream in listed.found]
+        print_rows(STREAMS, ([str(cell) for cell in row] for row in rows), _documents(STREAMS, rows), as_json=as_json)
         return listed
 
     end_where_silent(connected(config, run).silent)
@@ -55,7 +59,7 @@ def info(stream: Stream, config: ConfigOption = None) -> None:
 
 
 @streams.command()
-def gaps(stream: Stream, config: ConfigOption = None) -> None:
+def gaps(stream: Stream, as_json: AsJson = False, config: ConfigOption = None) -> None:
     """Show which sequences between a stream's first and last are gone.
 
     Example: aviso-workers streams gaps MARS
@@ -63,11 +67,10 @@ def gaps(stream: Stream, config: ConfigOption = None) -> None:
 
     async def run(server: Opened) -> None:
         found = await inventory.gaps(server.admin, stream)
-        print_table(
-            ("first", "last", "gone"),
-            [(str(first), str(last), str(last - first + 1)) for first, last in found.ranges],
-        )
-        typer.echo(f"{stream} {found.first} to {found.last}: {found.messages} messages, {found.deleted} gone")
+        rows = [(first, last, last - first + 1) for first, last in found.ranges]
+        print_rows(GAPS, (map(str, row) for row in rows), _documents(GAPS, rows), as_json=as_json)
+        if not as_json:
+            typer.echo(f"{stream} {found.first} to {found.last}: {found.messages} messages, {found.deleted} gone")
         if found.lost:
             typer.echo(f"{found.lost} of them could not be read by the server: their blocks are damaged", err=True)
 
@@ -96,16 +99,23 @@ def get(
     connected(config, run)
 
 
-def _stream_row(stream: StreamInfo, configured: dict[str, str]) -> tuple[str, ...]:
-    numbers = (stream.messages, stream.bytes, stream.first_sequence, stream.last_sequence, stream.deleted)
+def _stream_row(stream: StreamInfo, configured: dict[str, str]) -> tuple[str | int, ...]:
     return (
         stream.name,
         configured.get(stream.name, "-"),
-        *map(str, numbers),
-        str(stream.consumers),
+        stream.messages,
+        stream.bytes,
+        stream.first_sequence,
+        stream.last_sequence,
+        stream.deleted,
+        stream.consumers,
         stream.cluster.leader or "-",
-        str(stream.config.num_replicas),
+        stream.config.num_replicas,
     )
+
+
+def _documents(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    return (dict(zip(columns, row, strict=True)) for row in rows)
 
 
 def _document(message: StoredMessage) -> dict[str, Any]:

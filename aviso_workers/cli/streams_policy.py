@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.output import print_table
+from aviso_workers.cli.output import AsJson, print_rows, print_table
 from aviso_workers.cli.streams import streams
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
 from aviso_workers.jetstream.fields import readable
@@ -17,6 +17,9 @@ from aviso_workers.ops import aviso_admin, stream_policy
 
 __all__ = ["streams"]
 
+PLAN = ("stream", "consumer", "step", "difference")
+POLICY = ("field", "configured by", "configured", "effective", "follows")
+
 Event = Annotated[str, typer.Argument(metavar="EVENT", help="An event type, e.g. mars.")]
 Configured = Annotated[str, typer.Argument(metavar="NAME", help="An event type, or a stream of the section streams.")]
 
@@ -24,6 +27,7 @@ Configured = Annotated[str, typer.Argument(metavar="NAME", help="An event type, 
 @streams.command()
 def plan(
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 where something differs.")] = False,
+    as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
     """Show what `apply` would change, field by field.
@@ -33,7 +37,7 @@ def plan(
 
     async def run(server: Opened) -> bool:
         plans = await stream_policy.plans(server.admin, server.config)
-        _print_plans(plans)
+        _print_plans(plans, as_json=as_json)
         return any(found.needed or found.fixed for found in plans)
 
     if connected(config, run) and exit_code:
@@ -64,7 +68,7 @@ def apply(yes: Yes = False, config: ConfigOption = None) -> None:
 
 
 @streams.command()
-def show(name: Configured, config: ConfigOption = None) -> None:
+def show(name: Configured, as_json: AsJson = False, config: ConfigOption = None) -> None:
     """Show the stream's effective policy beside the configured one; exit 1 if they differ.
 
     Example: aviso-workers streams show mars
@@ -72,10 +76,8 @@ def show(name: Configured, config: ConfigOption = None) -> None:
 
     async def run(server: Opened) -> bool:
         rows = await stream_policy.effective_policy(server.admin, server.config, name)
-        print_table(
-            ("field", "configured by", "configured", "effective", "follows"),
-            [(row.field, row.key, row.configured, row.effective, "yes" if row.follows else "NO") for row in rows],
-        )
+        cells = [(row.field, row.key, row.configured, row.effective, "yes" if row.follows else "NO") for row in rows]
+        print_rows(POLICY, cells, rows, as_json=as_json)
         return all(row.follows for row in rows)
 
     if not connected(config, run):
@@ -120,7 +122,7 @@ async def _wipe(server: Opened, found: Mapping[str, int], *, yes: bool) -> None:
         typer.echo(f"{stream}: {removed} removed")
 
 
-def _print_plans(plans: Iterable[Plan | ConsumerPlan]) -> None:
+def _print_plans(plans: Iterable[Plan | ConsumerPlan], *, as_json: bool = False) -> None:
     rows: list[tuple[str, str, str, str]] = []
     for found in plans:
         names = _names(found)
@@ -140,7 +142,8 @@ def _print_plans(plans: Iterable[Plan | ConsumerPlan]) -> None:
             (*names, "keep", f"{limit} is no longer in the file, or never was: the stream keeps it")
             for limit in _unstated(found)
         ]
-    print_table(("stream", "consumer", "step", "difference"), rows)
+    documents = (dict(zip(PLAN, row, strict=True)) for row in rows)
+    print_rows(PLAN, rows, documents, as_json=as_json)
 
 
 def _removing(plan: Plan | ConsumerPlan) -> tuple[Difference, ...]:

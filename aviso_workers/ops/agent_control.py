@@ -1,6 +1,6 @@
 """Agents paused, resumed and reset, from outside of their workers: by way of their consumers on the server.
 
-Called by the commands `pause`, `resume` and `reset`. An agent needs no code to be found: the name of its durable
+Called by the commands `agents pause|resume|reset`. An agent needs no code to be found: the name of its durable
 consumer says whose it is.
 """
 

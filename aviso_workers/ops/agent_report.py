@@ -1,13 +1,14 @@
 """What operators are told of agents: the policy that is in effect, and how far they have come.
 
-Called by the commands `agents` and `lag`. The policy is the code's and the configuration's, the rest is what the server
-knows of an agent's two consumers, that of its events and that of what is tried again; `differing` compares the two.
+Called by the commands `agents ls` and `agents show`. The policy is the code's and the configuration's, the rest is what
+the server knows of an agent's two consumers, that of its events and that of what is tried again; `differing` compares
+the two.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -26,7 +27,7 @@ from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.ops import aviso_admin, deployment, stuck
 from aviso_workers.ops.agent_control import UNTIL_RESUMED
 
-__all__ = ["Progress", "differing", "of_app", "of_deployment", "policy"]
+__all__ = ["AgentRow", "Progress", "differing", "of_app", "of_deployment", "policy", "rows"]
 
 
 class Progress(Struct, frozen=True, kw_only=True):
@@ -42,6 +43,13 @@ class Progress(Struct, frozen=True, kw_only=True):
     """What was recorded of the consumer of this stream; None: no worker has ever been there, or of an older version."""
     behind: int | None = None
     """Notifications after what was settled, where the consumer is gone and no operator has removed it; else None."""
+    dead_letters: int = 0
+    """Of this agent, whatever stream their originals are in."""
+
+    @property
+    def lag(self) -> int:
+        """Not settled yet."""
+        return self.pending + self.ack_pending
 
     @property
     def pending(self) -> int:
@@ -50,10 +58,14 @@ class Progress(Struct, frozen=True, kw_only=True):
 
     @property
     def trouble(self) -> str:
-        """Why nothing gets done; empty where something does, as far as one look can tell."""
+        """Why nothing gets done; empty where something does, as far as one snapshot can tell."""
+        return self.trouble_since(None)
+
+    def trouble_since(self, before: Progress | None) -> str:
+        """As `trouble`, judged by an earlier snapshot as well."""
         if self.events is None:
             return "" if self.behind is None else "its consumer is gone"
-        return stuck.why_stuck(self.events, None, self.record)
+        return stuck.why_stuck(self.events, before.events if before else None, self.record)
 
     @property
     def why_none(self) -> str:
@@ -85,7 +97,24 @@ class Progress(Struct, frozen=True, kw_only=True):
         return "it is resumed" if until == UNTIL_RESUMED else until.isoformat(timespec="seconds")
 
 
-class _Look(Struct, frozen=True, kw_only=True):
+class AgentRow(Struct, frozen=True, kw_only=True):
+    """How an agent does on one event stream, from two snapshots."""
+
+    app: str
+    agent: str
+    stream: str
+    pending: int
+    ack_pending: int
+    redelivered: int
+    dead_letters: int
+    rate: float
+    """By how many notifications the lag grows in a second; negative where it shrinks."""
+    paused_until: str
+    trouble: str
+    why_none: str
+
+
+class _Snapshot(Struct, frozen=True, kw_only=True):
     """What is known of the agents of some event streams."""
 
     consumers: dict[tuple[str, str, str], ConsumerInfo]
@@ -96,6 +125,8 @@ class _Look(Struct, frozen=True, kw_only=True):
     """By stream and consumer."""
     behind: dict[tuple[str, str, str], int]
     """By app, agent and stream, of those whose consumer is gone: notifications after what was settled."""
+    dead_letters: dict[tuple[str, ...], int]
+    """By app and agent."""
 
     def progress(self, app: str, agent: str, stream: str) -> Progress:
         return Progress(
@@ -106,24 +137,47 @@ class _Look(Struct, frozen=True, kw_only=True):
             retries=self.retries.get((app, agent)),
             record=self.records.get((stream, agents.durable_name(app, agent))),
             behind=self.behind.get((app, agent, stream)),
+            dead_letters=self.dead_letters.get((app, agent), 0),
         )
 
 
 async def of_app(admin: Admin, config: Config, app: Router) -> list[Progress]:
     """The app's own agents. Raises `BackendError`."""
     streams = {agent.name: aviso_admin.stream_of(config, agent.event_type) for agent in app.agents}
-    look = await _look(admin, set(streams.values()))
-    return [look.progress(app.name, agent, stream) for agent, stream in streams.items()]
+    snapshot = await _snapshot(admin, set(streams.values()))
+    return [snapshot.progress(app.name, agent, stream) for agent, stream in streams.items()]
 
 
 async def of_deployment(admin: Admin, config: Config) -> list[Progress]:
     """All agents of whatever app that have ever read one of the configured event streams. As `of_app`."""
-    look = await _look(admin, await aviso_admin.event_streams(admin, config))
-    known = sorted({*look.consumers, *look.behind}, key=lambda key: (key[2], key))
-    return [look.progress(*key) for key in known]
+    snapshot = await _snapshot(admin, await aviso_admin.event_streams(admin, config))
+    known = sorted({*snapshot.consumers, *snapshot.behind}, key=lambda key: (key[2], key))
+    return [snapshot.progress(*key) for key in known]
 
 
-async def _look(admin: Admin, streams: Iterable[str]) -> _Look:
+def rows(now: Sequence[Progress], before: Sequence[Progress], *, seconds: float) -> list[AgentRow]:
+    """Return how each agent does, from two reports that were made `seconds` apart, in the order of the later one."""
+    known = {(each.app, each.agent, each.stream): each for each in before}
+    return [_row(each, known.get((each.app, each.agent, each.stream)), seconds) for each in now]
+
+
+def _row(now: Progress, before: Progress | None, seconds: float) -> AgentRow:
+    return AgentRow(
+        app=now.app,
+        agent=now.agent,
+        stream=now.stream,
+        pending=now.pending,
+        ack_pending=now.ack_pending,
+        redelivered=now.redelivered,
+        dead_letters=now.dead_letters,
+        rate=(now.lag - before.lag) / seconds if before and seconds else 0.0,
+        paused_until=now.paused_until,
+        trouble=now.trouble_since(before),
+        why_none=now.why_none,
+    )
+
+
+async def _snapshot(admin: Admin, streams: Iterable[str]) -> _Snapshot:
     records, consumers, behind = await deployment.records(admin), {}, {}
     for stream in streams:
         for (owner, agent), events in (await deployment.agents(admin, stream)).items():
@@ -131,7 +185,8 @@ async def _look(admin: Admin, streams: Iterable[str]) -> _Look:
         for (owner, agent), record in (await deployment.missing(admin, stream, records)).items():
             behind[owner, agent, stream] = await _behind(admin, stream, record)
     retries = await deployment.agents(admin, RETRIES)
-    return _Look(consumers=consumers, retries=retries, records=records, behind=behind)
+    dead_letters = await deployment.dead_letters(admin)
+    return _Snapshot(consumers=consumers, retries=retries, records=records, behind=behind, dead_letters=dead_letters)
 
 
 async def _behind(admin: Admin, stream: str, record: ConsumerRecord) -> int:

@@ -1,6 +1,6 @@
 """A failover rehearsed on a stream of its own: published to all the while, fenced, promoted, counted.
 
-Called by the command `drill failover`. What it tells is what the real one would cost: how far the mirror was behind,
+Called by the command `mirror drill`. What it tells is what the real one would cost: how far the mirror was behind,
 for how long nobody took a publish, and whether every message is stored exactly once after that.
 """
 

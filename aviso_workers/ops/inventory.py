@@ -1,8 +1,8 @@
 """What a server holds: all streams of the account, their gaps and messages, consumers, limits and use.
 
-Called by `streams ls|info|gaps|get`, `consumers ls|show` and `account info`. Whole answers are handed on in JetStream's
-own JSON, so that nothing newer than this code is lost. Nothing is changed here; what changes something is in
-`maintenance`, and what concerns the configuration in `stream_policy`.
+Called by `streams ls|info|gaps|get`, `consumers ls|show` and `report account`. Whole answers are handed on in
+JetStream's own JSON, so that nothing newer than this code is lost. Nothing is changed here; what changes something is
+in `maintenance`, and what concerns the configuration in `stream_policy`.
 """
 
 from __future__ import annotations

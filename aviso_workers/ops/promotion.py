@@ -136,7 +136,7 @@ class _Promoting:
         except BackendError as error:
             raise UnavailableError(
                 f"whether {self._stream} was promoted is not known: {error}. {self.origin} stays fenced: ask again by "
-                f"`aviso-workers mirror status`, and repeat this where {self._stream} is a mirror still"
+                f"`aviso-workers report mirrors`, and repeat this where {self._stream} is a mirror still"
             ) from error
         return self._promotion(subjects, last, gap=None if recreated else gap, equal=equal, consumers=tuple(consumers))
 

@@ -1,7 +1,7 @@
-"""How streams and consumers do, from two looks at a server: what a single one cannot tell is whether things move.
+"""How streams and consumers do, from two snapshots of a server: a single one cannot tell whether anything moves.
 
-Called by the commands `report ...` and `top`. A look is one request for all streams and one for each that has
-consumers, some hundreds at a time. What is made of two looks is pure.
+Called by the commands `report streams`, `consumers ls` and `top`. A snapshot is one request for all streams and one or
+more for each that has consumers, which are told some hundreds at a time. What is made of two snapshots is pure.
 """
 
 from __future__ import annotations
@@ -22,18 +22,29 @@ from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
 from aviso_workers.ops import deployment, inventory, stuck
 from aviso_workers.ops.doctor import monitoring_port
 from aviso_workers.ops.doctor.monitoring_port import Monitored
+from aviso_workers.ops.inventory import Listed
 
-__all__ = ["ConsumerRow", "Look", "ServerRow", "StreamRow", "consumers", "look", "servers", "streams"]
+__all__ = [
+    "ConsumerRow",
+    "ServerRow",
+    "Snapshot",
+    "StreamRow",
+    "consumers",
+    "servers",
+    "streams",
+    "take",
+    "take_consumers",
+]
 
 
-class Look(Struct, frozen=True, kw_only=True):
+class Snapshot(Struct, frozen=True, kw_only=True):
     """What a server said at one moment."""
 
     at: float
     """In seconds of a clock that only goes forward."""
     streams: dict[str, StreamInfo]
     silent: list[str]
-    """Streams for which no server answers: neither they nor their consumers are in here."""
+    """Streams and, as `STREAM > CONSUMER`, consumers for which no server answers: they are not in here."""
     consumers: dict[tuple[str, str], ConsumerInfo]
     """By stream and name."""
     records: Mapping[tuple[str, str], ConsumerRecord] = {}
@@ -55,7 +66,12 @@ class StreamRow(Struct, frozen=True, kw_only=True):
     last: datetime | None
     """When the last message was stored."""
     consumers: int
-    replicas: str
+    replicas: int
+    """That its configuration asks for."""
+    current: int | None
+    """Replicas that are current; None on a server that is in no cluster."""
+    leader: str
+    """Empty: none, or on a server that is in no cluster."""
     sealed: bool
     trouble: str
 
@@ -76,6 +92,8 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
 
     stream: str
     consumer: str
+    filters: tuple[str, ...]
+    """The subjects that it delivers; empty: all of the stream."""
     pending: int
     """Never delivered yet."""
     ack_pending: int
@@ -105,23 +123,44 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
         return self.lag / -self.rate if self.rate < 0 else None
 
 
-async def look(admin: Admin) -> Look:
-    """Ask the server. Raises `BackendError`."""
+async def take(admin: Admin) -> Snapshot:
+    """Ask the server about all streams and their consumers. Raises `BackendError`."""
     listed = await inventory.streams(admin)
-    streams = {each.name: each for each in listed.found}
+    streams, silent = {each.name: each for each in listed.found}, listed.silent
     consumers: dict[tuple[str, str], ConsumerInfo] = {}
-
     for name in [name for name, found in streams.items() if found.consumers]:
         try:
-            for each in await admin.consumers(name):
-                consumers[name, each.name] = each
+            found = await inventory.consumers(admin, name)
         except NotFoundError:
             streams.pop(name)  # it was deleted meanwhile
+            continue
+        consumers |= _by_name(name, found)
+        silent = [*silent, *_silent(name, found)]
     records = await deployment.records(admin)
-    return Look(at=anyio.current_time(), streams=streams, silent=listed.silent, consumers=consumers, records=records)
+    return Snapshot(at=anyio.current_time(), streams=streams, silent=silent, consumers=consumers, records=records)
 
 
-def streams(now: Look, before: Look) -> list[StreamRow]:
+async def take_consumers(admin: Admin, stream: str) -> Snapshot:
+    """Ask the server about the consumers of one stream only. Raises `NotFoundError`, `BackendError`."""
+    found = await inventory.consumers(admin, stream)
+    return Snapshot(
+        at=anyio.current_time(),
+        streams={},
+        silent=_silent(stream, found),
+        consumers=_by_name(stream, found),
+        records=await deployment.records(admin),
+    )
+
+
+def _by_name(stream: str, listed: Listed[ConsumerInfo]) -> dict[tuple[str, str], ConsumerInfo]:
+    return {(stream, each.name): each for each in listed.found}
+
+
+def _silent(stream: str, listed: Listed[ConsumerInfo]) -> list[str]:
+    return [f"{stream} > {consumer}" for consumer in listed.silent]
+
+
+def streams(now: Snapshot, before: Snapshot) -> list[StreamRow]:
     """How every stream does, by name."""
     return [_stream_row(name, now, before) for name in sorted(now.streams)]
 
@@ -152,13 +191,13 @@ def _server_row(found: Monitored) -> ServerRow:
     )
 
 
-def consumers(now: Look, before: Look) -> list[ConsumerRow]:
+def consumers(now: Snapshot, before: Snapshot) -> list[ConsumerRow]:
     """How every consumer does: those that lag behind most come first."""
     rows = [_consumer_row(key, now, before) for key in now.consumers]
     return sorted(rows, key=lambda row: (-row.lag, row.stream, row.consumer))
 
 
-def _stream_row(name: str, now: Look, before: Look) -> StreamRow:
+def _stream_row(name: str, now: Snapshot, before: Snapshot) -> StreamRow:
     found = now.streams[name]
     return StreamRow(
         stream=name,
@@ -169,18 +208,21 @@ def _stream_row(name: str, now: Look, before: Look) -> StreamRow:
         rate=_per_second(found.last_sequence - before.streams.get(name, found).last_sequence, now, before),
         last=found.last_time,
         consumers=found.consumers,
-        replicas=_replicas(found),
+        replicas=found.config.num_replicas,
+        current=None if found.cluster == Cluster() else 1 + sum(peer.current for peer in found.cluster.followers),
+        leader=found.cluster.leader,
         sealed=found.config.sealed,
         trouble=_trouble(found),
     )
 
 
-def _consumer_row(key: tuple[str, str], now: Look, before: Look) -> ConsumerRow:
+def _consumer_row(key: tuple[str, str], now: Snapshot, before: Snapshot) -> ConsumerRow:
     found = now.consumers[key]
     known = before.consumers.get(key, found)
     return ConsumerRow(
         stream=key[0],
         consumer=key[1],
+        filters=tuple(found.config.filters),
         pending=found.num_pending,
         ack_pending=found.num_ack_pending,
         redelivered=found.num_redelivered,
@@ -196,16 +238,8 @@ def _lag(consumer: ConsumerInfo) -> int:
     return consumer.num_pending + consumer.num_ack_pending
 
 
-def _per_second(change: int, now: Look, before: Look) -> float:
+def _per_second(change: int, now: Snapshot, before: Snapshot) -> float:
     return change / (now.at - before.at) if now.at > before.at else 0.0
-
-
-def _replicas(found: StreamInfo) -> str:
-    wanted, cluster = found.config.num_replicas, found.cluster
-    if cluster == Cluster():
-        return str(wanted)
-    current = 1 + sum(peer.current for peer in cluster.followers)
-    return f"{current} of {wanted}, led by {cluster.leader or 'nobody'}"
 
 
 def _trouble(found: StreamInfo) -> str:

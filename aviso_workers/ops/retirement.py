@@ -1,8 +1,8 @@
 """An app, or one of its agents, taken off a server for good: its consumers, its buckets, what was to be tried again.
 
-Called by `retire`. It comes in two: a plan that says what there is, and the deed. The notifications themselves and the
-dead letters stay. Workers that still run would make the consumers anew, and begin at the agents' `start`: while there
-are some, nothing is removed.
+Called by `agents rm`, which first makes a plan of what there is, and then carries it out. The notifications themselves
+and the dead letters stay. Workers that still run would make the consumers anew, and begin at the agents' `start`: while
+there are some, nothing is removed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When a consumer is stuck: the one rule of `report`, `top`, `agents`, `lag`, `doctor` and the observer.
+"""When a consumer is stuck: the one rule of `agents ls`, `consumers ls`, `top`, `doctor` and the observer.
 
 The ack floor stands before the oldest notification that is not finished. So what is settled beside it, however much,
 does not hide it. The server does not tell since when it stands; the workers' records do (`engine.consumer_records`),

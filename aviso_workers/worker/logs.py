@@ -240,11 +240,11 @@ def _cure_of(event: ConsumerDiffers) -> str:
         to = event.differences[0].rpartition(" -> ")[2]
         return (
             "an agent that has run goes on where it is; to take it to its new start: "
-            f"aviso-workers reset {agent} --app {app} --to {to}"
+            f"aviso-workers agents reset {agent} --app {app} --to {to}"
         )
     return (
         "these cannot be updated: stop the agent's workers and delete the consumer; it is made anew, "
-        "and `aviso-workers reset` then takes it to where it shall go on"
+        "and `aviso-workers agents reset` then takes it to where it shall go on"
     )
 
 

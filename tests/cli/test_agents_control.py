@@ -1,4 +1,4 @@
-"""`aviso-workers pause`, `resume`, `reset`, `agents` and `lag` on a real server."""
+"""`aviso-workers agents ls|show|pause|resume|reset|rm` on a real server."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from tests.conftest import Start
 Run = Callable[..., Ran]
 
 AGENTS = """
-from aviso_workers import App, Notification
+from aviso_workers import App, Notification, Reject
 
 app = App("field")
 
 
 @app.agent("mars", where={"step": ["1", "2", "3", "4"]}, concurrency=2, timeout=30)
 async def index(notification: Notification) -> None:
+    if notification.identifier["step"] == "4":
+        raise Reject("there is no step 4")
     with open("indexed", "a") as index:
         index.write(notification.identifier["step"] + "\\n")
 
@@ -56,7 +58,7 @@ def worked(run: Run, config: Path, start: Start, agents: str) -> Callable[..., l
             assert run("notify", "mars", "class=od", f"step={step}", "--config", config).code == 0
         worker = start("worker", agents, "--config", config)
         worker.until("agent.started")
-        while any(row["pending"] != "0" or row["ack pending"] != "0" for row in lag(run, config)):
+        while any(row["pending"] or row["ack_pending"] for row in listed(run, config)):
             pass
         assert worker.end(signal.SIGTERM) == 0
         return config.with_name("indexed").read_text().split()
@@ -64,17 +66,19 @@ def worked(run: Run, config: Path, start: Start, agents: str) -> Callable[..., l
     return worked
 
 
-def rows(ran: Ran) -> list[dict[str, str]]:
-    """The table that was printed."""
-    assert ran.code == 0, ran
-    (header,) = (line for line in ran.lines if line.startswith("┃"))
-    columns = [cell.strip() for cell in header.split("┃")[1:-1]]
-    cells = ([cell.strip() for cell in line.split("│")[1:-1]] for line in ran.lines if line.startswith("│"))
-    return [dict(zip(columns, row, strict=True)) for row in cells]
+def listed(run: Run, config: Path, *what: str) -> list[dict[str, Any]]:
+    """The agents that `agents ls` lists."""
+    ran = run("agents", "ls", *what, "--seconds", "0.1", "--json", "--config", config)
+    found = [json.loads(line) for line in ran.lines]
+    assert (ran.code, ran.err) == (int(any(row["trouble"] for row in found)), ""), ran
+    return found
 
 
-def lag(run: Run, config: Path, *what: str) -> list[dict[str, str]]:
-    return rows(run("lag", *(what or ("--all",)), "--config", config))
+def shown(run: Run, config: Path, *what: str) -> list[dict[str, str]]:
+    """The agents that `agents show` shows."""
+    ran = run("agents", "show", *what, "--json", "--config", config)
+    assert (ran.code, ran.err) == (0, "")
+    return [json.loads(line) for line in ran.lines]
 
 
 def test_a_paused_agent_is_given_nothing_and_a_resumed_one_goes_on(
@@ -82,35 +86,35 @@ def test_a_paused_agent_is_given_nothing_and_a_resumed_one_goes_on(
 ) -> None:
     worked(1)
     for app in ("field", agents):
-        paused = run("pause", "index", "--app", app, "--config", config)
+        paused = run("agents", "pause", "index", "--app", app, "--config", config)
         assert paused == Ran(code=0, out="index is paused until it is resumed\n", err="")
-        (row,) = (row for row in lag(run, config, agents) if row["agent"] == "index")
-        assert row["paused until"] == "it is resumed"
-        resumed = run("resume", "index", "--app", app, "--config", config)
+        (row,) = (row for row in listed(run, config, agents) if row["agent"] == "index")
+        assert row["paused_until"] == "it is resumed"
+        resumed = run("agents", "resume", "index", "--app", app, "--config", config)
         assert resumed == Ran(code=0, out="index goes on\n", err="")
-    assert {row["paused until"] for row in lag(run, config)} == {""}
+    assert {row["paused_until"] for row in listed(run, config)} == {""}
     assert worked(2) == ["1", "2"]
 
 
 def test_a_pause_may_have_an_end(run: Run, config: Path, worked: Callable[..., list[str]]) -> None:
     worked(1)
-    paused = run("pause", "index", "--app", "field", "--for", "10m", "--config", config)
+    paused = run("agents", "pause", "index", "--app", "field", "--for", "10m", "--config", config)
     until = datetime.fromisoformat(paused.out.removeprefix("index is paused until ").strip())
     assert timedelta(minutes=9) < until - datetime.now(UTC) < timedelta(minutes=10)
-    (row,) = (row for row in lag(run, config) if row["agent"] == "index")
-    assert abs(datetime.fromisoformat(row["paused until"]) - until) < timedelta(seconds=2)
+    (row,) = (row for row in listed(run, config) if row["agent"] == "index")
+    assert abs(datetime.fromisoformat(row["paused_until"]) - until) < timedelta(seconds=2)
 
 
 def test_a_reset_tells_what_it_would_do_and_does_it_with_a_yes(
     run: Run, config: Path, worked: Callable[..., list[str]]
 ) -> None:
     assert worked(1, 2, 3, 9) == ["1", "2", "3"]
-    asked = run("reset", "index", "--app", "field", "--to", "2", "--config", config)
+    asked = run("agents", "reset", "index", "--app", "field", "--to", "2", "--config", config)
     assert (asked.code, asked.err) == (2, "nothing was done; say --yes to reset it\n")
-    told = dict(re.findall(r"│ (.+?) +│ (.+?) +│", asked.out))
-    assert told == {"goes on at": "MARS@2", "handled again": "2", "passed over": "0"}
+    told = [" ".join(line.split()) for line in asked.lines]
+    assert told == ["index of field:", "goes on at MARS@2", "handled again 2", "passed over 0"]
 
-    done = run("reset", "index", "--app", "field", "--to", "2", "--yes", "--config", config)
+    done = run("agents", "reset", "index", "--app", "field", "--to", "2", "--yes", "--config", config)
     assert (done.code, done.lines[-1]) == (0, "index goes on at MARS@2, with 2 notifications ahead of it")
     assert worked() == ["1", "2", "3", "2", "3"]
 
@@ -119,21 +123,29 @@ def test_a_reset_tells_what_it_would_do_and_does_it_with_a_yes(
 def test_a_reset_goes_to_a_date(run: Run, config: Path, worked: Callable[..., list[str]], agents: str) -> None:
     worked(1, 2)
     (_, second) = (json.loads(line) for line in run("replay", "mars", "--config", config).lines)
-    done = run("reset", "index", "--app", agents, "--to", second["time"], "--yes", "--config", config)
+    done = run("agents", "reset", "index", "--app", agents, "--to", second["time"], "--yes", "--config", config)
     assert (done.code, done.lines[-1]) == (0, "index goes on at MARS@2, with 1 notifications ahead of it"), done
-    late = run("reset", "index", "--app", agents, "--to", "2100-01-01T00:00:00Z", "--yes", "--config", config)
+    late = run("agents", "reset", "index", "--app", agents, "--to", "2100-01-01T00:00:00Z", "--yes", "--config", config)
     assert late.lines[-1] == "index goes on at MARS@3, with 0 notifications ahead of it"
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
-        (("pause", "index", "--app", "other"), 1, "no agent index of app other reads one of the configured streams; "),
-        (("resume", "indx", "--app", "field"), 1, "no agent indx of app field reads one of the configured streams; "),
-        (("pause", "index", "--app", "field", "--for", "10"), 2, "--for: duration must include a unit"),
-        (("pause", "index", "--app", "nowhere:app"), 2, "no module 'nowhere' here or installed"),
-        (("reset", "index", "--app", "field", "--to", "x"), 2, "--to must be a date with a time such as"),
-        (("reset", "index", "--app", "field", "--to", "9"), 2, "MARS ends at 1: an agent cannot go on at 9"),
+        (
+            ("agents", "pause", "index", "--app", "other"),
+            1,
+            "no agent index of app other reads one of the configured streams; ",
+        ),
+        (
+            ("agents", "resume", "indx", "--app", "field"),
+            1,
+            "no agent indx of app field reads one of the configured streams; ",
+        ),
+        (("agents", "pause", "index", "--app", "field", "--for", "10"), 2, "--for: duration must include a unit"),
+        (("agents", "pause", "index", "--app", "nowhere:app"), 2, "no module 'nowhere' here or installed"),
+        (("agents", "reset", "index", "--app", "field", "--to", "x"), 2, "--to must be a date with a time such as"),
+        (("agents", "reset", "index", "--app", "field", "--to", "9"), 2, "MARS ends at 1: an agent cannot go on at 9"),
     ],
 )
 def test_what_cannot_be_done_is_told(
@@ -148,14 +160,11 @@ def test_what_cannot_be_done_is_told(
 def test_agents_tells_what_is_in_effect_and_how_far_each_has_come(
     run: Run, config: Path, worked: Callable[..., list[str]], agents: str
 ) -> None:
-    before = run("agents", agents, "--config", config)
+    before = run("agents", "show", agents, "--config", config)
     assert "no worker has ever made its consumer" in before.out
     worked(1)
     run("notify", "mars", "class=od", "step=2", "--config", config)
-    ran = run("agents", agents, "--config", config)
-    assert (ran.code, ran.err) == (0, "")
-    first, second = ran.out.split("┏")[1:]
-    told = dict(re.findall(r"│ (.+?) +│ (.*?) +│", first))
+    told, second = shown(run, config, agents)
     assert {key: told[key] for key in ("event type", "filters", "concurrency", "timeout", "pending")} == {
         "event type": "mars",
         "filters": "mars.*.1, mars.*.2, mars.*.3, mars.*.4",
@@ -163,7 +172,7 @@ def test_agents_tells_what_is_in_effect_and_how_far_each_has_come(
         "timeout": "30 s",
         "pending": "1",
     }
-    assert "everything" in second
+    assert second["where"] == "everything"
     assert "on the server" not in told
 
     async def shorten() -> None:
@@ -174,66 +183,75 @@ def test_agents_tells_what_is_in_effect_and_how_far_each_has_come(
             await backend.ensure_consumer("MARS", msgspec.convert({**spec, "ack_wait": SECOND}, ConsumerSpec))
 
     anyio.run(shorten)
-    told = dict(re.findall(r"│ (.+?) +│ (.*?) +│", run("agents", agents, "--config", config).out.split("┏")[1]))
+    told, _ = shown(run, config, agents)
     assert (told["ack wait"], told["on the server"]) == ("20 s", "ack wait 1 s, the code says 20 s")
 
 
 def test_agents_tells_the_policy_where_no_server_answers(run: Run, unreachable: Path, agents: str) -> None:
-    ran = run("agents", agents, "--config", unreachable)
+    ran = run("agents", "show", agents, "--config", unreachable)
     assert (ran.code, "mars.*.1" in ran.out) == (1, True), "how far they have come is half of what was asked for"
     assert ran.err.startswith("how far they have come is not known: no NATS server at nats://127.0.0.1:")
 
 
 @pytest.mark.covers("001-04", "001-38")
-def test_lag_tells_what_is_left(run: Run, config: Path, worked: Callable[..., list[str]], agents: str) -> None:
+def test_the_list_tells_what_is_left(run: Run, config: Path, worked: Callable[..., list[str]], agents: str) -> None:
     worked(1)
     for step in (2, 3, 9):
         run("notify", "mars", "class=od", f"step={step}", "--config", config)
-    for what in ("--all", agents):
-        left = [(row["app"], row["agent"], row["stream"], row["pending"]) for row in lag(run, config, what)]
-        assert sorted(left) == [("field", "everything", "MARS", "3"), ("field", "index", "MARS", "2")]
+    for what in ((), (agents,)):
+        left = [(row["agent"], row["stream"], row["pending"], row["trouble"]) for row in listed(run, config, *what)]
+        assert sorted(left) == [
+            ("everything", "MARS", 3, "3 pending, and no worker asks for them"),
+            ("index", "MARS", 2, "2 pending, and no worker asks for them"),
+        ]
 
 
 @pytest.mark.covers("001-38")
-def test_lag_is_watched_until_ctrl_c(run: Run, config: Path, worked: Callable[..., list[str]], start: Start) -> None:
+def test_the_list_is_watched_until_ctrl_c(
+    run: Run, config: Path, worked: Callable[..., list[str]], start: Start
+) -> None:
     worked(1)
-    watching = start("lag", "--all", "--watch", "--config", config)
-    table = watching.lines(5)
-    assert any("index" in line for line in table), table
-    again = watching.lines(6)
-    assert any("index" in line for line in again), again
+    watching = start("agents", "ls", "--watch", "--seconds", "0.1", "--config", config)
+    for _ in range(2):
+        table = watching.lines(3)
+        assert any("index" in line for line in table), table
     assert watching.end(signal.SIGINT) == 130
     assert watching.told == []
 
 
-@pytest.mark.parametrize("arguments", [(), ("--all", "m:app"), ("--all", "--agent", "observer")])
-def test_lag_needs_to_know_of_whom(run: Run, unreachable: Path, arguments: tuple[Any, ...]) -> None:
-    ran = run("lag", *arguments, "--config", unreachable)
-    assert (ran.code, ran.out) == (2, "")
-    assert "MODULE:APP" in ran.err
+def test_a_list_is_watched_or_one_document_a_row(run: Run, unreachable: Path) -> None:
+    ran = run("agents", "ls", "--watch", "--json", "--config", unreachable)
+    assert (ran.code, ran.out, ran.err) == (2, "", "aviso-workers: say either --watch or --json\n")
 
 
-def test_lag_tells_of_an_agent_whose_consumer_is_gone(
+def test_the_list_tells_how_many_dead_letters_an_agent_has_and_how_fast_its_lag_grows(
+    run: Run, config: Path, worked: Callable[..., list[str]], agents: str
+) -> None:
+    worked(1, 4)
+    found = {row["agent"]: (row["dead_letters"], row["rate"]) for row in listed(run, config)}
+    assert found == {"everything": (0, 0.0), "index": (1, 0.0)}
+
+
+def test_the_list_tells_of_an_agent_whose_consumer_is_gone(
     run: Run, config: Path, worked: Callable[..., list[str]], agents: str
 ) -> None:
     worked(1, 2)
     run("notify", "mars", "class=od", "step=3", "--config", config)
     delete_consumer(config, "MARS", "field__index")
-    for what in (("--all",), (agents,)):
-        ran = run("lag", *what, "--config", config)
+    for what in ((), (agents,)):
+        ran = run("agents", "ls", *what, "--seconds", "0.1", "--config", config)
         assert ran.code == 1
         (row,) = [line for line in ran.lines if " index " in line]
-        cells = [cell.strip() for cell in row.split("│")[1:-1]]
-        assert cells == ["field", "index", "MARS", "1", "0", "0", "", "its consumer is gone"]
+        assert row.split(maxsplit=8) == ["field", "index", "MARS", "1", "0", "0", "0", "+0.0", "its consumer is gone"]
 
 
-def test_agents_and_lag_tell_that_an_operator_has_removed_a_consumer(
+def test_list_and_policy_tell_that_an_operator_has_removed_a_consumer(
     run: Run, config: Path, worked: Callable[..., list[str]], agents: str
 ) -> None:
     worked(1, 2)
     assert run("consumers", "rm", "MARS", "field__index", "--yes", "--config", config).code == 0
-    for command in ("lag", "agents"):
-        ran = run(command, agents, "--config", config)
+    for command in ("ls", "show"):
+        ran = run("agents", command, agents, "--config", config)
         assert ran.code == 0, ran
         assert re.search(
             r"its consumer was removed by an operator at \S+, when everything up to sequence 2 was settled", ran.out
@@ -252,17 +270,17 @@ def test_an_app_that_is_retired_leaves_nothing_but_its_notifications(
     run: Run, config: Path, worked: Callable[..., list[str]]
 ) -> None:
     worked(1)
-    preview = run("retire", "field", "--config", config)
+    preview = run("agents", "rm", "field", "--config", config)
     assert preview.code == 2
     assert "MARS > field__index" in preview.out
     assert "MARS > field__everything" in preview.out
     assert "say --yes to remove it" in preview.err
-    assert len(lag(run, config)) == 2, "nothing was done"
+    assert len(listed(run, config)) == 2, "nothing was done"
 
-    ran = run("retire", "field", "--yes", "--config", config)
+    ran = run("agents", "rm", "field", "--yes", "--config", config)
     assert (ran.code, ran.lines[-1]) == (0, "field is gone from the server")
-    assert lag(run, config) == []
-    again = run("retire", "field", "--config", config)
+    assert listed(run, config) == []
+    again = run("agents", "rm", "field", "--config", config)
     assert (again.code, again.err) == (1, "aviso-workers: there is nothing of app field on this server\n")
     replayed = run("replay", "mars", "--config", config)
     assert len(replayed.lines) == 1
@@ -272,8 +290,8 @@ def test_one_agent_is_retired_by_itself_and_begins_at_its_start_when_it_comes_ba
     run: Run, config: Path, worked: Callable[..., list[str]]
 ) -> None:
     assert worked(1, 2) == ["1", "2"]
-    assert run("retire", "field", "--agent", "index", "--yes", "--config", config).code == 0
-    assert [row["agent"] for row in lag(run, config)] == ["everything"]
+    assert run("agents", "rm", "field", "--agent", "index", "--yes", "--config", config).code == 0
+    assert [row["agent"] for row in listed(run, config)] == ["everything"]
     assert worked(3) == ["1", "2", "1", "2", "3"]
 
 
@@ -283,7 +301,7 @@ def test_an_app_whose_workers_run_is_not_retired(
     worked(1)
     worker = start("worker", agents, "--config", config)
     worker.until("agent.started")
-    ran = run("retire", "field", "--yes", "--config", config)
+    ran = run("agents", "rm", "field", "--yes", "--config", config)
     assert ran.code == 1
     assert "workers ask for notifications of" in ran.err
     assert worker.end(signal.SIGTERM) == 0

@@ -35,11 +35,11 @@ def test_a_stream_is_fenced_and_taken_back(run: Run, config: Path) -> None:
 
 
 def test_nothing_follows_where_there_is_no_mirror(run: Run, config: Path) -> None:
-    ran = run("mirror", "status", "-c", config)
+    ran = run("report", "mirrors", "-c", config)
     assert (ran.code, ran.out) == (0, "no stream follows another one\n")
 
 
 def test_a_failover_is_rehearsed(run: Run, config: Path) -> None:
-    ran = run("drill", "failover", "--messages", "20", "-c", config)
+    ran = run("mirror", "drill", "--messages", "20", "-c", config)
     assert ran.code == 0, ran.err
     assert ran.lines[-1] == "the fenced origin took 0; 20 of 20 published are stored"

@@ -36,25 +36,22 @@ async def act(notification: Notification) -> None: ...
 """
 STORED = 5
 READING = {
-    "account info": (),
-    "agents": ("mine:app",),
+    "agents ls": ("mine:app", "--seconds", "0.1"),
+    "agents show": ("mine:app",),
     "backup create": ("--all", "--to", "backups"),
     "backup ls": ("backups",),
     "backup verify": ("backups",),
     "check": ("mine:app",),
     "config schema": (),
     "config show": (),
-    "consumers ls": ("ORDERS",),
+    "consumers ls": ("ORDERS", "--seconds", "0.1"),
     "consumers show": ("ORDERS", "shipping"),
     "dead-letters ls": (),
     "dead-letters show": ("1",),
     "doctor": ("--app", "mine:app", "--seconds", "0.1"),
-    "lag": ("mine:app",),
     "mirror recover": ("FOLLOWER",),
-    "mirror status": (),
     "replay": ("mars", "--from-id", "1"),
-    "report agents": ("--seconds", "0.1"),
-    "report consumers": ("--seconds", "0.1"),
+    "report account": (),
     "report mirrors": (),
     "report streams": ("--seconds", "0.1"),
     "server render": ("--profile", "development"),
@@ -69,10 +66,10 @@ READING = {
 """With arguments for a server on which they find something."""
 READING_WITHOUT_END = {"top": ("--seconds", "0.1"), "watch": ("mars", "--from-id", "1")}
 SHOWING = {
+    "agents rm": ("mine",),
     "consumers rm": ("ORDERS", "shipping"),
     "delete": ("mars@1",),
     "erase": ("mars", "class=od", "--dry-run"),
-    "retire": ("mine",),
     "streams purge": ("ORDERS",),
     "streams rm": ("ORDERS",),
     "streams seal": ("ORDERS",),
@@ -81,7 +78,7 @@ SHOWING = {
 }
 """They change something, and show what it would be where they are not told `--yes`."""
 WITHOUT_CONFIG = {"backup ls", "backup verify", "config schema", "server status"}
-WITH_CONSUMERS = {"consumers ls", "doctor", "erase", "lag", "replay", "report agents", "watch"}
+WITH_CONSUMERS = {"consumers ls", "doctor", "agents ls", "erase", "replay", "watch"}
 """They read through a consumer that ends by itself."""
 CHANGING = {
     "backup cleanse",
@@ -92,14 +89,14 @@ CHANGING = {
     "dead-letters drop",
     "dead-letters retry",
     "dev",
-    "drill failover",
+    "mirror drill",
     "mirror fence",
     "mirror promote",
     "mirror unfence",
     "notify",
-    "pause",
-    "reset",
-    "resume",
+    "agents pause",
+    "agents reset",
+    "agents resume",
     "server reload",
     "server rotate-key",
     "server start",

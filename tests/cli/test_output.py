@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from aviso_workers import cli
 from aviso_workers.cli import output
@@ -31,3 +33,42 @@ def test_json(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     assert json.loads(written) == document
     assert written.rstrip("\n").isprintable()
     assert "größe" in written
+
+
+COLUMNS = ("app", "agent", "dead letters", "state")
+
+
+def drawn(rows: list[tuple[str, ...]], width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(output.table(COLUMNS, rows, width=width))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_a_table_that_fits_has_a_line_for_each_row() -> None:
+    assert drawn([("field-index", "index", "12", ""), ("x", "everything", "0", "paused")], 50) == [
+        "APP          AGENT       DEAD LETTERS  STATE",
+        "field-index  index       12",
+        "x            everything  0             paused",
+    ]
+
+
+def test_a_table_that_is_too_wide_wraps_its_head_and_its_last_column() -> None:
+    assert drawn([("field-index", "index", "12", "its consumer is gone, and nobody knows why")], 53) == [
+        "                    DEAD",
+        "APP          AGENT  LETTERS  STATE",
+        "field-index  index  12       its consumer is gone,",
+        "                             and nobody knows why",
+    ]
+
+
+def test_rows_that_do_not_fit_are_written_as_names_and_values() -> None:
+    assert drawn([("field-index", "index", "12", "its consumer is gone, and nobody knows why"), *[("x",) * 4]], 40) == [
+        "app field-index  agent index",
+        "dead letters 12",
+        "state its consumer is gone, and nobody",
+        "knows why",
+        "",
+        "app x  agent x  dead letters x  state x",
+        "",
+    ]

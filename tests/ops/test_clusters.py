@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -121,10 +122,9 @@ def test_tags_that_no_server_has_are_told(run: Run, declare: Declare) -> None:
 
 def test_the_servers_of_a_stream_are_listed(run: Run, make: Make, api: Api) -> None:
     config = make("LISTED", num_replicas=3)
-    ran = run("streams", "ls", "--config", config)
-    (row,) = (line for line in ran.lines if "LISTED" in line)
-    cells = [cell.strip() for cell in row.split("│")[1:-1]]
-    assert cells[-2:] == [api("STREAM.INFO.LISTED")["cluster"]["leader"], "3"]
+    ran = run("streams", "ls", "--json", "--config", config)
+    (row,) = (row for row in map(json.loads, ran.lines) if row["stream"] == "LISTED")
+    assert (row["leader"], row["replicas"]) == (api("STREAM.INFO.LISTED")["cluster"]["leader"], 3)
 
 
 @pytest.mark.covers("003-11")

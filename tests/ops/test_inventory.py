@@ -1,4 +1,4 @@
-"""What a server holds, shown: `streams ls|info|gaps|get`, `consumers ls|show`, `account info`."""
+"""What a server holds, shown: `streams ls|info|gaps|get`, `consumers ls|show`, `report account`."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def config(declare: Declare, run: Run) -> Path:
     return path
 
 
-def rows(ran: Ran) -> dict[str, list[str]]:
-    """The lines of a table by their first cell."""
+def listed(ran: Ran) -> list[dict[str, Any]]:
+    """The rows that a command has listed with `--json`."""
     assert ran.code == 0, ran
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in ran.lines if "│" in line]
-    return {first: rest for first, *rest in cells}
+    return [json.loads(line) for line in ran.lines]
 
 
 @pytest.mark.covers("002-57", "004-24")
 def test_all_streams_are_listed_whoever_made_them(run: Run, config: Path, api: Api, publish: Publish) -> None:
     api("STREAM.CREATE.THEIRS", {"name": "THEIRS"})
     publish("orders.new", "orders.paid")
-    found = rows(run("streams", "ls", "--config", config))
-    assert {name: (row[0], row[1]) for name, row in found.items()} == {
-        "MARS": ("notification_schema", "0"),
-        "ORDERS": ("streams", "2"),
-        "THEIRS": ("-", "0"),
+    found = {row["stream"]: row for row in listed(run("streams", "ls", "--json", "--config", config))}
+    assert {name: (row["configured"], row["messages"]) for name, row in found.items()} == {
+        "MARS": ("notification_schema", 0),
+        "ORDERS": ("streams", 2),
+        "THEIRS": ("-", 0),
     }
-    assert found["ORDERS"][3:7] == ["1", "2", "0", "2"], "first, last, deleted, consumers"
+    orders = found["ORDERS"]
+    assert (orders["first"], orders["last"], orders["deleted"], orders["consumers"]) == (1, 2, 0, 2)
 
 
 @pytest.mark.covers("002-56")
@@ -59,8 +59,9 @@ def test_gaps_are_shown_as_runs(run: Run, config: Path, api: Api, publish: Publi
     publish(*(f"orders.{number}" for number in range(1, 10)))
     for sequence in (1, 3, 4, 5, 8):
         api("STREAM.MSG.DELETE.ORDERS", {"seq": sequence})
+    gaps = listed(run("streams", "gaps", "ORDERS", "--json", "--config", config))
+    assert gaps == [{"first": 3, "last": 5, "gone": 3}, {"first": 8, "last": 8, "gone": 1}], "nor before the first one"
     ran = run("streams", "gaps", "ORDERS", "--config", config)
-    assert rows(ran) == {"3": ["5", "3"], "8": ["8", "1"]}, "what is before the first message is no gap"
     assert ran.lines[-1] == "ORDERS 2 to 9: 4 messages, 4 gone"
 
 
@@ -112,9 +113,20 @@ def test_one_message_is_asked_for(run: Run, config: Path) -> None:
 @pytest.mark.covers("002-65", "002-66")
 def test_consumers_are_listed_and_shown(run: Run, config: Path, publish: Publish, api: Api) -> None:
     publish("orders.new", "orders.paid")
-    found = rows(run("consumers", "ls", "ORDERS", "--config", config))
-    assert found["new"] == ["orders.new", "explicit", "1", "0", "0", "0", "0 pulls wait"]
-    assert (found["all"][0], found["all"][-1]) == ("everything", "pushed to display.orders")
+    command = ("consumers", "ls", "ORDERS", "--seconds", "0.1")
+    ran = run(*command, "--json", "--config", config)
+    found = {row["consumer"]: (row["filters"], row["pending"], row["stuck"]) for row in map(json.loads, ran.lines)}
+    assert (ran.code, found) == (
+        1,
+        {
+            "all": ([], 2, "2 pending, and no worker asks for them"),
+            "new": (["orders.new"], 1, "1 pending, and no worker asks for them"),
+        },
+    )
+    table = run(*command, "--config", config)
+    assert [line.split()[:3] for line in table.lines[1:]] == [["ORDERS", "all", "2"], ["ORDERS", "new", "1"]]
+    missing = run("consumers", "ls", "NONE", "--config", config)
+    assert (missing.code, "stream not found" in missing.err) == (1, True), missing
     shown = json.loads(run("consumers", "show", "ORDERS", "new", "--config", config).out)
     assert shown["config"] == api("CONSUMER.INFO.ORDERS.new")["config"]
 
@@ -128,11 +140,12 @@ def test_the_account_shows_its_use_and_its_limits(
     with NatsServer.start(store_dir=tmp_path / "limited", config=accounts) as server:
         config = write_config(server.url)
         assert run("streams", "apply", "--config", config).code == 0
-        found = rows(run("account", "info", "--config", config))
-    assert found["streams"] == ["1", "10"]
-    assert found["consumers"] == ["0", "20"]
-    assert (found["bytes in memory"][1], found["bytes on disk"][1]) == ("1000000", "2000000")
-    assert int(found["requests to the API"][0]) > 0
+        report = run("report", "account", "--json", "--config", config)
+    found = {row["what"]: (row["used"], row["limit"]) for row in listed(report)}
+    assert found["streams"] == (1, 10)
+    assert found["consumers"] == (0, 20)
+    assert (found["bytes in memory"][1], found["bytes on disk"][1]) == (1000000, 2000000)
+    assert found["requests to the API"][0] > 0
     assert "of which failed" in found
 
 

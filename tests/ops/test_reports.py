@@ -10,11 +10,10 @@ from msgspec import structs
 
 from aviso_workers import App
 from aviso_workers.backends import Administration
-from aviso_workers.cli import report
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.jetstream.info import Cluster, Replica
 from aviso_workers.ops import reports
-from aviso_workers.ops.reports import ConsumerRow, Look, StreamRow
+from aviso_workers.ops.reports import ConsumerRow, Snapshot, StreamRow
 from aviso_workers.server import NatsServer
 
 pytestmark = pytest.mark.anyio
@@ -46,8 +45,8 @@ class Place:
             self.server.send(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}", reply=inbox)
             await self.server.request((await heard.receive()).reply, answer)
 
-    async def look(self) -> Look:
-        return await reports.look(self.app.session.admin)
+    async def look(self) -> Snapshot:
+        return await reports.take(self.app.session.admin)
 
 
 @pytest.fixture
@@ -56,17 +55,17 @@ async def place(nats_server: NatsServer, write_config: Callable[..., Path]) -> A
         yield Place(app)
 
 
-def stream_row(now: Look, before: Look) -> StreamRow:
+def stream_row(now: Snapshot, before: Snapshot) -> StreamRow:
     [row] = reports.streams(now, before)
     return row
 
 
-def consumer_row(now: Look, before: Look) -> ConsumerRow:
+def consumer_row(now: Snapshot, before: Snapshot) -> ConsumerRow:
     [row] = reports.consumers(now, before)
     return row
 
 
-def later(look: Look, seconds: float) -> Look:
+def later(look: Snapshot, seconds: float) -> Snapshot:
     return structs.replace(look, at=look.at + seconds)
 
 
@@ -78,7 +77,7 @@ async def test_a_stream_is_told_with_its_rate_and_limits(place: Place) -> None:
     row = stream_row(later(await place.look(), 2 + before.at - (await place.look()).at), before)
     assert (row.stream, row.messages, row.used, row.deleted, row.consumers) == ("MARS", 9, 0.09, 1, 0)
     assert row.rate == pytest.approx(5, rel=0.2)
-    assert (row.replicas, row.trouble) == ("1", "")
+    assert (row.replicas, row.current, row.trouble) == (1, None, "")
     assert row.last is not None
 
 
@@ -204,4 +203,4 @@ async def test_when_something_was_settled_is_not_known_after_a_restart_and_is_no
                 look = await place.look()
     unused, used = reports.consumers(look, look)
     assert (used.deliveries, used.last_settled) == (1, None)
-    assert (report._settled(used), report._settled(unused)) == ("-", "never")
+    assert (unused.deliveries, unused.last_settled) == (0, None)

@@ -299,7 +299,7 @@ def ack_wait_of(*, in_effect_seconds: float) -> AckWaitDiffers:
                 "level": "warning",
                 "differences": ["start: new -> all"],
                 "cure": "an agent that has run goes on where it is; to take it to its new start: "
-                "aviso-workers reset index --app app --to all",
+                "aviso-workers agents reset index --app app --to all",
             },
         ),
         (

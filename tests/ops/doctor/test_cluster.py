@@ -187,7 +187,7 @@ def test_streams_of_the_others_are_told_of_beside_one_that_went_down_with_its_se
     assert leaderless == ["ONE"]
 
 
-@pytest.mark.parametrize("command", ["streams ls", "report streams", "report consumers"])
+@pytest.mark.parametrize("command", ["streams ls", "report streams", "consumers ls"])
 def test_commands_that_list_tell_what_went_down_with_its_server(
     directory: Path, run: Run, maimed: Seen, command: str
 ) -> None:
@@ -198,11 +198,11 @@ def test_commands_that_list_tell_what_went_down_with_its_server(
 
 def test_the_consumers_of_a_stream_that_went_down_with_its_server(directory: Path, run: Run, maimed: Seen) -> None:
     listed = run("consumers", "ls", "ONE", "--config", directory / "config.yaml")
-    assert (listed.code, listed.err) == (1, "reader: no server answers for it, so that it is not shown\n")
+    assert (listed.code, listed.err) == (1, "ONE > reader: no server answers for it, so that it is not shown\n")
 
 
 def test_an_app_is_not_retired_by_halves(directory: Path, run: Run, maimed: Seen) -> None:
-    refused = run("retire", "fields", "--config", directory / "config.yaml")
+    refused = run("agents", "rm", "fields", "--config", directory / "config.yaml")
     assert (refused.code, "no server answers for ONE" in refused.err) == (1, True)
 
 

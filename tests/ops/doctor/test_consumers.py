@@ -193,7 +193,7 @@ def test_an_agent_whose_stream_keeps_the_newest_of_a_subject_only(broken: Seen) 
 def test_a_pause_that_was_forgotten(broken: Seen) -> None:
     assert broken.found("JS036").keys() == {"MARS > forgotten__pause"}
     assert broken.findings("JS036")["MARS > forgotten__pause"].cure.startswith(
-        "`aviso-workers resume pause --app forgotten`"
+        "`aviso-workers agents resume pause --app forgotten`"
     )
 
 

@@ -210,7 +210,7 @@ def test_an_agent_whose_consumer_is_gone(working: Seen) -> None:
         "and the stream has come to 40"
     }
     finding = judged(gone).findings("JS065")[f"{SHARED} > field__index"]
-    assert (finding.state, "aviso-workers retire field --agent index" in finding.cure) == (State.FAIL, True)
+    assert (finding.state, "aviso-workers agents rm field --agent index" in finding.cure) == (State.FAIL, True)
     of_another = structs.replace(record, stream_created=record.stream_created - timedelta(days=1))
     anew = structs.replace(working.facts, records={(SHARED, "field__index"): of_another})
     assert judged(anew).found("JS065") == {}, "the stream was made anew, and the record is of the one before"

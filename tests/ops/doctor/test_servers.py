@@ -414,7 +414,7 @@ def test_versions(plain: Seen) -> None:
     (server,) = plain.facts.monitored
     other = structs.replace(server, varz=structs.replace(server.varz, server_name="n2", version="2.11.4"))
     found = judged(structs.replace(plain.facts, monitored=(server, other))).found("JS041")
-    assert found["n2"] == "2.11.4: without fast batches and `aviso-workers reset`"
+    assert found["n2"] == "2.11.4: without fast batches and `aviso-workers agents reset`"
     assert "n2 2.11.4" in found["cluster"]
 
 

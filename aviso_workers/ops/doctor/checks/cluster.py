@@ -71,7 +71,7 @@ def skewed_leaders(facts: Facts) -> Iterator[Finding]:
     "The account has room",
     why="over its limits new streams and consumers, and what is published, are refused",
     cure="raise the limit (`server.accounts` of our configuration, then `aviso-workers server render` and a reload), "
-    "or remove what is not needed: `aviso-workers account info` shows both",
+    "or remove what is not needed: `aviso-workers report account` shows both",
     needs=("account",),
 )
 def account_use(facts: Facts) -> Iterator[Finding]:
@@ -145,7 +145,7 @@ def versions(facts: Facts) -> Iterator[Finding]:
         yield Finding(place="cluster", found=", ".join(f"{name} {version}" for name, version in sorted(found.items())))
     for server, version in found.items():
         if tuple(map(int, version.split("-")[0].split(".")[:2])) < COMFORTABLE:
-            yield Finding(place=server, found=f"{version}: without fast batches and `aviso-workers reset`")
+            yield Finding(place=server, found=f"{version}: without fast batches and `aviso-workers agents reset`")
     level = facts.after.account.api.level
     for one in _kept(facts):
         needed = int(one.config.metadata.get(LEVEL, 0))

@@ -199,8 +199,8 @@ def unused(facts: Facts) -> Iterator[Finding]:
     "JS036",
     "Nothing is paused and forgotten",
     why="a paused consumer is given nothing, and its lag grows",
-    cure="`aviso-workers resume {agent} --app {app}`, or `nats consumer resume {stream} {consumer}` where it is no "
-    "agent's",
+    cure="`aviso-workers agents resume {agent} --app {app}`, or `nats consumer resume {stream} {consumer}` where it is "
+    "no agent's",
 )
 def paused(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():

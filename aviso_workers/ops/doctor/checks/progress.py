@@ -31,7 +31,7 @@ NEARLY_ALL_WAITING = 0.9
 MOST_SHOWN = 5
 NO_WORKER = (
     "start a worker (`aviso-workers worker MODULE:APP`), or see why one that runs does not ask (`agent.disturbed` in "
-    "its log); `aviso-workers lag --all` shows who has what left to do"
+    "its log); `aviso-workers agents ls` shows who has what left to do"
 )
 
 CANNOT_MAKE = (
@@ -46,7 +46,7 @@ CANNOT_MAKE = (
     "Nobody falls behind",
     why="more arrives than is handled, so the lag grows until it stops or something is full",
     cure="start more workers of {app}, raise the agent's concurrency, or make its handler faster; "
-    "`aviso-workers lag --all --watch` shows whether it helps",
+    "`aviso-workers agents ls --watch` shows whether it helps",
 )
 def falling_behind(facts: Facts) -> Iterator[Finding]:
     for before, after in _both(facts):
@@ -177,7 +177,7 @@ def unfinished(facts: Facts) -> Iterator[Finding]:
     why="without it nothing is delivered to the agent, nothing waits for it, and no lag shows what comes meanwhile",
     cure="start a worker of {app}: it makes the consumer anew, and begins after what was settled. "
     + CANNOT_MAKE
-    + " If nobody needs the agent any more: `aviso-workers retire {app} --agent {agent}`",
+    + " If nobody needs the agent any more: `aviso-workers agents rm {app} --agent {agent}`",
     severity=State.FAIL,
     needs=("consumers", "records", "streams"),
 )
@@ -210,7 +210,8 @@ def without_consumer(facts: Facts) -> Iterator[Finding]:
     why="its handler crashes the process, or uses up its memory: after as many deaths as the agent has attempts it "
     "becomes a dead letter, and until then it costs a worker each time",
     cure="`aviso-workers streams get {stream} SEQUENCE` shows it; the end of the workers' logs, and the kernel's "
-    "(`dmesg` for memory), say how they ended. `aviso-workers pause {agent} --app {app}` ends the loop meanwhile",
+    "(`dmesg` for memory), say how they ended. `aviso-workers agents pause {agent} --app {app}` ends the loop "
+    "meanwhile",
     needs=("records", "streams"),
     severity=State.FAIL,
 )

@@ -245,7 +245,7 @@ def lost(facts: Facts) -> Iterator[Finding]:
     "JS019",
     "Mirrors and sources hear of their origins",
     why="with an unreachable origin the lag stays as it was, so only the silence tells",
-    cure="`aviso-workers mirror status` and `aviso-workers streams info {stream}` say what it waits for; look at the "
+    cure="`aviso-workers report mirrors` and `aviso-workers streams info {stream}` say what it waits for; look at the "
     "leaf node or gateway in between, and at the origin's name and domain",
     severity=State.FAIL,
 )
