@@ -12,8 +12,9 @@ from rich.live import Live
 from rich.text import Text
 
 from aviso_workers.app import App
-from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, printable, table, terminal
+from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, printable, terminal
 from aviso_workers.cli.report import Seconds
+from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import AgentOption, ConfigOption, Opened, Target, connected, find_app, opened
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.cells import cell_len
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from aviso_workers import events
 from aviso_workers.aviso.literals import printable, printable_lines
+from aviso_workers.cli.tables import table
 from aviso_workers.events import Events, Skipped
 
 __all__ = [
@@ -30,17 +30,12 @@ __all__ = [
     "print_table",
     "printable",
     "skipped_told",
-    "table",
     "terminal",
 ]
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document a row.")]
 
 WIDE = 10_000
-GAP = 2
-"""Spaces between two columns."""
-NARROWEST = 24
-"""Characters of a last column that is wrapped."""
 MOST_SKIPPED = 10
 """Messages that are left out of which each has a line; more are only counted."""
 
@@ -77,53 +72,6 @@ def print_record(pairs: Iterable[tuple[str, str]]) -> None:
     for name, value in pairs:
         made.add_row(Text(name), Text(printable(value)))
     console.print(made)
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, width: int) -> Table | Group:
-    """Return a table that is no wider than `width`, in which the names of columns and the last column are wrapped.
-
-    Where even that is too wide, each row is written as names and values on as many lines as it takes.
-    """
-    cells = [[printable(cell) for cell in row] for row in rows]
-    names = [name.upper() for name in columns]
-    widths = _widths(names, cells, width)
-    if widths is None:
-        return Group(*(_record(columns, row, width) for row in cells))
-    made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
-    for name, each in zip(names, widths, strict=True):
-        made.add_column(Text(name, style="bold"), width=each, overflow="fold")
-    for row in cells:
-        made.add_row(*map(Text, row))
-    return made
-
-
-def _widths(names: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[int] | None:
-    """Return the widths of the columns; None where they do not fit beside one another."""
-    *needed, last = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
-    unwrapped = [max(each, cell_len(name)) for each, name in zip([*needed, last], names, strict=True)]
-    if sum(unwrapped) + GAP * len(needed) <= width:
-        return unwrapped
-    wrapped = [max(each, *map(cell_len, name.split())) for each, name in zip(needed, names[:-1], strict=True)]
-    left = width - sum(wrapped) - GAP * len(wrapped)
-    return [*wrapped, left] if left >= min(last, NARROWEST) else None
-
-
-def _record(columns: Sequence[str], row: Sequence[str], width: int) -> Text:
-    """Return the names and values of a row, a few on each line, with an empty line behind them."""
-    text = Text(overflow="fold")
-    used = 0
-    for name, cell in zip(columns, row, strict=True):
-        if not cell:
-            continue
-        needed = cell_len(name) + 1 + cell_len(cell)
-        if used and used + GAP + needed > width:
-            text.append("\n")
-            used = 0
-        text.append(" " * GAP if used else "")
-        text.append(name, style="bold")
-        text.append(f" {cell}")
-        used += GAP + needed if used else needed
-    return text.append("\n")
 
 
 class Columns:

@@ -15,7 +15,8 @@ from rich.live import Live
 from rich.text import Text
 
 from aviso_workers.backends import Admin
-from aviso_workers.cli.output import AsJson, end_where_silent, print_rows, printable, table, terminal
+from aviso_workers.cli.output import AsJson, end_where_silent, print_rows, printable, terminal
+from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
 from aviso_workers.errors import BackendError
 from aviso_workers.ops import inventory, reports
@@ -23,7 +24,7 @@ from aviso_workers.ops.inventory import Use
 from aviso_workers.ops.mirrors import Link, Mirrors
 from aviso_workers.ops.reports import ConsumerRow, ServerRow, Snapshot, StreamRow
 
-__all__ = ["Seconds", "ago", "consumer_state", "duration", "report", "snapshots", "top"]
+__all__ = ["Seconds", "consumer_state", "duration", "report", "snapshots", "top"]
 
 report = typer.Typer(help="Report on streams, mirrors and the account.", no_args_is_help=True)
 
@@ -159,9 +160,9 @@ class _Screen:
         return Group(*above, *below, *silent)
 
 
-STREAMS = ("stream", "messages", "bytes", "used", "per second", "last stored", "replicas", "leader", "trouble")
+STREAMS = ("stream", "messages", "bytes", "used", "per second", "last stored", "replicas", "trouble")
 SERVERS = ("server", "stores", "may store", "free on its disk", "trouble")
-MIRRORS = ("stream", "is", "of", "lag", "heard of it", "compared", "trouble")
+MIRRORS = ("stream", "relation", "origin", "lag", "heard of it", "compared", "trouble")
 ACCOUNT = ("what", "used", "limit")
 TOP_STREAMS = ("stream", "messages", "bytes", "per second", "state")
 TOP_CONSUMERS = ("stream", "consumer", "lag", "per second", "redelivered", "lag before", "state")
@@ -176,9 +177,8 @@ def _stream_row(row: StreamRow) -> tuple[str, ...]:
         decimal(row.bytes),
         used,
         f"{row.rate:.1f}",
-        ago(row.last),
+        duration((datetime.now(UTC) - row.last).total_seconds()) if row.last else "never",
         replicas,
-        row.leader or "-",
         _state(row),
     )
 
@@ -214,11 +214,6 @@ def _use_row(use: Use) -> tuple[str, ...]:
 def consumer_state(row: ConsumerRow) -> str:
     """Return what an operator has to know of a consumer besides its numbers."""
     return "paused" if row.paused else row.stuck
-
-
-def ago(time: datetime | None) -> str:
-    """Return how long ago a time is, for people."""
-    return "never" if time is None else f"{duration((datetime.now(UTC) - time).total_seconds())} ago"
 
 
 def duration(seconds: float | None) -> str:

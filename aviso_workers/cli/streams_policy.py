@@ -18,7 +18,7 @@ from aviso_workers.ops import aviso_admin, stream_policy
 __all__ = ["streams"]
 
 PLAN = ("stream", "consumer", "step", "difference")
-POLICY = ("field", "configured by", "configured", "effective", "follows")
+POLICY = ("field", "configured", "effective", "follows", "configured by")
 
 Event = Annotated[str, typer.Argument(metavar="EVENT", help="An event type, e.g. mars.")]
 Configured = Annotated[str, typer.Argument(metavar="NAME", help="An event type, or a stream of the section streams.")]
@@ -76,7 +76,7 @@ def show(name: Configured, as_json: AsJson = False, config: ConfigOption = None)
 
     async def run(server: Opened) -> bool:
         rows = await stream_policy.effective_policy(server.admin, server.config, name)
-        cells = [(row.field, row.key, row.configured, row.effective, "yes" if row.follows else "NO") for row in rows]
+        cells = [(row.field, row.configured, row.effective, "yes" if row.follows else "NO", row.key) for row in rows]
         print_rows(POLICY, cells, rows, as_json=as_json)
         return all(row.follows for row in rows)
 

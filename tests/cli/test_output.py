@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from aviso_workers import cli
 from aviso_workers.cli import output
+from aviso_workers.cli.tables import table
 from aviso_workers.errors import RefusedError
+from tests.cli import command_tables
 
 STEERS = "od\x1b[2J\x9b31m\r\u202egnp\x00"
 SHOWN = r"od\x1b[2J\x9b31m\r\u202egnp\x00"
@@ -41,7 +44,7 @@ COLUMNS = ("app", "agent", "dead letters", "state")
 def drawn(rows: list[tuple[str, ...]], width: int) -> list[str]:
     console = Console(width=width, file=io.StringIO())
     with console.capture() as capture:
-        console.print(output.table(COLUMNS, rows, width=width))
+        console.print(table(COLUMNS, rows, width=width))
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
@@ -62,13 +65,38 @@ def test_a_table_that_is_too_wide_wraps_its_head_and_its_last_column() -> None:
     ]
 
 
-def test_rows_that_do_not_fit_are_written_as_names_and_values() -> None:
+def test_a_last_column_that_is_too_wide_all_the_same_is_below_its_row() -> None:
     assert drawn([("field-index", "index", "12", "its consumer is gone, and nobody knows why"), *[("x",) * 4]], 40) == [
-        "app field-index  agent index",
+        "                    DEAD",
+        "APP          AGENT  LETTERS",
+        "field-index  index  12",
+        "  its consumer is gone, and nobody knows",
+        "  why",
+        "x            x      x",
+        "  x",
+    ]
+
+
+def test_rows_that_do_not_fit_are_written_as_names_and_values() -> None:
+    assert drawn([("field-index", "index", "12", ""), *[("x",) * 4]], 24) == [
+        "app field-index",
+        "agent index",
         "dead letters 12",
-        "state its consumer is gone, and nobody",
-        "knows why",
         "",
-        "app x  agent x  dead letters x  state x",
+        "app x  agent x",
+        "dead letters x  state x",
         "",
     ]
+
+
+def test_the_tables_of_the_commands_are_those_that_were_read_and_kept() -> None:
+    kept = Path(__file__).parents[1] / "data" / "tables.txt"
+    assert command_tables.drawn().splitlines() == kept.read_text().splitlines()
+
+
+def test_no_table_is_wider_than_a_terminal_or_cuts_anything() -> None:
+    drawn = command_tables.drawn()
+    assert [line for line in drawn.splitlines() if len(line) > command_tables.WIDTH] == []
+    words = " ".join(drawn.split())
+    for _, rows in command_tables.tables().values():
+        assert [cell for row in rows for cell in row if cell not in words] == []

@@ -340,7 +340,7 @@ def test_a_declared_stream_is_shown_beside_what_is_declared(run: Run, declare: D
     differs = run("streams", "show", "ORDERS", "--config", declare({"ORDERS": {"max_age": "2d"}}))
     assert differs.code == 1
     (row,) = (line for line in differs.lines if "max_age" in line)
-    assert row.split() == ["max_age", "streams.ORDERS.max_age", "2d", "1d", "NO"]
+    assert row.split() == ["max_age", "2d", "1d", "NO", "streams.ORDERS.max_age"]
     assert run("streams", "show", "OTHER", "--config", declare({})).code == 2
 
 

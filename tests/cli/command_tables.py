@@ -1,0 +1,185 @@
+"""The tables of the commands in a terminal of 80 columns. `python -m tests.cli.command_tables` prints them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+
+from aviso_workers.cli import agents, backup, consumers, report, streams, streams_policy
+from aviso_workers.cli import server as server_commands
+from aviso_workers.cli.tables import table
+from aviso_workers.ops.agent_report import AgentRow
+from aviso_workers.ops.inventory import Use
+from aviso_workers.ops.mirrors import Link
+from aviso_workers.ops.reports import ConsumerRow, ServerRow, StreamRow
+
+WIDTH = 80
+Rows = list[Sequence[str]]
+
+
+def tables() -> dict[str, tuple[Sequence[str], Rows]]:
+    """Return the columns and some rows of each command that prints a table."""
+    return {
+        "agents ls": (agents.AGENTS, [agents._row(each) for each in AGENTS]),
+        "consumers ls": (consumers.CONSUMERS, [consumers._consumer_row(each) for each in CONSUMERS]),
+        "report streams": (report.STREAMS, [report._stream_row(each) for each in STREAMS]),
+        "report streams, its servers": (report.SERVERS, [report._server_row(each) for each in SERVERS]),
+        "report mirrors": (report.MIRRORS, [report._mirror_row(each) for each in MIRRORS]),
+        "report account": (report.ACCOUNT, [report._use_row(each) for each in USES]),
+        "streams ls": (
+            streams.STREAMS,
+            [
+                ("MARS", "notification_schema", "1204567", "412345678", "12"),
+                ("KV_aviso_workers_consumers", "-", "12", "2345", "0"),
+            ],
+        ),
+        "streams gaps": (streams.GAPS, [("3", "5", "3"), ("1000007", "1000007", "1")]),
+        "streams plan": (
+            streams_policy.PLAN,
+            [
+                ("MARS", "", "update", "max_age: 30d -> 7d"),
+                ("MARS", "display", "create", ""),
+                ("ORDERS", "", "cannot", "storage: file -> memory; only a stream that is made anew has another one"),
+            ],
+        ),
+        "streams show": (
+            streams_policy.POLICY,
+            [
+                ("max_age", "30d", "unlimited", "NO", "notification_schema.mars.storage_policy.retention_time"),
+                ("replicas", "3", "3", "yes", "notification_backend.jetstream.replicas"),
+            ],
+        ),
+        "backup ls": (
+            backup.BACKUPS,
+            [
+                (
+                    "MARS",
+                    "2026-11-20T06:00:00+00:00",
+                    "1204567",
+                    "412345678",
+                    "2.15.0",
+                    "full",
+                    "kept/MARS/20261120T060000Z",
+                )
+            ],
+        ),
+        "server status": (
+            server_commands.SERVERS,
+            [("n-1", "12345", "nats://127.0.0.1:4222", "http://127.0.0.1:8222", "ok")],
+        ),
+    }
+
+
+AGENTS = [
+    AgentRow(
+        app="field-index",
+        agent="index_field",
+        stream="MARS",
+        pending=120456,
+        ack_pending=64,
+        redelivered=2,
+        dead_letters=17,
+        rate=-412.5,
+        paused_until="",
+        trouble="",
+        why_none="",
+    ),
+    AgentRow(
+        app="alerts",
+        agent="page",
+        stream="DISS",
+        pending=3,
+        ack_pending=0,
+        redelivered=0,
+        dead_letters=0,
+        rate=0.0,
+        paused_until="",
+        trouble="3 pending, and no worker asks for them",
+        why_none="",
+    ),
+]
+CONSUMERS = [
+    ConsumerRow(
+        stream="MARS",
+        consumer="field-index__index_field",
+        filters=(),
+        pending=120456,
+        ack_pending=64,
+        redelivered=2,
+        rate=-412.5,
+        deliveries=1_000_000,
+        last_settled=None,
+        paused=False,
+        stuck="",
+    ),
+    ConsumerRow(
+        stream="DISS",
+        consumer="alerts__page",
+        filters=(),
+        pending=3,
+        ack_pending=0,
+        redelivered=0,
+        rate=0.0,
+        deliveries=0,
+        last_settled=None,
+        paused=False,
+        stuck="3 pending, and no worker asks for them",
+    ),
+]
+STREAMS = [
+    StreamRow(
+        stream="MARS",
+        messages=1_204_567,
+        bytes=412_345_678,
+        used=0.41,
+        deleted=3,
+        rate=412.5,
+        last=None,
+        consumers=12,
+        replicas=3,
+        current=3,
+        leader="n1",
+        sealed=False,
+        trouble="",
+    ),
+    StreamRow(
+        stream="KV_aviso_workers_consumers",
+        messages=12,
+        bytes=2345,
+        used=None,
+        deleted=0,
+        rate=0.1,
+        last=None,
+        consumers=0,
+        replicas=3,
+        current=2,
+        leader="n2",
+        sealed=False,
+        trouble="not current: n3",
+    ),
+]
+SERVERS = [ServerRow(server="n1", bytes=412_345_678, may_store=500_000_000_000, free=None, trouble="")]
+MIRRORS = [
+    Link(stream="MARS", origin="MARS", relation="mirror", api="$JS.hub.API", lag=3, active_seconds=0.4, equal=22),
+    Link(stream="ALL", origin="DISS", relation="source", api="", lag=0, trouble="it has never heard of its origin"),
+]
+USES = [Use(what="bytes on disk", used=412_345_678, limit=-1), Use(what="streams", used=12, limit=100)]
+
+
+def drawn() -> str:
+    """Return all tables as text."""
+    return "\n".join(f"{name}:\n\n{text}" for name, text in _texts())
+
+
+def _texts() -> Iterator[tuple[str, str]]:
+    console = Console(width=WIDTH, file=io.StringIO())
+    for name, (columns, rows) in tables().items():
+        with console.capture() as capture:
+            console.print(table(columns, rows, width=WIDTH))
+        yield name, "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+
+
+if __name__ == "__main__":
+    print(drawn(), end="")
