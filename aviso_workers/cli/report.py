@@ -90,7 +90,9 @@ def streams(
     now, before = snapshots(config, seconds)
     rows = reports.streams(now, before)
     print_rows(STREAMS, map(_stream_row, rows), rows, as_json=as_json)
-    servers: list[ServerRow] = connected(config, lambda server: reports.servers(server.config, monitor or ()))
+    servers: list[ServerRow] = connected(
+        config, lambda server: reports.servers(server.admin, server.config, monitor or ())
+    )
     if servers:
         print_rows(SERVERS, map(_server_row, servers), servers, as_json=as_json)
     end_where_silent(now.silent)

@@ -165,15 +165,19 @@ def streams(now: Snapshot, before: Snapshot) -> list[StreamRow]:
     return [_stream_row(name, now, before) for name in sorted(now.streams)]
 
 
-async def servers(config: Config, named: Sequence[str]) -> list[ServerRow]:
+async def servers(admin: Admin, config: Config, named: Sequence[str]) -> list[ServerRow]:
     """What the servers of these monitoring ports store, or that of the section `server`.
 
-    One that was named and does not answer is told as trouble.
+    One that was named and does not answer is told as trouble. One that was not named is left out where it is another
+    server than those that we are connected to.
     """
+    connected = await monitoring_port.connected_server(admin)
     rows = []
     for url in monitoring_port.urls(config, named):
         try:
-            rows.append(_server_row(await anyio.to_thread.run_sync(monitoring_port.look, url)))
+            found = await anyio.to_thread.run_sync(monitoring_port.look, url)
+            if named or found.is_of(connected):
+                rows.append(_server_row(found))
         except ServerProcessError as error:
             if named:
                 rows.append(ServerRow(server=url, bytes=0, may_store=0, free=None, trouble=str(error)))

@@ -49,9 +49,20 @@ def test_the_disks_of_servers_are_reported(run: Run, stored: Path, tmp_path: Pat
     assert document["free"] > 0
 
 
+def test_a_server_that_is_another_one_is_left_out_unless_it_is_named(
+    run: Run, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with NatsServer.start(store_dir=tmp_path / "js", config="http: 127.0.0.1:-1\n") as server:
+        line = next(line for line in server.log.splitlines() if "Starting http monitor" in line)
+        port = line.rpartition(":")[2]
+        monkeypatch.setenv("AVISO_WORKERS_SERVER__MONITORING__PORT", port)
+        ran = run("report", "streams", "--seconds", "0.1", "--json", "-c", stored)
+    assert (ran.code, [json.loads(line)["stream"] for line in ran.lines]) == (0, ["MARS"])
+
+
 def test_without_consumers_nothing_is_stuck(run: Run, stored: Path) -> None:
     for what in ("consumers", "agents"):
-        ran = run("report", what, "--seconds", "0.1", "-c", stored)
+        ran = run(what, "ls", "--seconds", "0.1", "-c", stored)
         assert (ran.code, ran.out) == (0, "there are none\n")
 
 

@@ -34,7 +34,7 @@ from aviso_workers.ops import backups, deployment
 from aviso_workers.ops.backups import Backup
 from aviso_workers.ops.deployment import RunAlone
 from aviso_workers.ops.doctor import monitoring_port
-from aviso_workers.ops.doctor.answers import Advisory, Server, UserInfo
+from aviso_workers.ops.doctor.answers import Advisory, Server
 from aviso_workers.ops.doctor.monitoring_port import Monitored
 from aviso_workers.ops.mirrors import Link, Mirrors
 
@@ -55,8 +55,6 @@ LISTING_SECONDS = 30.0
 server is down before it lists the others; who does not answer a request at all is left sooner."""
 AT_ONCE = 32
 """Questions that are asked side by side."""
-NAME_SECONDS = 2.0
-"""Who may not ask for it waits so long."""
 
 
 class Scope(Struct, frozen=True, kw_only=True):
@@ -146,7 +144,7 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
     Raises `RefusedError` where the backend is no server, `UnavailableError` where the connection is lost.
     """
     asking = _Asking(admin)
-    server = await asking.server()
+    server = await monitoring_port.connected_server(admin)
     before = after = Sample()
     elapsed = scope.seconds
     async with _listening(asking) as heard:
@@ -254,14 +252,6 @@ class _Asking:
         """What the servers tell unasked."""
         return self._administration.listen(f"{EVENTS}>")
 
-    async def server(self) -> Server:
-        """Which server it is; one that may not be asked for its name is known by its version only."""
-        try:
-            heard = await self._administration.request("$SYS.REQ.USER.INFO", timeout_seconds=NAME_SECONDS)
-        except BackendError:
-            return Server(name="nats-server", ver=self._administration.server_version)
-        return msgspec.json.decode(heard.data, type=UserInfo).server
-
     async def sample(self) -> Sample:
         names: list[str] = []
         listed: list[StreamInfo] = []
@@ -329,7 +319,7 @@ class _Asking:
             if (one := answers.get(url)) is None:
                 continue
             is_told = named and not of.id
-            if not (is_told or one.varz.server_id == of.id or (of.cluster and one.varz.cluster.name == of.cluster)):
+            if not (is_told or one.is_of(of)):
                 deaf[url] = f"{url} is the monitoring port of {one.name}, which is not of {of.cluster or of.name}"
             elif one.varz.server_id not in {known.varz.server_id for known in found}:
                 found.append(one)

@@ -16,14 +16,16 @@ from urllib.request import ProxyHandler, build_opener
 import msgspec
 from msgspec import Struct, structs
 
+from aviso_workers.backends import Admin
 from aviso_workers.config import Config
-from aviso_workers.errors import ServerProcessError
-from aviso_workers.ops.doctor.answers import Jsz, Varz
+from aviso_workers.errors import BackendError, ServerProcessError
+from aviso_workers.ops.doctor.answers import Jsz, Server, UserInfo, Varz
 from aviso_workers.server import store
 
-__all__ = ["LOOPBACK", "Monitored", "look", "urls"]
+__all__ = ["LOOPBACK", "Monitored", "connected_server", "look", "urls"]
 
 ANSWER_SECONDS = 5.0
+NAME_SECONDS = 2.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 EVERY_ADDRESS = ("0.0.0.0", "::")
 NEAR = build_opener(ProxyHandler({}))
@@ -70,6 +72,10 @@ class Monitored(Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         return self.varz.server_name
 
+    def is_of(self, server: Server) -> bool:
+        """Whether it is this server, or one of its cluster."""
+        return self.varz.server_id == server.id or bool(server.cluster and self.varz.cluster.name == server.cluster)
+
     @property
     def cannot_write(self) -> bool:
         """Whether it has given up writing to some of its streams, such as for a full disk, until it is restarted."""
@@ -84,6 +90,16 @@ class Monitored(Struct, frozen=True, kw_only=True):
     def disk(self) -> Path | None:
         """Its store_dir, where that is on this machine and may be looked into."""
         return _disk(self.url, self.varz)
+
+
+async def connected_server(admin: Admin) -> Server:
+    """Return which server answers; one that may not be asked for its name is known by its version only."""
+    administration = admin.administration()
+    try:
+        heard = await administration.request("$SYS.REQ.USER.INFO", timeout_seconds=NAME_SECONDS)
+    except BackendError:
+        return Server(name="nats-server", ver=administration.server_version)
+    return msgspec.json.decode(heard.data, type=UserInfo).server
 
 
 def urls(config: Config, named: Sequence[str]) -> Sequence[str]:
