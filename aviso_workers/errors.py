@@ -51,6 +51,7 @@ __all__ = [
     "DataLossError",
     "DeclarationError",
     "DeliveriesExhaustedError",
+    "DeniedError",
     "DuplicateIdError",
     "ExecutorError",
     "FullError",
@@ -77,8 +78,6 @@ __all__ = [
     "UnreadableStreamError",
     "WorkerDiedError",
     "WorkerProcessError",
-    "describe",
-    "text_of",
 ]
 
 
