@@ -144,7 +144,7 @@ def test_one_module_makes_each_request() -> None:
 
 
 ASKED_ONCE = {
-    "aviso_workers/ops/doctor/facts.py": 1,  # $SYS.REQ.USER.INFO: which server answers
+    "aviso_workers/ops/doctor/monitoring_port.py": 1,  # $SYS.REQ.USER.INFO: which server answers
     "aviso_workers/ops/inventory.py": 1,  # DIRECT.GET, which any copy of a stream answers
     "aviso_workers/ops/maintenance.py": 2,  # LEADER.STEPDOWN and STREAM.PEER.REMOVE
 }
