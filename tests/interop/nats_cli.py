@@ -24,13 +24,17 @@ class Shell:
         self.home = home
         ours = {name: value for name, value in os.environ.items() if not name.startswith(("AVISO", "NATS_", "XDG"))}
         self.environ = {**ours, "HOME": str(home), "XDG_CONFIG_HOME": str(home / ".config")}
+        self.said: list[str] = []
+        """What our command line has printed."""
         self.nats_program = str(programs.nats_cli())
 
     def nats(self, *arguments: str | Path, given: str | bytes | None = None) -> subprocess.CompletedProcess[str]:
         return self._run(self.nats_program, *arguments, given=given)
 
     def ours(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        return self._run(str(Path(sys.executable).with_name("aviso-workers")), *arguments)
+        ran = self._run(str(Path(sys.executable).with_name("aviso-workers")), *arguments)
+        self.said += [ran.stdout, ran.stderr]
+        return ran
 
     @contextmanager
     def started(self, *arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
