@@ -236,7 +236,7 @@ class TestWriting:
         assert len(place.stored()) == 20
 
     def test_a_task_that_is_tried_again_stores_nothing_twice(self, place: Place) -> None:
-        @F.udf("string")
+        @F.udf("string", useArrow=False)
         def fail_once(number: int) -> str:
             from pyspark import TaskContext
 

@@ -6,7 +6,7 @@ import struct
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow
@@ -59,6 +59,22 @@ def take(text: bytes) -> bytes:
     return text
 
 
+READERS: list[EventLogReader[bytes]] = []
+"""Those of the test that runs. Each keeps a file open."""
+
+
+@pytest.fixture(autouse=True)
+def readers_are_closed() -> Iterator[None]:
+    yield
+    while READERS:
+        READERS.pop().close()
+
+
+def reader_at(position: Position | None = None) -> EventLogReader[bytes]:
+    READERS.append(EventLogReader(take, position or Position()))
+    return READERS[-1]
+
+
 def read_all(reader: EventLogReader[bytes], log: EventLog) -> tuple[list[bytes], list[str]]:
     events, problems = [], []
     while True:
@@ -72,7 +88,7 @@ def read_all(reader: EventLogReader[bytes], log: EventLog) -> tuple[list[bytes],
 def read_once(path: Path) -> tuple[list[bytes], list[str]]:
     log = event_log.look(str(path))
     assert log is not None
-    return read_all(EventLogReader(take, Position()), log)
+    return read_all(reader_at(), log)
 
 
 class RollingLog:
@@ -173,7 +189,7 @@ def test_another_codec_is_a_problem_with_a_cure(tmp_path: Path) -> None:
 
 
 def test_what_is_written_is_read_once_in_order_and_live(rolling: RollingLog) -> None:
-    reader = EventLogReader(take, Position())
+    reader = reader_at()
     assert read_all(reader, rolling.look()) == ([], [])
     for number in range(3):
         rolling.write(1, line(number))
@@ -188,7 +204,7 @@ def test_what_is_written_is_read_once_in_order_and_live(rolling: RollingLog) -> 
 def test_a_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
     file = tmp_path / "app-1.inprogress"
     file.write_bytes(line(1) + b"\n" + line(2)[:20])
-    reader = EventLogReader(take, Position())
+    reader = reader_at()
     for expected in ([line(1)], []):
         log = event_log.look(str(tmp_path / "app-1"))
         assert log is not None
@@ -204,7 +220,7 @@ def test_a_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
 def test_the_rename_at_the_end_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "app-1.zstd.inprogress"
     file.write_bytes(on_disk([line(1)], ".zstd"))
-    reader = EventLogReader(take, Position())
+    reader = reader_at()
     log = event_log.look(str(tmp_path / "app-1.zstd"))
     assert log is not None
     assert read_all(reader, log) == ([line(1)], [])
@@ -218,26 +234,26 @@ def test_the_rename_at_the_end_changes_nothing(tmp_path: Path) -> None:
 
 def test_reading_goes_on_at_a_position(rolling: RollingLog) -> None:
     rolling.write(1, line(1), line(2))
-    first = EventLogReader(take, Position())
+    first = reader_at()
     read_all(first, rolling.look())
     rolling.write(1, line(3))
     rolling.write(2, line(4))
-    assert read_all(EventLogReader(take, first.position), rolling.look()) == ([line(3), line(4)], [])
+    assert read_all(reader_at(first.position), rolling.look()) == ([line(3), line(4)], [])
 
 
 def test_a_file_that_has_not_grown_is_not_opened(rolling: RollingLog) -> None:
     file = rolling.write(1, line(1))
-    first = EventLogReader(take, Position())
+    first = reader_at()
     read_all(first, rolling.look())
     log = rolling.look()
     file.unlink()
-    again = EventLogReader(take, first.position)
+    again = reader_at(first.position)
     assert read_all(again, log) == ([], [])
     assert not again.open
 
 
 def test_a_closed_reader_opens_again_when_there_is_more(rolling: RollingLog) -> None:
-    reader = EventLogReader(take, Position())
+    reader = reader_at()
     rolling.write(1, line(1))
     read_all(reader, rolling.look())
     reader.close()
@@ -261,7 +277,7 @@ def test_however_a_log_grows_and_its_reader_restarts_each_line_comes_once(
 ) -> None:
     lines = [[event_log.EVENT + text.hex().encode() for text in file] for file in files]
     rolling = RollingLog(tmp_path_factory.mktemp("log"), codec)
-    reader = EventLogReader(take, Position())
+    reader = reader_at()
     events: list[bytes] = []
     step = 0
     for index, file in enumerate(lines, start=1):
@@ -274,7 +290,7 @@ def test_however_a_log_grows_and_its_reader_restarts_each_line_comes_once(
             data = data[cut:]
             if restarts[step % len(restarts)]:
                 reader.close()
-                reader = EventLogReader(take, reader.position)
+                reader = reader_at(reader.position)
             found, problems = read_all(reader, rolling.look())
             assert problems == []
             events += found
@@ -297,6 +313,7 @@ def test_a_large_log_comes_in_parts_and_is_never_held_whole(tmp_path: Path, monk
     log = event_log.look(str(file))
     assert log is not None
     reader: EventLogReader[bytes] = EventLogReader(lambda _: None, Position())
+    READERS.append(reader)
     tracemalloc.start()
     read_all(reader, log)
     _, peak = tracemalloc.get_traced_memory()
@@ -319,7 +336,7 @@ def compact(rolling: RollingLog, index: int, *lines: bytes) -> None:
 def test_a_compacted_file_stands_for_all_before_it(rolling: RollingLog) -> None:
     rolling.write(4, line(4))
     compact(rolling, 3, line(1), line(3))
-    events, problems = read_all(EventLogReader(take, Position()), rolling.look())
+    events, problems = read_all(reader_at(), rolling.look())
     assert events == [line(1), line(3), line(4)]
     assert [problem.partition(": ")[2] for problem in problems] == [
         "compacted before all of it was read; of jobs that had ended some events are missing"
@@ -335,7 +352,7 @@ def test_what_it_was_made_of_is_not_read_beside_it(rolling: RollingLog) -> None:
 
 
 def test_who_is_past_it_reads_nothing_again(rolling: RollingLog) -> None:
-    reader = EventLogReader(take, Position())
+    reader = reader_at()
     for number in (1, 2, 3):
         rolling.write(number, line(number))
     read_all(reader, rolling.look())
@@ -347,7 +364,7 @@ def test_who_is_past_it_reads_nothing_again(rolling: RollingLog) -> None:
 
 
 def test_who_was_in_the_middle_of_it_begins_it_anew(rolling: RollingLog) -> None:
-    reader = EventLogReader(take, Position())
+    reader = reader_at()
     rolling.write(1, line(1))
     read_all(reader, rolling.look())
     rolling.write(2, line(2))
@@ -382,7 +399,7 @@ def test_a_file_that_is_not_sparks_is_told_apart(tmp_path: Path, name: str, cont
     (tmp_path / name).write_bytes(content)
     log = event_log.look(str(tmp_path / name))
     assert log is not None
-    problems = [log.problem] if log.problem else read_all(EventLogReader(take, Position()), log)[1]
+    problems = [log.problem] if log.problem else read_all(reader_at(), log)[1]
     assert len(problems) == 1
     assert "not a Spark event log" in problems[0] or "damaged" in problems[0]
 
@@ -402,7 +419,7 @@ def test_damage_ends_a_file_and_the_next_one_is_read(tmp_path: Path) -> None:
     with rolling.write(1, line(1)).open("ab") as out:
         out.write(b"damage" * 10)
     rolling.write(1, line(2))
-    reader = EventLogReader(take, Position())
+    reader = reader_at()
     events, problems = read_all(reader, rolling.look())
     assert events == [line(1)]
     assert [problem.partition(": ")[2].partition(":")[0] for problem in problems] == ["damaged"]
@@ -425,7 +442,7 @@ def test_a_good_copy_in_the_place_of_a_damaged_one_is_read(
     file.write_bytes(damage(data))
     damaged = event_log.look(str(file))
     assert damaged is not None
-    reader = EventLogReader(take, Position())
+    reader = reader_at()
     before, problems = read_all(reader, damaged)
     assert len(problems) == 1
     assert damaged.unread_bytes(reader.position), "the damage is never taken for read"
@@ -433,7 +450,7 @@ def test_a_good_copy_in_the_place_of_a_damaged_one_is_read(
     os.utime(file, (1, 1))
     good = event_log.look(str(file))
     assert good is not None
-    reader = EventLogReader(take, reader.position) if again else reader
+    reader = reader_at(reader.position) if again else reader
     assert before + read_all(reader, good)[0] == [line(1), line(2)]
     assert good.unread_bytes(reader.position) == 0
 
@@ -456,7 +473,7 @@ def test_a_rolled_file_that_is_a_link_to_nothing_is_told(rolling: RollingLog) ->
 
 def test_lines_that_are_no_events_are_left_out_and_counted(rolling: RollingLog) -> None:
     rolling.write(1, line(1), b"garbage", b'{"Event":"undecodable', line(2))
-    events, problems = read_all(EventLogReader(take, Position()), rolling.look())
+    events, problems = read_all(reader_at(), rolling.look())
     assert events == [line(1), line(2)]
     assert len(problems) == 1
     assert "left out 2 lines" in problems[0]
@@ -477,7 +494,7 @@ def test_an_endless_line_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_log_that_is_copied_under_its_final_name_is_read_on_as_it_grows(tmp_path: Path, codec: str) -> None:
     file = tmp_path / f"app-1{codec}"
     data = on_disk([line(1), line(2), line(3)], codec)
-    reader = EventLogReader(take, Position())
+    reader = reader_at()
     found, told = [], []
     for end in (len(data) // 2, len(data) // 2 + 3, len(data)):
         file.write_bytes(data[:end])
@@ -487,7 +504,7 @@ def test_a_log_that_is_copied_under_its_final_name_is_read_on_as_it_grows(tmp_pa
             events, problems = read_all(reader, log)
             found += events
             told += problems
-        reader = EventLogReader(take, reader.position) if end == len(data) // 2 + 3 else reader
+        reader = reader_at(reader.position) if end == len(data) // 2 + 3 else reader
     assert found == [line(1), line(2), line(3)]
     assert all("truncated in the middle of an event" in problem for problem in told)
     assert len(told) == 2, "once at each size that it cannot end at"
@@ -495,7 +512,7 @@ def test_a_log_that_is_copied_under_its_final_name_is_read_on_as_it_grows(tmp_pa
 
 def test_a_file_that_was_replaced_is_read_from_its_beginning_until_it_has_more_than_before(rolling: RollingLog) -> None:
     file = rolling.write(1, line(1), line(2))
-    reader = EventLogReader(take, Position())
+    reader = reader_at()
     read_all(reader, rolling.look())
     size = file.stat().st_size
     file.write_bytes(b"")
@@ -510,7 +527,7 @@ def test_a_file_that_was_replaced_is_read_from_its_beginning_until_it_has_more_t
             "read from its beginning"
         ],
     )
-    again = EventLogReader(take, reader.position)
+    again = reader_at(reader.position)
     assert rolling.look().repeats(again.position), "also after a restart, since more of the same may come"
     rolling.write(1, line(2), line(3))
     assert read_all(again, rolling.look()) == ([line(2), line(3)], [])
@@ -521,7 +538,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_read_again(rolling: RollingLog)
     file = rolling.write(1, line(1))
     before = rolling.look()
     os.truncate(file, 0)
-    reader = EventLogReader(take, Position())
+    reader = reader_at()
     with pytest.raises(OSError, match="shrank while it was read"):
         reader.read(before)
     rolling.write(1, line(1), line(2))
@@ -530,7 +547,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_read_again(rolling: RollingLog)
 
 def test_files_that_went_before_they_were_read_are_missed(rolling: RollingLog) -> None:
     rolling.write(3, line(1))
-    events, problems = read_all(EventLogReader(take, Position()), rolling.look())
+    events, problems = read_all(reader_at(), rolling.look())
     assert events == [line(1)]
     assert problems == [f"{rolling.path}: events_1 to events_2 went before they were read"]
 
@@ -538,7 +555,7 @@ def test_files_that_went_before_they_were_read_are_missed(rolling: RollingLog) -
 def test_a_read_that_fails_is_repeated_without_loss(rolling: RollingLog, monkeypatch: pytest.MonkeyPatch) -> None:
     rolling.write(1, line(1))
     second = rolling.write(2, line(2))
-    reader = EventLogReader(take, Position())
+    reader = reader_at()
     log = rolling.look()
     aside = second.rename(second.with_suffix(".aside"))
     with pytest.raises(FileNotFoundError):
