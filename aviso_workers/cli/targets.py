@@ -200,7 +200,10 @@ def _router(name: str) -> Router:
     found = _installed()
     if name not in found:
         raise DeclarationError(f"no agent {name!r} is installed; there are: {', '.join(sorted(found)) or 'none'}")
-    router = found[name].load()
+    try:
+        router = found[name].load()
+    except ImportError as error:
+        raise DeclarationError(f"the agent {name!r} cannot be imported: {describe(error)}") from error
     if not isinstance(router, Router):
         raise DeclarationError(f"the entry point {name!r} of {ENTRY_POINTS} is no Router")
     return router

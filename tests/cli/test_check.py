@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
+from aviso_workers.cli import targets
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]
@@ -196,6 +198,18 @@ def test_what_is_installed_is_found_by_its_name(run: Run, unreachable: Path) -> 
 )
 def test_what_names_no_app_is_refused(run: Run, arguments: tuple[str, ...], complaint: str) -> None:
     assert run("check", *arguments) == Ran(code=2, out="", err=f"aviso-workers: {complaint}\n")
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_an_installed_agent_that_lacks_a_package_says_what_to_install(
+    run: Run, write_module: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = write_module('raise ImportError("this needs a package: pip install it")\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = EntryPoint("lacking", f"{module}:router", targets.ENTRY_POINTS)
+    monkeypatch.setattr(targets, "_installed", lambda: {"lacking": entry})
+    told = "the agent 'lacking' cannot be imported: ImportError: this needs a package: pip install it"
+    assert run("check", "--agent", "lacking") == Ran(code=2, out="", err=f"aviso-workers: {told}\n")
 
 
 def test_a_module_that_misses_another_one_says_so_itself(run: Run, write_module: Callable[[str], str]) -> None:
