@@ -66,7 +66,7 @@ def test_what_scale_compares_is_measured() -> None:
     measured = full_stream | {f"order_by.{name}" for name in scaling.STEPS}
     measured |= {f"backlog.{backlog}" for backlog in scaling.BACKLOGS} | {"idle.none", f"idle.{scaling.IDLE}"}
     measured |= {f"update.by {callers}" for callers in scaling.CALLERS}
-    measured |= {f"dead-letters.{letters}" for letters in scaling.LETTERS}
+    measured |= {f"dead-letters.{dead_letters}" for dead_letters in scaling.LETTERS}
     assert {f"{benchmark}.{name}" for _, benchmark, *two, _ in SCALE for name in two} <= measured
 
 

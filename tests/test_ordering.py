@@ -282,10 +282,10 @@ class TestWhatIsGathered:
         assert await taken_from(buffer, 3) == [2, 8, 9]
 
     async def test_does_not_end_with_a_dead_letter_that_was_handed_back(self, buffer: Buffer) -> None:
-        letter = Fresh(1, "a")
-        letter.can_be_read_again = False
+        dead_letter = Fresh(1, "a")
+        dead_letter.can_be_read_again = False
         buffer.put(Again(8, "a"))
-        buffer.put(letter)
+        buffer.put(dead_letter)
         assert buffer.ready == 0
         buffer.put(Again(2, "a"))
         assert await taken_from(buffer, 3) == [1, 2, 8]

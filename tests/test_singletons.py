@@ -13,7 +13,7 @@ import pytest
 
 from aviso_workers import App, Backoff, Notification, Notify, Reject, config
 from aviso_workers.errors import TakenOverError
-from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import harness
 
 pytestmark = pytest.mark.anyio
@@ -193,10 +193,10 @@ async def test_a_dead_letter_that_is_handed_back_is_handled_by_the_same_worker(a
             await t.notify("mars", {"step": attempt})
             await t.settle()
         await t.notify("mars", {"step": 3})
-        office = DeadLetterOffice(app.session.admin, app.config, events=app.events)
-        async with aclosing(office.letters(Selection())) as letters:
-            async for letter in letters:
-                await office.retry(letter)
+        stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+        async with aclosing(stored.select(Selection())) as dead_letters:
+            async for dead_letter in dead_letters:
+                await stored.retry(dead_letter)
         await t.settle()
         assert sorted(step for _, step in seen) == [0, 1, 2, 3]
         assert len({number for number, _ in seen}) == 1

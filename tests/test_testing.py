@@ -134,8 +134,8 @@ class TestCallForms:
             await t.settle()
         assert sorted(seen) == [1, 2, 3, 4, 5, 7]
         assert sorted(t.outcomes("agent")) == ["acked"] * 6 + ["dead_lettered"]
-        (letter,) = t.dead_letters
-        assert (letter.reason, letter.original.subject) == ("undecodable", "mars.od.6")
+        (dead_letter,) = t.dead_letters
+        assert (dead_letter.reason, dead_letter.original.subject) == ("undecodable", "mars.od.6")
 
     @pytest.mark.parametrize("form", ["coroutine", "thread", "batch", "stream"])
     async def test_fail_as_they_are_told_to(self, app: App, server: str | None, seen: list[int], form: str) -> None:
@@ -164,8 +164,11 @@ class TestFailures:
             await notify(t, 1, 2, 3)
             await t.settle()
         assert sorted(t.outcomes(index)) == ["acked", "dead_lettered", "dead_lettered", "retried", "retried"]
-        letters = {letter.original.subject: (letter.reason, letter.attempts, letter.error) for letter in t.dead_letters}
-        assert letters == {
+        dead_letters = {
+            dead_letter.original.subject: (dead_letter.reason, dead_letter.attempts, dead_letter.error)
+            for dead_letter in t.dead_letters
+        }
+        assert dead_letters == {
             "mars.od.2": ("attempts_exhausted", 3, "ValueError: an empty field"),
             "mars.od.3": ("rejected", 1, "Reject: no such field"),
         }
@@ -423,7 +426,7 @@ class TestInVirtualTime:
             assert t.outcomes(index) == []
             await t.advance(2)
             await t.settle()
-        assert [letter.error for letter in t.dead_letters] == ["TimeoutError: not done within 60 s"]
+        assert [dead_letter.error for dead_letter in t.dead_letters] == ["TimeoutError: not done within 60 s"]
 
     async def test_a_stop_takes_as_much_as_it_needs(self, app: App, seen: list[int]) -> None:
         @app.agent("mars", rate_limit=0.1, concurrency=2)
@@ -608,4 +611,4 @@ async def test_a_dead_letter_whose_first_acknowledgement_was_lost_is_listed_once
         await t.settle()
 
         assert lost == ["aviso_workers_dead_letters"]
-        assert [letter.reason for letter in t.dead_letters] == ["rejected"]
+        assert [dead_letter.reason for dead_letter in t.dead_letters] == ["rejected"]

@@ -20,7 +20,7 @@ from aviso_workers.cli.output import Columns, print_json, print_table, printable
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected
 from aviso_workers.errors import NotFoundError
 from aviso_workers.events import Events
-from aviso_workers.ops.dead_letters import DeadLetter, DeadLetterOffice, Selection, document, portions
+from aviso_workers.ops.dead_letters import DeadLetter, Selection, StoredDeadLetters, document, portions
 
 __all__ = ["dead_letters"]
 
@@ -31,7 +31,7 @@ dead_letters = typer.Typer(
 SHORT = 60
 
 Action = Callable[..., Awaitable[None]]
-"""`DeadLetterOffice.retry` or `DeadLetterOffice.drop`."""
+"""`StoredDeadLetters.retry` or `StoredDeadLetters.drop`."""
 
 Sequences = Annotated[list[int] | None, typer.Argument(metavar="SEQUENCE...", min=1, help="Dead letters, by number.")]
 OfApp = Annotated[str | None, typer.Option("--app", metavar="APP", help="Of this app.")]
@@ -49,7 +49,7 @@ Until = Annotated[str | None, typer.Option("--until", metavar="DATE", help="Dead
 WithError = Annotated[str | None, typer.Option("--error", metavar="TEXT", help="Whose error contains this.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do it for all that are selected.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document a letter; its body is base64.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document a dead letter; its body is base64.")]
 
 
 @dead_letters.command()
@@ -71,15 +71,15 @@ def ls(
     """
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
 
-    async def run(office: DeadLetterOffice) -> None:
+    async def run(stored: StoredDeadLetters) -> None:
         columns = Columns("sequence", "time", "app", "agent", "reason", "attempts", "original", "error")
         none = True
-        async with aclosing(office.letters(wanted)) as letters:
-            async for portion in portions(letters):
+        async with aclosing(stored.select(wanted)) as dead_letters:
+            async for portion in portions(dead_letters):
                 none = False
                 if as_json:
-                    for letter in portion:
-                        print_json(document(letter))
+                    for dead_letter in portion:
+                        print_json(document(dead_letter))
                 else:
                     columns.print(map(_row, portion))
         if none and not as_json:
@@ -99,12 +99,12 @@ def show(
     Example: aviso-workers dead-letters show 17
     """
 
-    async def run(office: DeadLetterOffice) -> None:
-        letter = await office.letter(sequence)
+    async def run(stored: StoredDeadLetters) -> None:
+        dead_letter = await stored.get(sequence)
         if as_json:
-            print_json(document(letter))
+            print_json(document(dead_letter))
         else:
-            _print_letter(letter)
+            _print_letter(dead_letter)
 
     _run(config, run)
 
@@ -128,7 +128,7 @@ def retry(
     Example: aviso-workers dead-letters retry --agent index_field --yes
     """
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
-    _act(config, wanted, DeadLetterOffice.retry, "handed back", dry_run=dry_run, yes=yes)
+    _act(config, wanted, StoredDeadLetters.retry, "handed back", dry_run=dry_run, yes=yes)
 
 
 @dead_letters.command()
@@ -150,7 +150,7 @@ def drop(
     Example: aviso-workers dead-letters drop 17 --yes
     """
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
-    _act(config, wanted, DeadLetterOffice.drop, "erased", dry_run=dry_run, yes=yes)
+    _act(config, wanted, StoredDeadLetters.drop, "erased", dry_run=dry_run, yes=yes)
 
 
 def _act(
@@ -162,26 +162,26 @@ def _act(
     dry_run: bool,
     yes: bool,
 ) -> None:
-    async def run(office: DeadLetterOffice) -> None:
-        found = await _found(office, wanted)
+    async def run(stored: StoredDeadLetters) -> None:
+        found = await _found(stored, wanted)
         if not found or dry_run:
             return
         if not (yes or wanted.sequences):
-            typer.echo("nothing was done; say --yes, or name the letters by their sequences", err=True)
+            typer.echo("nothing was done; say --yes, or name the dead letters by their sequences", err=True)
             raise typer.Exit(2)
-        await _act_on(office, found, act, done)
+        await _act_on(stored, found, act, done)
 
     _run(config, run)
 
 
-async def _found(office: DeadLetterOffice, wanted: Selection) -> frozenset[int]:
-    """The selected letters that are there, which are shown, counted."""
+async def _found(stored: StoredDeadLetters, wanted: Selection) -> frozenset[int]:
+    """The selected dead letters that are there, which are shown, counted."""
     found: set[int] = set()
     counts = Counter[tuple[str, str, str]]()
-    async with aclosing(office.letters(wanted)) as letters:
-        async for letter in letters:
-            found.add(letter.sequence)
-            counts[letter.app, letter.agent, letter.reason] += 1
+    async with aclosing(stored.select(wanted)) as dead_letters:
+        async for dead_letter in dead_letters:
+            found.add(dead_letter.sequence)
+            counts[dead_letter.app, dead_letter.agent, dead_letter.reason] += 1
     if missing := sorted(wanted.sequences - found):
         raise NotFoundError(f"no such dead letter: {', '.join(map(str, missing))}; nothing was done")
     if found:
@@ -193,7 +193,7 @@ async def _found(office: DeadLetterOffice, wanted: Selection) -> frozenset[int]:
 
 
 async def _act_on(
-    office: DeadLetterOffice,
+    stored: StoredDeadLetters,
     found: frozenset[int],
     act: Action,
     done: str,
@@ -210,21 +210,21 @@ async def _act_on(
                 count += 1
                 progress.advance(bar)
 
-            async with aclosing(office.letters(Selection(sequences=found))) as letters:
-                async for portion in portions(letters):
-                    await act(office, *portion, note=note)
+            async with aclosing(stored.select(Selection(sequences=found))) as dead_letters:
+                async for portion in portions(dead_letters):
+                    await act(stored, *portion, note=note)
     finally:
         typer.echo(f"{count} of {len(found)} {done}")
 
 
-def _run(config: ConfigSource | None, run: Callable[[DeadLetterOffice], Awaitable[None]]) -> None:
+def _run(config: ConfigSource | None, run: Callable[[StoredDeadLetters], Awaitable[None]]) -> None:
     events = Events()
     with skipped_told(events):
 
-        async def run_in_office(server: Opened) -> None:
-            await run(DeadLetterOffice(server.admin, server.config, events=events))
+        async def run_connected(server: Opened) -> None:
+            await run(StoredDeadLetters(server.admin, server.config, events=events))
 
-        connected(config, run_in_office)
+        connected(config, run_connected)
 
 
 def _selection(
@@ -249,31 +249,31 @@ def _selection(
     )
 
 
-def _row(letter: DeadLetter) -> tuple[str, ...]:
+def _row(dead_letter: DeadLetter) -> tuple[str, ...]:
     return (
-        str(letter.sequence),
-        letter.time.isoformat(timespec="seconds"),
-        letter.app,
-        letter.agent,
-        letter.reason,
-        str(letter.attempts),
-        f"{letter.stream}@{letter.original.sequence}",
-        letter.error if len(letter.error) <= SHORT else f"{letter.error[: SHORT - 1]}…",
+        str(dead_letter.sequence),
+        dead_letter.time.isoformat(timespec="seconds"),
+        dead_letter.app,
+        dead_letter.agent,
+        dead_letter.reason,
+        str(dead_letter.attempts),
+        f"{dead_letter.stream}@{dead_letter.original.sequence}",
+        dead_letter.error if len(dead_letter.error) <= SHORT else f"{dead_letter.error[: SHORT - 1]}…",
     )
 
 
-def _print_letter(letter: DeadLetter) -> None:
-    original = letter.original
+def _print_letter(dead_letter: DeadLetter) -> None:
+    original = dead_letter.original
     rows = {
-        "sequence": str(letter.sequence),
-        "dead-lettered": letter.time.isoformat(),
-        "app": letter.app,
-        "agent": letter.agent,
-        "reason": letter.reason,
-        "attempts": str(letter.attempts),
-        "error": letter.error,
-        "traceback": letter.traceback,
-        "original": f"{letter.stream}@{original.sequence}",
+        "sequence": str(dead_letter.sequence),
+        "dead-lettered": dead_letter.time.isoformat(),
+        "app": dead_letter.app,
+        "agent": dead_letter.agent,
+        "reason": dead_letter.reason,
+        "attempts": str(dead_letter.attempts),
+        "error": dead_letter.error,
+        "traceback": dead_letter.traceback,
+        "original": f"{dead_letter.stream}@{original.sequence}",
         "subject": original.subject,
         "stored": store_time(original).isoformat(),
         **{f"header {name}": value for name, value in (original.headers or {}).items()},

@@ -248,7 +248,7 @@ def add(
     """The state with the notification counted in each of its windows that is open; as it was, where it had been before.
 
     `time` is when it happened. Windows that end by `passed` are closed, whatever the key. `retry` is the id of the dead
-    letter that it was, if it was one. Raises `FinalError` where none of its windows is open.
+    dead letter that it was, if it was one. Raises `FinalError` where none of its windows is open.
     """
     sequence, stored = notification.sequence, notification.time.timestamp()
     if _is_counted(state, sequence, stored, retry):

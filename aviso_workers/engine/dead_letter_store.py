@@ -2,7 +2,7 @@
 
 A dead letter keeps the bytes and the reason in a stream of its own, under `aviso_workers.dead_letters.<app>.<agent>`:
 the body is the original's, untouched, and what is known of it is in the headers below. The stream refuses when it is
-full, so that old evidence is never overwritten. A letter that is to be tried again is copied to the retries, under
+full, so that old evidence is never overwritten. A dead letter that is to be tried again is copied to the retries, under
 `aviso_workers.retries.<app>.<agent>`, where only that agent reads; there it counts as fresh.
 """
 
@@ -47,7 +47,7 @@ RETRIES_KEPT_DAYS = 30
 RETRIES_ONCE_SECONDS = 3600
 """A retry that is broken off and repeated within this time is stored once."""
 RETRIED = "Aviso-Retried"
-"""The header of what is tried again: which letter it was."""
+"""The header of what is tried again: which dead letter it was."""
 TIMEOUT_SECONDS = 10.0
 LONGEST_ERROR = 2000
 """Characters of an error's text that are kept."""
@@ -58,7 +58,7 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     """A stored dead letter, read."""
 
     sequence: int
-    """Of the letter itself."""
+    """Of the dead letter itself."""
     time: datetime
     """When it was stored."""
     app: str
@@ -71,7 +71,7 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     """The stream of the original."""
     original: Message
     stored: Message
-    """The letter itself, as the stream holds it, with its whole body."""
+    """The dead letter itself, as the stream holds it, with its whole body."""
 
     @classmethod
     def read(cls, message: Message) -> DeadLetter:
@@ -134,28 +134,28 @@ class DeadLetterStore:
             "Aviso-Traceback": _one_line(_digest(error), most=self._longest_text),
         }
         kept = _without(message.headers, "Nats-", *parts.HEADERS)
-        letter = Message(subject=f"{SUBJECT}.{self._app}.{agent}", data=message.data, headers={**kept, **headers})
+        dead_letter = Message(subject=f"{SUBJECT}.{self._app}.{agent}", data=message.data, headers={**kept, **headers})
         # With its time, because a stream that is made anew counts from 1 again. What was tried again and failed again
         # is another letter, although the first may still be there: it is removed a moment after it was copied.
         message_id = f"{self._app}.{agent}.{stream}.{message.sequence}.{message.timestamp_ns}.{kept.get(RETRIED, part)}"
-        await parts.store(letter, message_id, self._store_once, max_payload=self._backend.connection.max_payload)
+        await parts.store(dead_letter, message_id, self._store_once, max_payload=self._backend.connection.max_payload)
 
     @property
     def _longest_text(self) -> int:
         """Characters of an error or a traceback: few, where a server takes small messages only."""
         return min(LONGEST_ERROR, self._backend.connection.max_payload // 32)
 
-    async def _store_once(self, letter: Message, message_id: str) -> PubAck:
-        ack = await self._store(letter, message_id)
+    async def _store_once(self, dead_letter: Message, message_id: str) -> PubAck:
+        ack = await self._store(dead_letter, message_id)
         while ack.duplicate and await message_at(self._backend, STREAM, ack.sequence) is None:
             message_id = f"{message_id}.{ack.sequence}"  # that one was dropped meanwhile: this is another one as well
-            ack = await self._store(letter, message_id)
+            ack = await self._store(dead_letter, message_id)
         return ack
 
-    async def _store(self, letter: Message, message_id: str) -> PubAck:
+    async def _store(self, dead_letter: Message, message_id: str) -> PubAck:
         try:
             return await self._backend.publish(
-                letter, message_id=message_id, stream=STREAM, timeout_seconds=TIMEOUT_SECONDS
+                dead_letter, message_id=message_id, stream=STREAM, timeout_seconds=TIMEOUT_SECONDS
             )
         except UnavailableError:
             self._provisioner.forget(STREAM)  # it may have been deleted
@@ -209,7 +209,7 @@ def stream_spec(config: Config) -> StreamSpec:
 
 
 def retries_spec(config: Config) -> StreamSpec:
-    """The stream of the letters that are tried again."""
+    """The stream of the dead letters that are tried again."""
     return streams.own_stream(
         RETRIES,
         f"{RETRIES_SUBJECT}.>",
@@ -224,12 +224,12 @@ def retry_subject(app: str, agent: str) -> str:
     return f"{RETRIES_SUBJECT}.{app}.{agent}"
 
 
-def retry_of(letter: DeadLetter) -> tuple[Message, str]:
-    """The copy that hands a letter to the agent that failed, and its message id: always the same for one letter."""
-    message_id = f"{letter.sequence}.{letter.stored.timestamp_ns}"
-    headers = {**_without(letter.stored.headers, "Nats-", *parts.HEADERS), RETRIED: message_id}
+def retry_of(dead_letter: DeadLetter) -> tuple[Message, str]:
+    """Return the copy that hands a dead letter back to its agent, and its message id, which is always the same."""
+    message_id = f"{dead_letter.sequence}.{dead_letter.stored.timestamp_ns}"
+    headers = {**_without(dead_letter.stored.headers, "Nats-", *parts.HEADERS), RETRIED: message_id}
     return Message(
-        subject=retry_subject(letter.app, letter.agent), data=letter.stored.data, headers=headers
+        subject=retry_subject(dead_letter.app, dead_letter.agent), data=dead_letter.stored.data, headers=headers
     ), message_id
 
 

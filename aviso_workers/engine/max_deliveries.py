@@ -2,7 +2,7 @@
 
 No worker is left to store the dead letter: the server gives up and says so by an advisory, which is lost where nobody
 listens. So the advisories are kept in a stream. Each app reads all of them, acks those of other apps, and stores a dead
-letter for each of its own. It knows its own by the name of the durable consumer, `<app>__<agent>`, and not by the
+dead letter for each of its own. It knows its own by the name of the durable consumer, `<app>__<agent>`, and not by the
 agents that it has: an older worker beside a newer one, or one that runs some of the agents, stores the dead letters of
 agents that it does not know, and what a retired agent left behind is kept as well.
 """

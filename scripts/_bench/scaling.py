@@ -18,7 +18,7 @@ from _bench.tally import memory_mib
 from aviso_workers import App, Notification
 from aviso_workers.engine.dead_letter_store import DeadLetter
 from aviso_workers.events import Ticked
-from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection, portions
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters, portions
 from aviso_workers.worker.metrics import Metrics
 
 __all__ = ["scale"]
@@ -222,14 +222,14 @@ def _dead_letters(ground: Ground, size: Size, say: Say) -> Figures:
 async def _hand_back(ground: Ground, name: str, count: int) -> float:
     """Dead letters handed back a second; those of so many originals, the first in the stream."""
     async with ground.app(name) as app:
-        office = DeadLetterOffice(app.session.admin, app.config, events=app.events)
-        letters = [letter async for letter in office.letters(Selection(app=name))][:count]
+        stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+        dead_letters = [dead_letter async for dead_letter in stored.select(Selection(app=name))][:count]
         begun = time.perf_counter()
-        async for portion in portions(_each(letters)):
-            await office.retry(*portion)
+        async for portion in portions(_each(dead_letters)):
+            await stored.retry(*portion)
         return count / (time.perf_counter() - begun)
 
 
-async def _each(letters: Iterable[DeadLetter]) -> AsyncIterator[DeadLetter]:
-    for letter in letters:
-        yield letter
+async def _each(dead_letters: Iterable[DeadLetter]) -> AsyncIterator[DeadLetter]:
+    for dead_letter in dead_letters:
+        yield dead_letter

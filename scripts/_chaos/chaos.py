@@ -34,7 +34,7 @@ from _chaos.strokes import Kind, Stroke, plan
 from _demo.children import ShortfallError
 from aviso_workers import App
 from aviso_workers.errors import AvisoWorkersError, BackendError
-from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 
 STREAM = EVENT.upper()
 LANES = 50
@@ -240,11 +240,11 @@ class Account(Struct, frozen=True, kw_only=True):
 async def account(client: App, deployment: Deployment) -> list[Account]:
     """Raises `BackendError`."""
     dead_lettered: dict[str, dict[int, str]] = {agent.name: {} for agent in router.agents}
-    async for letter in DeadLetterOffice(client.session.admin, client.config, events=client.events).letters(
+    async for dead_letter in StoredDeadLetters(client.session.admin, client.config, events=client.events).select(
         Selection(app=APP)
     ):
-        number = int(letter.original.subject.rpartition(".")[2])
-        dead_lettered[letter.agent][number] = letter.reason
+        number = int(dead_letter.original.subject.rpartition(".")[2])
+        dead_lettered[dead_letter.agent][number] = dead_letter.reason
     handled = deployment.handled()
     return [Account(agent=name, handled=handled[name], dead_lettered=dead_lettered[name]) for name in dead_lettered]
 

@@ -34,7 +34,7 @@ from aviso_workers import App, Backoff, Notification, Tick, Window, Windowing, c
 from aviso_workers.backends import Admin
 from aviso_workers.declare.tables import Table
 from aviso_workers.errors import AvisoWorkersError, BackendError
-from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 
 __all__ = ["Result", "conduct"]
 
@@ -130,10 +130,10 @@ async def _conduct(nodes: list[Node], binaries: Mapping[str, str], rate: float) 
                 console.print(f"all servers are {version}: {len(ledger.stored):,} stored so far")
                 tried[version] = await _said(_later(app, version))
             published.set()
-            letters = await _settled(app, ledger, later=[*tried.values()].count(WORKS))
+            dead_letters = await _settled(app, ledger, later=[*tried.values()].count(WORKS))
             kept = {int(key) async for key, _ in numbers.items()}
             stop.set()
-    return _judged(ledger, letters, kept, tried)
+    return _judged(ledger, dead_letters, kept, tried)
 
 
 def _declare(app: App, ledger: Ledger) -> Table[int | None]:
@@ -233,31 +233,31 @@ async def _said(doing: Any) -> str:
 
 async def _settled(app: App, ledger: Ledger, *, later: int) -> set[int]:
     """Wait until all is done, or nothing happens any more; return the numbers of the dead letters."""
-    letters: set[int] = set()
+    dead_letters: set[int] = set()
     until = time.monotonic() + STILL_SECONDS
     doomed = {number for number in ledger.stored if number % FAILS == 0}
     while time.monotonic() < until:
         await anyio.sleep(1.0)
-        letters = {
-            int(letter.original.subject.rpartition(".")[2])
-            async for letter in DeadLetterOffice(app.session.admin, app.config, events=app.events).letters(
+        dead_letters = {
+            int(dead_letter.original.subject.rpartition(".")[2])
+            async for dead_letter in StoredDeadLetters(app.session.admin, app.config, events=app.events).select(
                 Selection(app=APP)
             )
         }
-        done = ledger.stored - doomed <= ledger.handled.keys() and doomed <= letters
+        done = ledger.stored - doomed <= ledger.handled.keys() and doomed <= dead_letters
         if done and ledger.stored <= ledger.in_windows.keys() and len(ledger.later) == later:
             break
-    return letters
+    return dead_letters
 
 
-def _judged(ledger: Ledger, letters: set[int], kept: set[int], tried: dict[str, str]) -> Result:
+def _judged(ledger: Ledger, dead_letters: set[int], kept: set[int], tried: dict[str, str]) -> Result:
     stored = ledger.stored
     doomed = {number for number in stored if number % FAILS == 0}
     problems = [
         f"{what}: {len(lost):,} are missing, such as {min(lost)}"
         for what, lost in {
             "handled": stored - doomed - ledger.handled.keys(),
-            "dead letters": doomed - letters,
+            "dead letters": doomed - dead_letters,
             "windows": stored - ledger.in_windows.keys(),
             "table": stored - kept,
         }.items()
@@ -267,7 +267,7 @@ def _judged(ledger: Ledger, letters: set[int], kept: set[int], tried: dict[str, 
         problems.append(f"{missing} that were to be delivered later were not")
     if [*tried.values()][-1] != WORKS:
         problems.append("the newest servers deliver nothing later")
-    if given_up := {number for number in letters if number in stored} - doomed:
+    if given_up := {number for number in dead_letters if number in stored} - doomed:
         problems.append(f"{len(given_up):,} were given up that do not fail")
     if out_of_order := [key for key, sequences in ledger.by_key.items() if sequences != sorted(sequences)]:
         problems.append(f"out of order: keys {out_of_order}")
@@ -281,7 +281,7 @@ def _judged(ledger: Ledger, letters: set[int], kept: set[int], tried: dict[str, 
         "handled": len(ledger.handled),
         "handled more than once": sum(times > 1 for times in ledger.handled.values()),
         "behind a later one of its key": ledger.behind,
-        "dead letters": len(letters),
+        "dead letters": len(dead_letters),
         "in windows": len(ledger.in_windows),
         "in the table": len(kept),
         "ticks": len(ledger.ticks),

@@ -81,19 +81,19 @@ def dead_lettered(deployment: Deployment) -> Deployment:
 
 
 @pytest.fixture
-def letters(run: Run, config: Path) -> Callable[..., list[dict[str, Any]]]:
-    """`letters("--agent", "index")`: the listed ones, as documents."""
+def dead_letters(run: Run, config: Path) -> Callable[..., list[dict[str, Any]]]:
+    """`dead_letters("--agent", "index")`: the listed ones, as documents."""
 
-    def letters(*arguments: str) -> list[dict[str, Any]]:
+    def dead_letters(*arguments: str) -> list[dict[str, Any]]:
         ran = run("dead-letters", "ls", *arguments, "--json", "--config", config)
         assert (ran.code, ran.err) == (0, ""), ran
         return [json.loads(line) for line in ran.lines]
 
-    return letters
+    return dead_letters
 
 
 def of(documents: list[dict[str, Any]]) -> list[tuple[str, int]]:
-    return sorted((letter["agent"], letter["original"]["sequence"]) for letter in documents)
+    return sorted((dead_letter["agent"], dead_letter["original"]["sequence"]) for dead_letter in documents)
 
 
 @pytest.mark.parametrize("command", [("ls",), ("retry",), ("retry", "--yes"), ("drop", "--yes")])
@@ -118,10 +118,10 @@ def test_they_are_listed(run: Run, config: Path, dead_lettered: Deployment) -> N
 
 
 def test_one_is_shown_whole(
-    run: Run, config: Path, dead_lettered: Deployment, letters: Callable[..., list[dict[str, Any]]]
+    run: Run, config: Path, dead_lettered: Deployment, dead_letters: Callable[..., list[dict[str, Any]]]
 ) -> None:
-    (letter,) = letters("--agent", "count")
-    ran = run("dead-letters", "show", str(letter["sequence"]), "--config", config)
+    (dead_letter,) = dead_letters("--agent", "count")
+    ran = run("dead-letters", "show", str(dead_letter["sequence"]), "--config", config)
     assert (ran.code, ran.err) == (0, "")
     head, _, body = ran.out.partition("\n\n")
     told = dict(line.split(": ", 1) for line in head.splitlines())
@@ -131,9 +131,9 @@ def test_one_is_shown_whole(
     assert json.loads(body) == {"location": "here", "größe": 1.5}
     assert '\n  "größe": 1.5' in body
 
-    as_json = run("dead-letters", "show", str(letter["sequence"]), "--json", "--config", config)
-    assert json.loads(as_json.out) == letter
-    assert base64.b64decode(letter["original"]["data"]) == '{"größe":1.5,"location":"here"}'.encode()
+    as_json = run("dead-letters", "show", str(dead_letter["sequence"]), "--json", "--config", config)
+    assert json.loads(as_json.out) == dead_letter
+    assert base64.b64decode(dead_letter["original"]["data"]) == '{"größe":1.5,"location":"here"}'.encode()
 
 
 def test_one_that_is_not_there_cannot_be_shown(run: Run, config: Path, dead_lettered: Deployment) -> None:
@@ -157,30 +157,30 @@ def test_one_that_is_not_there_cannot_be_shown(run: Run, config: Path, dead_lett
 )
 def test_they_are_filtered(
     dead_lettered: Deployment,
-    letters: Callable[..., list[dict[str, Any]]],
+    dead_letters: Callable[..., list[dict[str, Any]]],
     filters: tuple[str, ...],
     expected: list[Any],
 ) -> None:
-    assert of(letters(*filters)) == expected
+    assert of(dead_letters(*filters)) == expected
 
 
 @pytest.mark.parametrize("command", ["retry", "drop"])
 def test_nothing_is_done_without_a_yes(
-    run: Run, config: Path, dead_lettered: Deployment, letters: Callable[..., list[dict[str, Any]]], command: str
+    run: Run, config: Path, dead_lettered: Deployment, dead_letters: Callable[..., list[dict[str, Any]]], command: str
 ) -> None:
     asked = run("dead-letters", command, "--agent", "index", "--config", config)
-    assert (asked.code, asked.err) == (2, "nothing was done; say --yes, or name the letters by their sequences\n")
+    assert (asked.code, asked.err) == (2, "nothing was done; say --yes, or name the dead letters by their sequences\n")
     assert [line.split() for line in asked.lines[1:]] == [["field", "index", "rejected", "2"]]
     dry = run("dead-letters", command, "--dry-run", "--yes", "--config", config)
-    assert (dry.code, dry.err, len(letters())) == (0, "", 3)
+    assert (dry.code, dry.err, len(dead_letters())) == (0, "", 3)
 
 
 def test_a_retry_hands_them_to_the_agent_that_failed(
-    run: Run, config: Path, dead_lettered: Deployment, letters: Callable[..., list[dict[str, Any]]]
+    run: Run, config: Path, dead_lettered: Deployment, dead_letters: Callable[..., list[dict[str, Any]]]
 ) -> None:
     ran = run("dead-letters", "retry", "--agent", "index", "--yes", "--config", config)
     assert (ran.code, ran.lines[-1]) == (0, "2 of 2 handed back"), ran
-    assert of(letters()) == [("count", 3)]
+    assert of(dead_letters()) == [("count", 3)]
 
     dead_lettered.broken = False
     dead_lettered.work(2)
@@ -188,26 +188,26 @@ def test_a_retry_hands_them_to_the_agent_that_failed(
 
 
 def test_some_are_retried_by_their_sequences(
-    run: Run, config: Path, dead_lettered: Deployment, letters: Callable[..., list[dict[str, Any]]]
+    run: Run, config: Path, dead_lettered: Deployment, dead_letters: Callable[..., list[dict[str, Any]]]
 ) -> None:
-    first, second, third = (letter["sequence"] for letter in letters())
+    first, second, third = (dead_letter["sequence"] for dead_letter in dead_letters())
     missing = run("dead-letters", "retry", str(first), "98", "99", "--config", config)
     assert (missing.code, missing.err) == (1, "aviso-workers: no such dead letter: 98, 99; nothing was done\n")
     ran = run("dead-letters", "retry", str(third), str(first), "--config", config)
     assert (ran.code, ran.lines[-1]) == (0, "2 of 2 handed back"), ran
-    assert [letter["sequence"] for letter in letters()] == [second]
+    assert [dead_letter["sequence"] for dead_letter in dead_letters()] == [second]
 
 
 def test_what_is_dropped_is_gone(
-    run: Run, config: Path, dead_lettered: Deployment, letters: Callable[..., list[dict[str, Any]]]
+    run: Run, config: Path, dead_lettered: Deployment, dead_letters: Callable[..., list[dict[str, Any]]]
 ) -> None:
     ran = run("dead-letters", "drop", "--reason", "rejected", "--yes", "--config", config)
     assert (ran.code, ran.lines[-1]) == (0, "2 of 2 erased"), ran
-    assert of(letters()) == [("count", 3)]
+    assert of(dead_letters()) == [("count", 3)]
 
 
 def test_a_letter_whose_agent_reads_no_retries_stays_and_the_rest_is_told(
-    run: Run, config: Path, dead_lettered: Deployment, letters: Callable[..., list[dict[str, Any]]]
+    run: Run, config: Path, dead_lettered: Deployment, dead_letters: Callable[..., list[dict[str, Any]]]
 ) -> None:
     async def forget_the_readers() -> None:
         async with App("tests", config=config) as app:
@@ -217,7 +217,7 @@ def test_a_letter_whose_agent_reads_no_retries_stays_and_the_rest_is_told(
     ran = run("dead-letters", "retry", "--yes", "--config", config)
     assert (ran.code, ran.lines[-1]) == (1, "0 of 3 handed back"), ran
     assert "does not read what is tried again: start a worker of it first" in ran.err
-    assert len(letters()) == 3
+    assert len(dead_letters()) == 3
 
 
 def test_what_is_no_dead_letter_is_left_out_and_told(run: Run, config: Path, dead_lettered: Deployment) -> None:

@@ -21,7 +21,7 @@ from aviso_workers.engine.dead_letter_store import STREAM
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control, deployment
-from aviso_workers.ops.dead_letters import DeadLetter, DeadLetterOffice, Selection
+from aviso_workers.ops.dead_letters import DeadLetter, Selection, StoredDeadLetters
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 from tests.presence import present
@@ -29,7 +29,7 @@ from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-Testing = Callable[[], AbstractAsyncContextManager[tuple[Harness, DeadLetterOffice]]]
+Testing = Callable[[], AbstractAsyncContextManager[tuple[Harness, StoredDeadLetters]]]
 
 
 class Field(msgspec.Struct):
@@ -48,25 +48,25 @@ def app(config: Config) -> App:
 
 @pytest.fixture
 def testing(app: App, nats_url: str) -> Testing:
-    """`async with testing() as (t, office)`: the app's agents at work, and the office that sees to their letters."""
+    """`async with testing() as (t, stored)`: the app's agents at work, and the dead letters that are stored."""
 
     @asynccontextmanager
-    async def testing() -> AsyncIterator[tuple[Harness, DeadLetterOffice]]:
+    async def testing() -> AsyncIterator[tuple[Harness, StoredDeadLetters]]:
         async with harness(app, server=nats_url or None) as t:
-            yield t, DeadLetterOffice(app.session.admin, app.config, events=app.events)
+            yield t, StoredDeadLetters(app.session.admin, app.config, events=app.events)
 
     return testing
 
 
-async def all_of(office: DeadLetterOffice, **wanted: Any) -> list[DeadLetter]:
-    return [letter async for letter in office.letters(Selection(**wanted))]
+async def all_of(stored: StoredDeadLetters, **wanted: Any) -> list[DeadLetter]:
+    return [dead_letter async for dead_letter in stored.select(Selection(**wanted))]
 
 
 async def test_where_nothing_ever_failed_there_is_nothing(testing: Testing) -> None:
-    async with testing() as (_, office):
-        assert await all_of(office) == []
+    async with testing() as (_, stored):
+        assert await all_of(stored) == []
         with pytest.raises(NotFoundError, match="no dead letter 1"):
-            await office.letter(1)
+            await stored.get(1)
 
 
 async def test_a_letter_goes_back_to_the_agent_that_failed_and_to_no_other(app: App, testing: Testing) -> None:
@@ -83,21 +83,21 @@ async def test_a_letter_goes_back_to_the_agent_that_failed_and_to_no_other(app: 
     async def other(notification: Notification[Any]) -> None:
         seen.append(("other", notification.num_delivered, notification.identifier))
 
-    async with testing() as (t, office):
+    async with testing() as (t, stored):
         receipt = await t.notify("mars", mars(), {"n": 1})
         await t.settle()
-        (letter,) = await all_of(office)
-        assert (letter.agent, letter.reason, letter.attempts) == ("failing", "rejected", 1)
-        assert (letter.stream, letter.original.sequence) == (receipt.stream, receipt.sequence)
+        (dead_letter,) = await all_of(stored)
+        assert (dead_letter.agent, dead_letter.reason, dead_letter.attempts) == ("failing", "rejected", 1)
+        assert (dead_letter.stream, dead_letter.original.sequence) == (receipt.stream, receipt.sequence)
         broken = False
         seen.clear()
 
-        await office.retry(letter)
+        await stored.retry(dead_letter)
         await t.settle()
 
         assert seen == [("failing", 1, mars())]
         assert t.outcomes("failing") == ["dead_lettered", "acked"]
-        assert await all_of(office) == []
+        assert await all_of(stored) == []
 
 
 async def test_a_letter_counts_as_fresh_and_what_fails_again_is_another_letter(app: App, testing: Testing) -> None:
@@ -108,17 +108,21 @@ async def test_a_letter_counts_as_fresh_and_what_fails_again_is_another_letter(a
         tries.append(notification.sequence)
         raise ValueError("boom")
 
-    async with testing() as (t, office):
+    async with testing() as (t, stored):
         await t.notify("mars", mars(), {})
         await t.settle()
         for dead_lettered in (1, 2, 3):
-            (letter,) = await all_of(office)
-            assert (len(tries), letter.attempts, letter.reason) == (2 * dead_lettered, 2, "attempts_exhausted")
-            assert letter.error == "ValueError: boom"
-            assert "failing" in letter.traceback
-            await office.retry(letter)
+            (dead_letter,) = await all_of(stored)
+            assert (len(tries), dead_letter.attempts, dead_letter.reason) == (
+                2 * dead_lettered,
+                2,
+                "attempts_exhausted",
+            )
+            assert dead_letter.error == "ValueError: boom"
+            assert "failing" in dead_letter.traceback
+            await stored.retry(dead_letter)
             await t.settle()
-        assert set(tries) == {letter.original.sequence}
+        assert set(tries) == {dead_letter.original.sequence}
 
 
 async def test_a_retry_that_was_broken_off_and_is_repeated_is_handled_once(
@@ -135,23 +139,23 @@ async def test_a_retry_that_was_broken_off_and_is_repeated_is_handled_once(
     async def unreachable(stream: str, sequence: int, *, overwrite: bool) -> None:
         raise UnavailableError("not connected")
 
-    async with testing() as (t, office):
+    async with testing() as (t, stored):
         await t.notify("mars", mars(), {})
         await t.settle()
-        (letter,) = await all_of(office)
+        (dead_letter,) = await all_of(stored)
         with monkeypatch.context() as broken:
             broken.setattr(app.session.admin, "delete_message", unreachable)
             with pytest.raises(UnavailableError):
-                await office.retry(letter)
+                await stored.retry(dead_letter)
         await t.settle()
-        assert await all_of(office) == [letter], "it must not leave before its copy is there"
+        assert await all_of(stored) == [dead_letter], "it must not leave before its copy is there"
 
-        await office.retry(letter)
-        await office.retry(letter)
+        await stored.retry(dead_letter)
+        await stored.retry(dead_letter)
         await t.settle()
 
         assert len(handled) == 2
-        assert await all_of(office) == []
+        assert await all_of(stored) == []
 
 
 async def test_of_several_letters_the_one_whose_copy_is_not_stored_stays(
@@ -166,11 +170,11 @@ async def test_of_several_letters_the_one_whose_copy_is_not_stored_stays(
             raise Reject("not today")
         handled.append(notification.sequence)
 
-    async with testing() as (t, office):
+    async with testing() as (t, stored):
         for step in (0, 6, 12):
             await t.notify("mars", mars(step=step), {})
         await t.settle()
-        letters = await all_of(office)
+        dead_letters = await all_of(stored)
         backend, gone = app.session.admin, list[None]()
         publish_many = backend.publish_many
 
@@ -182,13 +186,13 @@ async def test_of_several_letters_the_one_whose_copy_is_not_stored_stays(
         with monkeypatch.context() as disturbed:
             disturbed.setattr(backend, "publish_many", lose_one)
             with pytest.raises(UnavailableError, match="no leader"):
-                await office.retry(*letters, note=lambda: gone.append(None))
+                await stored.retry(*dead_letters, note=lambda: gone.append(None))
         assert len(gone) == 2
-        assert await all_of(office) == [letters[1]]
+        assert await all_of(stored) == [dead_letters[1]]
 
-        await office.retry(*letters)
+        await stored.retry(*dead_letters)
         await t.settle()
-        assert sorted(handled) == [letter.original.sequence for letter in letters]
+        assert sorted(handled) == [dead_letter.original.sequence for dead_letter in dead_letters]
 
 
 async def test_only_what_is_dropped_is_overwritten_on_disk(
@@ -198,7 +202,7 @@ async def test_only_what_is_dropped_is_overwritten_on_disk(
     async def failing(notification: Notification[Any]) -> None:
         raise Reject("never")
 
-    async with testing() as (t, office):
+    async with testing() as (t, stored):
         for step in (0, 6):
             await t.notify("mars", mars(step=step), {})
         await t.settle()
@@ -210,9 +214,9 @@ async def test_only_what_is_dropped_is_overwritten_on_disk(
             await delete(stream, sequence, overwrite=overwrite)
 
         monkeypatch.setattr(backend, "delete_message", note_how)
-        first, second = await all_of(office)
-        await office.retry(first)
-        await office.drop(second)
+        first, second = await all_of(stored)
+        await stored.retry(first)
+        await stored.drop(second)
         assert deleted == [(first.sequence, False), (second.sequence, True)]
 
 
@@ -223,10 +227,10 @@ async def test_what_fails_again_before_the_letter_is_gone_is_kept(
     async def failing(notification: Notification[Any]) -> None:
         raise Reject("never")
 
-    async with testing() as (t, office):
+    async with testing() as (t, stored):
         await t.notify("mars", mars(), {})
         await t.settle()
-        (letter,) = await all_of(office)
+        (dead_letter,) = await all_of(stored)
         delete = app.session.backend.delete_message
 
         async def delete_late(stream: str, sequence: int, *, overwrite: bool) -> None:
@@ -234,11 +238,14 @@ async def test_what_fails_again_before_the_letter_is_gone_is_kept(
             await delete(stream, sequence, overwrite=overwrite)
 
         monkeypatch.setattr(app.session.admin, "delete_message", delete_late)
-        await office.retry(letter)
+        await stored.retry(dead_letter)
 
-        (again,) = await all_of(office)
-        assert again.sequence > letter.sequence
-        assert (again.original.sequence, again.original.data) == (letter.original.sequence, letter.original.data)
+        (again,) = await all_of(stored)
+        assert again.sequence > dead_letter.sequence
+        assert (again.original.sequence, again.original.data) == (
+            dead_letter.original.sequence,
+            dead_letter.original.data,
+        )
 
 
 async def test_a_letter_from_before_its_stream_was_made_anew_waits_for_the_notification_that_has_its_sequence(
@@ -254,10 +261,10 @@ async def test_a_letter_from_before_its_stream_was_made_anew_waits_for_the_notif
         handled.append(notification.payload)
         await app.session.backend.clock.sleep(1.0)  # longer than `ack_wait`
 
-    async with testing() as (t, office):
+    async with testing() as (t, stored):
         await t.notify("mars", mars(), "old")
         await t.settle()
-        (letter,) = await all_of(office)
+        (dead_letter,) = await all_of(stored)
         broken = False
         await t.stop()
         await app.session.admin.delete_stream("MARS")
@@ -265,7 +272,7 @@ async def test_a_letter_from_before_its_stream_was_made_anew_waits_for_the_notif
         await t.notify("mars", mars(), "new")
         while not handled:
             await t.advance(0.01)
-        await office.retry(letter)
+        await stored.retry(dead_letter)
         await t.settle(within_seconds=20)
 
         assert handled == ["new", "old"]
@@ -276,19 +283,19 @@ async def test_what_is_dropped_and_fails_again_at_once_is_kept(app: App, testing
     async def failing(notification: Notification[Any]) -> None:
         raise Reject("never")
 
-    async with testing() as (t, office):
+    async with testing() as (t, stored):
         await t.notify("mars", mars(), {})
         await t.settle()
         for _ in range(3):  # each within the time in which a repeat of one message is not stored
-            (letter,) = await all_of(office)
-            await office.drop(letter)
-            assert await all_of(office) == []
+            (dead_letter,) = await all_of(stored)
+            await stored.drop(dead_letter)
+            assert await all_of(stored) == []
             plan = await agent_control.plan_reset(
                 app.session.admin, agent_control.declared(app, app.config, "failing"), Position(sequence=1)
             )
             await agent_control.reset(app.session.admin, plan)
             await t.settle()
-        assert len(await all_of(office)) == 1
+        assert len(await all_of(stored)) == 1
 
 
 async def test_a_retry_whose_worker_dies_each_time_comes_back_as_the_letter_that_it_was(
@@ -304,12 +311,12 @@ async def test_a_retry_whose_worker_dies_each_time_comes_back_as_the_letter_that
         began.append(notification.num_delivered)
         await anyio.sleep_forever()
 
-    async with testing() as (t, office):
+    async with testing() as (t, stored):
         await t.notify("mars", mars(), {"n": 1})
         await t.settle()
-        (letter,) = await all_of(office)
+        (dead_letter,) = await all_of(stored)
         deadly = True
-        await office.retry(letter)
+        await stored.retry(dead_letter)
         for deaths in (1, 2, 3):
             with anyio.fail_after(PATIENCE_SECONDS):
                 while len(began) < deaths:
@@ -317,25 +324,33 @@ async def test_a_retry_whose_worker_dies_each_time_comes_back_as_the_letter_that
             await t.crash()
         await t.settle()
 
-        (again,) = await all_of(office)
+        (again,) = await all_of(stored)
         assert (began, again.reason, again.attempts) == ([1, 2, 3], "worker_died", 1)
-        assert (again.stream, again.original.subject) == ("MARS", letter.original.subject)
-        assert (again.original.sequence, again.original.data) == (letter.original.sequence, letter.original.data)
+        assert (again.stream, again.original.subject) == ("MARS", dead_letter.original.subject)
+        assert (again.original.sequence, again.original.data) == (
+            dead_letter.original.sequence,
+            dead_letter.original.data,
+        )
 
 
 async def test_what_the_server_gave_up_is_kept_where_no_worker_knows_its_agent(app: App, testing: Testing) -> None:
     @app.agent("mars")
     async def known(notification: Notification[Any]) -> None: ...
 
-    async with testing() as (t, office):
+    async with testing() as (t, stored):
         receipt = await t.notify("mars", mars(), {"n": 1})
         await give_up(t, "contract__newer")
         await give_up(t, "contract-too__known")
         await t.settle()
 
-        (letter,) = await all_of(office)
-        assert (letter.app, letter.agent, letter.reason, letter.attempts) == ("contract", "newer", "max_deliveries", 1)
-        assert (letter.stream, letter.original.sequence) == (receipt.stream, receipt.sequence)
+        (dead_letter,) = await all_of(stored)
+        assert (dead_letter.app, dead_letter.agent, dead_letter.reason, dead_letter.attempts) == (
+            "contract",
+            "newer",
+            "max_deliveries",
+            1,
+        )
+        assert (dead_letter.stream, dead_letter.original.sequence) == (receipt.stream, receipt.sequence)
 
 
 async def test_two_workers_that_have_other_agents_lose_nothing_of_what_the_server_gave_up(
@@ -349,7 +364,7 @@ async def test_two_workers_that_have_other_agents_lose_nothing_of_what_the_serve
     @newer.agent("mars")
     async def new(notification: Notification[Any]) -> None: ...
 
-    async with testing() as (t, office), anyio.create_task_group() as beside:
+    async with testing() as (t, stored), anyio.create_task_group() as beside:
         stop = anyio.Event()
         beside.start_soon(app.session.run_max_deliveries, newer.agents, stop)
         for step in range(20):
@@ -359,8 +374,8 @@ async def test_two_workers_that_have_other_agents_lose_nothing_of_what_the_serve
         await t.settle()
         stop.set()
 
-        assert {letter.agent for letter in await all_of(office)} == {"new"}
-        assert len(await all_of(office)) == 20
+        assert {dead_letter.agent for dead_letter in await all_of(stored)} == {"new"}
+        assert len(await all_of(stored)) == 20
 
 
 async def give_up(t: Harness, consumer: str, *, count: int = 1) -> None:
@@ -383,7 +398,7 @@ async def test_bytes_that_are_no_notification_are_kept_as_they_are(app: App, tes
     @app.agent("mars")
     async def typed(notification: Notification[Field]) -> None: ...
 
-    async with testing() as (t, office):
+    async with testing() as (t, stored):
         await t.settle()
         subject = "mars.od.0001.g.20261120.0000.oper.12"
         await app.session.backend.publish(
@@ -393,14 +408,18 @@ async def test_bytes_that_are_no_notification_are_kept_as_they_are(app: App, tes
             timeout_seconds=PATIENCE_SECONDS,
         )
         await t.settle()
-        (letter,) = await all_of(office)
-        assert (letter.reason, letter.original.subject, letter.original.data) == ("undecodable", subject, data)
-        assert letter.original.headers == headers
+        (dead_letter,) = await all_of(stored)
+        assert (dead_letter.reason, dead_letter.original.subject, dead_letter.original.data) == (
+            "undecodable",
+            subject,
+            data,
+        )
+        assert dead_letter.original.headers == headers
 
-        await office.retry(letter)
+        await stored.retry(dead_letter)
         await t.settle()
 
-        (again,) = await all_of(office)
+        (again,) = await all_of(stored)
         assert (again.reason, again.original.subject, again.original.data) == ("undecodable", subject, data)
         assert {**headers}.items() <= (again.original.headers or {}).items()
 
@@ -414,18 +433,18 @@ async def test_letters_are_chosen_by_all_that_is_said_of_them(app: App, testing:
     async def breaking(notification: Notification[Any]) -> None:
         raise ConnectionError("Nobody there")
 
-    async with testing() as (t, office):
+    async with testing() as (t, stored):
         for step in (0, 6):
             await t.notify("mars", mars(step=step), {})
         await t.settle()
         await t.advance(0.01)
         await t.notify("plain", {"a": "1", "b": "2"})
         await t.settle()
-        first, second, third = await all_of(office)
+        first, second, third = await all_of(stored)
 
         async def chosen(**wanted: Any) -> list[int]:
-            found = await all_of(office, **wanted)
-            return [[first, second, third].index(letter) for letter in found]
+            found = await all_of(stored, **wanted)
+            return [[first, second, third].index(dead_letter) for dead_letter in found]
 
         assert await chosen(agent="rejecting") == [0, 1]
         assert await chosen(app="contract", reason="attempts_exhausted") == [2]
@@ -444,14 +463,14 @@ async def test_a_letter_of_an_agent_that_nobody_runs_stays(app: App, testing: Te
     async def failing(notification: Notification[Any]) -> None:
         raise Reject("never")
 
-    async with testing() as (t, office):
+    async with testing() as (t, stored):
         await t.notify("mars", mars(), {})
         await t.settle()
-        (letter,) = await all_of(office)
-        stranger = msgspec.structs.replace(letter, agent="renamed")
+        (dead_letter,) = await all_of(stored)
+        stranger = msgspec.structs.replace(dead_letter, agent="renamed")
         with pytest.raises(RefusedError, match="agent renamed of app contract does not read what is tried again"):
-            await office.retry(stranger)
-        assert await all_of(office) == [letter]
+            await stored.retry(stranger)
+        assert await all_of(stored) == [dead_letter]
 
 
 async def test_when_the_dead_letters_are_full_what_fails_waits_and_says_so(
@@ -465,20 +484,20 @@ async def test_when_the_dead_letters_are_full_what_fails_waits_and_says_so(
     async def failing(notification: Notification[Any]) -> None:
         raise Reject("never")
 
-    async with testing() as (t, office):
+    async with testing() as (t, stored):
         for step in (0, 6):
             await t.notify("mars", mars(step=step), {"fills": "x" * 300})
         with pytest.raises(AssertionError, match="stream aviso_workers_dead_letters is full: retry or drop"):
             await t.settle(within_seconds=1.0)
-        (letter,) = await all_of(office)
+        (dead_letter,) = await all_of(stored)
         waiting = t.settled("failing")[-1]
         assert (waiting.outcome, waiting.reason) == ("retried", "dead_letter_failed")
 
-        await office.drop(letter)
+        await stored.drop(dead_letter)
         await t.settle()
 
-        (kept,) = await all_of(office)
-        assert {letter.original.sequence, kept.original.sequence} == {1, 2}
+        (kept,) = await all_of(stored)
+        assert {dead_letter.original.sequence, kept.original.sequence} == {1, 2}
         assert kept.attempts == t.outcomes("failing").count("retried") + 1
 
 
@@ -498,13 +517,13 @@ async def test_originals_wait_for_as_long_as_their_dead_letters_are_refused(
     async def failing(notification: Notification[Any]) -> None:
         raise ValueError("never")
 
-    async with testing() as (t, office):
+    async with testing() as (t, stored):
         for expver in ("0001", "0002"):
             await t.notify("mars", mars(expver=expver), {"fills": "x" * 300})
         with anyio.fail_after(PATIENCE_SECONDS):
             while t.outcomes("failing").count("retried") < 60:  # each of them more often than a server would deliver it
                 await t.advance(0.05)
-        assert await all_of(office) == []
+        assert await all_of(stored) == []
         info = await app.session.consumer_info(app.agents[0])
         assert (info.num_pending + info.num_ack_pending, info.config["max_deliver"]) == (2, -1)
 
@@ -512,7 +531,7 @@ async def test_originals_wait_for_as_long_as_their_dead_letters_are_refused(
         await app.session.backend.update_stream({**stream.config, "max_bytes": -1})
         await t.settle()
 
-        assert sorted(letter.original.sequence for letter in await all_of(office)) == [1, 2]
+        assert sorted(dead_letter.original.sequence for dead_letter in await all_of(stored)) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -533,26 +552,26 @@ async def test_what_is_as_large_as_the_server_takes_and_cannot_be_read_holds_not
     async def failing(notification: Notification[Field]) -> None:
         handled.append(notification.payload.location)
 
-    async with testing() as (t, office):
+    async with testing() as (t, stored):
         await t.settle()
         subject = "mars.od.0001.g.20261120.0000.oper.12"
-        stored = {"large": "ä\x01:" * (headers // 4), "small": "here: and there"}
-        unreadable = Message(subject=subject, data=b"\xff" * body, headers=stored)
+        sent = {"large": "ä\x01:" * (headers // 4), "small": "here: and there"}
+        unreadable = Message(subject=subject, data=b"\xff" * body, headers=sent)
         backend = app.session.backend
         await backend.publish(unreadable, message_id="x", stream="MARS", timeout_seconds=PATIENCE_SECONDS)
         await t.notify("mars", mars(step=18), {"location": "behind"})
         await t.settle()
         assert handled == ["behind"]
 
-        (letter,) = await all_of(office)
+        (dead_letter,) = await all_of(stored)
         for _ in range(2):
-            assert (letter.reason, letter.original.subject) == ("undecodable", subject)
-            assert letter.original.data == unreadable.data
-            assert {name: present(letter.original.headers)[name] for name in stored} == stored
-            await office.retry(letter)
+            assert (dead_letter.reason, dead_letter.original.subject) == ("undecodable", subject)
+            assert dead_letter.original.data == unreadable.data
+            assert {name: present(dead_letter.original.headers)[name] for name in sent} == sent
+            await stored.retry(dead_letter)
             await t.settle()
-            (letter,) = await all_of(office)
-        await office.drop(letter)
+            (dead_letter,) = await all_of(stored)
+        await stored.drop(dead_letter)
         assert (await backend.stream_info(STREAM)).messages == 0
 
 
@@ -566,7 +585,7 @@ async def test_a_body_as_large_as_the_server_takes_is_kept_shown_and_tried_again
             raise Reject("not today")
         handled.append(len(notification.payload))
 
-    async with testing() as (t, office):
+    async with testing() as (t, stored):
         await t.settle()
         backend = app.session.backend
         data = msgspec.json.encode("x" * (backend.connection.max_payload - 150))
@@ -576,18 +595,22 @@ async def test_a_body_as_large_as_the_server_takes_is_kept_shown_and_tried_again
         )
         await t.settle()
 
-        (letter,) = await all_of(office)
-        assert (letter.reason, letter.original.subject, letter.original.data) == ("rejected", subject, data)
-        assert [letter.original.data for letter in t.dead_letters] == [data]
+        (dead_letter,) = await all_of(stored)
+        assert (dead_letter.reason, dead_letter.original.subject, dead_letter.original.data) == (
+            "rejected",
+            subject,
+            data,
+        )
+        assert [dead_letter.original.data for dead_letter in t.dead_letters] == [data]
         assert await deployment.dead_letters(app.session.admin) == {("contract", "failing"): 1}
 
-        await office.retry(letter)
+        await stored.retry(dead_letter)
         await t.settle()
-        (again,) = await all_of(office)
+        (again,) = await all_of(stored)
         assert again.original.data == data
 
         broken = False
-        await office.retry(again)
+        await stored.retry(again)
         await t.settle()
         assert handled == [backend.connection.max_payload - 150]
         assert (await backend.stream_info(STREAM)).messages == 0

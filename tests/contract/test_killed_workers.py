@@ -118,7 +118,10 @@ async def publish(app: App) -> None:
 
 def dead_letters(t: Harness) -> list[tuple[str, str, int]]:
     """Of each dead letter the agent, the reason, and the step of the notification."""
-    return [(letter.agent, letter.reason, int(letter.original.subject.split(".")[-1])) for letter in t.dead_letters]
+    return [
+        (dead_letter.agent, dead_letter.reason, int(dead_letter.original.subject.split(".")[-1]))
+        for dead_letter in t.dead_letters
+    ]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -134,7 +137,7 @@ async def test_only_what_kills_its_worker_becomes_a_dead_letter(
         await handlers.crash_until_done(t, agent)
 
         assert sorted(dead_letters(t)) == [("index", "worker_died", step) for step in sorted(deadly)]
-        assert [letter.attempts for letter in t.dead_letters] == [ATTEMPTS] * len(deadly)
+        assert [dead_letter.attempts for dead_letter in t.dead_letters] == [ATTEMPTS] * len(deadly)
         assert {step for step in range(COUNT) if handlers.began[step] == 0} == set()
         assert handlers.deaths <= len(deadly) * (ATTEMPTS + 3)
 

@@ -13,7 +13,7 @@ from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.events import ConsumerResumed
 from aviso_workers.ops import agent_control, maintenance
-from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 
@@ -128,9 +128,9 @@ async def test_what_was_tried_again_before_is_not_tried_once_more(kind: str, nat
     async with harness(app, server=nats_url or None) as t:
         await t.notify("mars", mars(step=0), {})
         await t.settle()
-        office = DeadLetterOffice(t.app.session.admin, t.app.config, events=t.app.events)
-        (letter,) = [letter async for letter in office.letters(Selection())]
-        await office.retry(letter)
+        stored = StoredDeadLetters(t.app.session.admin, t.app.config, events=t.app.events)
+        (dead_letter,) = [dead_letter async for dead_letter in stored.select(Selection())]
+        await stored.retry(dead_letter)
         await t.settle()
         await t.stop()
         for stream in ("MARS", RETRIES):

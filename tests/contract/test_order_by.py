@@ -174,9 +174,9 @@ class TestWhatIsTooLargeTogether:
         async with harness(app, server=url) as t:
             await publish(app, ((BAD, step) for step in range(40)), "x" * 1000)
             await t.settle()
-            assert [letter.original.sequence for letter in t.dead_letters] == list(range(1, 41))
-            assert {len(letter.original.data) for letter in t.dead_letters} == {1002}
-            assert {letter.attempts for letter in t.dead_letters} == {2}
+            assert [dead_letter.original.sequence for dead_letter in t.dead_letters] == list(range(1, 41))
+            assert {len(dead_letter.original.data) for dead_letter in t.dead_letters} == {1002}
+            assert {dead_letter.attempts for dead_letter in t.dead_letters} == {2}
 
     async def test_waits_and_says_so_where_it_may_not_be_read(
         self, app: App, url: str | None, monkeypatch: pytest.MonkeyPatch

@@ -130,8 +130,8 @@ async def handle(t: Harness, *steps: int) -> None:
     await t.settle()
 
 
-def step_of(letter: DeadLetter) -> str:
-    return letter.original.subject.rpartition(".")[2]
+def step_of(dead_letter: DeadLetter) -> str:
+    return dead_letter.original.subject.rpartition(".")[2]
 
 
 def failing_at_six(error: BaseException) -> Work:
@@ -164,8 +164,8 @@ async def test_whatever_a_handler_raises_is_the_failure_of_its_notification(
     agent = declare(failing_at_six(error), retry=ONCE)
     async with harness(app, server=url) as t:
         await handle(t, 5, 6, 7)
-        (letter,) = t.dead_letters
-        assert (letter.reason, letter.error, step_of(letter)) == ("attempts_exhausted", told, "6")
+        (dead_letter,) = t.dead_letters
+        assert (dead_letter.reason, dead_letter.error, step_of(dead_letter)) == ("attempts_exhausted", told, "6")
         assert sorted(t.outcomes(agent)) == ["acked", "acked", "dead_lettered"]
 
 
@@ -176,7 +176,7 @@ async def test_an_exit_in_a_threads_own_thread_or_a_called_tool_is_a_failure(app
 
     async with harness(app, server=url) as t:
         await handle(t, 6, 7)
-        assert [letter.error for letter in t.dead_letters] == ["SystemExit: 2"] * 2
+        assert [dead_letter.error for dead_letter in t.dead_letters] == ["SystemExit: 2"] * 2
 
 
 async def test_an_exit_of_a_fold_is_a_failure(app: App, url: str | None) -> None:
@@ -188,7 +188,7 @@ async def test_an_exit_of_a_fold_is_a_failure(app: App, url: str | None) -> None
 
     async with harness(app, server=url) as t:
         await handle(t, 6, 7)
-        assert [letter.error for letter in t.dead_letters] == ["SystemExit: no such unit"] * 2
+        assert [dead_letter.error for dead_letter in t.dead_letters] == ["SystemExit: no such unit"] * 2
 
 
 async def test_an_exit_of_a_window_lets_it_be_run_again(app: App, url: str | None) -> None:
@@ -248,8 +248,8 @@ async def test_a_payload_that_its_own_type_refuses_is_undecodable_whatever_it_ra
         for step, unit in enumerate(["m", "parsec", "km"]):
             await t.notify("mars", mars(step=step), {"unit": unit})
         await t.settle()
-        (letter,) = t.dead_letters
-        assert (letter.reason, letter.error) == (
+        (dead_letter,) = t.dead_letters
+        assert (dead_letter.reason, dead_letter.error) == (
             "undecodable",
             "UndecodableError: the payload does not fit: KeyError: 'parsec'",
         )
@@ -393,10 +393,10 @@ async def test_a_class_that_is_returned_is_a_failure_that_says_what_to_write(
     agent = declare(lambda step: returned if step == "6" else None, retry=ONCE)
     async with harness(app, server=url) as t:
         await handle(t, 6, 7)
-        (letter,) = t.dead_letters
+        (dead_letter,) = t.dead_letters
         assert sorted(t.outcomes(agent)) == ["acked", "dead_lettered"]
-        assert letter.reason == "attempts_exhausted"
-        assert letter.error.startswith(f"DeclarationError: the handler returned {told}")
+        assert dead_letter.reason == "attempts_exhausted"
+        assert dead_letter.error.startswith(f"DeclarationError: the handler returned {told}")
 
 
 class TestOnError:
@@ -434,7 +434,7 @@ class TestOnError:
 
         async with harness(app, server=url) as t:
             await handle(t, 6, 7)
-            assert [letter.error for letter in t.dead_letters] == ["SystemExit: 3"]
+            assert [dead_letter.error for dead_letter in t.dead_letters] == ["SystemExit: 3"]
 
 
 class TestWhereItWasRaised:

@@ -235,8 +235,8 @@ async def test_an_invalid_output_makes_a_dead_letter_and_publishes_nothing(
         (settled,) = t.settled(derive)
         assert (settled.outcome, settled.reason) == ("dead_lettered", "invalid_notification")
         assert outputs(t) == []
-        (letter,) = t.dead_letters
-        assert letter.reason == "invalid_notification"
+        (dead_letter,) = t.dead_letters
+        assert dead_letter.reason == "invalid_notification"
 
 
 async def test_a_returned_reject_is_no_output(app: App, url: str | None) -> None:

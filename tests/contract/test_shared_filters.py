@@ -87,8 +87,8 @@ class Deployment:
                 message, message_id=message_id, stream=RETRIES, timeout_seconds=PATIENCE_SECONDS
             )
 
-        letter = Message(subject=retry_subject("contract", "index"), data=body, headers=headers)
-        await parts.store(letter, "1", publish, max_payload=self.backend.connection.max_payload)
+        dead_letter = Message(subject=retry_subject("contract", "index"), data=body, headers=headers)
+        await parts.store(dead_letter, "1", publish, max_payload=self.backend.connection.max_payload)
 
     @property
     def backend(self) -> Backend:

@@ -13,7 +13,7 @@ from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoun
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control, agent_report
 from aviso_workers.ops.agent_control import UNTIL_RESUMED, Steered
-from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness
 from tests.contract.settings import mars
 
@@ -66,12 +66,12 @@ class TestAPause:
     async def test_holds_back_events_and_what_is_tried_again(self, t: Harness, handled: list[int]) -> None:
         await t.notify("mars", mars(step=0), "reject")
         await t.settle()
-        office = DeadLetterOffice(t.app.session.admin, t.app.config, events=t.app.events)
-        (letter,) = [letter async for letter in office.letters(Selection())]
+        stored = StoredDeadLetters(t.app.session.admin, t.app.config, events=t.app.events)
+        (dead_letter,) = [dead_letter async for dead_letter in stored.select(Selection())]
         handled.clear()
 
         await agent_control.pause(t.app.session.admin, INDEX, until=UNTIL_RESUMED)
-        await office.retry(letter)
+        await stored.retry(dead_letter)
         await t.notify("mars", mars(step=6), {})
         await t.advance(0.3)
         (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)

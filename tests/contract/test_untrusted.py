@@ -14,7 +14,7 @@ from aviso_workers.backends import Message
 from aviso_workers.engine import consumer_records, dead_letter_store, delayed_messages, max_deliveries
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import Overdue, Skipped
-from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -64,11 +64,13 @@ async def test_advisories_that_are_none_are_left_out(app: App, t: Harness) -> No
         await put(app, max_deliveries.STREAM, f"{max_deliveries.SUBJECT}.MARS.contract__index", data)
     await t.advance(1)
 
-    letters = [
-        letter
-        async for letter in DeadLetterOffice(app.session.admin, app.config, events=app.events).letters(Selection())
+    dead_letters = [
+        dead_letter
+        async for dead_letter in StoredDeadLetters(app.session.admin, app.config, events=app.events).select(Selection())
     ]
-    assert [(letter.agent, letter.original.sequence) for letter in letters] == [("index", receipt.sequence)]
+    assert [(dead_letter.agent, dead_letter.original.sequence) for dead_letter in dead_letters] == [
+        ("index", receipt.sequence)
+    ]
     found = await app.session.backend.consumer_info(max_deliveries.STREAM, "contract__dead-letter-sweep")
     assert found.num_ack_pending == 0, "none of them comes again"
 
@@ -84,7 +86,9 @@ async def test_an_identifier_that_its_rule_does_not_allow_is_left_out_and_told(
     await t.settle()
 
     assert handled == [1]
-    assert [(letter.reason, letter.original.sequence) for letter in t.dead_letters] == [("undecodable", 1)]
+    assert [(dead_letter.reason, dead_letter.original.sequence) for dead_letter in t.dead_letters] == [
+        ("undecodable", 1)
+    ]
     assert [found.sequence async for found in app.replay("mars")] == [receipt.sequence]
     assert [(one.event_type, one.sequence) for one in skipped] == [("mars", receipt.sequence - 1)]
 
@@ -124,12 +128,12 @@ async def test_dead_letters_that_are_none_are_left_out(app: App, t: Harness) -> 
         for value in (LONG_AGO, FAR_AWAY, MANY_DIGITS):
             await put(app, dead_letter_store.STREAM, subject, **{**whole, name: value})
 
-    letters = [
-        letter
-        async for letter in DeadLetterOffice(app.session.admin, app.config, events=app.events).letters(Selection())
+    dead_letters = [
+        dead_letter
+        async for dead_letter in StoredDeadLetters(app.session.admin, app.config, events=app.events).select(Selection())
     ]
 
-    assert [letter.agent for letter in letters] == ["index"]
+    assert [dead_letter.agent for dead_letter in dead_letters] == ["index"]
 
 
 async def test_what_is_due_and_cannot_be_published_is_left_out(app: App, t: Harness) -> None:

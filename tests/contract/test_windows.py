@@ -19,7 +19,7 @@ from aviso_workers.engine.handlers import windowed
 from aviso_workers.engine.handlers.windowed import AsWindows
 from aviso_workers.errors import LateError, RefusedError, UndecodableError
 from aviso_workers.events import Event, Published, Unreadable, WindowDone
-from aviso_workers.ops.dead_letters import DeadLetterOffice, Selection
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -205,9 +205,9 @@ async def test_what_is_late_is_a_dead_letter(
         await notify(t, 20)
         await t.settle()
         assert t.outcomes(agent) == ["acked", "acked", "dead_lettered"]
-        (letter,) = t.dead_letters
-        assert letter.reason == "late"
-        assert letter.error == "LateError: all of its windows have closed, the last at 2026-11-20T07:00:00+00:00"
+        (dead_letter,) = t.dead_letters
+        assert dead_letter.reason == "late"
+        assert dead_letter.error == "LateError: all of its windows have closed, the last at 2026-11-20T07:00:00+00:00"
         assert sums(t) == {"0-60 all": 1}
 
 
@@ -220,8 +220,8 @@ async def test_what_is_late_for_one_of_its_windows_counts_in_the_others(
         await t.settle()
         await notify(t, 40)
         await t.settle()
-        (letter,) = t.dead_letters
-        assert (letter.reason, letter.error) == (
+        (dead_letter,) = t.dead_letters
+        assert (dead_letter.reason, dead_letter.error) == (
             "late",
             "LateError: one of its windows had closed; it was counted in the others",
         )
@@ -241,7 +241,7 @@ async def test_what_is_late_is_late_for_every_key(
         await t.settle()
         await notify(t, 130, of="od")
         await t.settle()
-        assert [letter.reason for letter in t.dead_letters] == ["late"]
+        assert [dead_letter.reason for dead_letter in t.dead_letters] == ["late"]
         assert sums(t) == {"0-60 od": 1, "60-120 od": 1, "60-120 rd": 1}
 
 
@@ -333,9 +333,9 @@ async def test_a_dead_letter_that_is_tried_again_counts_once(
         await many(app, since)
         await t.settle()
         broken.clear()
-        office = DeadLetterOffice(app.session.admin, app.config, events=app.events)
-        (letter,) = [letter async for letter in office.letters(Selection())]
-        await office.retry(letter)
+        stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+        (dead_letter,) = [dead_letter async for dead_letter in stored.select(Selection())]
+        await stored.retry(dead_letter)
         await t.settle()
         await notify(t, 61)
         await t.settle()
@@ -400,19 +400,19 @@ async def test_a_window_that_fails_as_often_as_it_may_is_a_dead_letter_that_can_
         await notify(t, 61, of="od")
         await t.settle()
         assert sums(t) == {"0-60 od": 2}
-        office = DeadLetterOffice(app.session.admin, app.config, events=app.events)
-        (letter,) = [letter async for letter in office.letters(Selection())]
-        assert (letter.agent, letter.reason, letter.attempts) == ("totals", "attempts_exhausted", 2)
-        assert letter.error == "ConnectionError: no database"
+        stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+        (dead_letter,) = [dead_letter async for dead_letter in stored.select(Selection())]
+        assert (dead_letter.agent, dead_letter.reason, dead_letter.attempts) == ("totals", "attempts_exhausted", 2)
+        assert dead_letter.error == "ConnectionError: no database"
         start = int(SIX.timestamp())
-        assert msgspec.json.decode(letter.original.data) == {"start": start, "end": start + 3600, "value": 3}
+        assert msgspec.json.decode(dead_letter.original.data) == {"start": start, "end": start + 3600, "value": 3}
         assert [done.dead_lettered for done in t.windows(totals) if done.key == "rd"] == ["", "attempts_exhausted"]
 
         broken = False
-        await office.retry(letter)
+        await stored.retry(dead_letter)
         await t.settle()
         assert sums(t) == {"0-60 od": 2, "0-60 rd": 3}
-        assert [letter async for letter in office.letters(Selection())] == []
+        assert [dead_letter async for dead_letter in stored.select(Selection())] == []
 
 
 async def test_a_window_whose_dead_letter_is_not_stored_is_run_again(
@@ -587,8 +587,8 @@ async def test_a_time_without_a_zone_is_refused(
     async with harness(app, server=url) as t:
         await notify(t, 0)
         await t.settle()
-        (letter,) = t.dead_letters
-        assert "the time of a notification needs a zone" in letter.error
+        (dead_letter,) = t.dead_letters
+        assert "the time of a notification needs a zone" in dead_letter.error
 
 
 async def test_a_fold_that_returns_something_else_stores_nothing(
@@ -601,8 +601,8 @@ async def test_a_fold_that_returns_something_else_stores_nothing(
     async with harness(app, server=url) as t:
         await notify(t, 0)
         await t.settle()
-        (letter,) = t.dead_letters
-        assert "Expected `int`, got `str`" in letter.error
+        (dead_letter,) = t.dead_letters
+        assert "Expected `int`, got `str`" in dead_letter.error
 
 
 async def test_values_of_another_type_are_told_with_the_cure(
@@ -765,7 +765,7 @@ async def test_what_was_late_for_a_window_is_still_told_when_much_was_counted_si
         await app.session.admin.reset_consumer("MARS", "contract__sums", sequence=1)
         await counted(t, 206)
         assert t.outcomes("sums").count("dead_lettered") == 2, "once before the reset and once after it"
-        assert {letter.reason for letter in t.dead_letters} == {"late"}
+        assert {dead_letter.reason for dead_letter in t.dead_letters} == {"late"}
         stuck.clear()
         await t.settle()
 

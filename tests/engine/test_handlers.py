@@ -164,10 +164,13 @@ async def test_the_last_failure_leaves_a_dead_letter_that_says_everything(
         ("retried", "ValueError"),
         ("dead_lettered", "attempts_exhausted"),
     ]
-    (letter,) = await stored(STREAM)
+    (dead_letter,) = await stored(STREAM)
     (original,) = await stored("MARS")
-    assert (letter.subject, letter.data) == ("aviso_workers.dead_letters.tests.index", b'{"location": "here"}')
-    headers = {**present(letter.headers)}
+    assert (dead_letter.subject, dead_letter.data) == (
+        "aviso_workers.dead_letters.tests.index",
+        b'{"location": "here"}',
+    )
+    headers = {**present(dead_letter.headers)}
     del headers["Nats-Msg-Id"], headers["Nats-Expected-Stream"]  # what every publish has
     time = headers.pop("Aviso-Time")
     traceback = headers.pop("Aviso-Traceback")
@@ -186,7 +189,7 @@ async def test_the_last_failure_leaves_a_dead_letter_that_says_everything(
     assert traceback.rpartition(" ")[2] == "index"
     assert time.startswith("20")
     assert time.endswith("+00:00")
-    assert present(original.headers)["Nats-Msg-Id"] != present(letter.headers)["Nats-Msg-Id"]
+    assert present(original.headers)["Nats-Msg-Id"] != present(dead_letter.headers)["Nats-Msg-Id"]
 
 
 @pytest.mark.parametrize(
@@ -215,8 +218,8 @@ async def test_what_cannot_be_decoded_is_kept_with_its_bytes_and_the_agent_goes_
         bad, good = await facts.wait_for(Settled, 2)
     assert (bad.outcome, bad.reason, type(bad.error)) == ("dead_lettered", "undecodable", UndecodableError)
     assert (good.outcome, seen) == ("acked", ["12"])
-    (letter,) = await stored(STREAM)
-    assert (letter.data, present(letter.headers)["Aviso-Subject"]) == (data, subject)
+    (dead_letter,) = await stored(STREAM)
+    assert (dead_letter.data, present(dead_letter.headers)["Aviso-Subject"]) == (data, subject)
 
 
 async def test_where_failures_cannot_be_stored_a_worker_says_so_once_and_counts_by_itself(
@@ -235,7 +238,9 @@ async def test_where_failures_cannot_be_stored_a_worker_says_so_once_and_counts_
     async with working(index):
         await facts.wait_for(Settled, 2 * PROMPT.attempts)
     assert (tries.count(1), tries.count(2)) == (PROMPT.attempts, PROMPT.attempts)
-    assert [present(letter.headers)["Aviso-Reason"] for letter in await stored(STREAM)] == ["attempts_exhausted"] * 2
+    assert [present(dead_letter.headers)["Aviso-Reason"] for dead_letter in await stored(STREAM)] == [
+        "attempts_exhausted"
+    ] * 2
     (said,) = facts.of(FailuresNotStored)
     assert (said.agent, said.bucket) == ("index", "tests_failures")
 
@@ -263,7 +268,7 @@ async def test_a_dead_letter_that_cannot_be_stored_keeps_its_original(
         _, second = await facts.wait_for(Settled, 2)
         assert round(anyio.current_time() - began) == 10
     assert (second.outcome, second.reason, second.num_delivered) == ("dead_lettered", "undecodable", 2)
-    assert [letter.data for letter in await stored(STREAM)] == [b"not a field"]
+    assert [dead_letter.data for dead_letter in await stored(STREAM)] == [b"not a field"]
 
 
 async def test_an_agent_whose_dead_letters_are_refused_tries_one_at_a_time_and_more_rarely(
@@ -322,8 +327,8 @@ async def test_a_large_dead_letter_of_which_one_part_is_stored_keeps_its_origina
         backend.closes_after_first_part = False
         backend.closed = None
         await facts.wait_for(Settled, 2)
-    letters = [message for message in await stored(STREAM) if not parts.is_first_part(message)]
-    assert [(await parts.whole(backend, STREAM, letter)).data for letter in letters] == [data]
+    dead_letters = [message for message in await stored(STREAM) if not parts.is_first_part(message)]
+    assert [(await parts.whole(backend, STREAM, dead_letter)).data for dead_letter in dead_letters] == [data]
 
 
 async def test_a_dead_letter_that_cannot_be_made_to_fit_keeps_no_other_from_being_stored(
@@ -454,9 +459,9 @@ async def test_a_dead_letter_is_whole_although_its_original_says_that_it_is_a_pa
     await store("mars.od.6", b"?", {header: "7"})
     async with working(index):
         await facts.wait_for(Settled)
-    (letter,) = await stored(STREAM)
-    assert not parts.is_first_part(letter)
-    assert (await parts.whole(backend, STREAM, letter)).data == b"?"
+    (dead_letter,) = await stored(STREAM)
+    assert not parts.is_first_part(dead_letter)
+    assert (await parts.whole(backend, STREAM, dead_letter)).data == b"?"
 
 
 async def test_what_hands_a_large_dead_letter_back_names_no_part_of_the_letter(
@@ -515,9 +520,9 @@ async def test_any_text_of_an_error_fits_into_a_header(
     await notify(6)
     async with working(index):
         await facts.wait_for(Settled)
-    (letter,) = await stored(STREAM)
-    assert present(letter.headers)["Aviso-Error"] == kept
-    present(letter.headers)["Aviso-Error"].encode()
+    (dead_letter,) = await stored(STREAM)
+    assert present(dead_letter.headers)["Aviso-Error"] == kept
+    present(dead_letter.headers)["Aviso-Error"].encode()
 
 
 async def test_what_the_agent_did_not_ask_for_is_settled_without_a_word(
@@ -697,8 +702,8 @@ async def test_what_failed_for_good_in_its_lane_has_all_attempts_again_when_it_i
     await notify(0)
     async with working(index):
         await facts.wait_for(Settled, 2)
-        (letter,) = await stored(STREAM)
-        retry, message_id = retry_of(DeadLetter.read(letter))
+        (dead_letter,) = await stored(STREAM)
+        retry, message_id = retry_of(DeadLetter.read(dead_letter))
         await backend.publish(retry, message_id=message_id, stream=RETRIES, timeout_seconds=1)
         await facts.wait_for(Settled, 4)
     assert [event.outcome for event in facts.of(Settled)] == ["retried", "dead_lettered", "retried", "acked"]
@@ -750,9 +755,9 @@ async def test_one_notification_has_a_dead_letter_of_each_agent_that_gives_it_up
     await store("mars.od.6", b"?", {"Aviso-Agent": "another", "Aviso-Reason": "none"})
     async with working(index), working(sums):
         await facts.wait_for(Settled, 2)
-    letters = [present(letter.headers) for letter in await stored(STREAM)]
-    assert sorted(headers["Aviso-Agent"] for headers in letters) == ["index", "sums"]
-    assert [headers["Aviso-Reason"] for headers in letters] == ["undecodable", "undecodable"]
+    dead_letters = [present(dead_letter.headers) for dead_letter in await stored(STREAM)]
+    assert sorted(headers["Aviso-Agent"] for headers in dead_letters) == ["index", "sums"]
+    assert [headers["Aviso-Reason"] for headers in dead_letters] == ["undecodable", "undecodable"]
 
 
 @pytest.mark.parametrize(
@@ -799,5 +804,5 @@ async def test_a_large_retry_that_its_server_gave_up_is_kept_whole(
         advisory = {"stream": RETRIES, "consumer": "tests__index", "stream_seq": rest.sequence, "deliveries": 26}
         await advise(backend, msgspec.json.encode(advisory))
         await facts.wait_for(Settled, 2)
-    letters = [message for message in await stored(STREAM) if not parts.is_first_part(message)]
-    assert [(await parts.whole(backend, STREAM, letter)).data for letter in letters] == [data, data]
+    dead_letters = [message for message in await stored(STREAM) if not parts.is_first_part(message)]
+    assert [(await parts.whole(backend, STREAM, dead_letter)).data for dead_letter in dead_letters] == [data, data]

@@ -92,9 +92,9 @@ def test_a_stream_that_was_made_anew_has_other_notifications_under_the_same_sequ
 
 
 def test_a_dead_letter_that_was_handed_back_is_none_of_them(repeats: Repeats) -> None:
-    letter = Delivery(2)
-    letter.can_be_read_again = False
-    repeats.note(letter)
+    dead_letter = Delivery(2)
+    dead_letter.can_be_read_again = False
+    repeats.note(dead_letter)
     assert not repeats.includes(Delivery(2, num_delivered=2))
 
 

@@ -151,7 +151,11 @@ class Book:
             for agent in AGENTS:
                 key = agent, sequence
                 deaths = self.deaths[key]
-                letters = [(letter.reason, letter.attempts) for letter in t.dead_letters if _is_of(letter, key)]
+                dead_letters = [
+                    (dead_letter.reason, dead_letter.attempts)
+                    for dead_letter in t.dead_letters
+                    if _is_of(dead_letter, key)
+                ]
                 if (found := self.settled[key]) != 1:
                     yield f"{agent}: {sequence} was settled {found} times"
                 # What was not heard comes again, and is handled again by a worker that has not settled it.
@@ -160,23 +164,23 @@ class Book:
                 if deaths > crashes:
                     yield f"{agent}: {sequence} is said to have ended its worker {deaths} times, not {crashes}"
                 wanted = _letters(payload, deaths)
-                if not any(_fits(letters, one, uncounted) for one in wanted):
-                    yield f"{agent}: {sequence} has the dead letters {letters}, not one of {wanted}"
-                if not letters and not self.successes[key]:
+                if not any(_fits(dead_letters, one, uncounted) for one in wanted):
+                    yield f"{agent}: {sequence} has the dead letters {dead_letters}, not one of {wanted}"
+                if not dead_letters and not self.successes[key]:
                     yield f"{agent}: {sequence} was acked and never handled"
                 most = _failures(payload)
                 if not most - deaths <= self.failures[key] <= most + uncounted * bool(most):
                     yield f"{agent}: {sequence} failed {self.failures[key]} times, not {most}"
 
 
-def _is_of(letter: Any, key: tuple[str, int]) -> bool:
-    return (letter.agent, letter.original.sequence) == key
+def _is_of(dead_letter: Any, key: tuple[str, int]) -> bool:
+    return (dead_letter.agent, dead_letter.original.sequence) == key
 
 
-def _fits(letters: list[tuple[str, int]], wanted: list[tuple[str, int]], uncounted: int) -> bool:
+def _fits(dead_letters: list[tuple[str, int]], wanted: list[tuple[str, int]], uncounted: int) -> bool:
     """Whether the dead letters are these. One that could not be stored at first has attempts more."""
-    return [reason for reason, _ in letters] == [reason for reason, _ in wanted] and all(
-        least <= attempts <= least + uncounted for (_, attempts), (_, least) in zip(letters, wanted, strict=True)
+    return [reason for reason, _ in dead_letters] == [reason for reason, _ in wanted] and all(
+        least <= attempts <= least + uncounted for (_, attempts), (_, least) in zip(dead_letters, wanted, strict=True)
     )
 
 

@@ -153,7 +153,7 @@ async def bridge(configure: Configure) -> None:
 
 async def operate(configure: Configure) -> None:
     async with App("operator", config=configure()) as app:
-        backend, letters = app.session.admin, f"{dead_letter_store.RETRIES_SUBJECT}.field.index"
+        backend, dead_letters = app.session.admin, f"{dead_letter_store.RETRIES_SUBJECT}.field.index"
         administration = backend.administration()
         await app.notify("mars", {"class": "od", "step": 1}, {"n": 1})
         async with administration.listen("$JS.EVENT.>"), administration.snapshot("MARS") as snapshot:
@@ -161,7 +161,7 @@ async def operate(configure: Configure) -> None:
                 pass
         await (await backend.key_value("bucket")).put("key", b"value")
         await app.session.own_streams.ensure(dead_letter_store.retries_spec(app.config))
-        retried = Message(subject=letters, data=b"{}", headers={})
+        retried = Message(subject=dead_letters, data=b"{}", headers={})
         await backend.publish(retried, message_id="one", stream=dead_letter_store.RETRIES, timeout_seconds=10.0)
 
 
@@ -302,11 +302,11 @@ async def test_a_worker_whose_streams_an_operator_has_created_needs_no_right_to_
         def are_more(than: int, count: int) -> bool:
             return count > than
 
-        for name, management, letters in (("everything", {}, 0), ("role", observing, 1)):
+        for name, management, dead_letters in (("everything", {}, 0), ("role", observing, 1)):
             app = an_app(configure(server.url, user=name, password=name, **management))
             async with app, working(app):
                 await publish_with(app)
-                await until_messages(app, dead_letter_store.STREAM, partial(are_more, letters))
+                await until_messages(app, dead_letter_store.STREAM, partial(are_more, dead_letters))
         assert "ermissions Violation" not in server.log
 
 

@@ -75,9 +75,18 @@ async def recorded(url: str) -> list[dict[str, Any]]:
     return streams
 
 
-def hand_back(letter: int, config: Path) -> None:
+def hand_back(dead_letter: int, config: Path) -> None:
     """Give a dead letter back to its agent, as an operator does."""
-    command = [sys.executable, "-m", "aviso_workers", "dead-letters", "retry", str(letter), "--config", str(config)]
+    command = [
+        sys.executable,
+        "-m",
+        "aviso_workers",
+        "dead-letters",
+        "retry",
+        str(dead_letter),
+        "--config",
+        str(config),
+    ]
     subprocess.run(command, check=True, capture_output=True)
 
 

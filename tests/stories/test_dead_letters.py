@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 LETTERS = 2000
 KILLS = 6
 LONGEST_DELAY_SECONDS = 0.2
-"""About as long as some hundred letters take to be copied and deleted."""
+"""About as long as some hundred dead letters take to be copied and deleted."""
 
 
 @pytest.fixture

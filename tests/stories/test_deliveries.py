@@ -168,8 +168,12 @@ async def test_a_poison_notification_is_tried_as_its_policy_says_then_dead_lette
     for failures, wait in enumerate(waits, start=1):
         assert wait / RETRY.delay_seconds(failures) >= 0.8, f"after {failures} of {waits}"
         assert wait < RETRY.delay_seconds(failures) + PROMPT_SECONDS, f"after {failures} of {waits}"
-    (letter,) = await dead_letters(server)
-    assert (letter.agent, letter.attempts, letter.reason) == ("work", RETRY.attempts, "attempts_exhausted")
+    (dead_letter,) = await dead_letters(server)
+    assert (dead_letter.agent, dead_letter.attempts, dead_letter.reason) == (
+        "work",
+        RETRY.attempts,
+        "attempts_exhausted",
+    )
     assert record.numbers("done") == dict.fromkeys(range(1, 201), 1)
     # 200 of 0.02 s, four at a time: they are long done when the poison is dead-lettered.
     assert max(act.time for act in record.of("done")) < tries[-1]
@@ -190,7 +194,7 @@ async def test_a_poison_notification_holds_up_its_own_lane_and_no_other(
     assert [act.number for act in record.of("done") if act.number >= 10] == list(range(10, 30))
     assert record.of("begun", 1)[0].time > record.of("begun", 0)[-1].time > record.of("done", 29)[0].time
     assert len(record.of("begun", 0)) == RETRY.attempts
-    assert [letter.attempts for letter in await dead_letters(server)] == [RETRY.attempts]
+    assert [dead_letter.attempts for dead_letter in await dead_letters(server)] == [RETRY.attempts]
 
 
 async def test_a_handler_of_three_times_ack_wait_is_called_once(
@@ -223,7 +227,7 @@ async def test_attempts_are_counted_over_restarts_of_the_worker_and_crashes_are_
     await until(lambda: third.logged("notification.dead_lettered"), what=lambda: third.log)
 
     assert len(record.of("begun", 0)) == RETRY.attempts
-    assert [letter.attempts for letter in await dead_letters(server)] == [RETRY.attempts]
+    assert [dead_letter.attempts for dead_letter in await dead_letters(server)] == [RETRY.attempts]
 
 
 async def test_a_notification_that_ends_its_process_becomes_a_dead_letter_and_nothing_else_does(
@@ -241,9 +245,12 @@ async def test_a_notification_that_ends_its_process_becomes_a_dead_letter_and_no
             await anyio.sleep(0.05)
     await all_done(record, range(6, 40))
 
-    (letter,) = await dead_letters(server)
-    assert (letter.agent, letter.reason, letter.attempts) == ("crash", "worker_died", 2)
-    assert letter.error == "WorkerDiedError: its worker process ended while it was handled (failed attempts so far: 2)"
+    (dead_letter,) = await dead_letters(server)
+    assert (dead_letter.agent, dead_letter.reason, dead_letter.attempts) == ("crash", "worker_died", 2)
+    assert (
+        dead_letter.error
+        == "WorkerDiedError: its worker process ended while it was handled (failed attempts so far: 2)"
+    )
     assert len(record.of("killed", 5)) == 4  # twice beside others, then twice alone
     assert {number for number in numbers if number != 5} == set(record.numbers("done"))
     await until(lambda: set(record.numbers("beside")) == set(numbers), what=lambda: record.numbers("beside"))

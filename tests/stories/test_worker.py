@@ -220,10 +220,10 @@ def test_what_cannot_be_decoded_is_kept_and_the_agent_goes_on(
     assert worker.end(signal.SIGTERM) == 0
     assert (told["notification"], told["reason"]) == ("mars@2", "undecodable")
     assert told["error"] == "the payload does not fit: Expected `object`, got `str`"
-    letter = anyio.run(_with_client, nats_server.url, read_dead_letter)
-    assert letter.data == b"\xffno field"
-    assert letter.headers["Aviso-Subject"] == "mars.od.1"
-    assert letter.headers["Aviso-Reason"] == "undecodable"
+    dead_letter = anyio.run(_with_client, nats_server.url, read_dead_letter)
+    assert dead_letter.data == b"\xffno field"
+    assert dead_letter.headers["Aviso-Subject"] == "mars.od.1"
+    assert dead_letter.headers["Aviso-Reason"] == "undecodable"
 
 
 async def _with_client(url: str, act: Callable[[Client], Awaitable[Any]]) -> Any:

@@ -84,7 +84,7 @@ async def try_out() -> None:
         await t.settle()
         await t.advance(60)
         assert_type(t.published, list[Notify])
-        assert_type([letter.reason for letter in t.dead_letters], list[str])
+        assert_type([dead_letter.reason for dead_letter in t.dead_letters], list[str])
         assert_type(t.ticks(tidy)[0].timer, str)
 
 

@@ -326,14 +326,14 @@ def is_window(stream: str, *, app: str, agent: str) -> bool:
     return stream == f"KV_{bucket_of(app, agent)}"
 
 
-async def put_back(backend: Backend, letter: Message, *, app: str, agent: str) -> None:
-    """Put the window of a dead letter back, so that the function is run for it; `letter` is what was stored of it.
+async def put_back(backend: Backend, dead_letter: Message, *, app: str, agent: str) -> None:
+    """Put the window of a dead letter back, so that the function is run for it; `dead_letter` is what was stored of it.
 
     Raises `UndecodableError`, `BackendError`.
     """
-    kept = read_json(letter.data, KeptWindow)
+    kept = read_json(dead_letter.data, KeptWindow)
     bucket = await backend.key_value(bucket_of(app, agent))
-    key = letter.subject.removeprefix(f"$KV.{bucket_of(app, agent)}.")
+    key = dead_letter.subject.removeprefix(f"$KV.{bucket_of(app, agent)}.")
     while True:
         entry = await bucket.get(key)
         state: State[Any] = read_json(entry.value, State[Any]) if entry else State()

@@ -74,8 +74,8 @@ def twice(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the names of those streams that are to be taken before all others as well."""
     losing = [name for name, config in configs.items() if StreamConfig(config).retention != LIMITS]
     windows = any(windowed.is_bucket(name.removeprefix(BUCKET)) for name in configs if name.startswith(BUCKET))
-    letters = [dead_letter_store.STREAM] if windows and dead_letter_store.STREAM in configs else []
-    return sorted({*losing, *letters})
+    dead_letters = [dead_letter_store.STREAM] if windows and dead_letter_store.STREAM in configs else []
+    return sorted({*losing, *dead_letters})
 
 
 def _rank(name: str, config: Mapping[str, Any]) -> int:

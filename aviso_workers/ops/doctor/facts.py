@@ -98,7 +98,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     """By what configures it, such as `event type mars` or `streams.ORDERS`, what would have to be done to a stream."""
     heard: tuple[Advisory, ...]
     """Between the samples."""
-    letters: Mapping[tuple[str, ...], int]
+    dead_letters: Mapping[tuple[str, ...], int]
     """Dead letters that are kept, by app and agent."""
     given_up: Mapping[tuple[str, ...], int]
     """What died on its last delivery within the last days, by app, agent and stream."""
@@ -170,7 +170,7 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
         elapsed_seconds=elapsed,
         plans=_plans(config, after.streams),
         heard=tuple(heard),
-        letters=once.letters,
+        dead_letters=once.dead_letters,
         given_up=once.given_up,
         records=once.records,
         run_alone=once.run_alone,
@@ -186,7 +186,7 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
 class _Once(Struct):
     """What is asked for one time only."""
 
-    letters: Mapping[tuple[str, ...], int] = {}
+    dead_letters: Mapping[tuple[str, ...], int] = {}
     given_up: Mapping[tuple[str, ...], int] = {}
     records: Mapping[tuple[str, str], ConsumerRecord] = {}
     run_alone: tuple[RunAlone, ...] = ()
@@ -201,8 +201,8 @@ async def _ask_once(
     """Ask side by side, so that those who do not answer are waited for at the same time."""
     found = _Once()
 
-    async def letters() -> None:
-        found.letters = await asking.ask("letters", lambda: deployment.dead_letters(admin)) or {}
+    async def dead_letters() -> None:
+        found.dead_letters = await asking.ask("letters", lambda: deployment.dead_letters(admin)) or {}
 
     async def given_up() -> None:
         found.given_up = await asking.ask("letters", lambda: deployment.given_up(admin)) or {}
@@ -221,7 +221,7 @@ async def _ask_once(
         found.monitored, found.deaf = await asking.monitored(urls, named=bool(scope.monitors), of=server)
 
     async with anyio.create_task_group() as tasks:
-        for question in (letters, given_up, records, run_alone, links, monitored):
+        for question in (dead_letters, given_up, records, run_alone, links, monitored):
             tasks.start_soon(question)
     return found
 

@@ -161,8 +161,8 @@ def _sourced(message: Message) -> Original | None:
 
 def _dead_letter(message: Message) -> Original | None:
     with suppress(UndecodableError):
-        letter = DeadLetter.read(message)
-        return letter.stream, letter.original
+        dead_letter = DeadLetter.read(message)
+        return dead_letter.stream, dead_letter.original
     return None
 
 

@@ -112,9 +112,9 @@ def no_agents(left: Seen) -> Any:
 
 
 def test_dead_letters(left: Seen) -> None:
-    (letters,) = left.results["JS057"].findings
-    assert letters.found == "1 dead letters"
-    assert letters.cure.startswith("`aviso-workers dead-letters ls --app field --agent index`")
+    (dead_letters,) = left.results["JS057"].findings
+    assert dead_letters.found == "1 dead letters"
+    assert dead_letters.cure.startswith("`aviso-workers dead-letters ls --app field --agent index`")
 
 
 def test_a_notification_that_killed_its_workers(left: Seen) -> None:
@@ -123,7 +123,7 @@ def test_a_notification_that_killed_its_workers(left: Seen) -> None:
 
 def test_without_either_there_is_nothing_to_say(left: Seen) -> None:
     """By hand: that a server has none shows in test_stories."""
-    clean = judged(structs.replace(left.facts, letters={}, given_up={}))
+    clean = judged(structs.replace(left.facts, dead_letters={}, given_up={}))
     assert (clean.state("JS057"), clean.state("JS059")) == (State.PASS, State.PASS)
 
 

@@ -132,7 +132,7 @@ def impatient(facts: Facts) -> Iterator[Finding]:
     needs=("letters",),
 )
 def dead_letters(facts: Facts) -> Iterator[Finding]:
-    for (app, agent), count in facts.letters.items():
+    for (app, agent), count in facts.dead_letters.items():
         yield Finding(place=f"{app}, agent {agent}", found=f"{count} dead letters", consumer=f"{app}__{agent}")
 
 

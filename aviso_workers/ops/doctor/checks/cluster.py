@@ -126,8 +126,8 @@ def unlimited_account(facts: Facts) -> Iterator[Finding]:
 def own_streams_refused(facts: Facts) -> Iterator[Finding]:
     if not facts.after.account.limits.max_bytes_required:
         return
-    letters = [] if facts.config.workers.dead_letters.max_bytes else [dead_letter_store.STREAM]
-    for name in (*letters, dead_letter_store.RETRIES, delayed_messages.STREAM, max_deliveries.STREAM):
+    dead_letters = [] if facts.config.workers.dead_letters.max_bytes else [dead_letter_store.STREAM]
+    for name in (*dead_letters, dead_letter_store.RETRIES, delayed_messages.STREAM, max_deliveries.STREAM):
         if name not in facts.streams:
             yield Finding(stream=name, found="the account has max_bytes_required, and refuses it")
 
